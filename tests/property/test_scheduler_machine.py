@@ -35,6 +35,7 @@ POLICY_SETTINGS = {
     "sticky": {},
     "cap": {"n": 2},
     "thunderagent": {"delta_s": 2.0, "lambda_max": 0.95, "lambda_min": 0.8},
+    "ttl": {"ttl_s": 3.0},
 }
 SETTINGS = SchedulerSettings(idle_limit_s=20.0, forget_limit_s=60.0, no_replica_limit_s=10.0)
 PROGRAMS = st.sampled_from([None, "a", "b", "c", "d", "e", "f"])

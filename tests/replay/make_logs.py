@@ -27,6 +27,7 @@ POLICIES: dict[str, dict[str, Setting]] = {
     "sticky": {},
     "cap": {"n": 3},
     "thunderagent": {"delta_s": 5.0, "lambda_max": 0.95, "lambda_min": 0.8, "reserve_tokens": 100},
+    "ttl": {"ttl_s": 4.0},
 }
 
 

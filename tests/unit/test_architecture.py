@@ -88,18 +88,20 @@ ARROWS: dict[str, frozenset[str]] = {
     "policy_loader": frozenset({"errors", "programs"}),
     "backends": frozenset({"errors", "programs"}),
     "tools": frozenset({"errors", "programs"}),
-    "simulator": frozenset({"errors", "programs"}),
+    "simulator": frozenset({"errors", "programs", "policy_loader"}),
     "event_log": frozenset({"errors", "programs", "policy_loader"}),
     "runtime": frozenset({"errors", "programs", "event_log"}),
     "proxy": frozenset({"errors", "programs", "runtime", "backends"}),
     "client": frozenset(),
     # A client of the admin API: it knows the proxy by its answers alone.
     "status": frozenset({"errors"}),
+    # A client of an engine, which it knows by its answers alone.
+    "calibrate": frozenset({"errors", "simulator"}),
     # Built once by the command line and handed down in slices: nobody else may reach for it.
     "config": EVERY_ROOM,
     # Wires everything up; the command line starts it.
     "serving": EVERY_ROOM | {"config"},
-    "cli": EVERY_ROOM | {"config", "serving", "status"},
+    "cli": EVERY_ROOM | {"config", "serving", "status", "calibrate"},
     "__main__": frozenset({"cli"}),
 }
 

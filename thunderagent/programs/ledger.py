@@ -127,6 +127,11 @@ class Account:
         self.waited_s = 0.0
 
     @property
+    def active_count(self) -> int:
+        """Programs that claim memory there."""
+        return self.reasoning_count + self.acting_count
+
+    @property
     def demand_tokens(self) -> int:
         """Tokens that programs and anonymous turns claim."""
         return self.reasoning_tokens + self.acting_tokens + self.other_tokens

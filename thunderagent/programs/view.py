@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from thunderagent.programs.decisions import Reason
@@ -53,6 +53,10 @@ class SchedulerView:
     def first_waiting(self) -> ProgramView | None:
         """See `View`."""
         return self._scheduler.queue.reasoning.first()
+
+    def waiting(self) -> Iterator[ProgramView]:
+        """See `View`."""
+        return iter(self._scheduler.queue.reasoning)
 
     def first_paused_acting(self) -> ProgramView | None:
         """See `View`."""

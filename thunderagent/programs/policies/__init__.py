@@ -9,10 +9,12 @@ from thunderagent.programs.policies.cap import Cap
 from thunderagent.programs.policies.passthrough import Passthrough
 from thunderagent.programs.policies.sticky import Sticky
 from thunderagent.programs.policies.thunderagent import ThunderAgent
+from thunderagent.programs.policies.ttl import Ttl
 
 POLICIES: dict[str, Callable[..., Policy]] = {
     "cap": Cap,
     "passthrough": Passthrough,
     "sticky": Sticky,
     "thunderagent": ThunderAgent,
+    "ttl": Ttl,
 }

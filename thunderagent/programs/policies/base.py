@@ -22,7 +22,7 @@ To write one, subclass nothing: a frozen dataclass with these members is a polic
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import Enum, auto
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -85,6 +85,10 @@ class AccountView(Protocol):
         """Turns in flight."""
 
     @property
+    def active_count(self) -> int:
+        """Programs that are active there."""
+
+    @property
     def demand_tokens(self) -> int:
         """All claims, each in full."""
 
@@ -131,6 +135,9 @@ class View(Protocol):
 
     def first_waiting(self) -> ProgramView | None:
         """Return the paused program with the lowest restore rank among those whose turns are held."""
+
+    def waiting(self) -> Iterator[ProgramView]:
+        """Yield paused programs whose turns are held by restore rank, as they are now. Cost: O(n log n) of them."""
 
     def first_paused_acting(self) -> ProgramView | None:
         """Return the paused program with the lowest restore rank among those whose tools run."""

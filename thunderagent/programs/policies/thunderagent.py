@@ -24,6 +24,9 @@ f(t) says what may be taken from it at the next check, but until then its memory
 queue is served at once.
 
 A replica whose capacity is not known has room for everyone.
+
+Two ratios that the paper does not have apart serve the settings of its public ports, which begin to pause at 0.95 of
+the capacity (`thrash_ratio`), pause down to 0.80 (`lambda_max`) and restore up to 0.85 (`restore_ratio`).
 """
 
 from __future__ import annotations
@@ -52,7 +55,9 @@ class ThunderAgent:
     """Pause the shortest acting program where a replica thrashes, restore the shortest reasoning one where it fits.
 
     `delta_s` is the paper's time between two checks, `half_life_s` that of f(t) (`inf` counts acting programs in full,
-    0 not at all), `lambda_max` and `lambda_min` the watermarks as parts of the capacity. `reserve_tokens` is added to
+    0 not at all), `lambda_max` and `lambda_min` the watermarks as parts of the capacity. `thrash_ratio` is the part
+    above which a replica thrashes, `restore_ratio` the one up to which programs are restored: in the paper 1 and
+    `lambda_max`, which it is where it is not given. `reserve_tokens` is added to
     each program's c, as room for what its next turn adds: 0 is the bare equation, 100 the constant of the authors'
     implementation. On a small engine whose turns add 340 tokens, 256 gave 5 points more prefix hits than 100.
     """
@@ -61,6 +66,8 @@ class ThunderAgent:
     half_life_s: float = 1.0
     lambda_max: float = 1.0
     lambda_min: float = 1.0
+    thrash_ratio: float = 1.0
+    restore_ratio: float | None = None
     reserve_tokens: int = 256
     name: ClassVar[str] = "thunderagent"
 
@@ -72,10 +79,19 @@ class ThunderAgent:
             raise ConfigurationError(f"thunderagent: half_life_s must not be negative, not {self.half_life_s}")
         if not self.reserve_tokens >= 0:
             raise ConfigurationError(f"thunderagent: reserve_tokens must not be negative, not {self.reserve_tokens}")
-        if not 0 < self.lambda_min <= self.lambda_max:
+        if not 0 < self.lambda_min <= self._restore_ratio:
+            upper = "lambda_max" if self.restore_ratio is None else "restore_ratio"
             raise ConfigurationError(
-                f"thunderagent: needs 0 < lambda_min <= lambda_max, not {self.lambda_min} and {self.lambda_max}"
+                f"thunderagent: needs 0 < lambda_min <= {upper}, not {self.lambda_min} and {self._restore_ratio}"
             )
+        if not (self.thrash_ratio > 0 and self.lambda_max > 0):
+            raise ConfigurationError(
+                f"thunderagent: needs lambda_max and thrash_ratio over 0, not {self.lambda_max} and {self.thrash_ratio}"
+            )
+
+    @property
+    def _restore_ratio(self) -> float:
+        return self.lambda_max if self.restore_ratio is None else self.restore_ratio
 
     @property
     def tick_s(self) -> float:
@@ -118,7 +134,9 @@ class ThunderAgent:
         account = replica.account
         capacity_tokens = account.capacity_tokens
         now_s = view.now_s
-        if capacity_tokens is None or account.weighed_tokens(now_s) - account.marked_tokens <= capacity_tokens:
+        if capacity_tokens is None:
+            return False
+        if account.weighed_tokens(now_s) - account.marked_tokens <= self.thrash_ratio * capacity_tokens:
             return False
         limit_tokens = self.lambda_max * capacity_tokens
         while account.weighed_tokens(now_s) - account.marked_tokens > limit_tokens:
@@ -164,7 +182,7 @@ class ThunderAgent:
         capacity_tokens = replica.account.capacity_tokens
         if capacity_tokens is None:
             return inf
-        return self.lambda_max * capacity_tokens - replica.account.weighed_tokens(view.now_s)
+        return self._restore_ratio * capacity_tokens - replica.account.weighed_tokens(view.now_s)
 
     def _order_of_room(self, view: View, replica: ReplicaView) -> tuple[float, int, int]:
         """Order replicas by room, most first; among equals, as where no capacity is known, by what is there already."""
@@ -176,7 +194,7 @@ class ThunderAgent:
         capacity_tokens = replica.account.capacity_tokens
         if capacity_tokens is None:
             return inf
-        return self.lambda_max * capacity_tokens - replica.account.demand_tokens
+        return self._restore_ratio * capacity_tokens - replica.account.demand_tokens
 
     def _order_of_free(self, replica: ReplicaView) -> tuple[float, int, int]:
         account = replica.account
@@ -184,7 +202,7 @@ class ThunderAgent:
 
     def _largest_tokens(self, candidates: Sequence[ReplicaView]) -> float:
         capacities = [replica.account.capacity_tokens for replica in candidates]
-        return inf if None in capacities else self.lambda_max * max(c for c in capacities if c is not None)
+        return inf if None in capacities else self._restore_ratio * max(c for c in capacities if c is not None)
 
     def _weighed_claim_tokens(self, view: View, program: ProgramView) -> float:
         """Return what a restore of the program would add to the sum of Eq. 7."""

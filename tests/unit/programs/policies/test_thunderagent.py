@@ -289,12 +289,36 @@ def test_without_news_nobody_bounces_and_no_restore_passes_the_watermark(
         ({"half_life_s": -1.0}, "half_life_s"),
         ({"lambda_min": 0.0}, "lambda_min"),
         ({"lambda_min": 0.9, "lambda_max": 0.8}, "lambda_min <= lambda_max"),
+        ({"lambda_min": 0.9, "restore_ratio": 0.8}, "lambda_min <= restore_ratio"),
+        ({"lambda_min": 0.5, "lambda_max": 0.0, "restore_ratio": 0.8}, "lambda_max and thrash_ratio over 0"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(wrong: dict[str, float], named: str) -> None:
     """The message names the setting."""
     with pytest.raises(ConfigurationError, match=named):
         ThunderAgent(**wrong)
+
+
+def test_the_settings_of_the_public_ports() -> None:
+    """From 950 of 1000 on it pauses, down to 800; it restores up to 850."""
+    ports = ThunderAgent(
+        half_life_s=inf, thrash_ratio=0.95, lambda_max=0.8, restore_ratio=0.85, lambda_min=0.85, reserve_tokens=0
+    )
+    driver = Driver(ports, replicas={"r0": 1000})
+    driver.takes_turn("a", 100)
+    driver.takes_turn("b", 150)
+    turn = driver.arrives("c", 600)
+    driver.progresses(turn, output=100)
+    assert driver.demand() == 950
+    assert driver.ticks(5.0) == []
+    driver.progresses(turn, output=101)
+    assert of_kind(Pause, driver.ticks(5.0)) == ["a", "b"]
+    held = driver.arrives("b", 150)
+    assert driver.held(held)  # 701 and 150 are over 850
+    driver.releases("a")
+    driver.finishes(turn, 600, 100)
+    assert driver.ticks(5.0)
+    assert not driver.held(held)  # 700 and 150 are not
 
 
 def test_every_program_claims_a_reserve_beside_its_context() -> None:

@@ -1,0 +1,83 @@
+"""For policies that let programs in where their claims fit, each counted in full: how much room is there, and whose."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+
+from thunderagent.programs.decisions import Reason
+from thunderagent.programs.lifecycle import Status
+from thunderagent.programs.policies.base import Placement, ProgramView, ReplicaView, View, home_of
+
+
+@dataclass(frozen=True, slots=True)
+class Fitting:
+    """How claims are measured against a replica's capacity.
+
+    `headroom_ratio` of it stays free, when programs are let in, for what those that are there grow. `shared_tokens`
+    is what all programs have in common: it lies in memory once for all that are active on a replica.
+    """
+
+    headroom_ratio: float = 0.0
+    shared_tokens: int = 0
+
+    def free_tokens(self, replica: ReplicaView) -> float:
+        """Return what no program claims; infinite if the capacity is not known, negative if claims are over it."""
+        account = replica.account
+        if account.capacity_tokens is None:
+            return inf
+        return account.capacity_tokens - account.demand_tokens + self.shared_tokens * account.active_count
+
+    def place(self, view: View, program: ProgramView, candidates: Sequence[ReplicaView]) -> Placement:
+        """Return the program's own replica while it is active, else one where its claim fits: `place` of a policy.
+
+        Its last replica comes first, where its history may still lie, then the one with most room. One that is larger
+        than every replica goes at once. Nobody passes a program that waits and has a lower restore rank.
+        """
+        home = home_of(program, candidates)
+        if program.status is Status.ACTIVE and home is not None:
+            return Placement(home, Reason.HOME)
+        placement = self.find_room(program, candidates)
+        if placement.reason is Reason.FITS and not view.comes_before_all_waiting(program):
+            return Placement(None, Reason.QUEUE_AHEAD)
+        return placement
+
+    def find_room(self, program: ProgramView, candidates: Sequence[ReplicaView]) -> Placement:
+        """Return where a program could go that is nowhere active, whoever else waits."""
+        roomiest = max(candidates, key=lambda replica: (self.free_tokens(replica), -replica.account.demand_tokens))
+        if self._is_oversize(program, candidates):
+            return Placement(roomiest, Reason.OVERSIZE)
+        home = home_of(program, candidates)
+        for replica in (roomiest,) if home is None else (home, roomiest):
+            if self._fits(program, replica):
+                return Placement(replica, Reason.FITS)
+        return Placement(None, Reason.NO_ROOM)
+
+    def relieve(self, view: View, replica: ReplicaView) -> None:
+        """Pause, then mark, the first by pause rank until all claims but the marked ones fit."""
+        account = replica.account
+        while self.free_tokens(replica) + account.marked_tokens < 0:
+            program = view.first_to_pause(replica)
+            if program is None or not view.propose_pause(program, Reason.THRASHING):
+                break
+        while self.free_tokens(replica) + account.marked_tokens < 0:
+            program = view.first_to_mark(replica)
+            if program is None or not view.propose_mark(program, Reason.THRASHING):
+                break
+
+    def refill(self, view: View) -> None:
+        """Restore who waits, in the order of the restore rank, until the first of them does not fit."""
+        while view.replicas and (program := view.first_waiting()) is not None:
+            placement = self.find_room(program, view.replicas)
+            if placement.replica is None or not view.propose_restore(program, placement.replica, placement.reason):
+                return
+
+    def _fits(self, program: ProgramView, replica: ReplicaView) -> bool:
+        account = replica.account
+        headroom_tokens = self.headroom_ratio * (account.capacity_tokens or 0) if account.active_count else 0.0
+        return program.claim_tokens <= self.free_tokens(replica) - headroom_tokens
+
+    def _is_oversize(self, program: ProgramView, candidates: Sequence[ReplicaView]) -> bool:
+        capacities = [replica.account.capacity_tokens for replica in candidates]
+        return None not in capacities and program.claim_tokens > max(c for c in capacities if c is not None)

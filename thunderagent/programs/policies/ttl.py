@@ -1,0 +1,71 @@
+"""`ttl`: hold a program's memory for a fixed time while its tool runs, whatever the tool and whoever waits.
+
+Theory of operation
+===================
+When a turn ends its program keeps its claim for `ttl_s` seconds. If its next turn comes sooner, it finds its history;
+if not, the claim goes, and the next turn is placed as one of a new program. This is how an engine that pins the blocks
+of a finished request for a fixed time works (Continuum with one TTL for all tools, arXiv 2511.02230).
+
+Programs are let in where their claims fit beside all others, the oldest first. What grew beyond the capacity all the
+same is mended at once: the programs go whose tools have run longest, and then those with a turn in flight, the youngest
+first, at the end of their turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import ClassVar
+
+from thunderagent.errors import ConfigurationError
+from thunderagent.programs.decisions import Reason
+from thunderagent.programs.lifecycle import Phase
+from thunderagent.programs.policies.base import Moment, Placement, ProgramView, ReplicaView, View
+from thunderagent.programs.policies.fitting import Fitting
+
+FITTING = Fitting()
+
+
+@dataclass(frozen=True, slots=True)
+class Ttl:
+    """Hold the claim of an acting program for `ttl_s` seconds, `reserve_tokens` beside each program's context."""
+
+    ttl_s: float = 10.0
+    reserve_tokens: int = 256
+    name: ClassVar[str] = "ttl"
+    half_life_s: ClassVar[float] = inf
+
+    def __post_init__(self) -> None:
+        """Refuse settings that mean nothing."""
+        if not self.ttl_s >= 0:
+            raise ConfigurationError(f"ttl: ttl_s must not be negative, not {self.ttl_s}")
+        if not self.reserve_tokens >= 0:
+            raise ConfigurationError(f"ttl: reserve_tokens must not be negative, not {self.reserve_tokens}")
+
+    @property
+    def tick_s(self) -> float:
+        """Return how late a claim may go: a twentieth of the time to live, between 0.1 and 1 s."""
+        return min(1.0, max(0.1, self.ttl_s / 20))
+
+    def pause_rank(self, program: ProgramView) -> float:
+        """Return the begin of its tool, or with a turn in flight its age: the youngest first."""
+        return program.acting_since_s if program.phase is Phase.ACTING else -program.opened_s
+
+    def restore_rank(self, program: ProgramView) -> float:
+        """Return the opening time: first come, first served."""
+        return program.opened_s
+
+    def place(self, view: View, program: ProgramView, candidates: Sequence[ReplicaView]) -> Placement:
+        """Return the program's own replica, or one where its claim fits, if nobody older waits."""
+        return FITTING.place(view, program, candidates)
+
+    def balance(self, view: View, moment: Moment) -> None:
+        """Let go what is held too long or does not fit, and fill what is free."""
+        oldest_s = view.now_s - self.ttl_s
+        for replica in view.replicas:
+            while (program := view.first_to_pause(replica)) is not None and program.acting_since_s <= oldest_s:
+                if not view.propose_pause(program, Reason.POLICY):
+                    break
+            FITTING.relieve(view, replica)
+        FITTING.refill(view)
