@@ -108,6 +108,13 @@ class BlockPool:
             if count == 0:
                 free[block] = None
 
+    def expire(self, keys: Iterable[int]) -> None:
+        """Have the free blocks with these keys taken first, the last of them before all others."""
+        for key in keys:
+            block = self._block_by_hash.get(key)
+            if block is not None and block in self._free:
+                self._free.move_to_end(block, last=False)
+
     def publish(self, block: int, key: int) -> None:
         """Let a full block be found by its key, unless another block already is."""
         if key not in self._block_by_hash and self._hashes[block] is None:

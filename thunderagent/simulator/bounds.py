@@ -34,10 +34,12 @@ length. A schedule that did all its prefill while little is resident could pass 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Self
 
-from thunderagent.simulator.plans import ProgramPlan, TurnPlan
+from thunderagent.simulator.plans import ProgramPlan
+from thunderagent.simulator.records import EngineConfig
 from thunderagent.simulator.timing import TimingProfile
 
 
@@ -92,6 +94,37 @@ class TurnCost:
 
 
 @dataclass(frozen=True, slots=True)
+class TurnShape:
+    """What a turn is made of: of its `prompt_tokens` the last `new_tokens` were not in its program's context before.
+
+    The first `shared_tokens` of the prompt are those that programs share. `gap_s` is how long the tool ran before the
+    turn; None for the first turn of a program.
+    """
+
+    prompt_tokens: int
+    new_tokens: int
+    output_tokens: int
+    shared_tokens: int
+    gap_s: float | None
+
+    @property
+    def held_tokens(self) -> int:
+        """Return what is held through the gap, without what is shared."""
+        return self.prompt_tokens - self.new_tokens - self.shared_tokens
+
+
+def turn_shapes(program: ProgramPlan) -> Iterator[TurnShape]:
+    """Give the turns of a plan, in their order."""
+    context_tokens = program.shared_prefix_tokens
+    gap_s = None
+    for turn in program.turns:
+        context_tokens += turn.new_tokens
+        yield TurnShape(context_tokens, turn.new_tokens, turn.output_tokens, program.shared_prefix_tokens, gap_s)
+        context_tokens += turn.output_tokens
+        gap_s = turn.tool_s
+
+
+@dataclass(frozen=True, slots=True)
 class Engines:
     """The replicas that a load runs on: equal ones, `capacity_tokens` is the KV pool of each.
 
@@ -107,6 +140,11 @@ class Engines:
         for name in ("capacity_tokens", "replicas_count", "max_num_batched_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+    @classmethod
+    def of(cls, config: EngineConfig, replicas_count: int) -> Self:
+        """Return so many engines of that kind."""
+        return cls(config.timing, config.capacity_tokens, replicas_count, config.max_num_batched_tokens)
 
     def turn_cost(
         self, *, prompt_tokens: int, computed_tokens: int, output_tokens: int, shared_tokens: int
@@ -134,6 +172,26 @@ class Engines:
         """Return in how many iterations that many prompt tokens are computed at least."""
         return max(1, math.ceil(computed_tokens / self.max_num_batched_tokens))
 
+    def least_cost(self, shape: TurnShape) -> TurnCost:
+        """Return what a turn costs if all of its program's context is in memory."""
+        return self._cost(shape, shape.new_tokens)
+
+    def dropped_cost(self, shape: TurnShape) -> TurnCost:
+        """Return what a turn costs if only what it shares with other programs is in memory."""
+        return self._cost(shape, shape.prompt_tokens - shape.shared_tokens)
+
+    def iterations_count(self, shape: TurnShape) -> int:
+        """Return how many iterations a turn takes at least; its first token comes with the last one of its prefill."""
+        return self.prefill_iterations_count(shape.new_tokens) + max(0, shape.output_tokens - 1)
+
+    def _cost(self, shape: TurnShape, computed_tokens: int) -> TurnCost:
+        return self.turn_cost(
+            prompt_tokens=shape.prompt_tokens,
+            computed_tokens=computed_tokens,
+            output_tokens=shape.output_tokens,
+            shared_tokens=shape.shared_tokens,
+        )
+
     def turns_per_s(self, mean: TurnCost, held_token_s: float) -> float:
         """Solve X·W·a/(1 - X·g) + X·H = C for one replica; return the X of all of them. The docstring above has why."""
         capacity = self.capacity_tokens
@@ -145,51 +203,50 @@ class Engines:
 
 
 def bounds(
-    plans: Iterable[ProgramPlan],
+    turns: Iterable[TurnShape],
     engines: Engines,
     *,
     programs_count: int | None = None,
     tool_processors_count: int | None = None,
 ) -> Bounds:
-    """Return the bounds of a load of which `plans` are a fair sample: every plan runs equally often.
+    """Return the bounds of a load of which `turns` are a fair sample: every one of them runs equally often.
+
+    For a load before it runs that is every turn of its plans (`turn_shapes`); for a run, the turns that it finished:
+    a policy that lets short programs run first has other turns in the same time, and other bounds.
 
     `programs_count` programs run at a time in a closed loop (None: an open loop, no L2); `tool_processors_count` tools
-    at a time (None: no L3). Cost: O(turns · log turns). Raises ValueError for no plans, and for a turn that fits on no
+    at a time (None: no L3). Cost: O(turns · log turns). Raises ValueError for no turns, and for one that fits on no
     replica.
     """
-    programs = [program for program in plans if program.turns]
-    if not programs:
-        raise ValueError("bounds need at least one program with a turn")
-    turns_count = sum(len(program.turns) for program in programs)
-    fixed, gaps = _costs(programs, engines)
+    shapes = list(turns)
+    if not shapes:
+        raise ValueError("bounds need at least one turn")
+    largest = max(shapes, key=lambda shape: shape.prompt_tokens + shape.output_tokens)
+    if largest.prompt_tokens + largest.output_tokens > engines.capacity_tokens:
+        raise ValueError(
+            f"a turn of {largest.prompt_tokens + largest.output_tokens} tokens fits on no replica of "
+            f"{engines.capacity_tokens}"
+        )
+    turns_count = len(shapes)
+    least = [engines.least_cost(shape) for shape in shapes]
+    fixed = sum(least, TurnCost())
+    gaps = [
+        _Gap(shape.gap_s, shape.gap_s * shape.held_tokens, engines.dropped_cost(shape) - cost)
+        for shape, cost in zip(shapes, least, strict=True)
+        if shape.gap_s is not None
+    ]
     threshold_s, hold_or_drop = _best_threshold(fixed, gaps, turns_count, engines)
-    alone_s = sum(time_alone_s(program, engines) for program in programs)
-    tools_s = sum(turn.tool_s for program in programs for turn in program.turns[:-1])
+    alone_s = sum(
+        engines.iterations_count(shape) * engines.timing.base_s + cost.work_s + (shape.gap_s or 0.0)
+        for shape, cost in zip(shapes, least, strict=True)
+    )
     return Bounds(
         no_recompute_per_s=engines.turns_per_s(fixed / turns_count, 0.0),
         hold_or_drop_per_s=hold_or_drop,
         hold_below_s=threshold_s,
         closed_loop_per_s=_ratio(programs_count, turns_count, alone_s),
-        tools_per_s=_ratio(tool_processors_count, turns_count, tools_s),
+        tools_per_s=_ratio(tool_processors_count, turns_count, sum(gap.gap_s for gap in gaps)),
     )
-
-
-def time_alone_s(program: ProgramPlan, engines: Engines) -> float:
-    """Return how long a program takes on an idle replica that forgets nothing, its tools included.
-
-    The tool after the last turn is left out: whether it runs before the release is the client's affair.
-    """
-    total_s = 0.0
-    for turn, prompt_tokens, _ in _prompts(program):
-        cost = engines.turn_cost(
-            prompt_tokens=prompt_tokens,
-            computed_tokens=turn.new_tokens,
-            output_tokens=turn.output_tokens,
-            shared_tokens=0,
-        )
-        iterations = engines.prefill_iterations_count(turn.new_tokens) + max(0, turn.output_tokens - 1)
-        total_s += iterations * engines.timing.base_s + cost.work_s + turn.tool_s
-    return total_s - program.turns[-1].tool_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,45 +256,6 @@ class _Gap:
     gap_s: float
     held_token_s: float
     recompute: TurnCost
-
-
-def _costs(programs: Sequence[ProgramPlan], engines: Engines) -> tuple[TurnCost, list[_Gap]]:
-    """Return the cost of all turns if nothing is recomputed, and all gaps."""
-    fixed = TurnCost()
-    gaps = []
-    for program in programs:
-        shared_tokens = program.shared_prefix_tokens
-        before = None
-        for turn, prompt_tokens, held_tokens in _prompts(program):
-            if prompt_tokens + turn.output_tokens > engines.capacity_tokens:
-                raise ValueError(
-                    f"program {program.program_id} has a turn of {prompt_tokens + turn.output_tokens} tokens: it fits "
-                    f"on no replica of {engines.capacity_tokens}"
-                )
-            least, dropped = (
-                engines.turn_cost(
-                    prompt_tokens=prompt_tokens,
-                    computed_tokens=computed_tokens,
-                    output_tokens=turn.output_tokens,
-                    shared_tokens=shared_tokens,
-                )
-                for computed_tokens in (turn.new_tokens, prompt_tokens - shared_tokens)
-            )
-            fixed += least
-            if before is not None:
-                gaps.append(_Gap(before.tool_s, before.tool_s * held_tokens, dropped - least))
-            before = turn
-    return fixed, gaps
-
-
-def _prompts(program: ProgramPlan) -> Iterator[tuple[TurnPlan, int, int]]:
-    """Give (turn, tokens of its whole prompt, tokens that were held before it, without the shared ones)."""
-    context_tokens = program.shared_prefix_tokens
-    for turn in program.turns:
-        held_tokens = context_tokens - program.shared_prefix_tokens
-        context_tokens += turn.new_tokens
-        yield turn, context_tokens, held_tokens
-        context_tokens += turn.output_tokens
 
 
 def _best_threshold(fixed: TurnCost, gaps: list[_Gap], turns_count: int, engines: Engines) -> tuple[float, float]:

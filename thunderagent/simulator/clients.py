@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from thunderagent.errors import ConfigurationError
+from thunderagent.simulator.bounds import TurnShape
 from thunderagent.simulator.contexts import TokenSpace
 from thunderagent.simulator.plans import ProgramPlan, SandboxWorkload, TurnPlan, Workload
 from thunderagent.simulator.records import EngineRequest
@@ -60,6 +62,17 @@ class RunningProgram:
         context = self.context
         answer = context.following(self.turn.output_tokens)
         return EngineRequest(str(self.turn_id), context.tokens(), answer, prompt_hashes=context.hashes)
+
+    def shape(self) -> TurnShape:
+        """Return what the turn is made of, after `begin_turn` and before `end_turn`."""
+        plan, number = self.plan, self._turn_number
+        gap_s = plan.turns[number - 1].tool_s if number else None
+        turn = self.turn
+        return TurnShape(len(self.context), turn.new_tokens, turn.output_tokens, plan.shared_prefix_tokens, gap_s)
+
+    def own_block_keys(self) -> Sequence[int]:
+        """Return the keys of its full blocks, without those of the prefix that it shares."""
+        return self.context.hashes[self.context.shared_blocks_count :]
 
     def end_turn(self) -> bool:
         """Append the answer to the context and go to the next turn; False if there is none."""

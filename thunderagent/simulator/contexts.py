@@ -65,6 +65,11 @@ class Context:
     def __len__(self) -> int:
         return len(self._prefix) + self._own_tokens
 
+    @property
+    def shared_blocks_count(self) -> int:
+        """Return how many of the full blocks hold nothing but the shared prefix."""
+        return len(self._prefix) // self._block_size
+
     def tokens(self) -> ContextTokens:
         """Return all token ids as they are now."""
         return ContextTokens(self._prefix, range(self._own_start, self._own_start + self._own_tokens))

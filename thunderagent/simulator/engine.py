@@ -32,6 +32,7 @@ and the last token generated is never computed, as nothing follows it.
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from thunderagent.simulator.blocks import ROOT_HASH, BlockPool, hash_blocks
@@ -220,6 +221,10 @@ class Engine:
     def reset_prefix_cache(self) -> bool:
         """Forget everything cached; False, and nothing happens, while a request holds blocks."""
         return self._pool.reset()
+
+    def expire(self, keys: Sequence[int]) -> None:
+        """Have the free blocks with these keys taken before all others; no real engine has this."""
+        self._pool.expire(keys)
 
     def check_invariants(self) -> None:
         """Assert that blocks, queues and requests agree (for tests; costs O(blocks))."""

@@ -94,6 +94,10 @@ class SimulatedReplica:
         self._polled_query_tokens, self._polled_hit_tokens = stats.prefix_query_tokens, stats.prefix_hit_tokens
         return Reading(self._config.capacity_tokens, hit_tokens / query_tokens if query_tokens else None)
 
+    def drop(self, keys: Sequence[int]) -> None:
+        """Have the blocks with these keys taken first, as far as no request uses them."""
+        self.engine.expire(keys)
+
     def go_down(self) -> Sequence[str]:
         """Lose everything; return the requests that were inside, in the order in which they came."""
         lost = self.engine.request_ids

@@ -11,6 +11,7 @@ from typing import Any
 from thunderagent.programs.decisions import Decision
 from thunderagent.programs.events import Event
 from thunderagent.programs.ledger import Costs
+from thunderagent.simulator.bounds import Bounds
 from thunderagent.simulator.tools import ToolFigures
 
 SMALLEST_SIZE_TOKENS = 1024
@@ -39,6 +40,12 @@ class Percentiles:
             return ordered[ceil(ratio * len(ordered)) - 1]
 
         return cls(len(ordered), sum(ordered) / len(ordered), rank(0.5), rank(0.9), rank(0.99), ordered[-1])
+
+
+def quantiles_s(values_s: Sequence[float]) -> tuple[float, ...]:
+    """Return the least value and the percentiles 1 to 100, nearest-rank; nothing if there are no values."""
+    ordered = sorted(values_s)
+    return tuple(ordered[max(0, -(-percent * len(ordered) // 100) - 1)] for percent in range(101)) if ordered else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +94,9 @@ class RunResult:
 
     `complete` is False for a run that was interrupted, or a batch that was not through at its time limit.
     `hit_ratio` is by tokens: cached over prompt. Latencies of turns begin at their arrival, so they include what was
-    held; a program's latency is from its first turn's arrival to the end of its last. `makespan_s` is set for a
-    batch that is through. `events` are there on request only.
+    held; a program's latency is from its first turn's arrival to the end of its last. `turn_latency_quantiles_s` are
+    those of 0, 1, ... 100 %; empty if no turn counts. `makespan_s` is set for a batch that is through. `bounds` are those
+    of the very turns that count, None without any. `events` are there on request only.
     """
 
     policy: str
@@ -100,9 +108,11 @@ class RunResult:
     turn_count: int
     program_count: int
     failed_turn_count: int
+    bounds: Bounds | None
     turns_per_min_count: float
     hit_ratio: float
     turn_latency: Percentiles
+    turn_latency_quantiles_s: tuple[float, ...]
     first_token_latency: Percentiles
     held: Percentiles
     program_latency: Percentiles
@@ -114,6 +124,13 @@ class RunResult:
     decision_counts: dict[str, int]
     samples: tuple[Sample, ...]
     events: tuple[tuple[Event, tuple[Decision, ...]], ...] = field(default=(), repr=False)
+
+    @property
+    def limit_ratio(self) -> float:
+        """Return which part of min(L1, L2, L3) was reached, for the very turns that count; 0 without any."""
+        if self.bounds is None or self.measured_s == 0:
+            return 0.0
+        return self.turn_count / self.measured_s / self.bounds.limit_per_s
 
     def to_json(self) -> dict[str, Any]:
         """Return everything but the events as what JSON knows."""

@@ -25,7 +25,7 @@ from dataclasses import replace
 from functools import partial
 from math import inf
 
-from thunderagent.programs.decisions import Decision, Grant, Reject
+from thunderagent.programs.decisions import Decision, Grant, Pause, Reject, Release
 from thunderagent.programs.events import (
     Event,
     ProgramReleased,
@@ -94,6 +94,7 @@ class Simulation:
         self._tally = Tally(scenario, self.scheduler, self._replicas)
         self._decision_counts: Counter[str] = Counter()
         self._programs: dict[int, RunningProgram] = {}  # by the id of the turn that is with the scheduler
+        self._by_program_id: dict[str, RunningProgram] = {}
         self._turn_count = 0
         self._live_count = 0
 
@@ -163,7 +164,9 @@ class Simulation:
 
     def _start(self, supplied: Supplied) -> None:
         sandbox = self._tools.open(supplied.serial_id, supplied.sandbox_s)
-        self._turn_arrives(RunningProgram(supplied.plan, self._tokens, sandbox, self._agenda.now_s))
+        program = RunningProgram(supplied.plan, self._tokens, sandbox, self._agenda.now_s)
+        self._by_program_id[supplied.plan.program_id] = program
+        self._turn_arrives(program)
 
     # --- a turn -------------------------------------------------------------------------------------------------------
 
@@ -230,12 +233,14 @@ class Simulation:
         now_s = self._agenda.now_s
         turn_id = int(finished.request_id)
         program = self._programs.pop(turn_id)
+        tool_s = program.turn.tool_s
+        shape = program.shape()
+        goes_on = program.end_turn()
         self._dispatch(
             TurnFinished(now_s, turn_id, finished.prompt_tokens, finished.generated_tokens, finished.cached_tokens)
         )
-        self._tally.finished(program.arrived_s, program.granted_s, finished, program.replica_id)
-        tool_s = program.turn.tool_s
-        if program.end_turn():
+        self._tally.finished(program.arrived_s, program.granted_s, finished, shape, program.replica_id)
+        if goes_on:
             self._tools.run(tool_s, program.sandbox, partial(self._turn_arrives, program))
         else:
             self._tally.program_ended(program.started_s, now_s)
@@ -243,6 +248,7 @@ class Simulation:
 
     def _end_program(self, program: RunningProgram) -> None:
         self._dispatch(ProgramReleased(self._agenda.now_s, program.plan.program_id))
+        del self._by_program_id[program.plan.program_id]
         self._tools.close(program.sandbox)
         if self._foresight is not None:
             del self._foresight[program.plan.program_id]
@@ -260,8 +266,16 @@ class Simulation:
             self._decision_counts[f"{type(decision).__name__.lower()} {decision.reason}"] += 1
             if type(decision) is Grant:
                 self._granted(decision)
+            elif isinstance(decision, Pause | Release) and self._scenario.engines_drop:
+                self._drop(decision.program_id)
             elif type(decision) is Reject:
                 self._agenda.at(self._agenda.now_s, partial(self._rejected, decision.turn_id))
+
+    def _drop(self, program_id: str) -> None:
+        """Let engines take first the blocks of a program that has no claim any more."""
+        program = self._by_program_id.get(program_id)
+        if program is not None and program.replica_id:
+            self._replicas[program.replica_id].drop(program.own_block_keys())
 
     def _tick(self) -> None:
         self._dispatch(Tick(self._agenda.now_s))

@@ -25,8 +25,8 @@ CONTEXT_BLOCK_BYTES = 56
 PROGRAM_BYTES = 8_000
 """Memory of a program besides its context: plan, ledger entry, story; about 5,000 measured with 9 turns."""
 
-TURN_BYTES = 56
-"""Memory of a finished turn in the log of a run: seven columns (`report.TurnLog`)."""
+TURN_BYTES = 250
+"""Memory of a finished turn: seven columns of 8 bytes (`report.TurnLog`), and its shape, 150 to 200 bytes."""
 
 EVENTS_OF_TURN_BYTES = 2_500
 """Memory of a turn's events and decisions, where they are kept: 215 an event measured, and about ten of them."""
@@ -43,6 +43,8 @@ class Scenario:
     arrive when their plans say, `programs_count` of them; `batch` starts `programs_count` at once and ends with the
     last. `horizon_s` ends every run; a batch is incomplete then. Turns and programs that end before `warmup_s` do not
     count. `told_capacity_ratio` is for trying what a wrong capacity costs: the scheduler is told that part of it.
+    `engines_drop` is for engines that could be told whose blocks are worth least: those of a program that is paused or
+    released are taken first, but for a prefix that it shares.
     """
 
     engine: EngineConfig
@@ -59,6 +61,7 @@ class Scenario:
     sample_interval_s: float = 10.0
     outages: tuple[Outage, ...] = ()
     told_capacity_ratio: float = 1.0
+    engines_drop: bool = False
     keep_events: bool = False
 
     def __post_init__(self) -> None:

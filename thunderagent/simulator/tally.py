@@ -9,6 +9,7 @@ from thunderagent.programs.decisions import Decision
 from thunderagent.programs.events import Event
 from thunderagent.programs.ledger import Costs
 from thunderagent.programs.scheduler import Scheduler
+from thunderagent.simulator.bounds import Bounds, Engines, TurnShape, bounds
 from thunderagent.simulator.records import FinishedRequest
 from thunderagent.simulator.replicas import SimulatedReplica
 from thunderagent.simulator.report import (
@@ -19,6 +20,7 @@ from thunderagent.simulator.report import (
     Sample,
     TurnLog,
     difference,
+    quantiles_s,
 )
 from thunderagent.simulator.scenario import Scenario
 from thunderagent.simulator.tools import ToolFigures
@@ -45,6 +47,7 @@ class Tally:
         self._scheduler = scheduler
         self._replicas = replicas
         self._replica_numbers = {replica_id: number for number, replica_id in enumerate(replicas)}
+        self._shapes: list[TurnShape] = []  # of all turns in the log
         self._programs_s: list[tuple[float, float]] = []
         self._failed_count = 0
         self._samples: list[Sample] = []
@@ -68,8 +71,11 @@ class Tally:
         self._begin_costs = self._costs(self._scenario.warmup_s)
         self._begin_preemption_counts = {name: replica.preemption_count for name, replica in self._replicas.items()}
 
-    def finished(self, arrived_s: float, granted_s: float, finished: FinishedRequest, replica_id: str) -> None:
+    def finished(
+        self, arrived_s: float, granted_s: float, finished: FinishedRequest, shape: TurnShape, replica_id: str
+    ) -> None:
         """Note a finished turn."""
+        self._shapes.append(shape)
         self._prompt_tokens += finished.prompt_tokens
         self._cached_tokens += finished.cached_tokens
         self.turns.add(
@@ -135,9 +141,11 @@ class Tally:
             turn_count=len(turns),
             program_count=len(programs_s),
             failed_turn_count=self._failed_count,
+            bounds=self._bounds(turns),
             turns_per_min_count=len(turns) * 60 / measured_s if measured_s > 0 else 0.0,
             hit_ratio=log.hit_ratio(turns),
             turn_latency=log.between(log.arrived_s, log.finished_s, turns),
+            turn_latency_quantiles_s=quantiles_s([log.finished_s[turn] - log.arrived_s[turn] for turn in turns]),
             first_token_latency=log.between(log.arrived_s, log.first_token_s, turns),
             held=log.between(log.arrived_s, log.granted_s, turns),
             program_latency=Percentiles.of(programs_s),
@@ -149,6 +157,18 @@ class Tally:
             decision_counts=decision_counts,
             samples=tuple(self._samples),
             events=events,
+        )
+
+    def _bounds(self, turns: range) -> Bounds | None:
+        """Return what no schedule of these turns could pass."""
+        scenario = self._scenario
+        if not turns:
+            return None
+        return bounds(
+            [self._shapes[turn] for turn in turns],
+            Engines.of(scenario.engine, scenario.replica_count),
+            programs_count=scenario.programs_count if scenario.loop == "closed" else None,
+            tool_processors_count=scenario.tools.cpu_count,
         )
 
     def _replica_figures(self, now_s: float, turns: range) -> tuple[ReplicaFigures, ...]:
