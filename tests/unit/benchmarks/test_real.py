@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
 
 import pytest
 
 from benchmarks.machine import describe_machine
-from benchmarks.real import Comparison, Figures, PolicySpec, Run, baseline_of, ratios, table, write_results
+from benchmarks.real import Comparison, Figures, PolicySpec, Run, baseline_of, ratios, results, table
 from benchmarks.real_engine import RealEngineConfig
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def run(policy: str, seed: int, turns_per_min: float, programs: int = 8) -> Run:
@@ -34,6 +30,12 @@ def test_a_policy_is_written_with_its_arguments() -> None:
     assert policy == PolicySpec("thunderagent", ("delta_s=1", "lambda_max=0.9"))
     assert str(policy) == "thunderagent:delta_s=1:lambda_max=0.9"
     assert PolicySpec.parse("direct") == PolicySpec("direct")
+
+
+def test_a_preset_becomes_what_it_stands_for() -> None:
+    options = PolicySpec.parse("thunderagent-ports:delta_s=1").options()
+    assert options[:4] == ["--policy", "thunderagent", "--policy-arg", "thrash_ratio=0.95"]
+    assert options[-2:] == ["--policy-arg", "delta_s=1"]
 
 
 @pytest.mark.parametrize("text", ["", ":n=6", "cap:6"])
@@ -64,11 +66,9 @@ def test_the_table_has_a_row_for_each_load_and_policy() -> None:
     assert table(runs).row_count == 3
 
 
-def test_results_say_what_they_were_measured_on(tmp_path: Path) -> None:
-    path = tmp_path / "results" / "some.json"
+def test_results_say_what_they_were_measured_on() -> None:
     comparison = Comparison((4,), (PolicySpec("cap", ("n=6",)),))
-    write_results(path, comparison, RealEngineConfig(), [run("cap:n=6", 0, 100)])
-    report = json.loads(path.read_text())
+    report = json.loads(json.dumps(results(comparison, RealEngineConfig(), [run("cap:n=6", 0, 100)])))
     assert report["runs"][0]["figures"]["turns_per_min"] == 100
     assert report["comparison"]["policies"] == ["cap:n=6"]
     assert report["engine"]["pool_blocks"] == 500
