@@ -5,7 +5,7 @@ Theory of operation
 A block holds `block_size` consecutive tokens of one context. A full block has a key, `hash(key of the block before it,
 its tokens)`, so that a key stands for the whole prefix up to there. A block is *referenced* by the requests that run on
 it, or it is *free*; free is not empty: it keeps its key, and can be found again by it (a prefix-cache hit) until an
-allocation takes it, the block freed longest ago first.
+allocation takes it: those without a key first, then the block freed longest ago.
 """
 
 from __future__ import annotations
@@ -99,14 +99,22 @@ class BlockPool:
             reference_counts[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Give references back; blocks that nobody else holds become free, to be taken in this order."""
+        """Give references back; blocks that nobody else holds become free, to be taken in this order.
+
+        One without a key is worth nothing to anybody: it is taken before all others (vLLM's `BlockPool.free_blocks`).
+        """
         self.version += 1
-        reference_counts, free = self._reference_counts, self._free
+        reference_counts, free, hashes = self._reference_counts, self._free, self._hashes
+        keyless = []
         for block in blocks:
             count = reference_counts[block] = reference_counts[block] - 1
             assert count >= 0, (block, self)
             if count == 0:
                 free[block] = None
+                if hashes[block] is None:
+                    keyless.append(block)
+        for block in reversed(keyless):
+            free.move_to_end(block, last=False)
 
     def expire(self, keys: Iterable[int]) -> None:
         """Have the free blocks with these keys taken first, the last of them before all others."""

@@ -1,0 +1,115 @@
+"""The engine model beside the engine: the same requests, and the same blocks found in the cache."""
+
+from __future__ import annotations
+
+import asyncio
+from random import Random
+from typing import TYPE_CHECKING
+
+import httpx
+import pytest
+
+from benchmarks.real_engine import MODEL_NAME
+from tests.real.conftest import MAX_SEQS
+from tests.real.support import COMPLETIONS, completion
+from thunderagent.simulator.engine import Engine
+from thunderagent.simulator.records import EngineConfig, EngineRequest
+from thunderagent.simulator.timing import profile
+
+if TYPE_CHECKING:
+    from benchmarks.real_engine import RealEngine
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+PROGRAMS_COUNT = 9
+ROUNDS_COUNT = 7
+OUTPUT_TOKENS = 40
+Found = tuple[int, int, int]
+"""A program, the tokens of its prompt, and how many of them were cached."""
+
+
+class Load:
+    """Nine programs that are too large for the pool together: their turns come in groups, in an order of their own."""
+
+    def __init__(self, group_size: int) -> None:
+        self._random = Random(group_size)
+        system = self._words(100)
+        self.contexts = [system + self._words(self._random.randrange(300, 500)) for _ in range(PROGRAMS_COUNT)]
+        self.groups: list[list[int]] = []
+        for _ in range(ROUNDS_COUNT):
+            order = self._random.sample(range(PROGRAMS_COUNT), PROGRAMS_COUNT)
+            self.groups += [order[start : start + group_size] for start in range(0, PROGRAMS_COUNT, group_size)]
+
+    def goes_on(self, program: int, answer: list[int]) -> None:
+        """Append an answer and a tool's result to a program."""
+        self.contexts[program] += answer + self._words(90 + 17 * program)
+
+    def _words(self, count: int) -> list[int]:
+        return [self._random.randrange(2000) for _ in range(count)]
+
+
+async def on_the_engine(engine: RealEngine, load: Load) -> list[Found]:
+    """Send the turns of each group at once."""
+    found = []
+    async with httpx.AsyncClient(base_url=engine.url, timeout=60) as client:
+
+        async def turn(program: int) -> tuple[Found, list[int]]:
+            body = completion(load.contexts[program], OUTPUT_TOKENS, return_token_ids=True, model=MODEL_NAME)
+            answer = (await client.post(COMPLETIONS, json=body)).raise_for_status().json()
+            usage = answer["usage"]
+            cached_tokens = (usage["prompt_tokens_details"] or {}).get("cached_tokens") or 0
+            return (program, usage["prompt_tokens"], cached_tokens), answer["choices"][0]["token_ids"]
+
+        for group in load.groups:
+            turns = [asyncio.create_task(turn(program)) for program in group]
+            for task in turns:
+                each, answer = await task
+                found.append(each)
+                load.goes_on(each[0], answer)
+    return found
+
+
+def on_the_model(engine: RealEngine, load: Load) -> list[Found]:
+    """Submit the turns of each group at once, in its order; answers are words that nobody else has."""
+    config = engine.config
+    model = Engine(
+        EngineConfig(
+            kv_tokens=config.pool_tokens - config.block_size,  # vLLM never uses its first block
+            block_size=config.block_size,
+            max_num_batched_tokens=config.max_batched_tokens,
+            max_num_seqs=MAX_SEQS,
+            timing=profile("demo"),
+        )
+    )
+    found, now_s = [], 0.0
+    for number, group in enumerate(load.groups):
+        answers = {
+            program: list(range(start := 10_000 * (1 + number * PROGRAMS_COUNT + program), start + OUTPUT_TOKENS))
+            for program in group
+        }
+        for program in group:
+            model.submit(EngineRequest(str(program), list(load.contexts[program]), answers[program]), now_s)
+        finished = {}
+        while model.has_work:
+            step = model.step(now_s)
+            now_s += step.duration_s
+            finished |= {int(each.request_id): each for each in step.finished}
+        for program in group:
+            found.append((program, finished[program].prompt_tokens, finished[program].cached_tokens))
+            load.goes_on(program, answers[program])
+    return found
+
+
+@pytest.mark.parametrize("group_size", [1, 3])
+async def test_the_model_finds_the_very_blocks_that_the_engine_finds(engine: RealEngine, group_size: int) -> None:
+    """63 turns on a pool for about half of the programs: the cached tokens of each are the same, block by block.
+
+    Where turns are sent at once, the order in which the engine takes them up may differ now and then.
+    """
+    await engine.reset_prefix_cache()
+    real = await on_the_engine(engine, Load(group_size))
+    simulated = on_the_model(engine, Load(group_size))
+    different = [pair for pair in zip(real, simulated, strict=True) if pair[0] != pair[1]]
+    assert len(different) <= (0 if group_size == 1 else 6), different
+    hits = sum(cached_tokens for _, _, cached_tokens in real) / sum(tokens for _, tokens, _ in real)
+    assert 0.2 < hits < 0.8, f"{hits:.0%} hits: this load tells nothing"
