@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from thunderagent.simulator.records import EngineConfig, SchedulingPolicy
-from thunderagent.simulator.timing import load_profiles, profile
+from thunderagent.simulator.timing import load_profiles, profile_from
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--profile",
         default="demo",
-        choices=sorted(load_profiles()),
-        help="whose iteration times to keep; demo is a small engine on which prefill is dear, so that it thrashes "
+        metavar="NAME|FILE.toml",
+        help="whose iteration times to keep: a file that `thunderagent calibrate` wrote, or one of "
+        f"{', '.join(sorted(load_profiles()))}. demo is a small engine on which prefill is dear, so that it thrashes "
         "within a minute; instant takes no time at all (default: %(default)s)",
     )
     add(
@@ -59,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="KV pool in tokens. Programs whose contexts do not fit in it together evict each other: make it small "
         "to see thrashing (default: the profile's own, where it is known)",
     )
-    add("--block-size", type=int, default=16, metavar="N", help="tokens in a KV block (default: %(default)s)")
+    add("--block-size", type=int, metavar="N", help="tokens in a KV block (default: the profile's own, or 16)")
     add(
         "--max-model-len",
         type=int,
@@ -69,9 +70,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--max-num-batched-tokens",
         type=int,
-        default=2048,
         metavar="N",
-        help="tokens computed in one iteration at most; a longer prompt is prefilled in chunks (default: %(default)s)",
+        help="tokens computed in one iteration at most; a longer prompt is prefilled in chunks (default: the profile's "
+        "own, or 2048)",
     )
     add(
         "--max-num-seqs",
@@ -107,15 +108,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def config_from(args: argparse.Namespace) -> ServerConfig:
     """Build the configuration from parsed options; ValueError says what is impossible about it."""
-    timing = profile(args.profile)
-    kv_tokens = args.kv_tokens if args.kv_tokens is not None else timing.kv_tokens
-    if kv_tokens is None:
+    timing = profile_from(args.profile)
+    sizes = timing.sizes(
+        kv_tokens=args.kv_tokens, block_size=args.block_size, max_num_batched_tokens=args.max_num_batched_tokens
+    )
+    if "kv_tokens" not in sizes:
         raise ValueError(f"the KV pool of profile {timing.name} is not known: give --kv-tokens")
     return ServerConfig(
         engine=EngineConfig(
-            kv_tokens=kv_tokens,
-            block_size=args.block_size,
-            max_num_batched_tokens=args.max_num_batched_tokens,
+            **sizes,
             max_num_seqs=args.max_num_seqs,
             max_model_len=args.max_model_len,
             scheduling_policy=args.scheduling_policy,

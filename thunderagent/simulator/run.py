@@ -8,9 +8,9 @@ events, and carries out its decisions. The scheduler and its policy cannot tell 
 Everything that happens is an entry of one agenda (`agenda.py`), so a run is a fold over events: no clock, no threads,
 and no randomness besides the seed's. The same scenario, policy and workload always give the same run.
 
-A program's life: its turn arrives (`TurnArrived`, with four bytes a token as its size), waits for its `Grant`, runs on
-that replica's engine (`TurnStarted` at its first token, `TurnProgressed` every second), and finishes with its exact
-usage. Then its tool runs, and its next turn arrives. After its last turn no tool runs: it is released.
+A program's life: its turn arrives (`TurnArrived`, with four bytes a token as its size), waits for its `Grant`, gets to
+that replica's engine, runs there (`TurnStarted` at its first token, `TurnProgressed` every second), and finishes with
+its exact usage. Then its tool runs, and its next turn arrives. After its last turn no tool runs: it is released.
 
 Around that: every replica is polled every second, and a tick comes as often as on a server. A turn that the engine
 refuses fails, and ends its program; one that an outage breaks off fails and arrives again, as if the proxy tried
@@ -94,6 +94,7 @@ class Simulation:
         self._tally = Tally(scenario, self.scheduler, self._replicas)
         self._decision_counts: Counter[str] = Counter()
         self._programs: dict[int, RunningProgram] = {}  # by the id of the turn that is with the scheduler
+        self._on_their_way: dict[int, str] = {}  # granted turns that are not in the engine yet: their replicas
         self._by_program_id: dict[str, RunningProgram] = {}
         self._turn_count = 0
         self._live_count = 0
@@ -197,10 +198,22 @@ class Simulation:
         program = self._programs[grant.turn_id]
         program.granted_s = self._agenda.now_s
         program.replica_id = grant.replica_id
+        overhead_s = self._scenario.engine.timing.request_overhead_s
+        if overhead_s == 0:
+            self._submit(grant.turn_id, program)
+        else:
+            self._on_their_way[grant.turn_id] = grant.replica_id
+            self._agenda.after(overhead_s, partial(self._arrives_at_engine, grant.turn_id, program))
+
+    def _arrives_at_engine(self, turn_id: int, program: RunningProgram) -> None:
+        if self._on_their_way.pop(turn_id, None) is not None:  # its replica did not go down meanwhile
+            self._submit(turn_id, program)
+
+    def _submit(self, turn_id: int, program: RunningProgram) -> None:
         try:
-            self._replicas[grant.replica_id].submit(program.request())
+            self._replicas[program.replica_id].submit(program.request())
         except ValueError:  # longer than the engine's limit: a server answers 400
-            self._agenda.at(self._agenda.now_s, partial(self._refused, grant.turn_id))
+            self._agenda.at(self._agenda.now_s, partial(self._refused, turn_id))
 
     def _refused(self, turn_id: int) -> None:
         program = self._programs.pop(turn_id)
@@ -291,11 +304,13 @@ class Simulation:
 
     def _go_down(self, outage: Outage) -> None:
         now_s = self._agenda.now_s
-        lost = self._replicas[outage.replica_id].go_down()
+        lost = [int(request_id) for request_id in self._replicas[outage.replica_id].go_down()]
+        lost += [turn_id for turn_id, replica_id in self._on_their_way.items() if replica_id == outage.replica_id]
         self._dispatch(ReplicaDown(now_s, outage.replica_id))
-        for request_id in lost:
-            program = self._programs.pop(int(request_id))
-            self._dispatch(TurnFailed(now_s, int(request_id)))
+        for turn_id in lost:
+            self._on_their_way.pop(turn_id, None)
+            program = self._programs.pop(turn_id)
+            self._dispatch(TurnFailed(now_s, turn_id))
             self._ask(program, outage.replica_id)
         self._agenda.at(outage.up_s, partial(self._come_up, outage))
 

@@ -1,0 +1,199 @@
+"""A calibration, from the command to the file: what it finds on an engine, and what it says when it cannot."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+from asyncio.subprocess import PIPE
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from aiohttp import web
+
+from tests.integration.support import engine
+from thunderagent.calibrate.client import EngineError
+from thunderagent.calibrate.measurement import Calibration, Settings, calibrate
+from thunderagent.cli import main
+from thunderagent.simulator.timing import IterationWork, profile, profile_from
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+
+async def start_command(*options: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "thunderagent", "calibrate", *options, stdout=PIPE, stderr=PIPE
+    )
+
+
+async def test_a_calibrated_profile_predicts_the_engine_that_was_measured(tmp_path: Path) -> None:
+    """From a few seconds of measuring come the iteration times that the engine keeps."""
+    out = tmp_path / "found.toml"
+    async with engine(profile="demo") as process:
+        command = await start_command("--url", process.url, "--out", str(out), "--seconds", "8")
+        printed, errors = (each.decode() for each in await command.communicate())
+        assert command.returncode == 0, errors
+        again = await start_command("--url", process.url, "--out", str(out), "--seconds", "8")
+        assert b"is there already" in (await again.communicate())[1]
+        assert again.returncode == 2
+    assert "for each uncached prompt token" in printed
+    assert "prefill on context" in printed
+    found, true = profile_from(str(out)), profile("demo")
+    for work in (
+        IterationWork(decode_count=1, decode_context_tokens=100),
+        IterationWork(decode_count=4, decode_context_tokens=8000),
+        IterationWork(decode_count=8, decode_context_tokens=16_000),
+        IterationWork(prefill_tokens=300, attention_pairs=300 * 150.0),
+        IterationWork(prefill_tokens=2048, attention_pairs=2048 * 1024.0),
+        IterationWork(prefill_tokens=300, attention_pairs=300 * 1650.0, decode_count=3, decode_context_tokens=5000),
+    ):
+        assert found.iteration_s(work) == pytest.approx(true.iteration_s(work), rel=0.15)
+    assert (found.kv_tokens, found.block_size, found.max_num_batched_tokens) == (16_000, 16, 2048)
+    assert found.request_overhead_s < 0.02
+    assert "simulated on vLLM" in found.source
+
+
+async def test_ctrl_c_ends_it_and_nothing_is_written(tmp_path: Path) -> None:
+    async with engine(profile="demo") as process:
+        command = await start_command("--url", process.url, "--out", str(tmp_path / "x.toml"))
+        await asyncio.sleep(2)
+        command.send_signal(signal.SIGINT)
+        _, errors = await command.communicate()
+    assert command.returncode == 130
+    assert b"Traceback" not in errors
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- an engine that a test makes up
+
+
+@dataclass
+class MadeUpEngine:
+    """Speaks just enough of vLLM's dialect, and takes 2 ms for a token and 50 µs for one of a prompt."""
+
+    max_model_len: int | None = 2048
+    metrics: str | None = None
+    takes_ids: bool = True
+    status: int = 200
+    error_after_tokens: int | None = None
+    prompts: list[Any] = field(default_factory=list)
+
+    async def models(self, _request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "made-up", "max_model_len": self.max_model_len}]})
+
+    async def say_metrics(self, _request: web.Request) -> web.Response:
+        return web.Response(text=self.metrics, status=404 if self.metrics is None else 200)
+
+    async def complete(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        assert body["min_tokens"] == body["max_tokens"]
+        assert body["ignore_eos"]
+        if self.status != 200:
+            return web.Response(text="out of order", status=self.status)
+        if not self.takes_ids and not isinstance(body["prompt"], str):
+            return web.Response(text="text only", status=400)
+        self.prompts.append(body["prompt"])
+        prompt = body["prompt"].split() if isinstance(body["prompt"], str) else body["prompt"]
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await asyncio.sleep(0.00005 * len(prompt))
+        for number in range(body["max_tokens"]):
+            await asyncio.sleep(0.002)
+            event = {"choices": [{"text": "a"}]} if number != self.error_after_tokens else {"error": "broken"}
+            await response.write(b"data: %s\n\n" % json.dumps(event).encode())
+        usage = {"prompt_tokens": len(prompt), "completion_tokens": body["max_tokens"]}
+        await response.write(b"data: %s\n\ndata: [DONE]\n\n" % json.dumps({"choices": [], "usage": usage}).encode())
+        return response
+
+
+@asynccontextmanager
+async def served(made_up: MadeUpEngine) -> AsyncIterator[str]:
+    app = web.Application(client_max_size=1 << 24)
+    app.add_routes(
+        [
+            web.get("/v1/models", made_up.models),
+            web.get("/metrics", made_up.say_metrics),
+            web.post("/v1/completions", made_up.complete),
+        ]
+    )
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+async def calibrated(made_up: MadeUpEngine) -> Calibration:
+    async with served(made_up) as url:
+        return await calibrate(url, Settings(budget_s=0.5))
+
+
+async def test_an_engine_that_refuses_token_ids_is_sent_text() -> None:
+    """And what an engine does not say of itself is said to be missing."""
+    made_up = MadeUpEngine(takes_ids=False)
+    calibration = await calibrated(made_up)
+    assert all(isinstance(prompt, str) for prompt in made_up.prompts)
+    assert max(len(prompt.split()) for prompt in made_up.prompts) < 2048
+    said = " | ".join(calibration.warnings)
+    assert "takes no token ids" in said
+    assert "does not say how many requests" in said
+    assert "does not say how large its KV pool is" in said
+    assert "does not say what was cached" in said
+    assert calibration.timing.kv_tokens is None
+
+
+async def test_a_busy_engine_is_warned_of_and_no_request_is_longer_than_its_context() -> None:
+    made_up = MadeUpEngine(max_model_len=700, metrics='vllm:num_requests_running{engine="0"} 3.0\n')
+    calibration = await calibrated(made_up)
+    assert any("busy with other requests" in warning for warning in calibration.warnings)
+    assert max(map(len, made_up.prompts)) < 700
+    assert len({tuple(prompt[:16]) for prompt in made_up.prompts}) > len(made_up.prompts) / 2
+
+
+RANKS = "".join(f'vllm:cache_config_info{{engine="{rank}",num_gpu_blocks="None"}} 1.0\n' for rank in range(2))
+
+
+@pytest.mark.parametrize(
+    ("made_up", "says"),
+    [
+        (MadeUpEngine(status=503), r"http://127.0.0.1:\d+/v1/completions answered 503: out of order"),
+        (MadeUpEngine(status=400), r"/v1/completions answered 400: out of order"),
+        (MadeUpEngine(error_after_tokens=2), r"/v1/completions broke off: broken"),
+        (MadeUpEngine(max_model_len=100), "a context of 100 tokens is too short"),
+        (MadeUpEngine(metrics=RANKS), "has 2 data-parallel ranks behind one URL"),
+    ],
+)
+async def test_what_cannot_be_measured_is_said_with_its_reason(made_up: MadeUpEngine, says: str) -> None:
+    with pytest.raises(EngineError, match=says):
+        await calibrated(made_up)
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "says"),
+    [
+        (("--url", "http://127.0.0.1:9"), 1, "no engine answers at http://127.0.0.1:9/v1/models"),
+        (("--url", "127.0.0.1:9"), 2, "--url needs http://HOST:PORT, not '127.0.0.1:9'"),
+        (("--url", "http://127.0.0.1:9", "--seconds", "0"), 2, "--seconds must be a positive number"),
+        (("--url", "http://127.0.0.1:9", "--max-num-batched-tokens", "0"), 2, "must be at least 1, got 0"),
+        (("--url", "http://127.0.0.1:9", "--vocabulary", "5-9"), 2, "not a range of at least 100 token ids"),
+        (("--url", "http://127.0.0.1:9", "--out", "no/such/folder/x.toml"), 2, "there is no folder no/such/folder"),
+        (("--url", "http://127.0.0.1:9", "--out", "x.json"), 2, "--out needs a name that ends in .toml"),
+    ],
+)
+def test_a_command_that_cannot_be_carried_out_says_so_in_a_line(
+    options: tuple[str, ...], status: int, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        exited = main(["calibrate", "--out", str(tmp_path / "x.toml"), *options])
+    except SystemExit as error:  # argparse's way of saying no
+        exited = int(error.code or 0)
+    assert exited == status
+    assert says in capsys.readouterr().err.splitlines()[-1]
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,260 @@
+"""Ask one engine by HTTP, note when each token arrives, and read what the engine says of itself."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Final, TypeVar
+
+import aiohttp
+import msgspec
+from prometheus_client.parser import text_string_to_metric_families
+
+SEGMENT_TOKENS: Final = 4  # tokens may arrive in pairs: intervals are measured over some
+
+_Body = TypeVar("_Body")
+
+
+class EngineError(Exception):
+    """The engine cannot be measured: it does not answer, or refuses what it is asked."""
+
+
+class RefusedError(EngineError):
+    """The engine answered, with another status than 200."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What an engine says of itself; None is not known. `limit_tokens`: a prompt and its answer together."""
+
+    model: str
+    version: str
+    limit_tokens: int | None
+    kv_tokens: int | None
+    block_size: int | None
+    caches_prefixes: bool
+    requests_count: int | None  # running and waiting
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What came of a request: when it was sent, when each token arrived, and its usage."""
+
+    sent_s: float
+    token_times_s: tuple[float, ...]
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int | None
+
+    @property
+    def first_token_s(self) -> float:
+        """Seconds from the sending of the request to its first token."""
+        return self.token_times_s[0] - self.sent_s
+
+    def interval_s(self, begin_s: float, end_s: float) -> float | None:
+        """Return the median time between tokens that arrived in a window; None for too few."""
+        times = [token_s for token_s in self.token_times_s if begin_s <= token_s <= end_s]
+        intervals = [
+            (later - earlier) / SEGMENT_TOKENS for earlier, later in zip(times, times[SEGMENT_TOKENS:], strict=False)
+        ]
+        # A busy server may put tokens together: then there are fewer arrivals than tokens.
+        arrivals_per_token = len(self.token_times_s) / self.output_tokens
+        return median(intervals) * arrivals_per_token if intervals else None
+
+
+class EngineClient:
+    """Ask one engine by HTTP. Raises EngineError, which names the URL, for everything that goes wrong.
+
+    One that does not take token ids (`speaks_ids`) is sent words, each of which is `tokens_per_word` for it.
+    """
+
+    def __init__(self, http: aiohttp.ClientSession, url: str) -> None:
+        self._http = http
+        self._url = url
+        self.model = ""
+        self.speaks_ids = True
+        self.tokens_per_word = 1.0
+
+    async def facts(self, model: str | None) -> EngineFacts:
+        """Return what the engine says of itself; EngineError if it serves no such model."""
+        models = self._parse((await self._get("/v1/models")), _Models).data
+        entry = next((each for each in models if model in (None, each.id)), None)
+        if entry is None:
+            names = ", ".join(each.id for each in models)
+            raise EngineError(f"{self._url} serves no model {model or ''}; it has: {names or 'none'}")
+        self.model = entry.id
+        metrics = _read_metrics((await self._get("/metrics", or_else=b"")).decode("utf-8", "replace"))
+        if metrics.ranks_count > 1:
+            raise EngineError(
+                f"{self._url} has {metrics.ranks_count} data-parallel ranks behind one URL, which share out the "
+                "requests: calibrate an engine with one"
+            )
+        limits = [limit for limit in (entry.max_model_len, metrics.kv_tokens) if limit]
+        version = self._parse(await self._get("/version", or_else=b"{}"), _Version).version
+        return EngineFacts(
+            model=self.model,
+            version=version,
+            limit_tokens=min(limits, default=None),
+            kv_tokens=metrics.kv_tokens,
+            block_size=metrics.block_size,
+            caches_prefixes=metrics.caches_prefixes,
+            requests_count=metrics.requests_count,
+        )
+
+    async def generate(self, prompt: Sequence[int], output_tokens: int) -> Answer:
+        """Return the answer, of exactly this length, to a prompt of token ids, or of as many words."""
+        body = msgspec.json.encode(
+            {
+                "model": self.model,
+                "prompt": list(prompt) if self.speaks_ids else " ".join(f"w{number}" for number in prompt),
+                "max_tokens": output_tokens,
+                "min_tokens": output_tokens,
+                "ignore_eos": True,
+                "temperature": 0,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+            }
+        )
+        arrivals: list[tuple[float, bytes]] = []  # read when all is over: parsing takes time
+        sent_s = time.perf_counter()
+        async with self._request("POST", "/v1/completions", data=body) as response:
+            async for line in response.content:
+                if line.startswith(b"data:"):
+                    arrivals.append((time.perf_counter(), line))  # noqa: PERF401 - the time of each
+        return self._read(sent_s, arrivals)
+
+    async def generate_all(self, prompts: Sequence[Sequence[int]], output_tokens: int) -> list[Answer]:
+        """Return the answers to prompts that are sent at once."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self.generate(prompt, output_tokens)) for prompt in prompts]
+        except ExceptionGroup as group_error:
+            raise group_error.exceptions[0] from None  # one says enough: the others failed alike, or were cancelled
+        return [task.result() for task in tasks]
+
+    def _read(self, sent_s: float, arrivals: list[tuple[float, bytes]]) -> Answer:
+        times: list[float] = []
+        usage = None
+        for arrival_s, line in arrivals:
+            data = line.removeprefix(b"data:").strip()
+            if data == b"[DONE]":
+                break
+            event = self._parse(data, _Event)
+            if event.error is not None:
+                raise EngineError(f"{self._url}/v1/completions broke off: {event.error}")
+            if event.choices:
+                times.append(arrival_s)
+            usage = event.usage or usage
+        if not times or usage is None or usage.completion_tokens < 1:
+            raise EngineError(f"{self._url}/v1/completions streamed no tokens, or did not say how many")
+        details = usage.prompt_tokens_details
+        return Answer(
+            sent_s=sent_s,
+            token_times_s=tuple(times),
+            prompt_tokens=usage.prompt_tokens,
+            output_tokens=usage.completion_tokens,
+            cached_tokens=None if details is None else details.cached_tokens,
+        )
+
+    async def _get(self, path: str, *, or_else: bytes | None = None) -> bytes:
+        """Return a body; `or_else` if the engine has no such path."""
+        try:
+            async with self._request("GET", path) as response:
+                return await response.read()
+        except RefusedError:
+            if or_else is None:
+                raise
+            return or_else
+
+    def _parse(self, data: bytes, kind: type[_Body]) -> _Body:
+        try:
+            return msgspec.json.decode(data, type=kind)
+        except msgspec.DecodeError as error:
+            raise EngineError(f"{self._url} does not answer as vLLM does: {error}: {data[:100]!r}") from error
+
+    @asynccontextmanager
+    async def _request(self, method: str, path: str, **options: Any) -> AsyncIterator[aiohttp.ClientResponse]:
+        url = f"{self._url}{path}"
+        try:
+            async with self._http.request(
+                method, url, headers={"Content-Type": "application/json"}, **options
+            ) as response:
+                if response.status != 200:
+                    text = " ".join((await response.text()).split())
+                    raise RefusedError(f"{url} answered {response.status}: {text[:300]}", response.status)
+                yield response
+        except TimeoutError as error:
+            raise EngineError(f"{url} did not answer in time") from error
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise EngineError(f"no engine answers at {url}: {error}") from error
+
+
+class _Model(msgspec.Struct):
+    id: str
+    max_model_len: int | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+class _Version(msgspec.Struct):
+    version: str = ""
+
+
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    prompt_tokens_details: _PromptDetails | None = None
+
+
+class _Event(msgspec.Struct):
+    choices: list[Any] = []
+    usage: _Usage | None = None
+    error: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Metrics:
+    """What an exposition says; None and 0 ranks where it says nothing."""
+
+    ranks_count: int
+    kv_tokens: int | None
+    block_size: int | None
+    caches_prefixes: bool
+    requests_count: int | None
+
+
+def _read_metrics(exposition: str) -> _Metrics:
+    """Read the few metrics of vLLM that matter here."""
+    names = ("vllm:cache_config_info", "vllm:num_requests_running", "vllm:num_requests_waiting")
+    lines = [line for line in exposition.splitlines() if line.startswith(names)]
+    samples = [sample for family in text_string_to_metric_families("\n".join(lines)) for sample in family.samples]
+    infos = [sample.labels for sample in samples if sample.name == names[0]]
+    counts = [int(sample.value) for sample in samples if sample.name in names[1:]]
+    sizes = [_size(labels, "kv_cache_size_tokens") for labels in infos]
+    products = [(_size(labels, "num_gpu_blocks") or 0) * (_size(labels, "block_size") or 0) for labels in infos]
+    return _Metrics(
+        ranks_count=len({labels.get("engine", "") for labels in infos}),
+        kv_tokens=next((size for size in (*sizes, *products) if size), None),
+        block_size=next((size for labels in infos if (size := _size(labels, "block_size"))), None),
+        caches_prefixes=not any(labels.get("enable_prefix_caching") == "False" for labels in infos),
+        requests_count=sum(counts) if counts else None,
+    )
+
+
+def _size(labels: dict[str, str], name: str) -> int | None:
+    text = labels.get(name, "")
+    return int(text) if text.isdecimal() else None  # it may be "None"

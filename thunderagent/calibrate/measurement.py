@@ -1,0 +1,298 @@
+"""Measure an engine: what is asked of it, and which observations that gives.
+
+Theory of operation
+-------------------
+Requests are streamed and have exact lengths; what arrives when is all that is measured. Prompts are random token ids,
+so that only what is meant to hits the prefix cache. Four experiments, smallest sizes first:
+
+1. *prefill*: single requests of one token; the time to first token against the length of the prompt.
+2. *prefill on context*: the same behind a prompt that was just computed, so that it is cached.
+3. *decode*: requests at a time, with short prompts; the time between tokens while all of them are decoding.
+4. *decode on context*: the same with long prompts, one for each request: a shared one would be faster to read.
+
+A round is all of that once. The first finds out how large the sizes can be: a series ends where the next size would
+take more than a part of the budget. Rounds are repeated until the time is over; `simulator/calibration.py` fits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from statistics import median
+from typing import Final
+
+import aiohttp
+
+from thunderagent.calibrate.client import Answer, EngineClient, EngineError, EngineFacts, RefusedError
+from thunderagent.simulator.calibration import (
+    POOR_FIT_RATIO,
+    Fit,
+    Observation,
+    decode_observation,
+    fit,
+    prefill_observation,
+)
+from thunderagent.simulator.timing import COSTS_US, TimingProfile
+
+ROUNDS_COUNT: Final = 5  # at most: more repetitions tell little more
+SERIES_RATIO: Final = 1 / 20  # of the budget, that one size may take
+DECODE_RATIO: Final = 1 / 100  # of the budget, that a measurement of decoding should take
+LONGEST_PROMPT_TOKENS: Final = 16_384
+SHORTEST_PROMPT_TOKENS: Final = 64
+SHORT_PROMPT_TOKENS: Final = 32  # of requests that are to decode
+NEW_TOKENS: Final = (64, 256, 1024)  # behind a context
+MOST_REQUESTS_COUNT: Final = 128
+MOST_CONTEXTS_COUNT: Final = 4  # long ones, that requests decode on at a time
+NEEDED_SIZES_COUNT: Final = 3  # of a series, however long they take
+POOL_RATIO: Final = 0.8  # of the pool, that requests at a time may take
+LEAST_DECODE_TOKENS: Final = 16
+MOST_DECODE_TOKENS: Final = 128
+DEFAULT_BLOCK_SIZE: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How to measure: for how long, with which token ids, and what is known of the engine."""
+
+    budget_s: float = 120.0
+    max_num_batched_tokens: int = 2048
+    token_ids: range = range(100, 1001)
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """What was measured of which engine, and the profile that follows."""
+
+    facts: EngineFacts
+    fit: Fit
+    timing: TimingProfile
+    warnings: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class Measurement:
+    """One calibration while it goes on; `on_progress` hears in words what is being measured."""
+
+    client: EngineClient
+    facts: EngineFacts
+    settings: Settings
+    on_progress: Callable[[str], None]
+    observations: list[Observation] = field(default_factory=list)
+    rounds_count: int = 0
+    tells_cached: bool = False
+    context_hits_count: int = 0
+    _begin_s: float = field(default_factory=time.perf_counter)
+    # Prompts are to differ from each other and from the last calibration's, not to be secret.
+    _random: random.Random = field(default_factory=random.Random)
+    _last_sizes: dict[str, int] = field(default_factory=dict)
+    _output_tokens: dict[tuple[int, int], int] = field(default_factory=dict)
+    _interval_s: float = 0.01
+
+    async def run(self) -> None:
+        """Measure round after round; the first is done to its end, however long it takes."""
+        if self._limit_tokens < 4 * SHORTEST_PROMPT_TOKENS:
+            raise EngineError(f"a context of {self._limit_tokens} tokens is too short to measure anything")
+        await self._warm_up()
+        while self.rounds_count < ROUNDS_COUNT and not self._is_over:
+            await self._measure_prefill()
+            await self._measure_contexts()
+            await self._measure_decode()
+            self.rounds_count += 1
+
+    @property
+    def _is_over(self) -> bool:
+        return self.rounds_count > 0 and time.perf_counter() - self._begin_s > self.settings.budget_s
+
+    @property
+    def _limit_tokens(self) -> int:
+        """Return how long a prompt and its answer may be; the length of a text is not known so well."""
+        limit_tokens = min(self.facts.limit_tokens or LONGEST_PROMPT_TOKENS, LONGEST_PROMPT_TOKENS)
+        return limit_tokens if self.client.speaks_ids else int(0.8 * limit_tokens)
+
+    @property
+    def _pool_tokens(self) -> float:
+        """Return what requests at a time may take up of the pool, so that none is preempted."""
+        return POOL_RATIO * (self.facts.kv_tokens or self._limit_tokens)
+
+    @property
+    def _block_size(self) -> int:
+        return self.facts.block_size or DEFAULT_BLOCK_SIZE
+
+    async def _warm_up(self) -> None:
+        """Make the engine ready, and find out whether it takes token ids, and about how fast it is."""
+        prompt = self._fresh(SHORTEST_PROMPT_TOKENS)
+        try:
+            await self.client.generate(prompt, LEAST_DECODE_TOKENS)
+        except RefusedError as error:
+            if error.status not in (400, 422):
+                raise
+            self.client.speaks_ids = False
+            answer = await self.client.generate(prompt, LEAST_DECODE_TOKENS)
+            self.client.tokens_per_word = answer.prompt_tokens / len(prompt)
+        answer = await self.client.generate(self._fresh(SHORTEST_PROMPT_TOKENS), LEAST_DECODE_TOKENS)
+        self._interval_s = answer.interval_s(-math.inf, math.inf) or self._interval_s
+
+    async def _measure_prefill(self) -> None:
+        most_tokens = self._limit_tokens - 1
+        sizes = [size for power in range(20) if (size := SHORTEST_PROMPT_TOKENS << power) <= most_tokens]
+        if most_tokens > 1.4 * sizes[-1]:
+            sizes.append(most_tokens)
+        for prompt_tokens in self._affordable("prefill", sizes):
+            await self._observe_prefill("prefill", self._fresh(prompt_tokens), 0)
+
+    async def _measure_contexts(self) -> None:
+        """Measure prefill and decode behind two lengths of cached context."""
+        size = self._block_size
+        longest_tokens = self._last_sizes["prefill"]
+        contexts = sorted({max(size, int(longest_tokens * part) // size * size) for part in (0.25, 0.75)})
+        for context_tokens in self._affordable("context", contexts):
+            context = self._fresh(context_tokens)
+            answer = await self._observe_prefill("prefill", context, 0)
+            cached_tokens = answer.prompt_tokens // size * size if self.facts.caches_prefixes else 0
+            for new_tokens in NEW_TOKENS:
+                if not self._is_over and new_tokens <= min(longest_tokens, self._limit_tokens - context_tokens - 1):
+                    prompt = [*context, *self._fresh(new_tokens)]
+                    answer = await self._observe_prefill("prefill on context", prompt, cached_tokens)
+                    self.context_hits_count += answer.cached_tokens != 0
+            await self._observe_decode("decode on context", [context])
+            others = [self._fresh(context_tokens) for _ in range(self._contexts_count(context_tokens) - 1)]
+            for other in others:
+                await self._observe_prefill("prefill", other, 0)
+            if others:
+                await self._observe_decode("decode on context", [context, *others])
+
+    async def _measure_decode(self) -> None:
+        counts = [1 << power for power in range(MOST_REQUESTS_COUNT.bit_length())]
+        for requests_count in self._affordable("decode", counts):
+            await self._observe_decode("decode", [[]] * requests_count)
+
+    def _affordable(self, series: str, sizes: Sequence[int]) -> Iterator[int]:
+        """Give the sizes of a series, as long as the next will not take too long; later rounds end where the first did.
+
+        What a size took is the time until the next one is asked for.
+        """
+        most_s = self.settings.budget_s * SERIES_RATIO
+        took_s = 0.0
+        for index, size in enumerate(sizes):
+            if self._is_over or (self.rounds_count and size > self._last_sizes[series]):
+                return
+            if not self.rounds_count:
+                if index >= NEEDED_SIZES_COUNT and took_s * size / sizes[index - 1] > most_s:
+                    return
+                self._last_sizes[series] = size
+            self.on_progress(f"round {self.rounds_count + 1}: {series}, {size}")
+            begin_s = time.perf_counter()
+            yield size
+            took_s = time.perf_counter() - begin_s
+
+    async def _observe_prefill(self, experiment: str, prompt: Sequence[int], likely_cached_tokens: int) -> Answer:
+        answer = await self.client.generate(prompt, 1)
+        self.tells_cached |= answer.cached_tokens is not None
+        cached_tokens = answer.cached_tokens
+        if cached_tokens is None:  # some versions do not say that it is 0
+            cached_tokens = 0 if self.tells_cached else likely_cached_tokens
+        self.observations.append(
+            prefill_observation(
+                experiment,
+                answer.first_token_s,
+                prompt_tokens=answer.prompt_tokens,
+                cached_tokens=cached_tokens,
+                max_num_batched_tokens=self.settings.max_num_batched_tokens,
+            )
+        )
+        return answer
+
+    def _contexts_count(self, context_tokens: int) -> int:
+        """Return how many contexts of this length may be in the pool together, with what comes behind them."""
+        room_tokens = context_tokens + SHORT_PROMPT_TOKENS + MOST_DECODE_TOKENS + self._block_size
+        return min(MOST_CONTEXTS_COUNT, int(self._pool_tokens / room_tokens))
+
+    async def _observe_decode(self, experiment: str, contexts: Sequence[Sequence[int]]) -> None:
+        """Measure the time between tokens while requests decode, one on each of the contexts, which have one length.
+
+        Observes nothing if there is no room for them, or they never all decode at once.
+        """
+        requests_count, context_tokens = len(contexts), int(len(contexts[0]) * self.client.tokens_per_word)
+        likely_tokens = math.ceil(self.settings.budget_s * DECODE_RATIO / self._interval_s)
+        output_tokens = self._output_tokens.setdefault(
+            (context_tokens, requests_count), min(max(likely_tokens, LEAST_DECODE_TOKENS), MOST_DECODE_TOKENS)
+        )
+        room_tokens = context_tokens + SHORT_PROMPT_TOKENS + output_tokens + self._block_size
+        if self._is_over or room_tokens > self._limit_tokens or requests_count * room_tokens > self._pool_tokens:
+            return
+        prompts = [[*context, *self._fresh(SHORT_PROMPT_TOKENS)] for context in contexts]
+        answers = await self.client.generate_all(prompts, output_tokens)
+        begin_s = max(answer.token_times_s[0] for answer in answers)
+        end_s = min(answer.token_times_s[-1] for answer in answers)
+        intervals = [interval_s for answer in answers if (interval_s := answer.interval_s(begin_s, end_s))]
+        if len(intervals) < requests_count:
+            return
+        self._interval_s = median(intervals)
+        known_tokens = sum(answer.prompt_tokens + output_tokens // 2 for answer in answers)
+        self.observations.append(
+            decode_observation(experiment, self._interval_s, requests_count=requests_count, context_tokens=known_tokens)
+        )
+
+    def _fresh(self, tokens: int) -> list[int]:
+        """Return a prompt that no other has a block in common with."""
+        return self._random.choices(self.settings.token_ids, k=max(1, int(tokens / self.client.tokens_per_word)))
+
+
+async def calibrate(
+    url: str, settings: Settings, *, model: str | None = None, on_progress: Callable[[str], None] = lambda _text: None
+) -> Calibration:
+    """Measure the engine at a URL. Raises EngineError, and ValueError if its times tell no constants."""
+    base_url = url.rstrip("/").removesuffix("/v1")
+    timeout = aiohttp.ClientTimeout(total=max(60.0, settings.budget_s), sock_connect=10)
+    # Connections are closed sooner than an engine closes idle ones (5 s), so that no request meets a closed one.
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as http:
+        client = EngineClient(http, base_url)
+        facts = await client.facts(model)
+        measurement = Measurement(client, facts, settings, on_progress)
+        await measurement.run()
+        facts_after = await client.facts(model)
+        if facts_after.requests_count:  # ours, perhaps: metrics come late
+            await asyncio.sleep(1.0)
+            facts_after = await client.facts(model)
+    found = fit(measurement.observations)
+    today = datetime.now(UTC).date()
+    engine = f"{facts.model} on vLLM {facts.version}" if facts.version else facts.model
+    timing = replace(
+        found.timing,
+        kv_tokens=facts.kv_tokens,
+        block_size=facts.block_size,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        source=f"measured by thunderagent calibrate on {today}: {engine}; {found.observation_count} different "
+        f"measurements in {measurement.rounds_count} rounds, median error {found.median_ratio:.1%}",
+    )
+    return Calibration(facts, found, timing, tuple(_warnings(measurement, facts_after, found)))
+
+
+def _warnings(measurement: Measurement, facts_after: EngineFacts, found: Fit) -> Iterator[str]:
+    facts = measurement.facts
+    if found.is_poor:
+        yield (
+            f"the fit is poor: the median error of an experiment is over {POOR_FIT_RATIO:.0%}. The engine was "
+            "disturbed, or it is not one that the model describes: do not trust a simulation with this profile"
+        )
+    if facts.requests_count or facts_after.requests_count:
+        yield "the engine was busy with other requests: measure again when nobody else uses it"
+    if facts.requests_count is None:
+        yield "the engine does not say how many requests it has: make sure that nobody else uses it"
+    if facts.kv_tokens is None:
+        yield "the engine does not say how large its KV pool is: simulate with --kv-tokens"
+    if facts.caches_prefixes and not measurement.context_hits_count:
+        yield "no prompt hit the prefix cache, though each was sent right after its beginning"
+    elif facts.caches_prefixes and not measurement.tells_cached:
+        yield "the engine does not say what was cached (--enable-prompt-tokens-details): whole blocks were assumed"
+    if not measurement.client.speaks_ids:
+        yield "the engine takes no token ids: text was sent, so a prefill token's cost includes its tokenization"
+    if found.left_out:
+        keys = [key for key, name in COSTS_US.items() if name in found.left_out]
+        yield f"could not be told from the rest, and is left at 0: {', '.join(keys)}"
