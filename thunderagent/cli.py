@@ -1,11 +1,11 @@
-"""The command line: `thunderagent serve | engine | simulate | status | replay | record`."""
+"""The command line: `thunderagent serve | engine | simulate | compare | calibrate | status | replay | record`."""
 
 from __future__ import annotations
 
 import argparse
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from types import UnionType
@@ -16,13 +16,13 @@ import structlog
 import uvloop
 
 from thunderagent import __version__
+from thunderagent.calibrate import command as calibrate_command
 from thunderagent.config import ENVIRONMENT_PREFIX, ServeConfig
 from thunderagent.errors import ThunderAgentError
 from thunderagent.event_log import read_events, replay
-from thunderagent.policy_loader import load_policy, parse_setting
-from thunderagent.programs.policies.base import Policy
 from thunderagent.serving import serve
 from thunderagent.simulator import command as simulate_command
+from thunderagent.simulator import compare_command
 from thunderagent.simulator import options as engine_options
 from thunderagent.simulator import server as engine_server
 from thunderagent.simulator.record import record
@@ -98,7 +98,25 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     simulate_command.add_arguments(simulate_parser)
-    simulate_parser.set_defaults(run=lambda args: simulate_command.run(args, _load_policy))
+    simulate_parser.set_defaults(run=simulate_command.run)
+
+    compare_parser = commands.add_parser(
+        "compare",
+        help="compare policies in the simulator: a report with tables and plots",
+        description=compare_command.DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    compare_command.add_arguments(compare_parser)
+    compare_parser.set_defaults(run=compare_command.run)
+
+    calibrate_parser = commands.add_parser(
+        "calibrate",
+        help="measure a running engine and write its timing profile",
+        description=calibrate_command.DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    calibrate_command.add_arguments(calibrate_parser)
+    calibrate_parser.set_defaults(run=calibrate_command.run)
 
     status_parser = commands.add_parser(
         "status", help="show replicas, programs and the queue of a running proxy", description="Show a running proxy."
@@ -127,10 +145,6 @@ def build_parser() -> argparse.ArgumentParser:
     record_parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="file to write; must be new")
     record_parser.set_defaults(run=run_record)
     return parser
-
-
-def _load_policy(name: str, settings: Mapping[str, str]) -> Policy:
-    return load_policy(name, {setting: parse_setting(text) for setting, text in settings.items()})
 
 
 def run_serve(args: argparse.Namespace) -> int:

@@ -5,20 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import get_args
 
 from rich.console import Console
 
 from thunderagent.errors import ConfigurationError
-from thunderagent.programs.policies.base import Policy
+from thunderagent.policy_loader import Setting, parse_setting
 from thunderagent.simulator.console import GIBIBYTE, picture, progress_bar
+from thunderagent.simulator.contestants import Contestant
 from thunderagent.simulator.plans import Workload
 from thunderagent.simulator.records import EngineConfig
-from thunderagent.simulator.run import simulate
 from thunderagent.simulator.scenario import Loop, Scenario
-from thunderagent.simulator.timing import load_profiles, profile
+from thunderagent.simulator.timing import load_profiles, profile_from
 from thunderagent.simulator.tools import ToolSettings
 from thunderagent.simulator.traces import Limits, TraceWorkload, load_mooncake, load_recorded, load_weka
 from thunderagent.simulator.workloads import workload, workload_names
@@ -42,7 +41,13 @@ Examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of one run to a command's parser."""
     add = parser.add_argument
-    add("--policy", default="thunderagent", metavar="NAME", help="who may hold memory (default: %(default)s)")
+    add(
+        "--policy",
+        default="thunderagent",
+        metavar="NAME",
+        help="who may hold memory: a policy, a preset of one, package.module:Class, or oracle, which knows how long "
+        "tools will run (default: %(default)s)",
+    )
     add(
         "--policy-arg",
         action="append",
@@ -50,6 +55,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         help="a setting of the policy; may be given again",
     )
+    add("--programs", type=int, default=16, metavar="N", help="how many at a time, or in all (default: %(default)s)")
+    add("--seed", type=int, default=0, metavar="N", help="vary the programs (default: %(default)s)")
+    add_scenario_arguments(parser)
+    add("--json", type=Path, metavar="FILE", help="write all figures and samples to FILE; - is standard output")
+
+
+def add_scenario_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that one run and a comparison have in common: workload, engines, time, tools."""
+    add = parser.add_argument
     add(
         "--workload",
         default="standard",
@@ -70,22 +84,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="closed: a finished program is replaced at once; open: programs arrive when the workload says; batch: all "
         "begin at once, and the run ends with the last (default: %(default)s)",
     )
-    add("--programs", type=int, default=16, metavar="N", help="how many at a time, or in all (default: %(default)s)")
     add("--replicas", type=int, default=1, metavar="N", help="engines (default: %(default)s)")
     add(
         "--profile",
         default="demo",
-        choices=sorted(load_profiles()),
-        help="whose iteration times the engines keep (default: %(default)s)",
+        metavar="NAME|FILE.toml",
+        help="whose iteration times the engines keep: a file that `thunderagent calibrate` wrote, or one of "
+        f"{', '.join(sorted(load_profiles()))} (default: %(default)s)",
     )
     add("--kv-tokens", type=int, metavar="N", help="KV pool of each engine, in tokens (default: the profile's own)")
-    add("--block-size", type=int, default=16, metavar="N", help="tokens in a KV block (default: %(default)s)")
+    add("--block-size", type=int, metavar="N", help="tokens in a KV block (default: the profile's own, or 16)")
     add(
         "--max-num-batched-tokens",
         type=int,
-        default=2048,
         metavar="N",
-        help="tokens computed in one iteration at most (default: %(default)s)",
+        help="tokens computed in one iteration at most (default: the profile's own, or 2048)",
     )
     add("--max-num-seqs", type=int, default=256, metavar="N", help="turns that run at a time (default: %(default)s)")
     add("--minutes", type=float, default=60.0, metavar="M", help="simulated time (default: %(default)g)")
@@ -96,7 +109,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="M",
         help="time at the begin that does not count (default: %(default)g)",
     )
-    add("--seed", type=int, default=0, metavar="N", help="vary the programs (default: %(default)s)")
     add("--tool-cpus", type=int, metavar="N", help="tools that run at a time (default: no limit)")
     add(
         "--sandbox-s",
@@ -107,23 +119,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--sandbox-gib", type=float, default=0.0, metavar="G", help="disk of a sandbox (default: %(default)g)")
     add("--disk-gib", type=float, metavar="G", help="disk of all sandboxes (default: no limit)")
-    add("--json", type=Path, metavar="FILE", help="write all figures and samples to FILE; - is standard output")
 
 
-def run(args: argparse.Namespace, load_policy: Callable[[str, Mapping[str, str]], Policy]) -> int:
+def run(args: argparse.Namespace) -> int:
     """Run what the options say; return the exit status: 0, or 1 if the run is not complete.
 
-    `load_policy` makes a policy from its name and its settings as text. Raises ConfigurationError for what is
-    impossible.
+    Raises ConfigurationError for what is impossible.
     """
-    policy = load_policy(args.policy, _settings(args.policy_arg))
-    scenario = scenario_from(args)
-    programs = _load_programs(args, scenario.engine.context_limit_tokens)
+    contestant = Contestant.of(args.policy, _settings(args.policy_arg))
+    scenario = scenario_from(args, programs_count=args.programs, seed=args.seed)
+    programs = load_programs(args, scenario.engine.context_limit_tokens)
     if args.json is not None and str(args.json) != "-" and not args.json.absolute().parent.is_dir():
         raise ConfigurationError(f"cannot write {args.json}: there is no folder {args.json.parent}")
     console = Console(stderr=True)
     with progress_bar(console, scenario) as on_progress:
-        result = simulate(scenario, programs, policy, on_progress=on_progress)
+        result = contestant.run(scenario, programs, on_progress=on_progress)
     if str(args.json) == "-":
         json.dump(result.to_json(), sys.stdout, indent=1)
         print()
@@ -134,20 +144,16 @@ def run(args: argparse.Namespace, load_policy: Callable[[str, Mapping[str, str]]
     return 0 if result.complete else 1
 
 
-def scenario_from(args: argparse.Namespace) -> Scenario:
+def scenario_from(args: argparse.Namespace, *, programs_count: int, seed: int) -> Scenario:
     """Build the scenario from parsed options; ConfigurationError says what is impossible about it."""
     try:
-        timing = profile(args.profile)
-        kv_tokens = args.kv_tokens if args.kv_tokens is not None else timing.kv_tokens
-        if kv_tokens is None:
-            raise ConfigurationError(f"the KV pool of profile {timing.name} is not known: give --kv-tokens")
-        engine = EngineConfig(
-            kv_tokens=kv_tokens,
-            block_size=args.block_size,
-            max_num_batched_tokens=args.max_num_batched_tokens,
-            max_num_seqs=args.max_num_seqs,
-            timing=timing,
+        timing = profile_from(args.profile)
+        sizes = timing.sizes(
+            kv_tokens=args.kv_tokens, block_size=args.block_size, max_num_batched_tokens=args.max_num_batched_tokens
         )
+        if "kv_tokens" not in sizes:
+            raise ConfigurationError(f"the KV pool of profile {timing.name} is not known: give --kv-tokens")
+        engine = EngineConfig(**sizes, max_num_seqs=args.max_num_seqs, scheduling_policy="fcfs", timing=timing)
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
     prepare_min_s, prepare_max_s = args.sandbox_s
@@ -155,10 +161,10 @@ def scenario_from(args: argparse.Namespace) -> Scenario:
         engine=engine,
         replica_count=args.replicas,
         loop=args.loop,
-        programs_count=args.programs,
+        programs_count=programs_count,
         horizon_s=args.minutes * 60,
         warmup_s=args.warmup_minutes * 60,
-        seed=args.seed,
+        seed=seed,
         tools=ToolSettings(
             cpu_count=args.tool_cpus,
             prepare_min_s=prepare_min_s,
@@ -169,7 +175,7 @@ def scenario_from(args: argparse.Namespace) -> Scenario:
     )
 
 
-def _load_programs(args: argparse.Namespace, limit_tokens: int) -> Workload:
+def load_programs(args: argparse.Namespace, limit_tokens: int) -> Workload:
     """Return what programs do; what of a trace cannot be replayed is said on standard error."""
     if args.trace is not None:
         trace = TRACE_LOADERS[args.trace_format](args.trace, Limits(context_tokens=limit_tokens))
@@ -181,13 +187,13 @@ def _load_programs(args: argparse.Namespace, limit_tokens: int) -> Workload:
         raise ConfigurationError(str(error)) from error
 
 
-def _settings(items: list[str]) -> dict[str, str]:
+def _settings(items: list[str]) -> dict[str, Setting]:
     settings = {}
     for item in items:
         name, equals, value = item.partition("=")
         if not name or not equals:
             raise ConfigurationError(f"--policy-arg needs NAME=VALUE, not {item!r}")
-        settings[name] = value
+        settings[name] = parse_setting(value)
     return settings
 
 

@@ -95,8 +95,8 @@ class RunResult:
     `complete` is False for a run that was interrupted, or a batch that was not through at its time limit.
     `hit_ratio` is by tokens: cached over prompt. Latencies of turns begin at their arrival, so they include what was
     held; a program's latency is from its first turn's arrival to the end of its last. `turn_latency_quantiles_s` are
-    those of 0, 1, ... 100 %; empty if no turn counts. `makespan_s` is set for a batch that is through. `bounds` are those
-    of the very turns that count, None without any. `events` are there on request only.
+    those of 0, 1, ... 100 %; empty if no turn counts. `makespan_s` is set for a batch that is through. `bounds` are
+    those of the very turns that count, None without any. `events` are there on request only.
     """
 
     policy: str

@@ -1,0 +1,350 @@
+"""A report has every figure in three forms, the page stands alone, and nothing in it changes from time to time."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+import sys
+from dataclasses import dataclass, replace
+from html.parser import HTMLParser
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from thunderagent.errors import ConfigurationError
+from thunderagent.simulator import plots
+from thunderagent.simulator.comparison import ComparisonPlan, ComparisonResult, compare
+from thunderagent.simulator.comparison_report import (
+    KEPT_SAMPLES_COUNT,
+    Making,
+    html_page,
+    json_text,
+    rows_csv,
+    runs_csv,
+    thinned,
+)
+from thunderagent.simulator.plans import ProgramPlan
+from thunderagent.simulator.plots import Plot, draw
+from thunderagent.simulator.records import EngineConfig
+from thunderagent.simulator.scenario import Scenario
+from thunderagent.simulator.timing import profile
+from thunderagent.simulator.workloads import workload
+
+SCENARIO = Scenario(
+    engine=EngineConfig(kv_tokens=16_000, timing=profile("demo")),
+    replica_count=2,
+    horizon_s=66,
+    warmup_s=6,
+    sample_interval_s=0.5,
+)
+PLAN = ComparisonPlan(
+    SCENARIO,
+    workload("standard"),
+    ("passthrough", "cap-best", "thunderagent:delta_s=1"),
+    (3, 12),
+    seeds=(0, 1),
+    process_count=1,
+)
+MAKING = Making("thunderagent compare --programs 4,16", {"date": "2026-01-31 12:00", "machine": "a small one"})
+
+
+@pytest.fixture(scope="module")
+def result() -> ComparisonResult:
+    return compare(PLAN)
+
+
+@pytest.fixture(scope="module")
+def drawn(result: ComparisonResult) -> tuple[Plot, ...]:
+    return draw(result)
+
+
+@pytest.fixture(scope="module")
+def page(result: ComparisonResult, drawn: tuple[Plot, ...]) -> str:
+    return html_page(result, drawn, MAKING)
+
+
+# --- CSV and JSON ---------------------------------------------------------------------------------------------------
+
+
+def test_the_table_as_csv(result: ComparisonResult) -> None:
+    lines = list(csv.DictReader(io.StringIO(rows_csv(result.rows()))))
+    assert [(line["policy"], line["programs"], line["seeds"]) for line in lines] == [
+        (contestant, str(count), "2") for count in (3, 12) for contestant in PLAN.contestants
+    ]
+    assert [line["ran"] for line in lines[:3]] == ["passthrough", "cap:n=3", "thunderagent:delta_s=1"]
+    for line, row in zip(lines, result.rows(), strict=True):
+        assert float(line["turns_per_min"]) == pytest.approx(row.turns_per_min.mean, rel=1e-5)
+        assert float(line["turns_per_min_ci95"]) == pytest.approx(row.turns_per_min.half_width, rel=1e-5)
+        assert float(line["cost_caching_ratio"]) == pytest.approx(row.costs["caching"].mean, rel=1e-5)
+        assert line["limited_by"] == row.limited_by != ""
+    assert (lines[0]["ratio"], lines[0]["ratio_ci95"]) == ("1", "0")
+
+
+def test_runs_as_csv(result: ComparisonResult) -> None:
+    lines = list(csv.DictReader(io.StringIO(runs_csv(result.runs))))
+    assert len(lines) == 3 * 2 * 2
+    for line, run in zip(lines, result.runs, strict=True):
+        assert (line["policy"], int(line["programs"]), int(line["seed"])) == (
+            run.contestant,
+            run.programs_count,
+            run.seed,
+        )
+        assert int(line["turns"]) == run.result.turn_count
+        assert float(line["turn_p99_s"]) == pytest.approx(run.result.turn_latency.p99_s, rel=1e-5)
+
+
+def test_one_seed_has_no_interval(result: ComparisonResult) -> None:
+    single = replace(result, runs=tuple(run for run in result.runs if run.seed == 0))
+    for line in csv.DictReader(io.StringIO(rows_csv(single.rows()))):
+        assert line["turns_per_min"] != ""
+        assert line["turns_per_min_ci95"] == line["ratio_ci95"] == ""
+    assert "±" not in html_page(single, (), MAKING)
+
+
+def refuse(constant: str) -> None:
+    raise AssertionError(f"{constant} is no JSON")
+
+
+def test_json_has_every_run_but_few_samples(result: ComparisonResult) -> None:
+    """What is infinite, as a bound that bounds nothing, is null."""
+    written = json.loads(json_text(result, MAKING), parse_constant=refuse)
+    assert (written["command"], written["made"]) == (MAKING.command, dict(MAKING.made))
+    assert written["plan"]["scenario"]["engine"]["kv_tokens"] == 16_000
+    assert written["cap_best"][1]["n"] == result.sweeps[1].best_count
+    assert len(written["rows"]) == 6
+    assert len(written["runs"]) == 12
+    for entry, run in zip(written["runs"], result.runs, strict=True):
+        assert (entry["contestant"], entry["seed"]) == (run.contestant, run.seed)
+        assert entry["result"]["turn_count"] == run.result.turn_count
+        assert len(entry["result"]["turn_latency_quantiles_s"]) == 101
+        assert entry["result"]["bounds"]["tools_per_s"] is None
+        assert bool(entry["result"]["samples"]) == (run.seed == 0)
+        assert len(entry["result"]["samples"]) <= KEPT_SAMPLES_COUNT < len(run.result.samples)
+
+
+def test_samples_are_thinned_evenly(result: ComparisonResult) -> None:
+    samples = result.runs[0].result.samples
+    kept = thinned(samples)
+    assert (kept[0], kept[1]) == (samples[0], samples[2])
+    assert thinned(samples[:50]) == samples[:50]
+
+
+def test_the_same_comparison_writes_the_same_bytes(result: ComparisonResult) -> None:
+    """But for what JSON has under `made`, a line of its own."""
+    again = compare(PLAN)
+    assert rows_csv(again.rows()) == rows_csv(result.rows())
+    assert runs_csv(again.runs) == runs_csv(result.runs)
+    later = replace(MAKING, made={"date": "another"})
+    lines, lines_again = (json_text(*each).splitlines() for each in ((result, MAKING), (again, later)))
+    assert [line for line, other in zip(lines, lines_again, strict=True) if line != other] == [
+        '"made": {"date":"2026-01-31 12:00","machine":"a small one"},'
+    ]
+    assert plots.held_by_size(again) == plots.held_by_size(result)
+
+
+# --- the page -------------------------------------------------------------------------------------------------------
+
+VOID = {"meta", "br", "path", "use", "rect"}
+
+
+class Page(HTMLParser):
+    """Check that what is opened is closed, and keep attributes and words."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.opened: list[str] = []
+        self.attributes: list[tuple[str, str, str]] = []
+        self.words: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.opened == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+        if tag not in VOID:
+            self.opened.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in VOID:
+            assert self.opened.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+
+def test_the_page_stands_alone(page: str) -> None:
+    """It runs nothing and loads nothing; all that it refers to is in it."""
+    parsed = Page(page)
+    assert not {tag for tag, _, _ in parsed.attributes} & {"script", "link", "img", "iframe", "object"}
+    references = {value for _, name, value in parsed.attributes if name in {"href", "xlink:href", "src"}}
+    ids = [value for _, name, value in parsed.attributes if name == "id"]
+    assert references <= {f"#{each}" for each in ids}
+    assert set(re.findall(r"url\(#?([^)]+)\)", page)) <= set(ids)
+    assert set(re.findall(r'"(https?://[^"]+)"', page)) <= {
+        "http://www.w3.org/2000/svg",
+        "http://www.w3.org/1999/xlink",
+    }
+    assert "@import" not in page
+
+
+def test_the_page_says_everything_of_the_comparison(page: str, result: ComparisonResult) -> None:
+    words = " ".join(" ".join(Page(page).words).split())
+    for text in (
+        "3 policies on standard",
+        "3 / 12 programs at a time on 2 replicas of demo with 16,000 tokens each",
+        "of which the first 0.1 do not count; 2 seeds",
+        MAKING.command,
+        "2026-01-31 12:00",
+        f"runs {result.planned_count} of {result.planned_count}",
+        f"n=3 of 3 programs, n={result.sweeps[1].best_count} of 12 programs",
+        "held p99",
+    ):
+        assert text in words, text
+    row = result.rows()[-1]
+    assert f"{row.turns_per_min.mean:.1f} ± {row.turns_per_min.half_width:.1f}" in words
+    assert "Not complete" not in words
+    assert "failed" not in words
+
+
+def test_colours_of_words_and_lines_are_the_page_s(page: str) -> None:
+    """So that they are light on a dark page; a drawing alone has plain colours."""
+    drawings = "".join(re.findall(r"<svg.*?</svg>", page, re.DOTALL))
+    assert not set(re.findall(r"#[0-9a-f]{6}\b", drawings)) & {plots.INK, plots.SOFT_INK, plots.GRID, plots.PAPER}
+    assert "var(--ink)" in drawings
+    assert "@media (prefers-color-scheme: dark)" in page
+
+
+def test_names_are_no_markup(result: ComparisonResult, drawn: tuple[Plot, ...]) -> None:
+    @dataclass(frozen=True)
+    class Named:
+        name: str = "<b>&amp;.jsonl"
+
+        def program(self, index: int, seed: int) -> ProgramPlan:
+            return PLAN.workload.program(index, seed)
+
+    renamed = replace(result, plan=replace(PLAN, workload=Named()))
+    page = html_page(renamed, drawn, replace(MAKING, command="<i>"))
+    assert "<title>3 policies on &lt;b&gt;&amp;amp;.jsonl</title>" in page
+    assert "<b>" not in page
+    assert "<i>" not in page
+
+
+def test_what_is_not_complete_is_said(result: ComparisonResult) -> None:
+    late = replace(result.runs[0], result=replace(result.runs[0].result, complete=False, failed_turn_count=3))
+    partial = replace(result, runs=(late, *result.runs[1:7]), done_count=9, stopped_by="it was interrupted")
+    page = html_page(partial, (), MAKING)
+    assert f"Not complete: it was interrupted. 9 of {result.planned_count} runs were done" in page
+    assert "1 batch was not through at the time limit." in page
+    assert "3 turns failed, in all runs together." in page
+
+
+# --- plots ----------------------------------------------------------------------------------------------------------
+
+AXES = {
+    "throughput": {"turns/min", "programs at a time", "limit: min(L1, L2, L3)"},
+    "ratio": {"turns/min, times those of passthrough", "programs at a time"},
+    "hit-rate": {"prompt tokens found in caches (%)", "programs at a time"},
+    "latency": {"turn latency (s)", "turns that took no longer (%)"},
+    "costs": {"part of capacity x time (%)", "decode", "prefill", "recompute", "caching", "unused", "12 programs"},
+    "memory": {"part of capacity (%)", "minutes", "capacity"},
+    "imbalance": {"minutes", "(% of a replica's capacity)"},
+    "held": {"held (s)", "prompt, up to so many tokens", "mean", "99th percentile"},
+}
+
+
+def words_of(svg: str) -> set[str]:
+    return {"".join(each.itertext()).strip() for each in ET.fromstring(svg).iter() if each.tag.endswith("text")}
+
+
+def test_every_plot_names_its_axes_and_its_policies(drawn: tuple[Plot, ...]) -> None:
+    assert [plot.name for plot in drawn] == list(AXES)
+    for plot in drawn:
+        assert words_of(plot.svg) >= AXES[plot.name] | set(PLAN.contestants), plot.name
+        assert plot.caption.endswith(".")
+        assert plot.title
+
+
+def heights(svg: str, colour: str) -> list[tuple[float, ...]]:
+    """Return the heights of the points of each line with that colour and a width of its own; up is more."""
+    found = []
+    for each in ET.fromstring(svg).iter():
+        style = each.get("style", "")
+        if each.tag.endswith("path") and f"stroke: {colour}" in style and "stroke-linecap: square" in style:
+            points = re.findall(r"[ML] ([\d.]+) ([\d.]+)", each.get("d", ""))
+            found.append(tuple(-float(y) for _, y in points))
+    return found
+
+
+def test_lines_are_where_the_figures_are(result: ComparisonResult) -> None:
+    """Of the contestants' lines over the two loads, those rise whose figures rise, and as much."""
+    rows = result.rows()
+    base, best = (
+        [row.turns_per_min.mean for row in rows if row.contestant == contestant]
+        for contestant in ("passthrough", "cap-best")
+    )
+    svg = plots.throughput(result)
+    (base_line,) = [line for line in heights(svg, plots.BASELINE_COLOUR) if len(line) == 2][:1]
+    (best_line,) = [line for line in heights(svg, plots.COLOURS[0]) if len(line) == 2][:1]
+    scale = (best_line[1] - base_line[1]) / (best[1] - base[1])
+    assert scale > 0
+    assert best_line[0] - best_line[1] == pytest.approx(scale * (best[0] - best[1]), rel=1e-3)
+    assert best_line[0] - base_line[1] == pytest.approx(scale * (best[0] - base[1]), rel=1e-3)
+
+
+def test_bars_that_are_cut_say_how_long_they_are(result: ComparisonResult) -> None:
+    """Claims beyond the capacity have no upper end."""
+    arrow = "\N{RIGHTWARDS ARROW}"
+    assert not {words for words in words_of(plots.costs(result)) if arrow in words}
+    runs = []
+    for run in result.runs:
+        replicas = [
+            replace(each, costs=replace(each.costs, recompute_token_s=each.capacity_tokens * run.result.measured_s * 3))
+            for each in run.result.replicas
+        ]
+        runs.append(replace(run, result=replace(run.result, replicas=tuple(replicas))))
+    cut = {words for words in words_of(plots.costs(replace(result, runs=tuple(runs)))) if arrow in words}
+    assert cut
+    assert all(300 <= float(words.removeprefix(arrow)) < 600 for words in cut)
+
+
+def test_one_load_is_drawn_as_a_line_for_each_policy(result: ComparisonResult) -> None:
+    single = replace(result, runs=tuple(run for run in result.runs if run.programs_count == 12))
+    words = words_of(plots.throughput(single))
+    assert {"turns/min, 12 programs", *PLAN.contestants} <= words
+    assert "programs at a time" not in words
+    assert all("against load" not in plot.caption for plot in draw(single))
+
+
+def test_a_load_and_a_seed_can_be_chosen(result: ComparisonResult) -> None:
+    """The heaviest is shown if none is."""
+    for plot in (plots.latency_cdf, plots.imbalance):
+        assert plot(result) == plot(result, 12) != plot(result, 3)
+    assert plots.memory(result, 12, 0) != plots.memory(result, 12, 1)
+
+
+def test_one_replica_on_which_nothing_ends_can_be_drawn() -> None:
+    """No imbalance, no percentile, no ratio, no limit."""
+    short = replace(SCENARIO, replica_count=1, horizon_s=0.2, warmup_s=0.1)
+    nothing = compare(replace(PLAN, scenario=short, contestants=("passthrough", "sticky")))
+    assert {run.result.turn_count for run in nothing.runs} == {0}
+    drawn = draw(nothing)
+    assert {plot.name for plot in drawn} == set(AXES) - {"imbalance"}
+    page = html_page(nothing, drawn, MAKING)
+    Page(page)
+    assert "nan" not in page
+
+
+def test_nothing_is_drawn_of_nothing(result: ComparisonResult) -> None:
+    assert draw(replace(result, runs=())) == ()
+
+
+def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "thunderagent.simulator.plots")
+    with pytest.raises(ConfigurationError, match=r"pip install 'thunderagent\[plots\]'"):
+        from thunderagent.simulator.plots import draw  # noqa: F401, PLC0415

@@ -1,0 +1,375 @@
+"""Compare policies: each contestant at each load with each seed, on all cores, and what came of it.
+
+Theory of operation
+-------------------
+Runs with one seed have the same programs, whoever schedules them, so contestants are paired: the ratio to the baseline
+is taken seed by seed, and what seeds have in common falls out of its interval (`intervals.py`).
+
+A run is a fold without clock or threads (`run.py`), so runs go on processes of their own (`processes.py`). The first
+seed comes first for all, then the second, so a comparison that is interrupted still compares. The figures do not depend
+on how many processes there are.
+
+`cap-best` is whatever number of programs is best for `cap`: at each load every number of a geometric grid is run with
+the first seed, and the one with the most turns a minute runs with the others too. It is what an operator gets who tries
+them all beforehand, so no other contestant is told as much, but for the oracle.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+from thunderagent.errors import ConfigurationError
+from thunderagent.simulator.clients import Supply
+from thunderagent.simulator.contestants import Contestant
+from thunderagent.simulator.intervals import Interval
+from thunderagent.simulator.plans import Workload
+from thunderagent.simulator.processes import PROCESS_BYTES, GoOn, do_here, do_on_processes
+from thunderagent.simulator.report import RunResult
+from thunderagent.simulator.scenario import Scenario, available_bytes, estimate_bytes
+
+CAP_BEST = "cap-best"
+
+COSTS = ("decode", "prefill", "recompute", "caching", "unused")
+"""The five costs of the ledger, useful work first."""
+
+
+@dataclass(frozen=True, slots=True)
+class ComparisonPlan:
+    """Say what is compared. Raises ConfigurationError for what is impossible.
+
+    `scenario` is that of every run, but for its seed and `programs_count`; the events of runs are not kept.
+    `contestants` are texts that `Contestant.parse` reads, or `cap-best`. Ratios are to `baseline`, or to the first of
+    the contestants. `process_count` None: one for each core, as far as memory reaches.
+    """
+
+    scenario: Scenario
+    workload: Workload
+    contestants: tuple[str, ...]
+    programs_counts: tuple[int, ...]
+    seeds: tuple[int, ...] = tuple(range(10))
+    baseline: str = ""
+    process_count: int | None = None
+
+    def __post_init__(self) -> None:
+        for what, values in (
+            ("policies", self.contestants),
+            ("numbers of programs", self.programs_counts),
+            ("seeds", self.seeds),
+        ):
+            if not values:
+                raise ConfigurationError(f"nothing to compare: no {what}")
+            if twice := [value for value in values if values.count(value) > 1]:
+                raise ConfigurationError(f"{what}: {twice[0]} is there twice")
+        policies = [Contestant.parse(text) for text in self.contestants if text != CAP_BEST]
+        if not self.baseline:
+            object.__setattr__(self, "baseline", self.contestants[0])
+        if self.baseline not in self.contestants:
+            raise ConfigurationError(
+                f"the baseline {self.baseline!r} is none of the policies: {', '.join(self.contestants)}"
+            )
+        if self.process_count is not None and self.process_count < 1:
+            raise ConfigurationError(f"a comparison needs at least 1 process, got {self.process_count}")
+        for programs_count in self.programs_counts:
+            scenario = self.scenario_of(programs_count, self.seeds[0])
+            Supply(scenario, self.workload).next()
+            for policy in policies:
+                policy.prepare(scenario, self.workload)
+
+    def scenario_of(self, programs_count: int, seed: int) -> Scenario:
+        """Return the scenario of one run."""
+        return replace(self.scenario, programs_count=programs_count, seed=seed, keep_events=False)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRun:
+    """One run that is to be done: `policy` is the text of what runs, which for `cap-best` is some `cap:n=...`."""
+
+    contestant: str
+    policy: str
+    programs_count: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run that is done."""
+
+    contestant: str
+    policy: str
+    programs_count: int
+    seed: int
+    result: RunResult
+
+
+@dataclass(frozen=True, slots=True)
+class CapSweep:
+    """What `cap-best` tried at a load, with the first seed: each number of programs with its turns a minute."""
+
+    programs_count: int
+    tried: tuple[tuple[int, float], ...]
+
+    @property
+    def best_count(self) -> int:
+        """Return the number with the most turns a minute; of equal ones the smallest."""
+        return max(self.tried, key=lambda each: (each[1], -each[0]))[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A contestant at a load, over all seeds that were run.
+
+    `ratio` is turns a minute over those of the baseline with the same seed; None if the baseline has none. The limit is
+    min(L1, L2, L3) of the very turns that each run finished; None where nothing bounds them. `costs` are parts of the
+    memory that there was: capacity times time.
+    """
+
+    contestant: str
+    policy: str
+    programs_count: int
+    turns_per_min: Interval
+    ratio: Interval | None
+    hit_ratio: Interval
+    turn_mean_s: Interval
+    turn_p50_s: Interval
+    turn_p99_s: Interval
+    held_p99_s: Interval
+    program_mean_s: Interval
+    imbalance_ratio: Interval
+    limit_per_min: Interval | None
+    limit_ratio: Interval | None
+    limited_by: str
+    failed_turn_count: int
+    preemption_count: int
+    costs: dict[str, Interval]
+
+
+@dataclass(frozen=True, slots=True)
+class ComparisonResult:
+    """What a comparison came to: all runs that are done, by contestant, load and seed, each in the plan's order.
+
+    `done_count` counts the runs of sweeps too. `stopped_by` says in words what ended it early; empty if nothing did.
+    """
+
+    plan: ComparisonPlan
+    runs: tuple[Run, ...]
+    sweeps: tuple[CapSweep, ...]
+    done_count: int
+    planned_count: int
+    stopped_by: str = ""
+
+    @property
+    def complete(self) -> bool:
+        """Say whether all runs are done, and each of them is complete."""
+        return not self.stopped_by and all(run.result.complete for run in self.runs)
+
+    @property
+    def programs_counts(self) -> tuple[int, ...]:
+        """Return the loads of which there is at least one run, the lightest first."""
+        return tuple(sorted({run.programs_count for run in self.runs}))
+
+    def runs_of(self, contestant: str, programs_count: int) -> tuple[Run, ...]:
+        """Return the runs of a contestant at a load, one for each seed that is done."""
+        return tuple(run for run in self.runs if (run.contestant, run.programs_count) == (contestant, programs_count))
+
+    def rows(self) -> tuple[Row, ...]:
+        """Return the figures of each contestant at each load, the lightest first."""
+        return tuple(
+            self._row(runs)
+            for programs_count in self.programs_counts
+            for contestant in self.plan.contestants
+            if (runs := self.runs_of(contestant, programs_count))
+        )
+
+    def _row(self, runs: tuple[Run, ...]) -> Row:
+        first = runs[0]
+
+        def over_seeds(figure: Callable[[RunResult], float]) -> Interval:
+            return Interval.of([figure(run.result) for run in runs])
+
+        limits = [run.result.bounds.limit_per_s for run in runs if run.result.bounds is not None]
+        is_limited = len(limits) == len(runs) and all(map(math.isfinite, limits))
+        limiting = {run.result.bounds.limited_by for run in runs if run.result.bounds is not None}
+        return Row(
+            contestant=first.contestant,
+            policy=first.policy,
+            programs_count=first.programs_count,
+            turns_per_min=over_seeds(lambda result: result.turns_per_min_count),
+            ratio=self._ratio(runs),
+            hit_ratio=over_seeds(lambda result: result.hit_ratio),
+            turn_mean_s=over_seeds(lambda result: result.turn_latency.mean_s),
+            turn_p50_s=over_seeds(lambda result: result.turn_latency.p50_s),
+            turn_p99_s=over_seeds(lambda result: result.turn_latency.p99_s),
+            held_p99_s=over_seeds(lambda result: result.held.p99_s),
+            program_mean_s=over_seeds(lambda result: result.program_latency.mean_s),
+            imbalance_ratio=over_seeds(lambda result: result.imbalance_mean_ratio),
+            limit_per_min=Interval.of([limit * 60 for limit in limits]) if is_limited else None,
+            limit_ratio=over_seeds(lambda result: result.limit_ratio) if is_limited else None,
+            limited_by=" ".join(sorted(limiting)) if is_limited else "",
+            failed_turn_count=sum(run.result.failed_turn_count for run in runs),
+            preemption_count=sum(replica.preemption_count for run in runs for replica in run.result.replicas),
+            costs={name: Interval.of([cost_parts(run.result)[name] for run in runs]) for name in COSTS},
+        )
+
+    def _ratio(self, runs: tuple[Run, ...]) -> Interval | None:
+        """Return the ratio to the baseline over the seeds that both have."""
+        baselines = {run.seed: run for run in self.runs_of(self.plan.baseline, runs[0].programs_count)}
+        paired = [(run, baselines[run.seed]) for run in runs if run.seed in baselines]
+        return Interval.of_ratios(
+            [run.result.turns_per_min_count for run, _ in paired],
+            [baseline.result.turns_per_min_count for _, baseline in paired],
+        )
+
+
+def cost_parts(result: RunResult) -> dict[str, float]:
+    """Return each of the five costs as a part of the memory that there was, in all replicas: capacity times time."""
+    whole_token_s = sum(replica.capacity_tokens for replica in result.replicas) * result.measured_s or 1.0
+    return {
+        name: sum(getattr(replica.costs, f"{name}_token_s") for replica in result.replicas) / whole_token_s
+        for name in COSTS
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class ComparisonProgress:
+    """How far a comparison is, for whoever watches it; `last` is the run that was done last, None before any is."""
+
+    done_count: int
+    all_count: int
+    last: PlannedRun | None
+
+
+def compare(
+    plan: ComparisonPlan, *, on_progress: Callable[[ComparisonProgress], None] | None = None
+) -> ComparisonResult:
+    """Run a comparison and return its figures; an interrupt (Ctrl-C) ends it, and what is done counts.
+
+    Raises ConfigurationError if its runs would not fit in memory. With one process everything runs in this one;
+    otherwise the module that was started must be safe to import, as `multiprocessing` says.
+    """
+    process_count = processes_that_fit(plan)
+    grid = _Grid(plan)
+
+    def report(last: PlannedRun | None) -> None:
+        if on_progress is not None:
+            on_progress(ComparisonProgress(len(grid.done), grid.all_count, last))
+
+    def note(planned: PlannedRun, result: RunResult) -> None:
+        grid.note(planned, result)
+        report(planned)
+
+    report(None)
+    do = partial(_run_one, plan)
+    if process_count == 1:
+        stopped_by = do_here(do, grid.todo, note)
+    else:
+        stopped_by = do_on_processes(do, grid.todo, note, process_count)
+    return ComparisonResult(plan, tuple(grid.runs()), tuple(grid.sweeps()), len(grid.done), grid.all_count, stopped_by)
+
+
+def processes_that_fit(plan: ComparisonPlan) -> int:
+    """Return on how many processes a comparison runs. Raises ConfigurationError if that many do not fit in memory."""
+    scenario = plan.scenario_of(max(plan.programs_counts), plan.seeds[0])
+    needed_bytes = estimate_bytes(scenario, plan.workload) + PROCESS_BYTES
+    free_bytes = available_bytes()
+    wanted_count = plan.process_count or min(len(os.sched_getaffinity(0)), _Grid(plan).all_count)
+    fitting_count = wanted_count if free_bytes is None else min(wanted_count, free_bytes // needed_bytes)
+    if fitting_count < (plan.process_count or 1):
+        raise ConfigurationError(
+            f"{wanted_count} runs at a time would need about {wanted_count * needed_bytes / 2**30:.1f} GiB of memory, "
+            f"and {(free_bytes or 0) / 2**30:.1f} GiB are free: that is enough for {fitting_count}; simulate fewer "
+            "programs or replicas, a smaller KV pool, or larger blocks"
+        )
+    return fitting_count
+
+
+def _run_one(plan: ComparisonPlan, planned: PlannedRun, go_on: GoOn) -> RunResult:
+    """Do one run of a comparison, and ask at each of its samples whether to go on."""
+    scenario = plan.scenario_of(planned.programs_count, planned.seed)
+    result = Contestant.parse(planned.policy).run(scenario, plan.workload, on_progress=lambda _: go_on())
+    if not result.complete and result.simulated_s < scenario.horizon_s:  # a run takes Ctrl-C for its end
+        raise KeyboardInterrupt
+    return result
+
+
+def cap_grid(programs_count: int) -> list[int]:
+    """Return the numbers of programs that `cap-best` tries: 1, 2, 3, 4, 6, 8, 12, ... and all of them."""
+    powers = [2**exponent for exponent in range(programs_count.bit_length())]
+    between = [power + power // 2 for power in powers[1:]]
+    return sorted({number for number in (*powers, *between) if number < programs_count} | {programs_count})
+
+
+class _Grid:
+    """All runs of a comparison: those to do, in their order, and those done."""
+
+    def __init__(self, plan: ComparisonPlan) -> None:
+        self._plan = plan
+        self.done: dict[PlannedRun, RunResult] = {}
+        self.todo: deque[PlannedRun] = deque()
+        self.all_count = 0
+        for seed in plan.seeds:
+            for programs_count in sorted(plan.programs_counts, reverse=True):  # the longest runs first
+                self._plan_runs(programs_count, seed)
+
+    def _plan_runs(self, programs_count: int, seed: int) -> None:
+        for contestant in self._plan.contestants:
+            if contestant != CAP_BEST:
+                self.todo.append(PlannedRun(contestant, contestant, programs_count, seed))
+                self.all_count += 1
+            elif seed == self._plan.seeds[0]:
+                sweep = self._sweep(programs_count)
+                self.todo.extend(sweep)
+                self.all_count += len(sweep) + len(self._plan.seeds) - 1
+
+    def _sweep(self, programs_count: int) -> list[PlannedRun]:
+        return [
+            PlannedRun(CAP_BEST, f"cap:n={number}", programs_count, self._plan.seeds[0])
+            for number in cap_grid(programs_count)
+        ]
+
+    def note(self, planned: PlannedRun, result: RunResult) -> None:
+        """Note a run that is done; the last of a sweep says which runs of `cap-best` are still to do."""
+        self.done[planned] = result
+        if planned.contestant == CAP_BEST and planned.seed == self._plan.seeds[0]:
+            best = self._best_of_sweep(planned.programs_count)
+            if best is not None:
+                self.todo.extend(replace(best, seed=seed) for seed in self._plan.seeds[1:])
+
+    def sweeps(self) -> Iterator[CapSweep]:
+        """Give the sweeps that are done."""
+        if CAP_BEST not in self._plan.contestants:
+            return
+        for programs_count in self._plan.programs_counts:
+            runs = [(planned, self.done.get(planned)) for planned in self._sweep(programs_count)]
+            tried = [
+                (number, result.turns_per_min_count)
+                for number, (_, result) in zip(cap_grid(programs_count), runs, strict=True)
+                if result is not None
+            ]
+            if len(tried) == len(runs):
+                yield CapSweep(programs_count, tuple(tried))
+
+    def runs(self) -> Iterator[Run]:
+        """Give the runs that are done, without those of a sweep that were not the best, or not all there."""
+        for contestant in self._plan.contestants:
+            for programs_count in self._plan.programs_counts:
+                policy = contestant
+                if contestant == CAP_BEST:
+                    best = self._best_of_sweep(programs_count)
+                    if best is None:
+                        continue
+                    policy = best.policy
+                for seed in self._plan.seeds:
+                    result = self.done.get(PlannedRun(contestant, policy, programs_count, seed))
+                    if result is not None:
+                        yield Run(contestant, policy, programs_count, seed, result)
+
+    def _best_of_sweep(self, programs_count: int) -> PlannedRun | None:
+        for sweep in self.sweeps():
+            if sweep.programs_count == programs_count:
+                return PlannedRun(CAP_BEST, f"cap:n={sweep.best_count}", programs_count, self._plan.seeds[0])
+        return None
