@@ -76,7 +76,10 @@ def test_every_policy_has_a_name_that_loads_it(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("fastest", r"no policy 'fastest'; there are cap, passthrough, sticky, thunderagent, ttl, or package.module:Class"),
+        (
+            "fastest",
+            r"no policy 'fastest'; there are cap, passthrough, sticky, thunderagent, ttl, or package.module:Class",
+        ),
         ("no_such_module:Policy", "cannot be loaded: No module named 'no_such_module'"),
         ("thunderagent.programs.policies.cap:Cup", "cannot be loaded.*Cup"),
     ],

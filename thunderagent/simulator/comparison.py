@@ -10,8 +10,8 @@ seed comes first for all, then the second, so a comparison that is interrupted s
 on how many processes there are.
 
 `cap-best` is whatever number of programs is best for `cap`: at each load every number of a geometric grid is run with
-the first seed, and the one with the most turns a minute runs with the others too. It is what an operator gets who tries
-them all beforehand, so no other contestant is told as much, but for the oracle.
+the first seed, and the one that comes nearest to its limit runs with the others too. It is what an operator gets who
+tries them all beforehand, so no other contestant is told as much, but for the oracle.
 """
 
 from __future__ import annotations
@@ -108,14 +108,18 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class CapSweep:
-    """What `cap-best` tried at a load, with the first seed: each number of programs with its turns a minute."""
+    """What `cap-best` tried at a load, with the first seed: each number of programs with how good it was.
+
+    That is the part of its limit that a run reached: turns a minute would praise a cap that lets everybody begin and
+    nobody grow. Where nothing limits a run it is turns a minute all the same.
+    """
 
     programs_count: int
     tried: tuple[tuple[int, float], ...]
 
     @property
     def best_count(self) -> int:
-        """Return the number with the most turns a minute; of equal ones the smallest."""
+        """Return the best number; of equal ones the smallest."""
         return max(self.tried, key=lambda each: (each[1], -each[0]))[0]
 
 
@@ -346,7 +350,7 @@ class _Grid:
         for programs_count in self._plan.programs_counts:
             runs = [(planned, self.done.get(planned)) for planned in self._sweep(programs_count)]
             tried = [
-                (number, result.turns_per_min_count)
+                (number, result.limit_ratio or result.turns_per_min_count)
                 for number, (_, result) in zip(cap_grid(programs_count), runs, strict=True)
                 if result is not None
             ]

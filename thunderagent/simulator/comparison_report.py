@@ -375,7 +375,7 @@ def _sweep_words(result: ComparisonResult) -> str:
     if not result.sweeps:
         return ""
     found = ", ".join(f"n={sweep.best_count} of {sweep.programs_count} programs" for sweep in result.sweeps)
-    return f"cap-best is the policy cap with the n that made the most turns/min with the first seed: {found}."
+    return f"cap-best is the policy cap with the n that came nearest to its limit with the first seed: {found}."
 
 
 def _table(result: ComparisonResult) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from math import isfinite
 
 from rich import box
 from rich.console import Console, Group
@@ -31,6 +32,13 @@ def picture(result: RunResult) -> Group:
         f"{result.turns_per_min_count:.1f} turns/min, {result.hit_ratio:.1%} prefix hits, {counts}",
         f"imbalance {result.imbalance_mean_ratio:.1%} of a replica's capacity",
     ]
+    if result.bounds is not None and isfinite(result.bounds.limit_per_s):
+        bounds = result.bounds
+        lines.insert(
+            1,
+            f"{result.limit_ratio:.1%} of the limit for these turns: {bounds.limit_per_s * 60:.1f}/min by "
+            f"{bounds.limited_by}; without any recomputation {bounds.no_recompute_per_s * 60:.1f}/min",
+        )
     if result.makespan_s is not None:
         lines.append(f"makespan {result.makespan_s:.0f} s")
     if result.tools.sandbox_count:

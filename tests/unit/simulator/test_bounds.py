@@ -69,7 +69,9 @@ def test_l0_of_one_turn_by_hand() -> None:
     assert cost.token_iterations == 100
     one = bounds(shapes(plan((100, 1, 5.0))), Engines(TIMING, 1000))
     assert one.no_recompute_per_s == one.hold_or_drop_per_s == pytest.approx(expected)
-    assert bounds(shapes(plan((100, 1, 5.0))), Engines(TIMING, 1000, 2)).no_recompute_per_s == pytest.approx(2 * expected)
+    assert bounds(shapes(plan((100, 1, 5.0))), Engines(TIMING, 1000, 2)).no_recompute_per_s == pytest.approx(
+        2 * expected
+    )
 
 
 @pytest.mark.parametrize(("gap_s", "held_part"), [(8.0, 1.0), (10.0, 1.0), (30.0, 0.5), (90.0, 0.2)])

@@ -167,7 +167,7 @@ def test_cap_best_runs_the_best_for_all_seeds() -> None:
     assert [(run.policy, run.seed) for run in result.runs_of("cap-best", 8)] == [
         (f"cap:n={best_count}", s) for s in (0, 1)
     ]
-    assert result.runs_of("cap-best", 8)[0].result.turns_per_min_count == max(turns for _, turns in sweep.tried)
+    assert result.runs_of("cap-best", 8)[0].result.limit_ratio == max(reached for _, reached in sweep.tried)
     assert result.done_count == result.planned_count == 6 + 1 + 2
 
 

@@ -1,0 +1,388 @@
+"""The figures of the papers behind the project, again, in the simulator: one command each.
+
+    scripts/bench papers fig4       # ThunderAgent, Fig. 1, 4 and 5: one engine, six settings, turns/min, prefix hits
+    scripts/bench papers fig2a      # Fig. 2a: how far two replicas drift apart in 90 minutes
+    scripts/bench papers fig6b      # Fig. 6b: time between checks, and decay
+    scripts/bench papers table2     # Table 2: a rollout of 144 programs on two replicas
+    scripts/bench papers oracle     # no figure of a paper: how near the clairvoyant policy comes to the bound L1
+
+Each writes its figures to `benchmarks/results/papers-NAME.json` and its plots beside it. Runs are deterministic; what
+the paper has is in the tables below, as far as it was published in words or numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
+from rich import box
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from benchmarks.machine import RESULTS, describe_machine, save_results
+from thunderagent.simulator.comparison import ComparisonPlan, ComparisonResult, Row, compare
+from thunderagent.simulator.records import EngineConfig
+from thunderagent.simulator.scenario import Loop, Scenario
+from thunderagent.simulator.timing import profile
+from thunderagent.simulator.workloads import workload
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Figures = dict[str, Any]
+
+POLICIES = ("passthrough", "ttl", "thunderagent", "thunderagent-ports", "oracle")
+COLOURS = {
+    "passthrough": "#8a8f98",
+    "sticky": "#cc79a7",
+    "ttl": "#e69f00",
+    "thunderagent": "#1c88cf",
+    "thunderagent-ports": "#d55e00",
+    "oracle": "#009e73",
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One panel of Fig. 4: a workload on an engine at some loads, and the paper's speed-up over vLLM at the last."""
+
+    title: str
+    workload: str
+    profile: str
+    programs_counts: tuple[int, ...]
+    paper_ratio: float
+
+
+ONE_NODE = (24, 48, 72, 96)
+SETTINGS = (
+    Setting("a: mini-SWE-agent, GLM-4.6", "mini-swe-agent", "glm-4.6-h100x8", ONE_NODE, 2.65),
+    Setting("b: OpenHands, GLM-4.6", "openhands", "glm-4.6-h100x8", ONE_NODE, 3.58),
+    Setting("c: ToolOrchestra HLE, Qwen3-8B", "toolorchestra-hle", "qwen3-8b-rtx5090", (24, 32, 40, 48), 1.48),
+    Setting("d: mini-SWE-agent, Qwen3-235B", "mini-swe-agent", "qwen3-235b-h100x8", ONE_NODE, 3.02),
+    Setting("e: OpenHands, Qwen3-235B", "openhands", "qwen3-235b-h100x8", ONE_NODE, 2.43),
+    Setting("f: ScienceAgentBench, GLM-4.6", "scienceagentbench", "glm-4.6-h100x8", ONE_NODE, 1.24),
+)
+
+NODES_COUNT = 2
+ROLLOUT_PROGRAMS_COUNT = 144
+ROLLOUT_PAPER = {"mini-swe-agent": (375.4, 671.8), "openhands": (69.1, 270.8)}
+"""Table 2: steps a minute of vLLM with the SGLang gateway, and of ThunderAgent, on two nodes with GLM-4.6."""
+
+
+def scenario_of(
+    profile_name: str, *, replicas_count: int = 1, minutes: float, warmup_minutes: float = 0.0, loop: Loop = "closed"
+) -> Scenario:
+    """Return the engines of a figure, with vLLM's defaults for such a GPU."""
+    timing = profile(profile_name)
+    assert timing.kv_tokens is not None
+    batched_tokens = 2048 if "rtx" in profile_name else 8192
+    return Scenario(
+        engine=EngineConfig(kv_tokens=timing.kv_tokens, timing=timing, max_num_batched_tokens=batched_tokens),
+        replica_count=replicas_count,
+        loop=loop,
+        horizon_s=minutes * 60,
+        warmup_s=warmup_minutes * 60,
+    )
+
+
+class Runner:
+    """Runs comparisons with what the command line says of all of them, and shows how far they are."""
+
+    def __init__(self, args: argparse.Namespace, console: Console) -> None:
+        self._seeds = tuple(range(args.seeds))
+        self._jobs: int | None = args.jobs
+        self._console = console
+
+    def compare(
+        self,
+        name: str,
+        scenario: Scenario,
+        workload_name: str,
+        contestants: Sequence[str],
+        programs_counts: Sequence[int],
+    ) -> ComparisonResult:
+        """Run one comparison; the first contestant is its baseline."""
+        plan = ComparisonPlan(
+            scenario,
+            workload(workload_name),
+            tuple(contestants),
+            tuple(programs_counts),
+            self._seeds,
+            process_count=self._jobs,
+        )
+        with Progress(console=self._console, transient=True) as bar:
+            task = bar.add_task(name)
+            return compare(plan, on_progress=lambda at: bar.update(task, completed=at.done_count, total=at.all_count))
+
+
+# --- Figures 1, 4 and 5 ---------------------------------------------------------------------------
+
+
+def serving(runner: Runner, console: Console) -> Figures:
+    """One engine, six settings: turns a minute and prefix hits against programs at a time."""
+    results = {}
+    for setting in SETTINGS:
+        scenario = scenario_of(setting.profile, minutes=60, warmup_minutes=10)
+        result = runner.compare(setting.title, scenario, setting.workload, POLICIES, setting.programs_counts)
+        results[setting.title] = result
+        console.print(table(setting.title, result, f"paper at the last load: {setting.paper_ratio} x vLLM"))
+    save_plot("papers-fig4", _panels(results, "turns/min", lambda row: row.turns_per_min.mean))
+    save_plot("papers-fig5", _panels(results, "prompt tokens cached (%)", lambda row: row.hit_ratio.mean * 100))
+    first = {SETTINGS[0].title: results[SETTINGS[0].title]}
+    save_plot("papers-fig1", _fig1(next(iter(first.values()))))
+    return {
+        setting.title: {"paper_ratio": setting.paper_ratio, "rows": rows_of(results[setting.title])}
+        for setting in SETTINGS
+    }
+
+
+def _fig1(result: ComparisonResult) -> Figure:
+    """Draw what happens to an engine without a scheduler: turns a minute, prefix hits and latency against load."""
+    figure = Figure(figsize=(7.2, 2.6), layout="constrained")
+    panels = figure.subplots(1, 3)
+    for axes, label, pick in (
+        (panels[0], "turns/min", lambda row: row.turns_per_min.mean),
+        (panels[1], "prompt tokens cached (%)", lambda row: row.hit_ratio.mean * 100),
+        (panels[2], "turn latency, mean (s)", lambda row: row.turn_mean_s.mean),
+    ):
+        _lines(axes, result, pick, only=("passthrough", "thunderagent"))
+        axes.set_ylabel(label)
+    _legend(figure, panels[0])
+    return figure
+
+
+# --- Figure 2a ------------------------------------------------------------------------------------
+
+
+def imbalance(runner: Runner, console: Console) -> Figures:
+    """Two replicas for 90 minutes: how far what their engines use lies apart, of a replica's capacity."""
+    scenario = scenario_of("glm-4.6-h100x8", replicas_count=NODES_COUNT, minutes=90)
+    figures: Figures = {}
+    figure = Figure(figsize=(7.2, 4.4), layout="constrained")
+    panels = figure.subplots(2, 2, sharex=True, sharey=True)
+    contestants = ("sticky", "passthrough", "thunderagent", "thunderagent-ports")
+    result = runner.compare("fig2a", scenario, "openhands", contestants, [48])
+    capacity_tokens = scenario.engine.capacity_tokens
+    for axes, contestant in zip(panels.flat, contestants, strict=True):
+        gaps, first = [], result.runs_of(contestant, 48)[0].result
+        for run in result.runs_of(contestant, 48):
+            gaps += [_gap_ratio(sample.replicas, capacity_tokens) for sample in run.result.samples]
+        figures[contestant] = {
+            "gap_p99_ratio": sorted(gaps)[math.ceil(0.99 * len(gaps)) - 1],
+            "gap_max_ratio": max(gaps),
+            "minutes_over_20_percent": 90 * sum(gap > 0.2 for gap in gaps) / len(gaps),
+        }
+        minutes = [sample.now_s / 60 for sample in first.samples]
+        for number in range(NODES_COUNT):
+            used = [100 * sample.replicas[number].used_tokens / capacity_tokens for sample in first.samples]
+            axes.plot(minutes, used, linewidth=0.8, color=("#1c88cf", "#d55e00")[number], label=f"replica {number}")
+        axes.set_title(contestant, fontsize=9, loc="left")
+        console.print(contestant, figures[contestant])
+    for axes in panels[1]:
+        axes.set_xlabel("minutes")
+    for axes in panels[:, 0]:
+        axes.set_ylabel("KV in use (%)")
+    _legend(figure, panels[0][0])
+    save_plot("papers-fig2a", figure)
+    console.print("paper, vLLM with the SGLang gateway: gap over 20 % for more than 37 of 90 minutes, at most 51 %")
+    return {"policies": figures, "rows": rows_of(result)}
+
+
+def _gap_ratio(replicas: Sequence[Any], capacity_tokens: int) -> float:
+    used = [replica.used_tokens for replica in replicas]
+    return (max(used) - min(used)) / capacity_tokens
+
+
+# --- Figure 6b ------------------------------------------------------------------------------------
+
+
+def ablation(runner: Runner, console: Console) -> Figures:
+    """One engine with 96 mini-SWE-agent programs: time between checks, and the base x of f(t) = x^-t."""
+    scenario = scenario_of("glm-4.6-h100x8", minutes=60, warmup_minutes=10)
+    by_check = {delta_s: f"thunderagent:delta_s={delta_s}" for delta_s in (1, 2, 5, 10, 20)}
+    by_base = {
+        base: f"thunderagent:half_life_s={math.log(2) / math.log(base) if base > 1 else math.inf:.4g}"
+        for base in (1.0, 1.1, 1.5, 2.0, 4.0)
+    }
+    contestants = ("passthrough", *by_check.values(), *by_base.values())
+    result = runner.compare("fig6b", scenario, "mini-swe-agent", contestants, [96])
+    rows = {row.contestant: row for row in result.rows()}
+    figure = Figure(figsize=(7.2, 2.6), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    for axes, label, chosen in ((panels[0], "time between checks (s)", by_check), (panels[1], "base of f(t)", by_base)):
+        intervals = [rows[text].turns_per_min for text in chosen.values()]
+        places = range(len(chosen))
+        axes.errorbar(
+            places,
+            [interval.mean for interval in intervals],
+            yerr=[interval.half_width or 0 for interval in intervals],
+            color=COLOURS["thunderagent"],
+            marker="o",
+            capsize=3,
+        )
+        axes.axhline(rows["passthrough"].turns_per_min.mean, color=COLOURS["passthrough"], label="passthrough")
+        axes.set_xticks(places, [f"{value:g}" for value in chosen])
+        axes.set_xlabel(label)
+        axes.set_ylim(bottom=0)
+    panels[0].set_ylabel("turns/min")
+    _legend(figure, panels[0])
+    save_plot("papers-fig6b", figure)
+    console.print(table("Fig. 6b: 96 programs, mini-SWE-agent, GLM-4.6", result, "paper: stable over a range"))
+    return {"rows": rows_of(result)}
+
+
+# --- Table 2 --------------------------------------------------------------------------------------
+
+
+def rollout(runner: Runner, console: Console) -> Figures:
+    """Two replicas, 144 programs: kept at that number for an hour, and as a batch to its end."""
+    figures: Figures = {}
+    for name, (gateway, thunderagent) in ROLLOUT_PAPER.items():
+        note = (
+            f"paper: {gateway} steps/min with a gateway, {thunderagent} with ThunderAgent: {thunderagent / gateway:.2f}"
+        )
+        closed = scenario_of("glm-4.6-h100x8", replicas_count=NODES_COUNT, minutes=60, warmup_minutes=10)
+        batch = scenario_of("glm-4.6-h100x8", replicas_count=NODES_COUNT, minutes=24 * 60, loop="batch")
+        figures[name] = {"paper": {"gateway_per_min": gateway, "thunderagent_per_min": thunderagent}}
+        for loop, scenario in (("closed", closed), ("batch", batch)):
+            contestants = ("sticky", "passthrough", "thunderagent", "thunderagent-ports", "oracle")
+            result = runner.compare(f"{name}, {loop}", scenario, name, contestants, [ROLLOUT_PROGRAMS_COUNT])
+            console.print(table(f"Table 2, {name}, {loop}", result, note))
+            figures[name][loop] = rows_of(result)
+    return figures
+
+
+# --- The oracle -----------------------------------------------------------------------------------
+
+
+def oracle(runner: Runner, console: Console) -> Figures:
+    """How much of the bound L1 the clairvoyant policy reaches, the more programs fit beside each other."""
+    figures: Figures = {}
+    for name, profile_name, times, programs in (
+        ("mini-swe-agent", "qwen3-14b-h100", 1.0, 32),
+        ("mini-swe-agent", "glm-4.6-h100x8", 1.0, 96),
+        ("mini-swe-agent", "glm-4.6-h100x8", 4.0, 256),
+        ("scienceagentbench", "glm-4.6-h100x8", 1.0, 200),
+        ("toolorchestra-hle", "glm-4.6-h100x8", 1.0, 200),
+    ):
+        timing = profile(profile_name)
+        pool_tokens = int(times * (timing.kv_tokens or 200_000))
+        scenario = scenario_of("glm-4.6-h100x8", minutes=120, warmup_minutes=40)
+        scenario = replace(scenario, engine=replace(scenario.engine, timing=timing, kv_tokens=pool_tokens))
+        title = f"{name}, {profile_name}, {pool_tokens:,} tokens"
+        result = runner.compare(title, scenario, name, ("passthrough", "thunderagent", "oracle"), [programs])
+        console.print(table(title, result, "per cent of L1 are of the very turns that a run finished"))
+        figures[title] = rows_of(result)
+    return figures
+
+
+# --- what all have in common ----------------------------------------------------------------------
+
+
+def rows_of(result: ComparisonResult) -> list[dict[str, Any]]:
+    """Return the rows of a comparison for a JSON file."""
+    return [asdict(row) for row in result.rows()]
+
+
+def table(title: str, result: ComparisonResult, caption: str) -> Table:
+    """Return a table with a row for each contestant and load."""
+    made = Table(title=title, caption=caption, box=box.SIMPLE_HEAD)
+    for column in ("n", "policy", "turns/min", "x", "hits", "of limit", "turn mean", "p99 (s)", "program (s)"):
+        made.add_column(column, justify="left" if column == "policy" else "right", no_wrap=True)
+    for row in result.rows():
+        made.add_row(
+            str(row.programs_count),
+            row.contestant,
+            f"{row.turns_per_min.mean:.1f} ±{row.turns_per_min.half_width or 0:.1f}",
+            "-" if row.ratio is None else f"{row.ratio.mean:.2f}",
+            f"{row.hit_ratio.mean:.0%}",
+            "-" if row.limit_ratio is None else f"{row.limit_ratio.mean:.0%}",
+            f"{row.turn_mean_s.mean:.0f}",
+            f"{row.turn_p99_s.mean:.0f}",
+            f"{row.program_mean_s.mean:.0f}",
+        )
+    return made
+
+
+def _panels(results: dict[str, ComparisonResult], label: str, pick: Callable[[Row], float]) -> Figure:
+    figure = Figure(figsize=(7.2, 4.6), layout="constrained")
+    panels = figure.subplots(2, 3)
+    for axes, (title, result) in zip(panels.flat, results.items(), strict=True):
+        _lines(axes, result, pick)
+        axes.set_title(title, fontsize=8, loc="left")
+    for axes in panels[:, 0]:
+        axes.set_ylabel(label)
+    _legend(figure, panels[0][0])
+    return figure
+
+
+def _lines(
+    axes: Axes, result: ComparisonResult, pick: Callable[[Row], float], only: Sequence[str] | None = None
+) -> None:
+    for contestant in only or result.plan.contestants:
+        rows = [row for row in result.rows() if row.contestant == contestant]
+        counts = [row.programs_count for row in rows]
+        axes.plot(
+            counts, [pick(row) for row in rows], color=COLOURS[contestant], marker="o", markersize=3, label=contestant
+        )
+        axes.set_xticks(counts)
+    axes.set_xlabel("programs at a time", fontsize=8)
+    axes.set_ylim(bottom=0)
+
+
+def _legend(figure: Figure, axes: Axes) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=8)
+
+
+def save_plot(name: str, figure: Figure) -> None:
+    """Write a plot beside the results, the same bytes for the same figures."""
+    RESULTS.mkdir(exist_ok=True)
+    with mpl.rc_context({"svg.hashsalt": "thunderagent", "svg.fonttype": "none"}):
+        figure.savefig(plot_path(name), metadata={"Date": None})
+
+
+def plot_path(name: str) -> Path:
+    """Return where a plot lies."""
+    return RESULTS / f"{name}.svg"
+
+
+COMMANDS: dict[str, Callable[[Runner, Console], Figures]] = {
+    "fig4": serving,
+    "fig2a": imbalance,
+    "fig6b": ablation,
+    "table2": rollout,
+    "oracle": oracle,
+}
+
+
+def main() -> None:
+    """Make one figure."""
+    parser = argparse.ArgumentParser(description="The papers' figures again, in the simulator.")
+    parser.add_argument("figure", choices=COMMANDS)
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each, each with other programs")
+    parser.add_argument("--jobs", type=int, help="runs at a time (default: one for each core)")
+    args = parser.parse_args()
+    console = Console()
+    console.width = max(console.width, 110)  # what the tables take
+    figures = COMMANDS[args.figure](Runner(args, console), console)
+    report = {
+        "command": shlex.join(["python", "-m", "benchmarks.papers", *sys.argv[1:]]),
+        "machine": describe_machine(),
+        "seeds": args.seeds,
+        "figures": figures,
+    }
+    save_results(f"papers-{args.figure}", report)
+
+
+if __name__ == "__main__":
+    main()
