@@ -52,7 +52,7 @@ def vllm(require_real: Callable[[str], NoReturn], pytestconfig: pytest.Config) -
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def engines(vllm: None, request: pytest.FixtureRequest) -> AsyncIterator[tuple[RealEngine, RealEngine]]:
     """Run two engines, started at the same time. Their logs stay if a test failed."""
-    first, second = (RealEngine(_engine_config(port)) for port in _free_ports(2))
+    first, second = (RealEngine(_engine_config(port)) for port in free_ports(2))
     try:
         async with asyncio.TaskGroup() as group:
             group.create_task(first.__aenter__())
@@ -115,7 +115,7 @@ def _engine_config(port: int) -> RealEngineConfig:
     )
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     """Return ports that nobody listens on, held all at once so that they differ."""
     probes = [socket.socket() for _ in range(count)]
     try:
