@@ -23,7 +23,7 @@ from rich.table import Table
 
 from benchmarks.load import LoadSpec, plan_program
 from benchmarks.machine import describe_machine, save_results
-from benchmarks.real import Comparison, PolicySpec, measure
+from benchmarks.real import Comparison, PolicySpec, add_comparison_arguments, comparison_from, measure
 from benchmarks.real_engine import VLLM_VERSION, RealEngine, RealEngineConfig
 from thunderagent.calibrate.command import picture
 from thunderagent.calibrate.measurement import Settings, calibrate
@@ -191,13 +191,8 @@ async def measure_all(
 
 def _arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Compare the simulator with a real vLLM engine.")
-    parser.add_argument("--programs", default="4,8,16", help="programs at a time, a comma between loads")
-    parser.add_argument("--policies", default="passthrough,thunderagent", help="a comma between policies")
-    parser.add_argument("--seconds", type=float, default=120.0, help="measured seconds of a run")
-    parser.add_argument("--warmup", type=float, default=20.0, help="seconds of a run before they are measured")
-    parser.add_argument("--seeds", type=int, default=1, help="repetitions, each with other programs")
+    add_comparison_arguments(parser, programs="4,8,16", seconds=120.0)
     parser.add_argument("--calibration-seconds", type=float, default=120.0, help="time to calibrate in")
-    parser.add_argument("--port", type=int, default=8101, help="the engine's port")
     parser.add_argument("--name", default="fidelity", help="of the result file")
     return parser.parse_args(argv)
 
@@ -206,13 +201,7 @@ def main() -> None:
     """Run everything and print the table."""
     arguments = _arguments()
     os.sched_setaffinity(0, {0})
-    comparison = Comparison(
-        programs=tuple(int(text) for text in arguments.programs.split(",")),
-        policies=tuple(PolicySpec.parse(text) for text in arguments.policies.split(",")),
-        seeds=arguments.seeds,
-        warmup_s=arguments.warmup,
-        measure_s=arguments.seconds,
-    )
+    comparison = comparison_from(arguments)
     config = RealEngineConfig(port=arguments.port)
     console = Console()
     console.width = max(console.width, 110)  # what the table takes

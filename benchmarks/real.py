@@ -242,21 +242,35 @@ def results(comparison: Comparison, config: RealEngineConfig, runs: list[Run]) -
     }
 
 
+def add_comparison_arguments(parser: argparse.ArgumentParser, *, programs: str, seconds: float) -> None:
+    """Add the options of everything that compares policies on a real engine, with these defaults."""
+    add = parser.add_argument
+    add("--programs", default=programs, help="programs at a time, a comma between loads (default: %(default)s)")
+    add("--policies", default="passthrough,thunderagent", help="name or name:key=value, a comma between policies")
+    add("--seconds", type=float, default=seconds, help="measured seconds of a run (default: %(default)g)")
+    add("--warmup", type=float, default=20.0, help="seconds of a run before they are measured (default: %(default)g)")
+    add("--seeds", type=int, default=1, help="repetitions, each with other programs")
+    add("--port", type=int, default=8101, help="the engine's port")
+
+
+def comparison_from(arguments: argparse.Namespace, *, stream: bool = True) -> Comparison:
+    """Return what the options say."""
+    return Comparison(
+        programs=tuple(int(text) for text in arguments.programs.split(",")),
+        policies=tuple(PolicySpec.parse(text) for text in arguments.policies.split(",")),
+        seeds=arguments.seeds,
+        warmup_s=arguments.warmup,
+        measure_s=arguments.seconds,
+        stream=stream,
+    )
+
+
 def _arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Compare policies on a real vLLM engine.")
-    parser.add_argument("--programs", default="4,16", help="programs at a time, a comma between loads")
-    parser.add_argument(
-        "--policies",
-        default="passthrough,thunderagent",
-        help="name or name:key=value, a comma between policies",
-    )
-    parser.add_argument("--seconds", type=float, default=60.0, help="measured seconds of a run")
-    parser.add_argument("--warmup", type=float, default=20.0, help="seconds of a run before they are measured")
-    parser.add_argument("--seeds", type=int, default=1, help="repetitions, each with other programs")
+    add_comparison_arguments(parser, programs="4,16", seconds=60.0)
     parser.add_argument("--hidden", type=int, default=512, help="the model's hidden size")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--pool-blocks", type=int, default=500, help="KV blocks of 32 tokens")
-    parser.add_argument("--port", type=int, default=8101, help="the engine's port")
     parser.add_argument("--no-stream", action="store_true", help="ask for whole answers")
     parser.add_argument("--name", help="of the result file; by default from the model's shape")
     return parser.parse_args(argv)
@@ -266,14 +280,7 @@ def main() -> None:
     """Run a comparison and print its table."""
     arguments = _arguments()
     os.sched_setaffinity(0, {0})
-    comparison = Comparison(
-        programs=tuple(int(text) for text in arguments.programs.split(",")),
-        policies=tuple(PolicySpec.parse(text) for text in arguments.policies.split(",")),
-        seeds=arguments.seeds,
-        warmup_s=arguments.warmup,
-        measure_s=arguments.seconds,
-        stream=not arguments.no_stream,
-    )
+    comparison = comparison_from(arguments, stream=not arguments.no_stream)
     config = RealEngineConfig(
         hidden_size=arguments.hidden,
         layers=arguments.layers,

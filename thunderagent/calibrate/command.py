@@ -8,14 +8,13 @@ import math
 import sys
 from pathlib import Path
 
-from rich import box
 from rich.console import Console, Group
-from rich.table import Table
 from rich.text import Text
 
 from thunderagent.calibrate.client import EngineError
 from thunderagent.calibrate.measurement import Calibration, Settings, calibrate
 from thunderagent.errors import ConfigurationError
+from thunderagent.simulator.console import table_of_numbers
 from thunderagent.simulator.timing import PROFILE_SUFFIX, profile_text
 
 DESCRIPTION = """\
@@ -88,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
 def picture(calibration: Calibration) -> Group:
     """Return constants and errors for a terminal of 80 columns."""
     timing = calibration.timing
-    constants = _table("An iteration takes", "µs")
+    constants = table_of_numbers("An iteration takes", "µs")
     for name, cost_s in (
         ("in any case", timing.base_s),
         ("for each uncached prompt token", timing.prefill_token_s),
@@ -98,19 +97,11 @@ def picture(calibration: Calibration) -> Group:
         ("outside of iterations, for each request", timing.request_overhead_s),
     ):
         constants.add_row(name, f"{cost_s * 1e6:,.4g}")
-    errors = _table("Error of the fit", "measurements", "median", "p90")
+    errors = table_of_numbers("Error of the fit", "measurements", "median", "p90")
     for each in calibration.fit.residuals:
         ratios = (f"{each.median_ratio:.1%}", f"{each.p90_ratio:.1%}")
         errors.add_row(each.experiment, str(each.observation_count), *ratios)
     return Group(Text(timing.source), constants, errors)
-
-
-def _table(first: str, *numbers: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-    table.add_column(first)
-    for column in numbers:
-        table.add_column(column, justify="right", no_wrap=True)
-    return table
 
 
 def _settings_from(args: argparse.Namespace) -> Settings:

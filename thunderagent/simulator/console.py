@@ -56,7 +56,7 @@ def _latency_table(result: RunResult) -> Table:
         **{f"held, up to {group.up_to_tokens // 1024}k": group.held for group in result.held_by_size},
         "program": result.program_latency,
     }
-    table = _table("Seconds", "count", "mean", "p50", "p90", "p99", "max")
+    table = table_of_numbers("Seconds", "count", "mean", "p50", "p90", "p99", "max")
     for name, values in rows.items():
         seconds = (values.mean_s, values.p50_s, values.p90_s, values.p99_s, values.max_s)
         table.add_row(name, str(values.count), *(f"{value:.2f}" for value in seconds))
@@ -68,7 +68,7 @@ def _cost_table(result: RunResult) -> Table:
 
     Turns that wait inside an engine claim memory that they do not have yet, so the parts may add up to more than 100%.
     """
-    table = _table("Replica", "turns", "preempted", "decode", "prefill", "recompute", "caching", "unused")
+    table = table_of_numbers("Replica", "turns", "preempted", "decode", "prefill", "recompute", "caching", "unused")
     for replica in result.replicas:
         costs = replica.costs
         whole_token_s = replica.capacity_tokens * result.measured_s or 1.0
@@ -88,7 +88,8 @@ def _cost_table(result: RunResult) -> Table:
     return table
 
 
-def _table(first: str, *numbers: str) -> Table:
+def table_of_numbers(first: str, *numbers: str) -> Table:
+    """Return an empty table with a column of words and columns of numbers."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     table.add_column(first)
     for column in numbers:

@@ -1,0 +1,53 @@
+"""The load of the real engine as the simulator sees it, and what papers and fidelity make of their runs."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.fidelity import Pair, StandardLoad, engine_model
+from benchmarks.load import LoadSpec, plan_program
+from benchmarks.papers import COMMANDS, SETTINGS, scenario_of
+from benchmarks.real_engine import RealEngineConfig
+from thunderagent.simulator.bounds import turn_shapes
+from thunderagent.simulator.timing import profile
+from thunderagent.simulator.workloads import workload
+
+
+def prompt_words(spec: LoadSpec, index: int) -> list[int]:
+    """Return how many words each prompt of a program has behind the chat template: a role before each message."""
+    plan = plan_program(spec, index)
+    text = f"<system> {plan.system_prompt} "
+    counts = []
+    for turn in plan.turns:
+        text += f"<user> {turn.prompt} "
+        counts.append(len(f"{text}<assistant>".split()))
+        text += "<assistant> " + "w0 " * turn.output_tokens
+    return counts
+
+
+@pytest.mark.parametrize("index", range(5))
+def test_simulated_prompts_have_the_tokens_of_real_ones(index: int) -> None:
+    spec = LoadSpec(seed=3)
+    shapes = list(turn_shapes(StandardLoad(spec).program(index, 3)))
+    assert [shape.prompt_tokens for shape in shapes] == prompt_words(spec, index)
+    assert [shape.gap_s for shape in shapes[1:]] == [turn.tool_s for turn in plan_program(spec, index).turns[:-1]]
+    assert shapes[0].shared_tokens == 202  # <system>, 200 words, <user>
+
+
+def test_the_model_of_an_engine_lacks_the_block_that_is_never_used() -> None:
+    model = engine_model(RealEngineConfig(pool_blocks=500, block_size=32), profile("demo"))
+    assert (model.block_count, model.block_size) == (499, 32)
+
+
+def test_errors_are_those_of_the_simulator() -> None:
+    pair = Pair(8, "passthrough", 0, 100.0, 108.0, 0.50, 0.47)
+    assert pair.turns_error_ratio == pytest.approx(0.08)
+    assert pair.hit_error_ratio == pytest.approx(-0.03)
+
+
+def test_every_setting_of_the_papers_can_be_simulated() -> None:
+    assert set(COMMANDS) == {"fig4", "fig2a", "fig6b", "table2", "oracle"}
+    for setting in SETTINGS:
+        assert workload(setting.workload).program(0, 0).turns
+        scenario = scenario_of(setting.profile, minutes=1)
+        assert scenario.engine.capacity_tokens == profile(setting.profile).kv_tokens // 16 * 16
