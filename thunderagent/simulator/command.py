@@ -180,7 +180,7 @@ def load_programs(args: argparse.Namespace, limit_tokens: int) -> Workload:
     if args.trace is not None:
         trace = TRACE_LOADERS[args.trace_format](args.trace, Limits(context_tokens=limit_tokens))
         print(f"{args.trace}: {trace}", file=sys.stderr)
-        return TraceWorkload(args.trace.name, trace)
+        return TraceWorkload(args.trace.name, trace, in_order_of_arrival=args.loop == "open")
     try:
         return workload(args.workload)
     except ValueError as error:

@@ -74,11 +74,13 @@ class Trace:
 class TraceWorkload:
     """Recorded programs as a workload: each once in an order that the seed gives, then all of them again.
 
-    Where arrivals were recorded, the order is theirs, and each round begins one mean gap after the end of the last.
+    With `in_order_of_arrival`, for an open loop, the order is that of the recorded arrivals, if there are any: then all
+    seeds are the same, and each round begins one mean gap after the end of the last.
     """
 
     name: str
     trace: Trace
+    in_order_of_arrival: bool = True
     _in_order: tuple[ProgramPlan, ...] = field(init=False, compare=False, repr=False)
     _round_s: float | None = field(init=False, compare=False, repr=False)
 
@@ -88,7 +90,7 @@ class TraceWorkload:
             raise TraceError(f"{self.name}: no program is left to replay ({self.trace})")
         arrivals_s = [program.arrival_s for program in programs if program.arrival_s is not None]
         round_s = None
-        if len(arrivals_s) == len(programs):
+        if self.in_order_of_arrival and len(arrivals_s) == len(programs):
             programs = tuple(sorted(programs, key=lambda program: program.arrival_s or 0.0))
             span_s = max(arrivals_s) - min(arrivals_s)
             # A round takes some time in any case, or an open loop would never get to its end.

@@ -196,6 +196,15 @@ def test_recorded_arrivals_keep_their_order_and_go_on_in_the_next_round() -> Non
     ]  # fmt: skip
 
 
+def test_where_arrivals_do_not_matter_every_seed_has_its_own_order() -> None:
+    """A closed loop starts programs by itself: seeds that were all the same would have intervals of 0."""
+    trace = Trace(tuple(ProgramPlan(name, (TurnPlan(1, 1, 0.0),), arrival_s=float(ord(name))) for name in "abcdef"))
+    workload = TraceWorkload("day", trace, in_order_of_arrival=False)
+    orders = [[workload.program(index, seed).program_id for index in range(6)] for seed in (3, 4)]
+    assert sorted(orders[0]) == sorted(orders[1]) == list("abcdef")
+    assert orders[0] != orders[1]
+
+
 def test_a_round_takes_time_even_if_all_arrive_at_once() -> None:
     """An open loop that asks for programs until its horizon would else never get there."""
     workload = TraceWorkload("day", Trace((ProgramPlan("a", (TurnPlan(1, 1, 0.0),), arrival_s=0.0),)))
