@@ -23,7 +23,7 @@ from rich.table import Table
 
 from benchmarks.load import LoadSpec, plan_program
 from benchmarks.machine import describe_machine, save_results
-from benchmarks.real import Comparison, PolicySpec, add_comparison_arguments, comparison_from, measure
+from benchmarks.real import Comparison, add_comparison_arguments, comparison_from, measure
 from benchmarks.real_engine import VLLM_VERSION, RealEngine, RealEngineConfig
 from thunderagent.calibrate.command import picture
 from thunderagent.calibrate.measurement import Settings, calibrate
@@ -101,7 +101,7 @@ def engine_model(config: RealEngineConfig, timing: TimingProfile) -> EngineConfi
 
 
 def simulate_load(
-    spec: LoadSpec, policy: PolicySpec, engine: EngineConfig, comparison: Comparison
+    spec: LoadSpec, policy: Contestant, engine: EngineConfig, comparison: Comparison
 ) -> tuple[float, float]:
     """Return turns a minute and the hit rate of the same load in the simulator."""
     scenario = Scenario(
@@ -111,7 +111,7 @@ def simulate_load(
         warmup_s=comparison.warmup_s,
         seed=spec.seed,
     )
-    result = Contestant.parse(str(policy)).run(scenario, StandardLoad(spec))
+    result = policy.run(scenario, StandardLoad(spec))
     return result.turns_per_min_count, result.hit_ratio
 
 

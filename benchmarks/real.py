@@ -29,7 +29,8 @@ from benchmarks.load import LoadSpec, TurnRecord, run_load
 from benchmarks.machine import describe_machine, save_results
 from benchmarks.processes import thunderagent
 from benchmarks.real_engine import VLLM_VERSION, RealEngine, RealEngineConfig, cache_dir
-from thunderagent.simulator.contestants import PRESETS
+from thunderagent.errors import ConfigurationError
+from thunderagent.simulator.contestants import ORACLE, Contestant
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -40,29 +41,10 @@ BASELINES = ("passthrough", DIRECT)  # what ratios are taken against, in order o
 Figures = dict[str, float | int | None]
 
 
-@dataclass(frozen=True)
-class PolicySpec:
-    """A policy and its arguments as the proxy's command line takes them."""
-
-    name: str
-    arguments: tuple[str, ...] = ()  # each key=value
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """Read `name` or `name:key=value:key=value`; raise ValueError for an argument without a value."""
-        name, *arguments = text.split(":")
-        if not name or not all("=" in argument for argument in arguments):
-            raise ValueError(f"not a policy: {text!r}; write name or name:key=value")
-        return cls(name, tuple(arguments))
-
-    def __str__(self) -> str:
-        return ":".join((self.name, *self.arguments))
-
-    def options(self) -> list[str]:
-        """Return the options of `thunderagent serve` for it; a preset becomes the policy and settings it stands for."""
-        name, settings = PRESETS.get(self.name, (self.name, {}))
-        given = [*(f"{key}={value}" for key, value in settings.items()), *self.arguments]
-        return ["--policy", name, *(word for argument in given for word in ("--policy-arg", argument))]
+def serve_options(policy: Contestant) -> list[str]:
+    """Return the options of `thunderagent serve` for a policy; a preset becomes the settings that it stands for."""
+    name, settings = policy.policy_settings
+    return ["--policy", name, *(word for key, value in settings.items() for word in ("--policy-arg", f"{key}={value}"))]
 
 
 @dataclass(frozen=True)
@@ -80,13 +62,13 @@ class Comparison:
     """What to compare: every load with every policy, once for each seed."""
 
     programs: tuple[int, ...]
-    policies: tuple[PolicySpec, ...]
+    policies: tuple[Contestant, ...]
     seeds: int = 1
     warmup_s: float = 20.0
     measure_s: float = 60.0
     stream: bool = True
 
-    def order(self) -> list[tuple[int, int, PolicySpec]]:
+    def order(self) -> list[tuple[int, int, Contestant]]:
         """Return (seed, programs, policy) in the order of the runs; each seed begins with another policy."""
         turns_at_going_first = len(self.policies)
         return [
@@ -98,13 +80,13 @@ class Comparison:
 
 
 @contextlib.asynccontextmanager
-async def serve_proxy(engine_urls: Sequence[str], policy: PolicySpec) -> AsyncIterator[str]:
+async def serve_proxy(engine_urls: Sequence[str], policy: Contestant) -> AsyncIterator[str]:
     """Run the proxy in front of some engines while in the block; give its URL. It inherits this process's cores.
 
     Raises ServerError with the end of its log if it does not come up.
     """
     arguments = (
-        *("serve", "--port", "0", "--backends", ",".join(engine_urls), *policy.options()),
+        *("serve", "--port", "0", "--backends", ",".join(engine_urls), *serve_options(policy)),
         # On a busy machine with few cores the engine's /metrics now and then takes seconds while its streams flow.
         *("--poll-deadline-s", "20"),
     )
@@ -136,7 +118,7 @@ class Progress:
 
 
 async def measure(
-    comparison: Comparison, engine: RealEngine, spec: LoadSpec, policy: PolicySpec, console: Console
+    comparison: Comparison, engine: RealEngine, spec: LoadSpec, policy: Contestant, console: Console
 ) -> Run:
     """Make one run on an engine that is up."""
     is_proxy = policy.name != DIRECT
@@ -253,11 +235,21 @@ def add_comparison_arguments(parser: argparse.ArgumentParser, *, programs: str, 
     add("--port", type=int, default=8101, help="the engine's port")
 
 
+def _policy(text: str) -> Contestant:
+    """Read a policy; `direct` is none, and the oracle knows what no server does. Raises ConfigurationError."""
+    if text == DIRECT:
+        return Contestant(DIRECT)
+    policy = Contestant.parse(text)
+    if policy.name == ORACLE:
+        raise ConfigurationError("the oracle runs in the simulator only")
+    return policy
+
+
 def comparison_from(arguments: argparse.Namespace, *, stream: bool = True) -> Comparison:
     """Return what the options say."""
     return Comparison(
         programs=tuple(int(text) for text in arguments.programs.split(",")),
-        policies=tuple(PolicySpec.parse(text) for text in arguments.policies.split(",")),
+        policies=tuple(_policy(text) for text in arguments.policies.split(",")),
         seeds=arguments.seeds,
         warmup_s=arguments.warmup,
         measure_s=arguments.seconds,

@@ -13,10 +13,11 @@ import pytest
 from rich.console import Console
 
 from benchmarks.fidelity import measure_all, table
-from benchmarks.real import Comparison, PolicySpec
+from benchmarks.real import Comparison
 from benchmarks.real_engine import MODEL_NAME, RealEngineConfig
 from tests.real.conftest import MAX_SEQS, free_ports
 from tests.real.support import COMPLETIONS, completion
+from thunderagent.simulator.contestants import Contestant
 from thunderagent.simulator.engine import Engine
 from thunderagent.simulator.records import EngineConfig, EngineRequest
 from thunderagent.simulator.timing import profile
@@ -131,7 +132,7 @@ async def test_the_simulator_forecasts_the_engine(engines: tuple[RealEngine, Rea
     console = Console(width=110)
     comparison = Comparison(
         programs=(4, 8, 16),
-        policies=(PolicySpec("passthrough"), PolicySpec("thunderagent")),
+        policies=(Contestant("passthrough"), Contestant("thunderagent")),
         warmup_s=20.0,
         measure_s=60.0,
     )

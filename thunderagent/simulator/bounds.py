@@ -27,14 +27,16 @@ which has one smallest root X (a quadratic). Holding a context costs H, dropping
 
 All are upper bounds, in turns a second of the whole system. L0, L2 and L3 hold for every schedule on the engine model,
 but for what is left out on purpose, all of which can only lower the truth: blocks of 16 tokens, the sequence limit,
-prefixes computed once. L1 also assumes what continuous batching does: that what is resident sees iterations of mean
+prefixes computed once. L1 holds gaps in the order of their length, which is the best order where holding and
+recomputing both grow with the context alone; where attention or unequal prefixes count for much, another order could
+be a little better. L1 also assumes what continuous batching does: that what is resident sees iterations of mean
 length. A schedule that did all its prefill while little is resident could pass it; none here does.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -88,7 +90,7 @@ class TurnCost:
         """Return the cost of a part of it."""
         return TurnCost(self.work_s * part, self.token_iterations * part)
 
-    def __truediv__(self, count: int) -> TurnCost:
+    def __truediv__(self, count: float) -> TurnCost:
         """Return the mean of so many."""
         return TurnCost(self.work_s / count, self.token_iterations / count)
 
@@ -206,13 +208,15 @@ def bounds(
     turns: Iterable[TurnShape],
     engines: Engines,
     *,
+    parts: Sequence[float] | None = None,
     programs_count: int | None = None,
     tool_processors_count: int | None = None,
 ) -> Bounds:
     """Return the bounds of a load of which `turns` are a fair sample: every one of them runs equally often.
 
     For a load before it runs that is every turn of its plans (`turn_shapes`); for a run, the turns that it finished:
-    a policy that lets short programs run first has other turns in the same time, and other bounds.
+    a policy that lets short programs run first has other turns in the same time, and other bounds. `parts` says how
+    much of each turn counts (None: all of it), for turns of which a part lies before the time that is looked at.
 
     `programs_count` programs run at a time in a closed loop (None: an open loop, no L2); `tool_processors_count` tools
     at a time (None: no L3). Cost: O(turns · log turns). Raises ValueError for no turns, and for one that fits on no
@@ -227,25 +231,25 @@ def bounds(
             f"a turn of {largest.prompt_tokens + largest.output_tokens} tokens fits on no replica of "
             f"{engines.capacity_tokens}"
         )
-    turns_count = len(shapes)
-    least = [engines.least_cost(shape) for shape in shapes]
-    fixed = sum(least, TurnCost())
-    gaps = [
-        _Gap(shape.gap_s, shape.gap_s * shape.held_tokens, engines.dropped_cost(shape) - cost)
-        for shape, cost in zip(shapes, least, strict=True)
-        if shape.gap_s is not None
-    ]
+    if parts is None:
+        parts = [1.0] * len(shapes)
+    turns_count = sum(parts)
+    fixed, gaps, alone_s, tools_s = TurnCost(), [], 0.0, 0.0
+    for shape, part in zip(shapes, parts, strict=True):
+        least = engines.least_cost(shape)
+        fixed += least * part
+        alone_s += part * (engines.iterations_count(shape) * engines.timing.base_s + least.work_s)
+        if shape.gap_s is not None:
+            recompute = (engines.dropped_cost(shape) - least) * part
+            gaps.append(_Gap(shape.gap_s, part * shape.gap_s * shape.held_tokens, recompute))
+            tools_s += part * shape.gap_s
     threshold_s, hold_or_drop = _best_threshold(fixed, gaps, turns_count, engines)
-    alone_s = sum(
-        engines.iterations_count(shape) * engines.timing.base_s + cost.work_s + (shape.gap_s or 0.0)
-        for shape, cost in zip(shapes, least, strict=True)
-    )
     return Bounds(
         no_recompute_per_s=engines.turns_per_s(fixed / turns_count, 0.0),
         hold_or_drop_per_s=hold_or_drop,
         hold_below_s=threshold_s,
-        closed_loop_per_s=_ratio(programs_count, turns_count, alone_s),
-        tools_per_s=_ratio(tool_processors_count, turns_count, sum(gap.gap_s for gap in gaps)),
+        closed_loop_per_s=_ratio(programs_count, turns_count, alone_s + tools_s),
+        tools_per_s=_ratio(tool_processors_count, turns_count, tools_s),
     )
 
 
@@ -258,7 +262,7 @@ class _Gap:
     recompute: TurnCost
 
 
-def _best_threshold(fixed: TurnCost, gaps: list[_Gap], turns_count: int, engines: Engines) -> tuple[float, float]:
+def _best_threshold(fixed: TurnCost, gaps: list[_Gap], turns_count: float, engines: Engines) -> tuple[float, float]:
     """Return the threshold that gives the most turns a second, and how many: all gaps under it are held."""
     by_length = sorted(gaps, key=lambda gap: gap.gap_s)
     cost = sum((gap.recompute for gap in by_length), fixed)
@@ -294,5 +298,5 @@ def _peak(function: Callable[[float], float], low: float, high: float) -> float:
     return max([*candidates, low], key=function)
 
 
-def _ratio(count: int | None, turns_count: int, total_s: float) -> float:
+def _ratio(count: int | None, turns_count: float, total_s: float) -> float:
     return math.inf if count is None or total_s == 0 else count * turns_count / total_s

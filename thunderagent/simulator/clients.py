@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
 from thunderagent.errors import ConfigurationError
 from thunderagent.simulator.bounds import TurnShape
 from thunderagent.simulator.contexts import TokenSpace
 from thunderagent.simulator.plans import ProgramPlan, SandboxWorkload, TurnPlan, Workload
 from thunderagent.simulator.records import EngineRequest
-from thunderagent.simulator.scenario import Scenario
+from thunderagent.simulator.scenario import SAMPLED_PROGRAMS_COUNT, Scenario
 from thunderagent.simulator.tools import Sandbox
 
 
@@ -99,6 +100,26 @@ class Supply:
         self._limit_count = None if scenario.loop == "closed" else scenario.programs_count
         self._needs_arrivals = scenario.loop == "open"
         self._supplied_count = 0
+        self._check_some_fit(scenario)
+
+    def _check_some_fit(self, scenario: Scenario) -> None:
+        """Raise ConfigurationError if engines would refuse the first turns of all programs that are looked at."""
+        limit_tokens = scenario.engine.context_limit_tokens
+        least_tokens = inf
+        for index in range(min(SAMPLED_PROGRAMS_COUNT, scenario.programs_count)):
+            try:
+                plan = self._workload.program(index, self._seed)
+            except IndexError:
+                break
+            first = plan.turns[0] if plan.turns else None
+            if first is not None:
+                first_tokens = plan.shared_prefix_tokens + first.new_tokens + first.output_tokens
+                least_tokens = min(least_tokens, first_tokens)
+        if limit_tokens < least_tokens < inf:
+            raise ConfigurationError(
+                f"workload {self._workload.name}: the first turns of its programs need {least_tokens} tokens or more, "
+                f"and an engine takes {limit_tokens}"
+            )
 
     def next(self) -> Supplied | None:
         """Return the next plan; None if there were enough, or a recorded workload is through.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from pathlib import Path
 from typing import get_args
@@ -11,11 +12,11 @@ from typing import get_args
 from rich.console import Console
 
 from thunderagent.errors import ConfigurationError
-from thunderagent.policy_loader import Setting, parse_setting
 from thunderagent.simulator.console import GIBIBYTE, picture, progress_bar
 from thunderagent.simulator.contestants import Contestant
 from thunderagent.simulator.plans import Workload
 from thunderagent.simulator.records import EngineConfig
+from thunderagent.simulator.report import RunResult
 from thunderagent.simulator.scenario import Loop, Scenario
 from thunderagent.simulator.timing import load_profiles, profile_from
 from thunderagent.simulator.tools import ToolSettings
@@ -126,22 +127,38 @@ def run(args: argparse.Namespace) -> int:
 
     Raises ConfigurationError for what is impossible.
     """
-    contestant = Contestant.of(args.policy, _settings(args.policy_arg))
+    if wrong := [text for text in args.policy_arg if "=" not in text]:
+        raise ConfigurationError(f"--policy-arg needs NAME=VALUE, not {wrong[0]!r}")
+    contestant = Contestant.parse(":".join([args.policy, *args.policy_arg]))
     scenario = scenario_from(args, programs_count=args.programs, seed=args.seed)
     programs = load_programs(args, scenario.engine.context_limit_tokens)
-    if args.json is not None and str(args.json) != "-" and not args.json.absolute().parent.is_dir():
-        raise ConfigurationError(f"cannot write {args.json}: there is no folder {args.json.parent}")
+    if args.json is not None and str(args.json) != "-":
+        _check_writable(args.json)
     console = Console(stderr=True)
     with progress_bar(console, scenario) as on_progress:
         result = contestant.run(scenario, programs, on_progress=on_progress)
     if str(args.json) == "-":
-        json.dump(result.to_json(), sys.stdout, indent=1)
-        print()
+        print(_json(result))
     else:
         Console(markup=False, emoji=False, highlight=False).print(picture(result))
         if args.json is not None:
-            args.json.write_text(json.dumps(result.to_json(), indent=1) + "\n", encoding="utf-8")
+            args.json.write_text(f"{_json(result)}\n", encoding="utf-8")
     return 0 if result.complete else 1
+
+
+def _json(result: RunResult) -> str:
+    return json.dumps(result.to_json(), indent=1, allow_nan=False)
+
+
+def _check_writable(path: Path) -> None:
+    """Raise ConfigurationError for a file that cannot be written; one that was not there is not there after it."""
+    is_new = not path.exists()
+    try:
+        path.open("ab").close()
+    except OSError as error:
+        raise ConfigurationError(f"cannot write {path}: {error.strerror}") from error
+    if is_new:
+        path.unlink()
 
 
 def scenario_from(args: argparse.Namespace, *, programs_count: int, seed: int) -> Scenario:
@@ -169,10 +186,16 @@ def scenario_from(args: argparse.Namespace, *, programs_count: int, seed: int) -
             cpu_count=args.tool_cpus,
             prepare_min_s=prepare_min_s,
             prepare_max_s=prepare_max_s,
-            sandbox_disk_bytes=int(args.sandbox_gib * GIBIBYTE),
-            disk_bytes=None if args.disk_gib is None else int(args.disk_gib * GIBIBYTE),
+            sandbox_disk_bytes=_bytes("--sandbox-gib", args.sandbox_gib),
+            disk_bytes=None if args.disk_gib is None else _bytes("--disk-gib", args.disk_gib),
         ),
     )
+
+
+def _bytes(option: str, gibibytes: float) -> int:
+    if not 0 <= gibibytes < math.inf:
+        raise ConfigurationError(f"{option} must be a number of GiB, 0 or more, not {gibibytes}")
+    return int(gibibytes * GIBIBYTE)
 
 
 def load_programs(args: argparse.Namespace, limit_tokens: int) -> Workload:
@@ -185,16 +208,6 @@ def load_programs(args: argparse.Namespace, limit_tokens: int) -> Workload:
         return workload(args.workload)
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
-
-
-def _settings(items: list[str]) -> dict[str, Setting]:
-    settings = {}
-    for item in items:
-        name, equals, value = item.partition("=")
-        if not name or not equals:
-            raise ConfigurationError(f"--policy-arg needs NAME=VALUE, not {item!r}")
-        settings[name] = parse_setting(value)
-    return settings
 
 
 def _range_of_seconds(text: str) -> tuple[float, float]:

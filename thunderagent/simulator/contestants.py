@@ -8,6 +8,7 @@ from typing import Self
 
 from thunderagent.errors import ConfigurationError
 from thunderagent.policy_loader import Setting, load_policy, parse_setting
+from thunderagent.programs.policies import POLICIES
 from thunderagent.programs.policies.base import Policy
 from thunderagent.programs.policies.fitting import Fitting
 from thunderagent.simulator.bounds import Bounds, Engines, bounds, turn_shapes
@@ -102,17 +103,29 @@ class Contestant:
         scenario = replace(scenario, engines_drop=scenario.engines_drop or self.name == ORACLE)
         return simulate(scenario, workload, policy, on_progress=on_progress, foresight=foresight)
 
-    def _policy(self) -> Policy:
+    @property
+    def policy_settings(self) -> tuple[str, dict[str, Setting]]:
+        """Return the policy that it stands for and its settings, as a server takes them. Not for the oracle."""
         name, preset = PRESETS.get(self.name, (self.name, {}))
-        return load_policy(name, preset | dict(self.settings))
+        return name, preset | dict(self.settings)
+
+    def _policy(self) -> Policy:
+        name, settings = self.policy_settings
+        if name not in POLICIES and ":" not in name:
+            raise ConfigurationError(
+                f"no policy {name!r}; there are {', '.join([*POLICIES, *PRESETS, ORACLE])}, or package.module:Class"
+            )
+        return load_policy(name, settings)
 
     def _check_oracle(self) -> None:
         known = ("hold_below_s", *ORACLE_SETTINGS)
         for key, value in self.settings:
             if key not in known:
                 raise ConfigurationError(f"policy {ORACLE} has no setting {key!r}; it has: {', '.join(known)}")
-            if isinstance(value, str) or not value >= 0:
+            if isinstance(value, str) or not 0 <= value < float("inf"):
                 raise ConfigurationError(f"policy {ORACLE}: {key} must be a number, 0 or more, not {value!r}")
+            if key == "headroom_ratio" and value >= 1:
+                raise ConfigurationError(f"policy {ORACLE}: headroom_ratio must be under 1, not {value!r}")
 
 
 def _common_prefix_tokens(scenario: Scenario, workload: Workload) -> int:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from math import ceil
+from math import ceil, isfinite
 from typing import Any
 
 from thunderagent.programs.decisions import Decision
@@ -95,8 +95,11 @@ class RunResult:
     `complete` is False for a run that was interrupted, or a batch that was not through at its time limit.
     `hit_ratio` is by tokens: cached over prompt. Latencies of turns begin at their arrival, so they include what was
     held; a program's latency is from its first turn's arrival to the end of its last. `turn_latency_quantiles_s` are
-    those of 0, 1, ... 100 %; empty if no turn counts. `makespan_s` is set for a batch that is through. `bounds` are
-    those of the very turns that count, None without any. `events` are there on request only.
+    those of 0, 1, ... 100 %; empty if no turn counts. `makespan_s` is set for a batch that is through.
+
+    `bounds` are those of the very turns that count, None without any, and `limit_ratio` is the part of min(L1, L2, L3)
+    that was reached; of a turn that began before the warm-up was over, only the part after it counts there. `events`
+    are there on request only.
     """
 
     policy: str
@@ -109,6 +112,7 @@ class RunResult:
     program_count: int
     failed_turn_count: int
     bounds: Bounds | None
+    limit_ratio: float
     turns_per_min_count: float
     hit_ratio: float
     turn_latency: Percentiles
@@ -125,22 +129,26 @@ class RunResult:
     samples: tuple[Sample, ...]
     events: tuple[tuple[Event, tuple[Decision, ...]], ...] = field(default=(), repr=False)
 
-    @property
-    def limit_ratio(self) -> float:
-        """Return which part of min(L1, L2, L3) was reached, for the very turns that count; 0 without any."""
-        if self.bounds is None or self.measured_s == 0:
-            return 0.0
-        return self.turn_count / self.measured_s / self.bounds.limit_per_s
-
     def to_json(self) -> dict[str, Any]:
         """Return everything but the events as what JSON knows."""
-        values = asdict(replace(self, events=()))
+        values: dict[str, Any] = finite(asdict(replace(self, events=())))
         del values["events"]
         return values
 
 
+def finite(value: Any) -> Any:
+    """Return the value with None for what JSON has no number for: what nothing limits is infinite."""
+    if isinstance(value, float):
+        return value if isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(each) for each in value]
+    return value
+
+
 class TurnLog:
-    """Finished turns in columns: 56 bytes a turn, so that a day of a large run fits in memory."""
+    """Finished turns in columns, 56 bytes a turn."""
 
     __slots__ = ("arrived_s", "cached_tokens", "finished_s", "first_token_s", "granted_s", "prompt_tokens", "replicas")
 

@@ -55,6 +55,9 @@ from thunderagent.simulator.tools import ToolHost
 BYTES_PER_TOKEN = 4
 """The scheduler's own first guess, so that it estimates every prompt exactly."""
 
+FAILURE_PAUSE_S = 1.0
+"""Between a program that fails and the next one in its place; without it a run of refused programs would never end."""
+
 PROGRESS_PERIOD_S = 1.0
 """The scheduler hears so often how far a turn is, as from the proxy."""
 
@@ -218,13 +221,10 @@ class Simulation:
     def _refused(self, turn_id: int) -> None:
         program = self._programs.pop(turn_id)
         self._dispatch(TurnFailed(self._agenda.now_s, turn_id))
-        self._tally.failed()
-        self._end_program(program)
+        self._program_failed(program)
 
     def _rejected(self, turn_id: int) -> None:
-        program = self._programs.pop(turn_id)
-        self._tally.failed()
-        self._end_program(program)
+        self._program_failed(self._programs.pop(turn_id))
 
     def first_token(self, request_id: str) -> None:
         """Tell the scheduler that a turn's prefill is over, and from now on every second how far it is."""
@@ -259,14 +259,27 @@ class Simulation:
             self._tally.program_ended(program.started_s, now_s)
             self._end_program(program)
 
-    def _end_program(self, program: RunningProgram) -> None:
+    def _program_failed(self, program: RunningProgram) -> None:
+        """End a program one of whose turns was refused: whoever sends programs waits before the next one."""
+        self._tally.failed()
+        self._end_program(program, pause_s=FAILURE_PAUSE_S)
+
+    def _end_program(self, program: RunningProgram, pause_s: float = 0.0) -> None:
         self._dispatch(ProgramReleased(self._agenda.now_s, program.plan.program_id))
         del self._by_program_id[program.plan.program_id]
         self._tools.close(program.sandbox)
         if self._foresight is not None:
             del self._foresight[program.plan.program_id]
-        if self._scenario.loop == "closed":
-            self._start_next()
+        if self._scenario.loop == "closed" and pause_s:
+            self._agenda.after(pause_s, self._replace_program)
+        else:
+            if self._scenario.loop == "closed":
+                self._start_next()
+            self._live_count -= 1
+
+    def _replace_program(self) -> None:
+        """Start the next program in the place of one that failed, which counted until now."""
+        self._start_next()
         self._live_count -= 1
 
     # --- the scheduler ------------------------------------------------------------------------------------------------

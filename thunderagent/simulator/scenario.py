@@ -25,8 +25,8 @@ CONTEXT_BLOCK_BYTES = 56
 PROGRAM_BYTES = 8_000
 """Memory of a program besides its context: plan, ledger entry, story; about 5,000 measured with 9 turns."""
 
-TURN_BYTES = 250
-"""Memory of a finished turn: seven columns of 8 bytes (`report.TurnLog`), and its shape, 150 to 200 bytes."""
+TURN_BYTES = 750
+"""Memory of a finished turn: seven columns (`report.TurnLog`), its shape, and what its bounds take at the end; 735."""
 
 EVENTS_OF_TURN_BYTES = 2_500
 """Memory of a turn's events and decisions, where they are kept: 215 an event measured, and about ten of them."""

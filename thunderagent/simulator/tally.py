@@ -129,6 +129,8 @@ class Tally:
         begin_s = min(scenario.warmup_s, now_s)
         measured_s = now_s - begin_s
         turns = log.since(begin_s)
+        parts = self._parts_since(begin_s, turns)
+        limits = self._bounds(turns, parts)
         programs_s = [end_s - start_s for start_s, end_s in self._programs_s if end_s >= begin_s]
         imbalances = [sample.imbalance_ratio for sample in self._samples if sample.now_s >= begin_s]
         return RunResult(
@@ -141,7 +143,8 @@ class Tally:
             turn_count=len(turns),
             program_count=len(programs_s),
             failed_turn_count=self._failed_count,
-            bounds=self._bounds(turns),
+            bounds=limits,
+            limit_ratio=sum(parts) / measured_s / limits.limit_per_s if limits and measured_s > 0 else 0.0,
             turns_per_min_count=len(turns) * 60 / measured_s if measured_s > 0 else 0.0,
             hit_ratio=log.hit_ratio(turns),
             turn_latency=log.between(log.arrived_s, log.finished_s, turns),
@@ -159,7 +162,7 @@ class Tally:
             events=events,
         )
 
-    def _bounds(self, turns: range) -> Bounds | None:
+    def _bounds(self, turns: range, parts: list[float]) -> Bounds | None:
         """Return what no schedule of these turns could pass."""
         scenario = self._scenario
         if not turns:
@@ -167,9 +170,19 @@ class Tally:
         return bounds(
             [self._shapes[turn] for turn in turns],
             Engines.of(scenario.engine, scenario.replica_count),
+            parts=parts,
             programs_count=scenario.programs_count if scenario.loop == "closed" else None,
             tool_processors_count=scenario.tools.cpu_count,
         )
+
+    def _parts_since(self, begin_s: float, turns: range) -> list[float]:
+        """Return of each turn how much of it lies after `begin_s`, its tool's time before it included."""
+        log, parts = self.turns, []
+        for turn in turns:
+            finished_s = log.finished_s[turn]
+            span_s = finished_s - log.arrived_s[turn] + (self._shapes[turn].gap_s or 0.0)
+            parts.append(min(1.0, (finished_s - begin_s) / span_s) if span_s > 0 else 1.0)
+        return parts
 
     def _replica_figures(self, now_s: float, turns: range) -> tuple[ReplicaFigures, ...]:
         costs = self._costs(now_s)

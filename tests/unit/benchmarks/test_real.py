@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 
 import pytest
 
 from benchmarks.machine import describe_machine
-from benchmarks.real import Comparison, Figures, PolicySpec, Run, baseline_of, ratios, results, table
+from benchmarks.real import (
+    Comparison,
+    Figures,
+    Run,
+    add_comparison_arguments,
+    baseline_of,
+    comparison_from,
+    ratios,
+    results,
+    serve_options,
+    table,
+)
 from benchmarks.real_engine import RealEngineConfig
+from thunderagent.errors import ConfigurationError
+from thunderagent.simulator.contestants import Contestant
 
 
 def run(policy: str, seed: int, turns_per_min: float, programs: int = 8) -> Run:
@@ -25,27 +39,24 @@ def run(policy: str, seed: int, turns_per_min: float, programs: int = 8) -> Run:
     return Run(programs, policy, seed, figures)
 
 
-def test_a_policy_is_written_with_its_arguments() -> None:
-    policy = PolicySpec.parse("thunderagent:delta_s=1:lambda_max=0.9")
-    assert policy == PolicySpec("thunderagent", ("delta_s=1", "lambda_max=0.9"))
-    assert str(policy) == "thunderagent:delta_s=1:lambda_max=0.9"
-    assert PolicySpec.parse("direct") == PolicySpec("direct")
-
-
-def test_a_preset_becomes_what_it_stands_for() -> None:
-    options = PolicySpec.parse("thunderagent-ports:delta_s=1").options()
+def test_a_policy_becomes_options_of_the_server() -> None:
+    assert serve_options(Contestant.parse("cap:n=6")) == ["--policy", "cap", "--policy-arg", "n=6"]
+    options = serve_options(Contestant.parse("thunderagent-ports:delta_s=1"))
     assert options[:4] == ["--policy", "thunderagent", "--policy-arg", "thrash_ratio=0.95"]
     assert options[-2:] == ["--policy-arg", "delta_s=1"]
 
 
-@pytest.mark.parametrize("text", ["", ":n=6", "cap:6"])
-def test_what_is_no_policy_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="not a policy"):
-        PolicySpec.parse(text)
+def test_no_proxy_at_all_can_be_asked_for_but_no_oracle() -> None:
+    parser = argparse.ArgumentParser()
+    add_comparison_arguments(parser, programs="4", seconds=1.0)
+    asked = comparison_from(parser.parse_args(["--policies", "direct,cap:n=6"]))
+    assert [str(policy) for policy in asked.policies] == ["direct", "cap:n=6"]
+    with pytest.raises(ConfigurationError, match="simulator only"):
+        comparison_from(parser.parse_args(["--policies", "oracle"]))
 
 
 def test_every_pair_is_run_once_and_policies_take_turns_at_going_first() -> None:
-    one, two = PolicySpec("one"), PolicySpec("two")
+    one, two = Contestant("one"), Contestant("two")
     comparison = Comparison(programs=(4, 16), policies=(one, two), seeds=2)
     assert comparison.order() == [
         *((0, 4, one), (0, 4, two), (0, 16, one), (0, 16, two)),
@@ -67,7 +78,7 @@ def test_the_table_has_a_row_for_each_load_and_policy() -> None:
 
 
 def test_results_say_what_they_were_measured_on() -> None:
-    comparison = Comparison((4,), (PolicySpec("cap", ("n=6",)),))
+    comparison = Comparison((4,), (Contestant.parse("cap:n=6"),))
     report = json.loads(json.dumps(results(comparison, RealEngineConfig(), [run("cap:n=6", 0, 100)])))
     assert report["runs"][0]["figures"]["turns_per_min"] == 100
     assert report["comparison"]["policies"] == ["cap:n=6"]

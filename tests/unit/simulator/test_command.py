@@ -85,7 +85,13 @@ def test_a_batch_that_is_not_through_exits_with_1(capsys: pytest.CaptureFixture[
         (("--trace", "/nowhere/at/all.jsonl"), "/nowhere/at/all.jsonl"),
         (("--disk-gib", "1", "--sandbox-gib", "2"), "holds no sandbox"),
         (("--sandbox-s", "soon"), "range like 30-120"),
-        (("--json", "/nowhere/at/all.json"), "there is no folder"),
+        (("--json", "/nowhere/at/all.json"), "cannot write /nowhere/at/all.json: No such file"),
+        (("--json", "/"), "cannot write /: Is a directory"),
+        (("--disk-gib", "inf"), "--disk-gib must be a number"),
+        (("--sandbox-gib", "nan"), "--sandbox-gib must be a number"),
+        (("--policy", "oracle:reserve_tokens=inf"), "reserve_tokens must be a number"),
+        (("--policy", "oracle:headroom_ratio=1"), "headroom_ratio must be under 1"),
+        (("--kv-tokens", "300"), "need 652 tokens or more, and an engine takes 288"),
     ],
 )
 def test_what_is_impossible_is_refused_in_words(

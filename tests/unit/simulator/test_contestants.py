@@ -9,6 +9,7 @@ import pytest
 from thunderagent.errors import ConfigurationError
 from thunderagent.programs.policies.cap import Cap
 from thunderagent.programs.policies.thunderagent import ThunderAgent
+from thunderagent.simulator.bounds import Engines, TurnShape, bounds
 from thunderagent.simulator.contestants import Contestant, bounds_of
 from thunderagent.simulator.plans import ProgramPlan, TurnPlan
 from thunderagent.simulator.records import EngineConfig
@@ -49,7 +50,8 @@ def test_a_preset_is_a_policy_whose_settings_can_still_be_given() -> None:
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("nobody", "no policy 'nobody'"),
+        ("nobody", "no policy 'nobody'; there are cap, .*, thunderagent-ports, oracle, or package.module:Class"),
+        ("oracle:headroom_ratio=1.5", "headroom_ratio must be under 1"),
         ("cap:m=3", "no setting 'm'"),
         ("cap:n", "cannot be loaded|no policy|not a policy"),
         ("cap:n=3:", "not a policy"),
@@ -92,9 +94,12 @@ class _Growing:
 
 def test_bounds_end_where_engines_refuse() -> None:
     """Two turns of 6,010 fit into 16,000 tokens: the bounds are those of two turns, and do not raise."""
-    assert bounds_of(SCENARIO, _Growing()).limit_per_s == pytest.approx(
-        bounds_of(replace(SCENARIO, seed=5), _Growing()).limit_per_s
-    )
+    two = [
+        TurnShape(6000, 6000, 10, shared_tokens=0, gap_s=None),
+        TurnShape(12_010, 6000, 10, shared_tokens=0, gap_s=1.0),
+    ]
+    by_hand = bounds(two, Engines.of(SCENARIO.engine, 1), programs_count=SCENARIO.programs_count)
+    assert bounds_of(SCENARIO, _Growing()).limit_per_s == pytest.approx(by_hand.limit_per_s)
 
 
 def test_a_workload_of_which_nothing_fits_has_no_bounds() -> None:

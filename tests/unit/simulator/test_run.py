@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -318,3 +319,44 @@ def test_an_hour_of_two_large_replicas_takes_less_than_a_minute() -> None:
     result = simulate(scenario, workload("mini-swe-agent"), ThunderAgent())
     assert process_time() - began_s < 15.0
     assert result.turn_count > 500
+
+
+class _SometimesTooLarge:
+    """Every second program is larger than any engine here."""
+
+    name = "sometimes too large"
+
+    def program(self, index: int, seed: int) -> ProgramPlan:
+        return ProgramPlan(f"p{seed}-{index}", (TurnPlan(50_000 if index % 2 else 100, 1, 0.0),))
+
+
+def test_programs_that_engines_refuse_end_and_time_goes_on() -> None:
+    """Without a pause before the next one, a place that gets refused ones only would never see time pass."""
+    small = EngineConfig(kv_tokens=1600, timing=profile("demo"))
+    scenario = Scenario(engine=small, programs_count=3, horizon_s=30)
+    result = simulate(scenario, _SometimesTooLarge(), Passthrough())
+    assert result.complete
+    assert 10 < result.failed_turn_count < 200
+    assert result.turn_count > 10
+
+
+def test_no_part_of_a_turn_before_the_warm_up_counts_for_the_limit() -> None:
+    """In a window that is shorter than a turn with its tool, hardly anything was done that could have been done."""
+    scenario = Scenario(
+        engine=EngineConfig(kv_tokens=540_000, timing=profile("glm-4.6-h100x8")),
+        programs_count=4,
+        horizon_s=40 * 60,
+        warmup_s=38 * 60,
+    )
+    for name in ("coding-assistant", "gaia-magentic-one"):
+        result = simulate(scenario, workload(name), Passthrough())
+        assert result.turn_count > 0
+        assert 0 < result.limit_ratio <= 1.0, name
+
+
+def test_figures_are_json_also_where_nothing_limits() -> None:
+    """JSON has no infinity: the bound by tools is null without a limit of processors."""
+    scenario = Scenario(engine=EngineConfig(kv_tokens=16_000, timing=profile("demo")), programs_count=2, horizon_s=20)
+    written = json.loads(json.dumps(simulate(scenario, workload("standard"), Passthrough()).to_json(), allow_nan=False))
+    assert written["bounds"]["tools_per_s"] is None
+    assert written["limit_ratio"] > 0

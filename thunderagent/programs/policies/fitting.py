@@ -27,7 +27,8 @@ class Fitting:
         account = replica.account
         if account.capacity_tokens is None:
             return inf
-        return account.capacity_tokens - account.demand_tokens + self.shared_tokens * account.active_count
+        counted_twice_tokens = self.shared_tokens * max(0, account.active_count - 1)
+        return account.capacity_tokens - account.demand_tokens + counted_twice_tokens
 
     def place(self, view: View, program: ProgramView, candidates: Sequence[ReplicaView]) -> Placement:
         """Return the program's own replica while it is active, else one where its claim fits: `place` of a policy.
@@ -75,8 +76,11 @@ class Fitting:
 
     def _fits(self, program: ProgramView, replica: ReplicaView) -> bool:
         account = replica.account
-        headroom_tokens = self.headroom_ratio * (account.capacity_tokens or 0) if account.active_count else 0.0
-        return program.claim_tokens <= self.free_tokens(replica) - headroom_tokens
+        own_tokens, headroom_tokens = program.claim_tokens, 0.0
+        if account.active_count:
+            own_tokens -= self.shared_tokens
+            headroom_tokens = self.headroom_ratio * (account.capacity_tokens or 0)
+        return own_tokens <= self.free_tokens(replica) - headroom_tokens
 
     def _is_oversize(self, program: ProgramView, candidates: Sequence[ReplicaView]) -> bool:
         capacities = [replica.account.capacity_tokens for replica in candidates]
