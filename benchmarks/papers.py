@@ -17,7 +17,7 @@ import math
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,7 @@ from rich.table import Table
 
 from benchmarks.machine import RESULTS, describe_machine, save_results
 from thunderagent.simulator.comparison import ComparisonPlan, ComparisonResult, Row, compare
+from thunderagent.simulator.intervals import Interval
 from thunderagent.simulator.records import EngineConfig
 from thunderagent.simulator.scenario import Loop, Scenario
 from thunderagent.simulator.timing import profile
@@ -288,9 +289,23 @@ def oracle(runner: Runner, console: Console) -> Figures:
 # --- what all have in common ----------------------------------------------------------------------
 
 
+FIGURES = (
+    *("turns_per_min", "ratio", "hit_ratio", "turn_mean_s", "turn_p50_s", "turn_p99_s", "program_mean_s"),
+    *("imbalance_ratio", "limit_per_min", "limit_ratio"),
+)
+
+
 def rows_of(result: ComparisonResult) -> list[dict[str, Any]]:
-    """Return the rows of a comparison for a JSON file."""
-    return [asdict(row) for row in result.rows()]
+    """Return the rows of a comparison for a JSON file, each figure as its mean and how far its interval reaches."""
+    return [
+        {"programs": row.programs_count, "policy": row.contestant, "limited_by": row.limited_by}
+        | {name: _pair(getattr(row, name)) for name in FIGURES}
+        for row in result.rows()
+    ]
+
+
+def _pair(interval: Interval | None) -> str:
+    return "" if interval is None else f"{interval.mean:.4g} ± {interval.half_width or 0.0:.2g}"
 
 
 def table(title: str, result: ComparisonResult, caption: str) -> Table:
