@@ -45,6 +45,21 @@ class EventLogError(ThunderAgentError):
     code = "event_log_error"
 
 
+class CalibrationError(ThunderAgentError):
+    """An engine cannot be measured, or its times tell no profile; only `thunderagent calibrate` says so."""
+
+    code = "calibration_error"
+
+
+class CalibrationRefusedError(CalibrationError):
+    """The engine answered a request of the calibration with another status than 200: `engine_status`."""
+
+    def __init__(self, message: str, *, engine_status: int) -> None:
+        """Keep the engine's status beside the sentence that tells its answer."""
+        super().__init__(message)
+        self.engine_status = engine_status
+
+
 class RequestError(ThunderAgentError):
     """The caller's request is wrong as it stands."""
 

@@ -3,40 +3,39 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import aiohttp
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
+
+from thunderagent.errors import CalibrationError, CalibrationRefusedError
+
+if TYPE_CHECKING:
+    from prometheus_client.samples import Sample
 
 SEGMENT_TOKENS: Final = 4  # tokens may arrive in pairs: intervals are measured over some
 
 _Body = TypeVar("_Body")
 
 
-class EngineError(Exception):
-    """The engine cannot be measured: it does not answer, or refuses what it is asked."""
-
-
-class RefusedError(EngineError):
-    """The engine answered, with another status than 200."""
-
-    def __init__(self, message: str, status: int) -> None:
-        super().__init__(message)
-        self.status = status
-
-
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What an engine says of itself; None is not known. `limit_tokens`: a prompt and its answer together."""
+    """What an engine says of itself; None is not known.
+
+    `limit_tokens`: a prompt and its answer together. `kv_tokens`: what requests can have of the pool. `is_vllm`: it has
+    metrics of vLLM, which tell all but the model and the version.
+    """
 
     model: str
     version: str
+    is_vllm: bool
     limit_tokens: int | None
     kv_tokens: int | None
     block_size: int | None
@@ -71,7 +70,7 @@ class Answer:
 
 
 class EngineClient:
-    """Ask one engine by HTTP. Raises EngineError, which names the URL, for everything that goes wrong.
+    """Ask one engine by HTTP. Raises CalibrationError, which names the URL, for everything that goes wrong.
 
     One that does not take token ids (`speaks_ids`) is sent words, each of which is `tokens_per_word` for it.
     """
@@ -84,26 +83,32 @@ class EngineClient:
         self.tokens_per_word = 1.0
 
     async def facts(self, model: str | None) -> EngineFacts:
-        """Return what the engine says of itself; EngineError if it serves no such model."""
+        """Return what the engine says of itself; CalibrationError if it serves no such model."""
         models = self._parse((await self._get("/v1/models")), _Models).data
         entry = next((each for each in models if model in (None, each.id)), None)
         if entry is None:
             names = ", ".join(each.id for each in models)
-            raise EngineError(f"{self._url} serves no model {model or ''}; it has: {names or 'none'}")
+            raise CalibrationError(f"{self._url} serves no model {model or ''}; it has: {names or 'none'}")
         self.model = entry.id
-        metrics = _read_metrics((await self._get("/metrics", or_else=b"")).decode("utf-8", "replace"))
+        metrics = _read_metrics(await self._exposition())
         if metrics.ranks_count > 1:
-            raise EngineError(
+            raise CalibrationError(
                 f"{self._url} has {metrics.ranks_count} data-parallel ranks behind one URL, which share out the "
                 "requests: calibrate an engine with one"
             )
-        limits = [limit for limit in (entry.max_model_len, metrics.kv_tokens) if limit]
-        version = self._parse(await self._get("/version", or_else=b"{}"), _Version).version
+        kv_tokens = metrics.kv_tokens
+        if kv_tokens and metrics.block_size:
+            # vLLM counts its first block, which it never gives to a request: the null block stands for no block
+            # (vllm/v1/core/block_pool.py, BlockPool). The engine model has no such block. Whoever speaks vLLM's dialect
+            # and has none either, as `thunderagent engine`, is taken for one block smaller than it is.
+            kv_tokens = max(0, kv_tokens - metrics.block_size) or None
+        limits = [limit for limit in (entry.max_model_len, kv_tokens) if limit]
         return EngineFacts(
             model=self.model,
-            version=version,
+            version=await self._version(),
+            is_vllm=metrics.is_vllm,
             limit_tokens=min(limits, default=None),
-            kv_tokens=metrics.kv_tokens,
+            kv_tokens=kv_tokens,
             block_size=metrics.block_size,
             caches_prefixes=metrics.caches_prefixes,
             requests_count=metrics.requests_count,
@@ -126,9 +131,12 @@ class EngineClient:
         arrivals: list[tuple[float, bytes]] = []  # read when all is over: parsing takes time
         sent_s = time.perf_counter()
         async with self._request("POST", "/v1/completions", data=body) as response:
-            async for line in response.content:
-                if line.startswith(b"data:"):
-                    arrivals.append((time.perf_counter(), line))  # noqa: PERF401 - the time of each
+            try:
+                async for line in response.content:
+                    if line.startswith(b"data:"):
+                        arrivals.append((time.perf_counter(), line))  # noqa: PERF401 - the time of each
+            except ValueError as error:  # aiohttp's word for it
+                raise CalibrationError(f"{self._url}/v1/completions streamed too long a line") from error
         return self._read(sent_s, arrivals)
 
     async def generate_all(self, prompts: Sequence[Sequence[int]], output_tokens: int) -> list[Answer]:
@@ -149,12 +157,12 @@ class EngineClient:
                 break
             event = self._parse(data, _Event)
             if event.error is not None:
-                raise EngineError(f"{self._url}/v1/completions broke off: {event.error}")
+                raise CalibrationError(f"{self._url}/v1/completions broke off: {event.error}")
             if event.choices:
                 times.append(arrival_s)
             usage = event.usage or usage
         if not times or usage is None or usage.completion_tokens < 1:
-            raise EngineError(f"{self._url}/v1/completions streamed no tokens, or did not say how many")
+            raise CalibrationError(f"{self._url}/v1/completions streamed no tokens, or did not say how many")
         details = usage.prompt_tokens_details
         return Answer(
             sent_s=sent_s,
@@ -164,21 +172,31 @@ class EngineClient:
             cached_tokens=None if details is None else details.cached_tokens,
         )
 
-    async def _get(self, path: str, *, or_else: bytes | None = None) -> bytes:
-        """Return a body; `or_else` if the engine has no such path."""
+    async def _get(self, path: str) -> bytes:
+        async with self._request("GET", path) as response:
+            return await response.read()
+
+    async def _exposition(self) -> str:
+        """Return the engine's metrics; "" if it has none."""
         try:
-            async with self._request("GET", path) as response:
-                return await response.read()
-        except RefusedError:
-            if or_else is None:
-                raise
-            return or_else
+            return (await self._get("/metrics")).decode("utf-8", "replace")
+        except CalibrationRefusedError:
+            return ""
+
+    async def _version(self) -> str:
+        """Return the engine's version; "" for none that can be read: it is for people only, and fails nothing."""
+        try:
+            return self._parse(await self._get("/version"), _Version).version
+        except CalibrationError:
+            return ""
 
     def _parse(self, data: bytes, kind: type[_Body]) -> _Body:
         try:
             return msgspec.json.decode(data, type=kind)
-        except msgspec.DecodeError as error:
-            raise EngineError(f"{self._url} does not answer as vLLM does: {error}: {data[:100]!r}") from error
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise CalibrationError(
+                f"{self._url} does not answer as an engine with OpenAI's API does: {error}: {data[:100]!r}"
+            ) from error
 
     @asynccontextmanager
     async def _request(self, method: str, path: str, **options: Any) -> AsyncIterator[aiohttp.ClientResponse]:
@@ -188,13 +206,15 @@ class EngineClient:
                 method, url, headers={"Content-Type": "application/json"}, **options
             ) as response:
                 if response.status != 200:
-                    text = " ".join((await response.text()).split())
-                    raise RefusedError(f"{url} answered {response.status}: {text[:300]}", response.status)
+                    text = " ".join((await response.text(errors="replace")).split())
+                    raise CalibrationRefusedError(
+                        f"{url} answered {response.status}: {text[:300]}", engine_status=response.status
+                    )
                 yield response
         except TimeoutError as error:
-            raise EngineError(f"{url} did not answer in time") from error
-        except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise EngineError(f"no engine answers at {url}: {error}") from error
+            raise CalibrationError(f"{url} did not answer in time") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise CalibrationError(f"no engine answers at {url}: {error}") from error
 
 
 class _Model(msgspec.Struct):
@@ -228,8 +248,9 @@ class _Event(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class _Metrics:
-    """What an exposition says; None and 0 ranks where it says nothing."""
+    """What an exposition says; None and 0 ranks where it says nothing. `kv_tokens` has all blocks."""
 
+    is_vllm: bool
     ranks_count: int
     kv_tokens: int | None
     block_size: int | None
@@ -240,13 +261,13 @@ class _Metrics:
 def _read_metrics(exposition: str) -> _Metrics:
     """Read the few metrics of vLLM that matter here."""
     names = ("vllm:cache_config_info", "vllm:num_requests_running", "vllm:num_requests_waiting")
-    lines = [line for line in exposition.splitlines() if line.startswith(names)]
-    samples = [sample for family in text_string_to_metric_families("\n".join(lines)) for sample in family.samples]
+    samples = list(_samples(exposition, names))
     infos = [sample.labels for sample in samples if sample.name == names[0]]
     counts = [int(sample.value) for sample in samples if sample.name in names[1:]]
     sizes = [_size(labels, "kv_cache_size_tokens") for labels in infos]
     products = [(_size(labels, "num_gpu_blocks") or 0) * (_size(labels, "block_size") or 0) for labels in infos]
     return _Metrics(
+        is_vllm=bool(samples),
         ranks_count=len({labels.get("engine", "") for labels in infos}),
         kv_tokens=next((size for size in (*sizes, *products) if size), None),
         block_size=next((size for labels in infos if (size := _size(labels, "block_size"))), None),
@@ -255,6 +276,15 @@ def _read_metrics(exposition: str) -> _Metrics:
     )
 
 
+def _samples(exposition: str, names: tuple[str, ...]) -> Iterator[Sample]:
+    """Read the lines that begin with these names one by one; a broken one says nothing."""
+    for line in exposition.splitlines():
+        if line.startswith(names):
+            with suppress(ValueError):
+                samples = [sample for family in text_string_to_metric_families(line) for sample in family.samples]
+                yield from (sample for sample in samples if sample.name in names and math.isfinite(sample.value))
+
+
 def _size(labels: dict[str, str], name: str) -> int | None:
     text = labels.get(name, "")
-    return int(text) if text.isdecimal() else None  # it may be "None"
+    return int(text) if text.isdecimal() and len(text) <= 18 else None  # it may be "None"

@@ -5,23 +5,24 @@ from __future__ import annotations
 import argparse
 import asyncio
 import math
+import re
 import sys
 from pathlib import Path
 
 from rich.console import Console, Group
 from rich.text import Text
 
-from thunderagent.calibrate.client import EngineError
 from thunderagent.calibrate.measurement import Calibration, Settings, calibrate
-from thunderagent.errors import ConfigurationError
+from thunderagent.errors import CalibrationError, ConfigurationError
 from thunderagent.simulator.console import table_of_numbers
 from thunderagent.simulator.timing import PROFILE_SUFFIX, profile_text
 
 DESCRIPTION = """\
-Measure a running vLLM engine and write its timing profile, for `thunderagent simulate` and `thunderagent engine`.
+Measure a running engine and write its timing profile, for `thunderagent simulate` and `thunderagent engine`.
 
-Give it an engine that nobody else uses meanwhile, directly, not through a proxy. It is asked for some hundred answers
-of random words, one or many at a time. Ctrl-C ends it, and nothing is written.
+Give it any engine with OpenAI's API that nobody else uses meanwhile, directly, not through a proxy. It is asked for
+some hundred answers of random words, one or many at a time. The sizes of its KV pool are read from vLLM's metrics if
+it has them. Ctrl-C ends it, and nothing is written.
 
 Example:
   thunderagent calibrate --url http://10.0.0.1:8000 --out my-engine.toml
@@ -36,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--url", required=True, help="the engine, such as http://127.0.0.1:8000")
     add("--out", type=Path, required=True, metavar="FILE.toml", help="file to write; must be new")
     add("--model", metavar="NAME", help="served model name (default: the first that the engine names)")
+    add("--api-key", metavar="KEY", help="key that the engine wants, sent as a bearer token (default: none)")
     add(
         "--seconds",
         type=float,
@@ -49,7 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=defaults.max_num_batched_tokens,
         metavar="N",
-        help="the engine's own, which it does not tell: tokens in one iteration at most (default: %(default)s)",
+        help="the engine's own, which it does not tell: tokens in one iteration at most (default: what the times tell "
+        "if one size explains them clearly best, else 2048 is assumed, with a warning)",
     )
     add(
         "--vocabulary",
@@ -68,12 +71,14 @@ def run(args: argparse.Namespace) -> int:
     settings = _settings_from(args)
     try:
         with Console(stderr=True).status("warming up") as status:
-            calibration = asyncio.run(calibrate(args.url, settings, model=args.model, on_progress=status.update))
-        with args.out.open("x", encoding="utf-8") as out:
-            out.write(profile_text(calibration.timing))
-    except (EngineError, ValueError) as error:
+            measuring = calibrate(args.url, settings, model=args.model, api_key=args.api_key, on_progress=status.update)
+            calibration = asyncio.run(measuring)
+    except CalibrationError as error:
         print(f"thunderagent: error: {error}", file=sys.stderr)
         return 1
+    try:
+        with args.out.open("x", encoding="utf-8") as out:
+            out.write(profile_text(calibration.timing))
     except OSError as error:
         print(f"thunderagent: error: cannot write {args.out}: {error.strerror}", file=sys.stderr)
         return 1
@@ -115,8 +120,10 @@ def _settings_from(args: argparse.Namespace) -> Settings:
         raise ConfigurationError(f"--url needs http://HOST:PORT, not {args.url!r}")
     if not 0 < args.seconds < math.inf:
         raise ConfigurationError(f"--seconds must be a positive number, got {args.seconds}")
-    if args.max_num_batched_tokens < 1:
+    if args.max_num_batched_tokens is not None and args.max_num_batched_tokens < 1:
         raise ConfigurationError(f"--max-num-batched-tokens must be at least 1, got {args.max_num_batched_tokens}")
+    if args.api_key is not None and not re.fullmatch(r"[!-~]+", args.api_key):
+        raise ConfigurationError("--api-key must be visible ASCII letters, without a space")
     return Settings(args.seconds, args.max_num_batched_tokens, args.vocabulary)
 
 

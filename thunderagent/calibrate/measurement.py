@@ -11,7 +11,8 @@ so that only what is meant to hits the prefix cache. Four experiments, smallest 
 4. *decode on context*: the same with long prompts, one for each request: a shared one would be faster to read.
 
 A round is all of that once. The first finds out how large the sizes can be: a series ends where the next size would
-take more than a part of the budget. Rounds are repeated until the time is over; `simulator/calibration.py` fits.
+take more than a part of the budget, or, on an engine that does not tell its context limit, where it refuses one. Rounds
+are repeated until the time is over; `simulator/calibration.py` fits.
 """
 
 from __future__ import annotations
@@ -28,14 +29,19 @@ from typing import Final
 
 import aiohttp
 
-from thunderagent.calibrate.client import Answer, EngineClient, EngineError, EngineFacts, RefusedError
+from thunderagent.calibrate.client import Answer, EngineClient, EngineFacts
+from thunderagent.errors import CalibrationError, CalibrationRefusedError
 from thunderagent.simulator.calibration import (
+    ASSUMED_CHUNK_TOKENS,
     POOR_FIT_RATIO,
+    ChunkSize,
     Fit,
     Observation,
     decode_observation,
     fit,
+    in_chunks,
     prefill_observation,
+    tell_chunk_size,
 )
 from thunderagent.simulator.timing import COSTS_US, TimingProfile
 
@@ -53,14 +59,15 @@ POOL_RATIO: Final = 0.8  # of the pool, that requests at a time may take
 LEAST_DECODE_TOKENS: Final = 16
 MOST_DECODE_TOKENS: Final = 128
 DEFAULT_BLOCK_SIZE: Final = 16
+TOO_LONG_STATUSES: Final = (400, 413, 422)  # of an engine that is asked for more than its context
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How to measure: for how long, with which token ids, and what is known of the engine."""
+    """How to measure: for how long, with which token ids, and what is known of the engine; None is not known."""
 
     budget_s: float = 120.0
-    max_num_batched_tokens: int = 2048
+    max_num_batched_tokens: int | None = None
     token_ids: range = range(100, 1001)
 
 
@@ -96,7 +103,7 @@ class Measurement:
     async def run(self) -> None:
         """Measure round after round; the first is done to its end, however long it takes."""
         if self._limit_tokens < 4 * SHORTEST_PROMPT_TOKENS:
-            raise EngineError(f"a context of {self._limit_tokens} tokens is too short to measure anything")
+            raise CalibrationError(f"a context of {self._limit_tokens} tokens is too short to measure anything")
         await self._warm_up()
         while self.rounds_count < ROUNDS_COUNT and not self._is_over:
             await self._measure_prefill()
@@ -128,8 +135,8 @@ class Measurement:
         prompt = self._fresh(SHORTEST_PROMPT_TOKENS)
         try:
             await self.client.generate(prompt, LEAST_DECODE_TOKENS)
-        except RefusedError as error:
-            if error.status not in (400, 422):
+        except CalibrationRefusedError as error:
+            if error.engine_status not in (400, 422):
                 raise
             self.client.speaks_ids = False
             answer = await self.client.generate(prompt, LEAST_DECODE_TOKENS)
@@ -143,7 +150,15 @@ class Measurement:
         if most_tokens > 1.4 * sizes[-1]:
             sizes.append(most_tokens)
         for prompt_tokens in self._affordable("prefill", sizes):
-            await self._observe_prefill("prefill", self._fresh(prompt_tokens), 0)
+            try:
+                await self._observe_prefill("prefill", self._fresh(prompt_tokens), 0)
+            except CalibrationRefusedError as error:
+                is_too_long = error.engine_status in TOO_LONG_STATUSES and prompt_tokens >= 4 * SHORTEST_PROMPT_TOKENS
+                if self.facts.limit_tokens is not None or not is_too_long:
+                    raise
+                self._last_sizes["prefill"] = prompt_tokens // 2  # which it took: the limit is somewhere between
+                self.facts = replace(self.facts, limit_tokens=prompt_tokens // 2 + 1)
+                return
 
     async def _measure_contexts(self) -> None:
         """Measure prefill and decode behind two lengths of cached context."""
@@ -202,7 +217,7 @@ class Measurement:
                 answer.first_token_s,
                 prompt_tokens=answer.prompt_tokens,
                 cached_tokens=cached_tokens,
-                max_num_batched_tokens=self.settings.max_num_batched_tokens,
+                max_num_batched_tokens=self.settings.max_num_batched_tokens or ASSUMED_CHUNK_TOKENS,
             )
         )
         return answer
@@ -244,14 +259,20 @@ class Measurement:
 
 
 async def calibrate(
-    url: str, settings: Settings, *, model: str | None = None, on_progress: Callable[[str], None] = lambda _text: None
+    url: str,
+    settings: Settings,
+    *,
+    model: str | None = None,
+    api_key: str | None = None,
+    on_progress: Callable[[str], None] = lambda _text: None,
 ) -> Calibration:
-    """Measure the engine at a URL. Raises EngineError, and ValueError if its times tell no constants."""
+    """Measure the engine at a URL. Raises CalibrationError if it cannot be, or its times tell no constants."""
     base_url = url.rstrip("/").removesuffix("/v1")
     timeout = aiohttp.ClientTimeout(total=max(60.0, settings.budget_s), sock_connect=10)
     # Connections are closed sooner than an engine closes idle ones (5 s), so that no request meets a closed one.
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
-    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as http:
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector, headers=headers) as http:
         client = EngineClient(http, base_url)
         facts = await client.facts(model)
         measurement = Measurement(client, facts, settings, on_progress)
@@ -260,37 +281,64 @@ async def calibrate(
         if facts_after.requests_count:  # ours, perhaps: metrics come late
             await asyncio.sleep(1.0)
             facts_after = await client.facts(model)
-    found = fit(measurement.observations)
-    today = datetime.now(UTC).date()
-    engine = f"{facts.model} on vLLM {facts.version}" if facts.version else facts.model
+    given_tokens = settings.max_num_batched_tokens
+    chunk_size = ChunkSize(given_tokens, is_told=True) if given_tokens else tell_chunk_size(measurement.observations)
+    found = fit(in_chunks(measurement.observations, chunk_size.tokens))
     timing = replace(
         found.timing,
         kv_tokens=facts.kv_tokens,
         block_size=facts.block_size,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
-        source=f"measured by thunderagent calibrate on {today}: {engine}; {found.observation_count} different "
-        f"measurements in {measurement.rounds_count} rounds, median error {found.median_ratio:.1%}",
+        max_num_batched_tokens=chunk_size.tokens,
+        source=_source(measurement, chunk_size, found),
     )
-    return Calibration(facts, found, timing, tuple(_warnings(measurement, facts_after, found)))
+    return Calibration(facts, found, timing, tuple(_warnings(measurement, facts_after, chunk_size, found)))
 
 
-def _warnings(measurement: Measurement, facts_after: EngineFacts, found: Fit) -> Iterator[str]:
+def _source(measurement: Measurement, chunk_size: ChunkSize, found: Fit) -> str:
+    """Say in a sentence where the constants come from."""
+    facts = measurement.facts
+    today = datetime.now(UTC).date()
+    kind = "vLLM" if facts.is_vllm else "version" if facts.version else ""
+    engine = f"{facts.model} on {kind} {facts.version}".rstrip() if kind else facts.model
+    is_given = measurement.settings.max_num_batched_tokens is not None
+    origin = "as given" if is_given else "as the times tell" if chunk_size.is_told else "assumed"
+    return (
+        f"measured by thunderagent calibrate on {today}: {engine}, {chunk_size.tokens} tokens in an iteration at most "
+        f"({origin}); {found.observation_count} different measurements in {measurement.rounds_count} rounds, median "
+        f"error {found.median_ratio:.1%}"
+    )
+
+
+def _warnings(measurement: Measurement, facts_after: EngineFacts, chunk_size: ChunkSize, found: Fit) -> Iterator[str]:
     facts = measurement.facts
     if found.is_poor:
         yield (
             f"the fit is poor: the median error of an experiment is over {POOR_FIT_RATIO:.0%}. The engine was "
             "disturbed, or it is not one that the model describes: do not trust a simulation with this profile"
         )
+    if not chunk_size.is_told:
+        yield (
+            f"the times do not tell how many tokens the engine takes in one iteration at most: {chunk_size.tokens} was "
+            "assumed. If that is wrong, so are the costs of an iteration and of a prompt token, for long prompts above "
+            "all: give the engine's own with --max-num-batched-tokens (many use 8192)"
+        )
     if facts.requests_count or facts_after.requests_count:
         yield "the engine was busy with other requests: measure again when nobody else uses it"
     if facts.requests_count is None:
         yield "the engine does not say how many requests it has: make sure that nobody else uses it"
-    if facts.kv_tokens is None:
-        yield "the engine does not say how large its KV pool is: simulate with --kv-tokens"
+    if facts.kv_tokens is None and facts.block_size is None:
+        yield "the engine does not say how large its KV pool is, nor its blocks: give --kv-tokens and --block-size"
+    elif facts.kv_tokens is None:
+        yield "the engine does not say how large its KV pool is: give --kv-tokens"
+    elif facts.block_size is None:
+        yield "the engine does not say how large the blocks of its KV pool are: give --block-size"
     if facts.caches_prefixes and not measurement.context_hits_count:
         yield "no prompt hit the prefix cache, though each was sent right after its beginning"
     elif facts.caches_prefixes and not measurement.tells_cached:
-        yield "the engine does not say what was cached (--enable-prompt-tokens-details): whole blocks were assumed"
+        yield (
+            "the engine does not say what was cached (vLLM does with --enable-prompt-tokens-details): "
+            "whole blocks were assumed"
+        )
     if not measurement.client.speaks_ids:
         yield "the engine takes no token ids: text was sent, so a prefill token's cost includes its tokenization"
     if found.left_out:

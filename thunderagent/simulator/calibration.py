@@ -13,6 +13,8 @@ equation, all of them are one system, and no constant is fitted from a single ex
 median, and equations that are still far off what the others agree on weigh less (Huber's weights).
 **What cannot be told apart is not guessed**: a constant whose column depends on the others' is left out where the model
 can do without it, and else the fit is refused.
+**How many tokens one iteration takes at most** decides how many iterations a long prompt needs, and is not linear. So
+the fit is made for each of the usual sizes, and one is told only if its errors are clearly smaller than all others'.
 """
 
 from __future__ import annotations
@@ -21,9 +23,10 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from itertools import combinations
-from statistics import median
+from statistics import fmean, median
 from typing import TYPE_CHECKING, Any, Final
 
+from thunderagent.errors import CalibrationError
 from thunderagent.simulator.timing import IterationWork, TimingProfile
 
 if TYPE_CHECKING:
@@ -31,6 +34,13 @@ if TYPE_CHECKING:
 
 POOR_FIT_RATIO: Final = 0.15
 """With a higher median of relative errors the model does not describe the engine."""
+
+ASSUMED_CHUNK_TOKENS: Final = 2048
+"""Tokens in one iteration at most, of an engine whose times do not tell (vLLM's `--max-num-batched-tokens`)."""
+
+_CHUNK_TOKENS: Final = (512, 1024, 2048, 4096, 8192, 16_384)
+_CLEAR_RATIO: Final = 1.5  # by which the errors of every other size must be larger
+_CLEAR_DIFFERENCE: Final = 0.002  # of the measured times, by which they must be larger as well
 
 _LEAST_TIME_S: Final = 1e-5  # what is shorter is not known to its own size: keeps weights finite
 _DEPENDENT: Final = 1e-7  # squared distance of a column of length 1 from what the others span
@@ -97,18 +107,55 @@ class Fit:
         return max(residuals.median_ratio for residuals in self.residuals) > POOR_FIT_RATIO
 
 
+@dataclass(frozen=True, slots=True)
+class ChunkSize:
+    """Hold how many tokens an iteration takes at most, and whether the times tell it or it is assumed."""
+
+    tokens: int
+    is_told: bool
+
+
 def prefill_observation(
     experiment: str, first_token_s: float, *, prompt_tokens: int, cached_tokens: int, max_num_batched_tokens: int
 ) -> Observation:
     """Return what a time to first token says, of a request that was alone: its chunks, each an iteration."""
     computed_tokens = prompt_tokens - cached_tokens
     work = IterationWork(computed_tokens, computed_tokens * (cached_tokens + computed_tokens / 2))
-    return Observation(experiment, first_token_s, work, -(-computed_tokens // max_num_batched_tokens), 1)
+    return _in_chunks(Observation(experiment, first_token_s, work, request_count=1), max_num_batched_tokens)
 
 
 def decode_observation(experiment: str, iteration_s: float, *, requests_count: int, context_tokens: int) -> Observation:
     """Return what the time between two tokens says: `context_tokens` are those of all the requests."""
     return Observation(experiment, iteration_s, IterationWork(0, 0.0, requests_count, context_tokens))
+
+
+def in_chunks(observations: Iterable[Observation], max_num_batched_tokens: int) -> list[Observation]:
+    """Return what the same times say of an engine that takes so many tokens in one iteration at most."""
+    return [_in_chunks(each, max_num_batched_tokens) if each.request_count else each for each in observations]
+
+
+def tell_chunk_size(observations: Iterable[Observation]) -> ChunkSize:
+    """Return how many tokens an iteration takes at most if the times tell it, else what is usual.
+
+    Sizes that no prompt exceeds are all alike, so that of them none is told. Raises CalibrationError as `fit` does.
+    """
+    points = _merge_repetitions(observations)
+    longest_tokens = max((point.work.prefill_tokens for point in points if point.request_count), default=0)
+    assumed = ChunkSize(ASSUMED_CHUNK_TOKENS, is_told=False)
+    errors: dict[ChunkSize, float] = {}
+    for tokens in _CHUNK_TOKENS:
+        chunk_size = ChunkSize(tokens, is_told=tokens < longest_tokens)
+        if not chunk_size.is_told and tokens < ASSUMED_CHUNK_TOKENS:
+            continue
+        errors[chunk_size] = _mean_error_ratio(in_chunks(points, tokens))
+        if not chunk_size.is_told:
+            break
+    best, *others = sorted(errors, key=errors.__getitem__)
+    if not others:
+        return assumed
+    least, next_least = errors[best], errors[others[0]]
+    is_clear = next_least > _CLEAR_RATIO * least and next_least > least + _CLEAR_DIFFERENCE
+    return best if is_clear else assumed
 
 
 def predict_s(timing: TimingProfile, observation: Observation) -> float:
@@ -118,7 +165,7 @@ def predict_s(timing: TimingProfile, observation: Observation) -> float:
 
 
 def fit(observations: Iterable[Observation]) -> Fit:
-    """Return the constants that describe these times best; ValueError if they cannot tell the needed ones."""
+    """Return the constants that describe these times best; CalibrationError if they cannot tell the needed ones."""
     points = _merge_repetitions(observations)
     rows = [_row(point) for point in points]
     scales = [max(point.measured_s, _LEAST_TIME_S) for point in points]
@@ -127,7 +174,9 @@ def fit(observations: Iterable[Observation]) -> Fit:
     columns = independent_columns(relative_rows)
     missing = [name for index, name in enumerate(_CONSTANTS[:_NEEDED_COUNT]) if index not in columns]
     if missing:
-        raise ValueError(f"{len(points)} different measurements are too few, or too much alike, to tell {missing[0]}")
+        raise CalibrationError(
+            f"{len(points)} different measurements are too few, or too much alike, to tell {missing[0]}"
+        )
     chosen = [[row[index] for index in columns] for row in relative_rows]
     values = dict(zip((_CONSTANTS[index] for index in columns), _fit_robustly(chosen, targets), strict=True))
     costs: dict[str, Any] = {name: values.get(name, 0.0) for name in _CONSTANTS}
@@ -174,6 +223,16 @@ def independent_columns(rows: Sequence[Sequence[float]]) -> list[int]:
         if _solve(*_normal_equations(chosen, [0.0] * len(rows))) is not None:
             columns = tried
     return columns
+
+
+def _in_chunks(observation: Observation, max_num_batched_tokens: int) -> Observation:
+    return replace(observation, iteration_count=-(-observation.work.prefill_tokens // max_num_batched_tokens))
+
+
+def _mean_error_ratio(points: Sequence[Observation]) -> float:
+    """Return the mean relative error of the constants that fit best: unlike the median, it sees a few long prompts."""
+    timing = fit(points).timing
+    return fmean(abs(predict_s(timing, point) / max(point.measured_s, _LEAST_TIME_S) - 1) for point in points)
 
 
 def _row(observation: Observation) -> list[float]:

@@ -11,14 +11,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from thunderagent.errors import CalibrationError
 from thunderagent.simulator.calibration import (
+    ASSUMED_CHUNK_TOKENS,
+    ChunkSize,
     Observation,
     decode_observation,
     fit,
+    in_chunks,
     independent_columns,
     non_negative_least_squares,
     predict_s,
     prefill_observation,
+    tell_chunk_size,
 )
 from thunderagent.simulator.engine import Engine
 from thunderagent.simulator.records import EngineConfig, EngineRequest
@@ -114,12 +119,12 @@ def test_repetitions_count_as_one_with_their_median() -> None:
 
 
 def test_too_few_different_measurements_are_refused() -> None:
-    with pytest.raises(ValueError, match="0 different measurements are too few"):
+    with pytest.raises(CalibrationError, match="0 different measurements are too few"):
         fit([])
     only_decode = [each for each in observations(DEMO) if each.experiment == "decode"]
-    with pytest.raises(ValueError, match="too few, or too much alike, to tell prefill_token_s"):
+    with pytest.raises(CalibrationError, match="too few, or too much alike, to tell prefill_token_s"):
         fit(only_decode)
-    with pytest.raises(ValueError, match="decode_request_s"):
+    with pytest.raises(CalibrationError, match="decode_request_s"):
         fit(each for each in observations(DEMO) if each.experiment in ("prefill", "behind"))
 
 
@@ -146,6 +151,52 @@ def test_an_observation_describes_the_iterations_that_the_engine_runs() -> None:
             "", now_s - begin_s, prompt_tokens=length, cached_tokens=cached_tokens, max_num_batched_tokens=512
         )
         assert predict_s(engine.config.timing, observation) == pytest.approx(observation.measured_s)
+
+
+# --- how many tokens an iteration takes at most
+
+
+def in_chunks_of(tokens: int, timing: TimingProfile, *, noise_ratio: float = 0.0) -> list[Observation]:
+    """Return what a calibration would measure on an engine with such chunks, repeated if it is noisy."""
+    rng = Random(tokens)
+    exact = in_chunks(observations(timing), tokens)
+    return [
+        replace(each, measured_s=predict_s(timing, each) * (1 + abs(rng.gauss(0, noise_ratio))))
+        for each in exact
+        for _ in range(5 if noise_ratio else 1)
+    ]
+
+
+ON_GPUS = replace(profile("llama-3.3-70b-h100-tp8"), request_overhead_s=0.003)
+
+
+@pytest.mark.parametrize("tokens", [512, 1024, 2048, 4096])
+def test_exact_times_tell_a_size_of_chunks_that_prompts_exceed(tokens: int) -> None:
+    measured = in_chunks_of(tokens, ON_GPUS)
+    assert tell_chunk_size(measured) == ChunkSize(tokens, is_told=True)
+    assert fit(in_chunks(measured, tokens)).timing.base_s == pytest.approx(ON_GPUS.base_s, rel=1e-3)
+
+
+def test_a_wrong_size_of_chunks_spoils_the_constants() -> None:
+    """Why it is worth telling: an engine that needs an iteration for 8192 tokens seems to have cheaper ones."""
+    found = fit(in_chunks(in_chunks_of(8192, ON_GPUS), 512)).timing
+    assert found.base_s < 0.9 * ON_GPUS.base_s
+
+
+def test_sizes_of_chunks_that_no_prompt_exceeds_are_not_told() -> None:
+    """The longest prompt has 8192 tokens: of larger chunks nothing is seen, but that they are no smaller."""
+    for tokens in (8192, 16_384):
+        assert tell_chunk_size(in_chunks_of(tokens, ON_GPUS)) == ChunkSize(8192, is_told=False)
+    short = [each for each in observations(ON_GPUS) if each.work.prefill_tokens <= 512]
+    assert tell_chunk_size(short) == ChunkSize(ASSUMED_CHUNK_TOKENS, is_told=False)
+
+
+@pytest.mark.parametrize("name", sorted(set(load_profiles()) - {"instant"}))
+@pytest.mark.parametrize("tokens", [512, 2048, 8192])
+def test_noise_never_tells_a_wrong_size_of_chunks(name: str, tokens: int) -> None:
+    timing = replace(profile(name), request_overhead_s=0.003)
+    told = tell_chunk_size(in_chunks_of(tokens, timing, noise_ratio=0.05))
+    assert told.tokens == tokens or not told.is_told
 
 
 # --- least squares
