@@ -42,9 +42,9 @@ Figures = dict[str, float | int | None]
 
 
 def serve_options(policy: Contestant) -> list[str]:
-    """Return the options of `thunderagent serve` for a policy; a preset becomes the settings that it stands for."""
-    name, settings = policy.policy_settings
-    return ["--policy", name, *(word for key, value in settings.items() for word in ("--policy-arg", f"{key}={value}"))]
+    """Return the options of `thunderagent serve` for a policy."""
+    given = [f"{key}={value}" for key, value in policy.settings]
+    return ["--policy", policy.name, *(word for setting in given for word in ("--policy-arg", setting))]
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.builders import Driver
 from thunderagent.errors import ConfigurationError
-from thunderagent.policy_loader import load_policy, parse_setting
+from thunderagent.policy_loader import PRESETS, load_policy, parse_setting
 from thunderagent.programs.policies import POLICIES
 
 OWN_POLICY = '''
@@ -78,7 +78,7 @@ def test_every_policy_has_a_name_that_loads_it(name: str) -> None:
     [
         (
             "fastest",
-            r"no policy 'fastest'; there are cap, passthrough, sticky, thunderagent, ttl, or package.module:Class",
+            "no policy 'fastest'; there are cap, .*, ttl, thunderagent-ports, or package.module:Class",
         ),
         ("no_such_module:Policy", "cannot be loaded: No module named 'no_such_module'"),
         ("thunderagent.programs.policies.cap:Cup", "cannot be loaded.*Cup"),
@@ -111,3 +111,10 @@ def test_settings_are_read_as_whole_numbers_numbers_or_words(text: str, setting:
     """A whole number stays one: `n=6` is not 6.0."""
     assert parse_setting(text) == setting
     assert type(parse_setting(text)) is type(setting)
+
+
+def test_a_preset_is_a_policy_with_settings_that_can_still_be_given() -> None:
+    """What is given wins."""
+    preset = load_policy("thunderagent-ports", {"delta_s": 1})
+    assert preset == load_policy("thunderagent", PRESETS["thunderagent-ports"][1] | {"delta_s": 1})
+    assert load_policy("thunderagent-ports", {"reserve_tokens": 7}).reserve_tokens == 7

@@ -8,7 +8,6 @@ from typing import Self
 
 from thunderagent.errors import ConfigurationError
 from thunderagent.policy_loader import Setting, load_policy, parse_setting
-from thunderagent.programs.policies import POLICIES
 from thunderagent.programs.policies.base import Policy
 from thunderagent.programs.policies.fitting import Fitting
 from thunderagent.simulator.bounds import Bounds, Engines, bounds, turn_shapes
@@ -26,23 +25,6 @@ ORACLE_SETTINGS: dict[str, Setting] = {"headroom_ratio": 0.08, "reserve_tokens":
 
 BOUNDED_PLANS_COUNT = 200
 """Plans of a workload from which its bounds are taken."""
-
-PRESETS: dict[str, tuple[str, dict[str, Setting]]] = {
-    "thunderagent-ports": (
-        "thunderagent",
-        {
-            "thrash_ratio": 0.95,
-            "lambda_max": 0.80,
-            "restore_ratio": 0.85,
-            "lambda_min": 0.85,
-            "half_life_s": float("inf"),
-            "reserve_tokens": 100,
-        },
-    )
-}
-"""Settings that have a name. `thunderagent-ports` are the defaults of the public ports to NVIDIA Dynamo: programs pause
-from 0.95 of the capacity on, down to 0.80, and are restored up to 0.95 less a hysteresis of 0.10; acting programs count
-in full, and each reserves 100 tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,19 +85,8 @@ class Contestant:
         scenario = replace(scenario, engines_drop=scenario.engines_drop or self.name == ORACLE)
         return simulate(scenario, workload, policy, on_progress=on_progress, foresight=foresight)
 
-    @property
-    def policy_settings(self) -> tuple[str, dict[str, Setting]]:
-        """Return the policy that it stands for and its settings, as a server takes them. Not for the oracle."""
-        name, preset = PRESETS.get(self.name, (self.name, {}))
-        return name, preset | dict(self.settings)
-
     def _policy(self) -> Policy:
-        name, settings = self.policy_settings
-        if name not in POLICIES and ":" not in name:
-            raise ConfigurationError(
-                f"no policy {name!r}; there are {', '.join([*POLICIES, *PRESETS, ORACLE])}, or package.module:Class"
-            )
-        return load_policy(name, settings)
+        return load_policy(self.name, dict(self.settings))
 
     def _check_oracle(self) -> None:
         known = ("hold_below_s", *ORACLE_SETTINGS)
