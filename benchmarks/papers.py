@@ -122,7 +122,10 @@ class Runner:
         )
         with Progress(console=self._console, transient=True) as bar:
             task = bar.add_task(name)
-            return compare(plan, on_progress=lambda at: bar.update(task, completed=at.done_count, total=at.all_count))
+            result = compare(plan, on_progress=lambda at: bar.update(task, completed=at.done_count, total=at.all_count))
+        if result.stopped_by:
+            sys.exit(f"{name}: not complete, {result.stopped_by}")
+        return result
 
 
 # --- Figures 1, 4 and 5 ---------------------------------------------------------------------------

@@ -10,8 +10,10 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from decimal import Decimal
 from importlib.metadata import version
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from time import monotonic
 
 from rich import box
@@ -32,22 +34,22 @@ from thunderagent.simulator.comparison import (
     compare,
     processes_that_fit,
 )
-from thunderagent.simulator.intervals import Interval
+from thunderagent.simulator.processes import interrupts_ignored
 
 DESCRIPTION = """\
 Compare policies in the simulator: each at every load, with the same programs for each, on all cores.
 
 Every policy runs with the same seeds, so the ratio to the baseline is taken seed by seed. A folder gets a page with
 tables and plots (comparison.html), the figures as CSV, and all runs as JSON. The same options always give the same
-figures. Ctrl-C ends it, and the runs that are done count.
+figures. Ctrl-C ends it: the runs that are done count, those under way do not.
 
 Policies are what `serve` and `simulate` take, with settings behind colons: cap:n=6, thunderagent:delta_s=1, presets
 as thunderagent-ports, oracle, package.module:Class. cap-best is cap with the n that is best at each load: it tries
-n = 1, 2, 3, 4, 6, 8, 12, ... with the first seed.
+n = 1, 2, 3, 4, 6, 8, 12, ... with a seed that does not count.
 
 Examples:
   thunderagent compare --policies passthrough,cap-best,thunderagent --programs 4,8,16 --seeds 3 --minutes 10
-      small programs on a small engine: half a minute on two cores
+      small programs on a small engine: about 10 seconds on two cores
   thunderagent compare --policies passthrough,thunderagent,ttl:ttl_s=10,oracle --programs 24,48,96 --seeds 10 \\
       --workload mini-swe-agent --profile glm-4.6-h100x8 --minutes 30 --warmup-minutes 5 --out swe
       coding agents on one large replica
@@ -58,6 +60,8 @@ SHOWN_ALWAYS = ("policies", "programs", "seeds", "workload", "profile", "replica
 
 OUTSIDE_OF_THE_FIGURES = ("out", "process_count")
 """Options that change no figure."""
+
+MOST_SEEDS_COUNT = 10_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seeds", type=int, default=5, metavar="N", help="runs of each policy at each load (default: %(default)s)")
     add_scenario_arguments(parser)
     add(
-        "--jobs",
+        "--processes",
         type=int,
         dest="process_count",
         metavar="N",
@@ -99,7 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run what the options say; return the exit status: 0, or 1 if not all runs are complete.
 
-    Raises ConfigurationError for what is impossible, before anything runs.
+    Raises ConfigurationError for what is impossible, before anything runs. Ctrl-C ends the runs, but not the report.
     """
     from thunderagent.simulator.comparison_report import Making, write_report  # noqa: PLC0415 - needs an extra
 
@@ -107,8 +111,16 @@ def run(args: argparse.Namespace) -> int:
     processes_that_fit(plan)
     folder = _made_folder(args.out)
     begin_s = monotonic()
-    with _progress_bar(Console(stderr=True)) as on_progress:
-        result = compare(plan, on_progress=on_progress)
+    with interrupts_ignored():
+        with _progress_bar(Console(stderr=True)) as on_progress:
+            result = compare(plan, on_progress=on_progress)
+        making = Making(command_line(args), _made(monotonic() - begin_s))
+        paths, unwritten = [], ""
+        if result.runs:
+            try:
+                paths = write_report(folder, result, making)
+            except OSError as error:
+                unwritten = f"cannot write the report in {folder}: {error.strerror}"
     if result.stopped_by:
         print(
             f"thunderagent: not complete, {result.stopped_by}: {result.done_count} of {result.planned_count} runs "
@@ -117,16 +129,19 @@ def run(args: argparse.Namespace) -> int:
         )
     if not result.runs:
         return 1
-    paths = write_report(folder, result, Making(command_line(args), _made(monotonic() - begin_s)))
     console = Console(markup=False, emoji=False, highlight=False)
     console.print(table(result))
     for path in paths:
         console.print(str(path), soft_wrap=True)
-    return 0 if result.complete else 1
+    if unwritten:
+        print(f"thunderagent: {unwritten}", file=sys.stderr)
+    return 0 if result.complete and not unwritten else 1
 
 
 def plan_from(args: argparse.Namespace) -> ComparisonPlan:
     """Build the plan from parsed options; ConfigurationError says what is impossible about it."""
+    if not 1 <= args.seeds <= MOST_SEEDS_COUNT:
+        raise ConfigurationError(f"--seeds must be 1 to {MOST_SEEDS_COUNT:,}, got {args.seeds}")
     scenario = scenario_from(args, programs_count=max(args.programs), seed=0)
     return ComparisonPlan(
         scenario=scenario,
@@ -136,6 +151,7 @@ def plan_from(args: argparse.Namespace) -> ComparisonPlan:
         seeds=tuple(range(args.seeds)),
         baseline=args.baseline,
         process_count=args.process_count,
+        keep_samples=False,
     )
 
 
@@ -153,9 +169,10 @@ def command_line(args: argparse.Namespace) -> str:
 
 
 def _as_typed(name: str, value: object) -> str:
+    """Return what is read as the very same value; without exponents, whose - would be that of a range."""
     if isinstance(value, tuple):
         return ("-" if name == "sandbox_s" else ",").join(_as_typed(name, each) for each in value)
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return f"{Decimal(repr(value)):f}".removesuffix(".0") if isinstance(value, float) else str(value)
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -173,10 +190,15 @@ def _whole_numbers(text: str) -> tuple[int, ...]:
 
 
 def _made_folder(path: Path) -> Path:
+    """Make the folder, and see that a file can be made in it."""
     try:
         path.mkdir(exist_ok=True)
     except OSError as error:
         raise ConfigurationError(f"cannot make the folder {path}: {error.strerror}") from error
+    try:
+        NamedTemporaryFile(dir=path).close()
+    except OSError as error:
+        raise ConfigurationError(f"cannot write in the folder {path}: {error.strerror}") from error
     return path
 
 
@@ -192,6 +214,8 @@ def _made(took_s: float) -> dict[str, str]:
 
 
 # --- the terminal ---------------------------------------------------------------------------------------------------
+
+MEAN_AND_WIDTH = "{} ±{}"
 
 
 def table(result: ComparisonResult) -> Table:
@@ -216,18 +240,13 @@ def _add_row(shown: Table, row: Row, *, is_best: bool) -> None:
         policy += f" {row.policy.removeprefix('cap:')}"
     shown.add_row(
         policy,
-        Text(_with_width(row.turns_per_min, 1), style="bold" if is_best else ""),
-        "" if row.ratio is None else _with_width(row.ratio, 2),
+        Text(row.turns_per_min.text(1, form=MEAN_AND_WIDTH), style="bold" if is_best else ""),
+        "" if row.ratio is None else row.ratio.text(2, form=MEAN_AND_WIDTH),
         f"{row.hit_ratio.mean:.0%}",
         f"{row.turn_p50_s.mean:.1f}",
         f"{row.turn_p99_s.mean:.1f}",
         "" if row.limit_ratio is None else f"{row.limit_ratio.mean:.0%} {row.limited_by}",
     )
-
-
-def _with_width(interval: Interval, digits: int) -> str:
-    width = "" if interval.half_width is None else f" ±{interval.half_width:.{digits}f}"
-    return f"{interval.mean:.{digits}f}{width}"
 
 
 @contextmanager

@@ -6,36 +6,40 @@ Runs with one seed have the same programs, whoever schedules them, so contestant
 is taken seed by seed, and what seeds have in common falls out of its interval (`intervals.py`).
 
 A run is a fold without clock or threads (`run.py`), so runs go on processes of their own (`processes.py`). The first
-seed comes first for all, then the second, so a comparison that is interrupted still compares. The figures do not depend
-on how many processes there are.
+seed comes first for all, then the second, so a comparison that is interrupted, or ended by an error of a run, still
+compares. The figures do not depend on how many processes there are.
 
-`cap-best` is whatever number of programs is best for `cap`: at each load every number of a geometric grid is run with
-the first seed, and the one that comes nearest to its limit runs with the others too. It is what an operator gets who
-tries them all beforehand, so no other contestant is told as much, but for the oracle.
+`cap-best` is whatever number of programs is best for `cap`: at each load every number of a geometric grid is run with a
+seed that is none of the plan's, and the one that comes nearest to its limit runs with all of those: a run that chose
+itself would be too good. It is what an operator gets who tries them all beforehand, so no other contestant is told as
+much, but for the oracle.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from thunderagent.errors import ConfigurationError
+from thunderagent.errors import ConfigurationError, ThunderAgentError
 from thunderagent.simulator.clients import Supply
 from thunderagent.simulator.contestants import Contestant
 from thunderagent.simulator.intervals import Interval
 from thunderagent.simulator.plans import Workload
 from thunderagent.simulator.processes import PROCESS_BYTES, GoOn, do_here, do_on_processes
-from thunderagent.simulator.report import RunResult
-from thunderagent.simulator.scenario import Scenario, available_bytes, estimate_bytes
+from thunderagent.simulator.report import RunResult, Sample
+from thunderagent.simulator.scenario import MEMORY_ADVICE, Scenario, available_bytes, estimate_bytes
 
 CAP_BEST = "cap-best"
 
 COSTS = ("decode", "prefill", "recompute", "caching", "unused")
 """The five costs of the ledger, useful work first."""
+
+KEPT_SAMPLES_COUNT = 120
+"""Samples of a run that a report has, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +48,8 @@ class ComparisonPlan:
 
     `scenario` is that of every run, but for its seed and `programs_count`; the events of runs are not kept.
     `contestants` are texts that `Contestant.parse` reads, or `cap-best`. Ratios are to `baseline`, or to the first of
-    the contestants. `process_count` None: one for each core, as far as memory reaches.
+    the contestants. `process_count` None: one for each core, as far as memory reaches. `keep_samples` False spares
+    memory: of other seeds than the first there is only what a plot of imbalance needs.
     """
 
     scenario: Scenario
@@ -54,6 +59,7 @@ class ComparisonPlan:
     seeds: tuple[int, ...] = tuple(range(10))
     baseline: str = ""
     process_count: int | None = None
+    keep_samples: bool = True
 
     def __post_init__(self) -> None:
         for what, values in (
@@ -63,7 +69,7 @@ class ComparisonPlan:
         ):
             if not values:
                 raise ConfigurationError(f"nothing to compare: no {what}")
-            if twice := [value for value in values if values.count(value) > 1]:
+            if twice := [value for value, count in Counter(values).items() if count > 1]:
                 raise ConfigurationError(f"{what}: {twice[0]} is there twice")
         policies = [Contestant.parse(text) for text in self.contestants if text != CAP_BEST]
         if not self.baseline:
@@ -83,6 +89,11 @@ class ComparisonPlan:
     def scenario_of(self, programs_count: int, seed: int) -> Scenario:
         """Return the scenario of one run."""
         return replace(self.scenario, programs_count=programs_count, seed=seed, keep_events=False)
+
+    @property
+    def sweep_seed(self) -> int:
+        """Return the seed of the sweeps of `cap-best`: none of those whose runs count."""
+        return max(self.seeds) + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +119,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class CapSweep:
-    """What `cap-best` tried at a load, with the first seed: each number of programs with how good it was.
+    """What `cap-best` tried at a load, with the seed of sweeps: each number of programs with how good it was.
 
     That is the part of its limit that a run reached: turns a minute would praise a cap that lets everybody begin and
     nobody grow. Where nothing limits a run it is turns a minute all the same.
@@ -250,7 +261,7 @@ class ComparisonProgress:
 def compare(
     plan: ComparisonPlan, *, on_progress: Callable[[ComparisonProgress], None] | None = None
 ) -> ComparisonResult:
-    """Run a comparison and return its figures; an interrupt (Ctrl-C) ends it, and what is done counts.
+    """Run a comparison and return its figures; an interrupt (Ctrl-C) or a run's error ends it, and what is done counts.
 
     Raises ConfigurationError if its runs would not fit in memory. With one process everything runs in this one;
     otherwise the module that was started must be safe to import, as `multiprocessing` says.
@@ -285,8 +296,7 @@ def processes_that_fit(plan: ComparisonPlan) -> int:
     if fitting_count < (plan.process_count or 1):
         raise ConfigurationError(
             f"{wanted_count} runs at a time would need about {wanted_count * needed_bytes / 2**30:.1f} GiB of memory, "
-            f"and {(free_bytes or 0) / 2**30:.1f} GiB are free: that is enough for {fitting_count}; simulate fewer "
-            "programs or replicas, a smaller KV pool, or larger blocks"
+            f"and {(free_bytes or 0) / 2**30:.1f} GiB are free: that is enough for {fitting_count}; {MEMORY_ADVICE}"
         )
     return fitting_count
 
@@ -294,10 +304,27 @@ def processes_that_fit(plan: ComparisonPlan) -> int:
 def _run_one(plan: ComparisonPlan, planned: PlannedRun, go_on: GoOn) -> RunResult:
     """Do one run of a comparison, and ask at each of its samples whether to go on."""
     scenario = plan.scenario_of(planned.programs_count, planned.seed)
-    result = Contestant.parse(planned.policy).run(scenario, plan.workload, on_progress=lambda _: go_on())
+    try:
+        result = Contestant.parse(planned.policy).run(scenario, plan.workload, on_progress=lambda _: go_on())
+    except ThunderAgentError as error:
+        which = f"{planned.policy} with {planned.programs_count} programs and seed {planned.seed}"
+        raise ThunderAgentError(f"{which} failed: {error}") from error
     if not result.complete and result.simulated_s < scenario.horizon_s:  # a run takes Ctrl-C for its end
         raise KeyboardInterrupt
-    return result
+    return replace(result, samples=_kept_samples(plan, planned, result.samples))
+
+
+def _kept_samples(plan: ComparisonPlan, planned: PlannedRun, samples: tuple[Sample, ...]) -> tuple[Sample, ...]:
+    if plan.keep_samples or planned.seed == plan.seeds[0]:
+        return samples
+    if planned.seed not in plan.seeds or plan.scenario.replica_count == 1:
+        return ()
+    return tuple(replace(sample, replicas=()) for sample in thinned(samples))
+
+
+def thinned(samples: Sequence[Sample]) -> Sequence[Sample]:
+    """Return every second, third, ... sample: at most `KEPT_SAMPLES_COUNT`, equally far from one another."""
+    return samples[:: max(1, math.ceil(len(samples) / KEPT_SAMPLES_COUNT))]
 
 
 def cap_grid(programs_count: int) -> list[int]:
@@ -315,6 +342,7 @@ class _Grid:
         self.done: dict[PlannedRun, RunResult] = {}
         self.todo: deque[PlannedRun] = deque()
         self.all_count = 0
+        self._seed_places = {seed: place for place, seed in enumerate(plan.seeds)}
         for seed in plan.seeds:
             for programs_count in sorted(plan.programs_counts, reverse=True):  # the longest runs first
                 self._plan_runs(programs_count, seed)
@@ -327,21 +355,29 @@ class _Grid:
             elif seed == self._plan.seeds[0]:
                 sweep = self._sweep(programs_count)
                 self.todo.extend(sweep)
-                self.all_count += len(sweep) + len(self._plan.seeds) - 1
+                self.all_count += len(sweep) + len(self._plan.seeds)
 
     def _sweep(self, programs_count: int) -> list[PlannedRun]:
         return [
-            PlannedRun(CAP_BEST, f"cap:n={number}", programs_count, self._plan.seeds[0])
+            PlannedRun(CAP_BEST, f"cap:n={number}", programs_count, self._plan.sweep_seed)
             for number in cap_grid(programs_count)
         ]
+
+    def _place(self, planned: PlannedRun) -> tuple[int, int, int]:
+        """Return what the order of `todo` is by: a sweep is where the first seed is."""
+        contestant_place = self._plan.contestants.index(planned.contestant)
+        return self._seed_places.get(planned.seed, 0), -planned.programs_count, contestant_place
 
     def note(self, planned: PlannedRun, result: RunResult) -> None:
         """Note a run that is done; the last of a sweep says which runs of `cap-best` are still to do."""
         self.done[planned] = result
-        if planned.contestant == CAP_BEST and planned.seed == self._plan.seeds[0]:
+        if planned.contestant == CAP_BEST and planned.seed == self._plan.sweep_seed:
             best = self._best_of_sweep(planned.programs_count)
             if best is not None:
-                self.todo.extend(replace(best, seed=seed) for seed in self._plan.seeds[1:])
+                found = [replace(planned, policy=best, seed=seed) for seed in self._plan.seeds]
+                in_order = sorted([*self.todo, *found], key=self._place)
+                self.todo.clear()
+                self.todo.extend(in_order)
 
     def sweeps(self) -> Iterator[CapSweep]:
         """Give the sweeps that are done."""
@@ -366,14 +402,15 @@ class _Grid:
                     best = self._best_of_sweep(programs_count)
                     if best is None:
                         continue
-                    policy = best.policy
+                    policy = best
                 for seed in self._plan.seeds:
                     result = self.done.get(PlannedRun(contestant, policy, programs_count, seed))
                     if result is not None:
                         yield Run(contestant, policy, programs_count, seed, result)
 
-    def _best_of_sweep(self, programs_count: int) -> PlannedRun | None:
+    def _best_of_sweep(self, programs_count: int) -> str | None:
+        """Return the policy that was the best at a load; None before that is known."""
         for sweep in self.sweeps():
             if sweep.programs_count == programs_count:
-                return PlannedRun(CAP_BEST, f"cap:n={sweep.best_count}", programs_count, self._plan.seeds[0])
+                return f"cap:n={sweep.best_count}"
         return None

@@ -10,6 +10,7 @@ import csv
 import io
 import json
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from html import escape
@@ -18,13 +19,10 @@ from typing import Any
 
 from thunderagent import __version__
 from thunderagent.simulator import plots
-from thunderagent.simulator.comparison import COSTS, ComparisonResult, Row, Run, cost_parts
+from thunderagent.simulator.comparison import COSTS, ComparisonResult, Row, Run, cost_parts, thinned
 from thunderagent.simulator.intervals import Interval
 from thunderagent.simulator.plots import Plot
-from thunderagent.simulator.report import Sample
-
-KEPT_SAMPLES_COUNT = 120
-"""Of each run with the first seed, at most; of the others none, so that the file stays small."""
+from thunderagent.simulator.report import finite
 
 FIGURES = (
     "turns_per_min",
@@ -54,17 +52,27 @@ class Making:
 
 
 def write_report(folder: Path, result: ComparisonResult, making: Making) -> list[Path]:
-    """Write `comparison.html`, `comparison.csv`, `runs.csv` and `comparison.json` into a folder that is there."""
+    """Write `comparison.html`, `comparison.csv`, `runs.csv` and `comparison.json` into a folder that is there.
+
+    Each is written under another name first, so that files of an earlier report are replaced as a whole, or stay.
+    Raises OSError.
+    """
     texts = {
         "comparison.html": html_page(result, plots.draw(result), making),
         "comparison.csv": rows_csv(result.rows()),
         "runs.csv": runs_csv(result.runs),
         "comparison.json": json_text(result, making),
     }
-    paths = [folder / name for name in texts]
-    for path, text in zip(paths, texts.values(), strict=True):
-        path.write_text(text, encoding="utf-8")
-    return paths
+    written = {folder / name: folder / f".{name}.{os.getpid()}" for name in texts}
+    try:
+        for path, text in zip(written.values(), texts.values(), strict=True):
+            path.write_text(text, encoding="utf-8")
+        for path, temporary_path in written.items():
+            temporary_path.replace(path)
+    finally:
+        for path in written.values():
+            path.unlink(missing_ok=True)
+    return list(written)
 
 
 # --- CSV and JSON ---------------------------------------------------------------------------------------------------
@@ -163,7 +171,7 @@ def json_text(result: ComparisonResult, making: Making) -> str:
         "cap_best": [
             {"programs": sweep.programs_count, "n": sweep.best_count, "tried": sweep.tried} for sweep in result.sweeps
         ],
-        "rows": [asdict(row) for row in result.rows()],
+        "rows": [_row(row) for row in result.rows()],
     }
     lines = [f"{json.dumps(key)}: {_json(value)}" for key, value in head.items()]
     runs = ",\n".join(_json(_run(run, result)) for run in result.runs)
@@ -178,12 +186,19 @@ def _scenario(result: ComparisonResult) -> dict[str, Any]:
     return scenario
 
 
+def _row(row: Row) -> dict[str, Any]:
+    figures = asdict(row)
+    for name in ("contestant", "policy", "programs_count"):
+        del figures[name]
+    return {"policy": row.contestant, "ran": row.policy, "programs": row.programs_count, **figures}
+
+
 def _run(run: Run, result: ComparisonResult) -> dict[str, Any]:
     keeps_samples = run.seed == result.plan.seeds[0]
     values = run.result.to_json()
     values["samples"] = [asdict(sample) for sample in thinned(run.result.samples)] if keeps_samples else []
     return {
-        "contestant": run.contestant,
+        "policy": run.contestant,
         "ran": run.policy,
         "programs": run.programs_count,
         "seed": run.seed,
@@ -191,24 +206,8 @@ def _run(run: Run, result: ComparisonResult) -> dict[str, Any]:
     }
 
 
-def thinned(samples: Sequence[Sample]) -> Sequence[Sample]:
-    """Return every second, third, ... sample: at most `KEPT_SAMPLES_COUNT`, equally far from one another."""
-    return samples[:: max(1, math.ceil(len(samples) / KEPT_SAMPLES_COUNT))]
-
-
 def _json(value: object) -> str:
-    return json.dumps(_finite(value), separators=(",", ":"), allow_nan=False)
-
-
-def _finite(value: Any) -> Any:
-    """Return the value with null for what JSON has no number for: what nothing limits is infinite."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _finite(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
-    return value
+    return json.dumps(finite(value), separators=(",", ":"), allow_nan=False)
 
 
 # --- the page -------------------------------------------------------------------------------------------------------
@@ -355,27 +354,22 @@ def _findings(result: ComparisonResult) -> str:
         best = max(rows, key=lambda row: row.turns_per_min.mean)
         least = min(row.turns_per_min.mean for row in rows)
         if len(rows) > 1 and least >= (1 - EQUAL_UP_TO_RATIO) * best.turns_per_min.mean:
-            said.append(f"<li>{programs_count} programs: all made {_plain(best.turns_per_min, 1)} turns/min.</li>")
+            said.append(f"<li>{programs_count} programs: all made {best.turns_per_min.text(1)} turns/min.</li>")
             continue
-        words = f"{programs_count} programs: {best.contestant} made the most turns/min, {_plain(best.turns_per_min, 1)}"
+        words = f"{programs_count} programs: {best.contestant} made the most turns/min, {best.turns_per_min.text(1)}"
         if best.contestant != result.plan.baseline and best.ratio is not None:
-            words += f", which is {_plain(best.ratio, 2)} times {result.plan.baseline}"
+            words += f", which is {best.ratio.text(2)} times {result.plan.baseline}"
         if best.limit_ratio is not None:
             words += f" and {best.limit_ratio.mean:.0%} of the limit"
         said.append(f"<li>{escape(words)}.</li>")
     return f"<section><h2>In short</h2><ul>{''.join(said)}</ul></section>" if said else ""
 
 
-def _plain(interval: Interval, digits: int) -> str:
-    half_width = "" if interval.half_width is None else f" ± {interval.half_width:.{digits}f}"
-    return f"{interval.mean:.{digits}f}{half_width}"
-
-
 def _sweep_words(result: ComparisonResult) -> str:
     if not result.sweeps:
         return ""
     found = ", ".join(f"n={sweep.best_count} of {sweep.programs_count} programs" for sweep in result.sweeps)
-    return f"cap-best is the policy cap with the n that came nearest to its limit with the first seed: {found}."
+    return f"cap-best is the policy cap with the n that came nearest to its limit with a seed besides these: {found}."
 
 
 def _table(result: ComparisonResult) -> str:
@@ -410,11 +404,7 @@ def _table_line(row: Row, *, is_best: bool) -> str:
 
 
 def _cell(interval: Interval | None, digits: int, *, percent: bool = False) -> str:
-    if interval is None:
-        return NOTHING
-    scale, unit = (100, " %") if percent else (1, "")
-    half_width = "" if interval.half_width is None else f" <small>± {interval.half_width * scale:.{digits}f}</small>"
-    return f"{interval.mean * scale:.{digits}f}{unit}{half_width}"
+    return NOTHING if interval is None else interval.text(digits, percent=percent, form="{} <small>± {}</small>")
 
 
 def _facts(result: ComparisonResult, making: Making) -> str:

@@ -53,6 +53,12 @@ class Interval:
         """Return the upper end; the mean where nothing is known of the spread."""
         return self.mean + (self.half_width or 0.0)
 
+    def text(self, digits: int, *, percent: bool = False, form: str = "{} ± {}") -> str:
+        """Return the mean, and how far it may be off where that is known; `form` has a place for each."""
+        scale, unit = (100, " %") if percent else (1, "")
+        mean = f"{self.mean * scale:.{digits}f}{unit}"
+        return mean if self.half_width is None else form.format(mean, f"{self.half_width * scale:.{digits}f}")
+
 
 @functools.cache
 def t_quantile(freedom_count: int, confidence: float = CONFIDENCE) -> float:

@@ -107,7 +107,6 @@ def draw(result: ComparisonResult) -> tuple[Plot, ...]:
     if not result.runs:
         return ()
     heaviest_count = result.programs_counts[-1]
-    seed = result.plan.seeds[0]
     at_heaviest = f"with {heaviest_count} programs"
     against_load = "against load" if len(result.programs_counts) > 1 else at_heaviest
     warmup = "; what is shaded is the warm-up" if result.plan.scenario.warmup_s else ""
@@ -152,13 +151,6 @@ def draw(result: ComparisonResult) -> tuple[Plot, ...]:
             costs(result),
         ),
         Plot(
-            "memory",
-            "Memory over time",
-            f"What programs claim and what running turns use of each replica's capacity, {at_heaviest}, seed {seed}: a "
-            f"line for each replica, and a scale for each policy{warmup}.",
-            memory(result),
-        ),
-        Plot(
             "held",
             "Held time by program size",
             f"How long turns waited for their leases, by the size of their prompts, {at_heaviest}: means of each run's "
@@ -166,6 +158,18 @@ def draw(result: ComparisonResult) -> tuple[Plot, ...]:
             held_by_size(result),
         ),
     ]
+    seed = _seed_of_memory(result, heaviest_count)
+    if seed is not None:
+        plots.insert(
+            -1,
+            Plot(
+                "memory",
+                "Memory over time",
+                f"What programs claim and what running turns use of each replica's capacity, {at_heaviest}, seed "
+                f"{seed}: a line for each replica, and a scale for each policy{warmup}.",
+                memory(result, seed=seed),
+            ),
+        )
     if result.plan.scenario.replica_count > 1:
         plots.insert(
             -1,
@@ -292,12 +296,19 @@ def costs(result: ComparisonResult) -> Figure:
 
 @_as_svg
 def memory(result: ComparisonResult, programs_count: int | None = None, seed: int | None = None) -> Figure:
-    """Draw demand and used memory of each replica over time: a panel for each contestant, at one load, one seed."""
-    chosen = []
-    for contestant, runs in _runs_at(result, programs_count):
-        run = next((run for run in runs if seed is None or run.seed == seed), None)
-        if run is not None:
-            chosen.append((contestant, run))
+    """Draw demand and used memory of each replica over time: a panel for each contestant, at one load, one seed.
+
+    Without a seed it is the one that most contestants can be drawn with. Raises ValueError if none can.
+    """
+    seed = _seed_of_memory(result, programs_count) if seed is None else seed
+    chosen = [
+        (contestant, run)
+        for contestant, runs in _runs_at(result, programs_count)
+        for run in runs
+        if run.seed == seed and _has_memory(run)
+    ]
+    if not chosen:
+        raise ValueError(f"no run with seed {seed} has samples of memory")
     columns_count = 2 if len(chosen) in (2, 4) else min(3, len(chosen))
     rows_count = math.ceil(len(chosen) / columns_count)
     figure = Figure(figsize=(WIDTH_IN, 0.7 + 1.55 * rows_count), layout="constrained")
@@ -327,8 +338,9 @@ def imbalance(result: ComparisonResult, programs_count: int | None = None) -> Fi
     """Draw the difference between the largest and the smallest demand over time, at a load."""
     figure, axes = _figure(result, always_curves=True)
     highest_percent = 1.0
+    part_s = _part_s(result, programs_count)
     for contestant, runs in _runs_at(result, programs_count):
-        parts = [_over_time(run.result.samples) for run in runs]
+        parts = [_over_time(run.result.samples, part_s) for run in runs]
         points = list(zip(*parts, strict=False))  # a batch may be through sooner with one seed than with another
         minutes = [fmean(now_s for now_s, _ in point) / 60 for point in points]
         percents = [Interval.of([imbalance_ratio * 100 for _, imbalance_ratio in point]) for point in points]
@@ -530,13 +542,30 @@ def _draw_warmup(axes: Axes, warmup_s: float) -> None:
         axes.axvspan(0, warmup_s / 60, color=SOFT_INK, alpha=0.1, linewidth=0)
 
 
-def _over_time(samples: Sequence[Sample]) -> list[tuple[float, float]]:
-    """Return time and imbalance, averaged over so many samples that the line can be read."""
-    at_once = max(1, math.ceil(len(samples) / TIME_PARTS_COUNT))
-    parts = [samples[begin : begin + at_once] for begin in range(0, len(samples), at_once)]
-    return [
-        (fmean(sample.now_s for sample in part), fmean(sample.imbalance_ratio for sample in part)) for part in parts
-    ]
+def _has_memory(run: Run) -> bool:
+    return any(sample.replicas for sample in run.result.samples)
+
+
+def _seed_of_memory(result: ComparisonResult, programs_count: int | None) -> int | None:
+    """Return the first of the seeds with which the memory of most contestants is known at a load; None without any."""
+    known = [run.seed for _, runs in _runs_at(result, programs_count) for run in runs if _has_memory(run)]
+    return max(result.plan.seeds, key=known.count) if known else None
+
+
+def _part_s(result: ComparisonResult, programs_count: int | None) -> float:
+    """Return over how long samples are averaged at a load, so that the longest line can be read: whole samples."""
+    interval_s = result.plan.scenario.sample_interval_s
+    runs = [run for _, runs in _runs_at(result, programs_count) for run in runs]
+    longest_s = max((sample.now_s for run in runs for sample in run.result.samples[-1:]), default=0.0)
+    return math.ceil((round(longest_s / interval_s) + 1) / TIME_PARTS_COUNT) * interval_s
+
+
+def _over_time(samples: Sequence[Sample], part_s: float) -> list[tuple[float, float]]:
+    """Return the middle of each part of the time with the mean imbalance in it: the same parts for every run."""
+    parts: dict[int, list[float]] = {}
+    for sample in samples:
+        parts.setdefault(int(sample.now_s / part_s + 1e-6), []).append(sample.imbalance_ratio)
+    return [((number + 0.5) * part_s, fmean(ratios)) for number, ratios in parts.items()]
 
 
 def _held(runs: Sequence[Run], figure_of: Callable[[HeldBySize], float]) -> dict[int, Interval]:

@@ -31,6 +31,9 @@ TURN_BYTES = 750
 EVENTS_OF_TURN_BYTES = 2_500
 """Memory of a turn's events and decisions, where they are kept: 215 an event measured, and about ten of them."""
 
+MEMORY_ADVICE = "simulate fewer programs or replicas, a smaller KV pool, or larger blocks"
+"""What to do where memory is short."""
+
 SAMPLED_PROGRAMS_COUNT = 16
 """Programs whose plans are looked at to estimate a run's memory."""
 
@@ -135,5 +138,5 @@ def check_memory(needed_bytes: int, free_bytes: int | None) -> None:
     if free_bytes is not None and needed_bytes > free_bytes:
         raise ConfigurationError(
             f"this run would need about {needed_bytes / 2**30:.1f} GiB of memory, and {free_bytes / 2**30:.1f} GiB are "
-            "free: simulate fewer programs or replicas, a smaller KV pool, or larger blocks"
+            f"free: {MEMORY_ADVICE}"
         )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shlex
 import sys
+import threading
 from html import unescape
 from pathlib import Path
 
@@ -14,7 +16,21 @@ import pytest
 from thunderagent.cli import main
 from thunderagent.simulator.compare_command import add_arguments, command_line
 
-QUICK = ("compare", "--policies", "passthrough,cap:n=3", "--programs", "8", "--minutes", "1", "--jobs", "1")
+QUICK = ("compare", "--policies", "passthrough,cap:n=3", "--programs", "8", "--minutes", "1", "--processes", "1")
+PRESSED_OFTEN = """
+import os
+import signal
+from threading import Timer
+from thunderagent.programs.policies.passthrough import Passthrough
+
+class Pressed(Passthrough):
+    def place(self, view, program, candidates):
+        for after_s in (0.01, 0.05, 0.1):
+            Timer(after_s, os.kill, (os.getpid(), signal.SIGINT)).start()
+        os.kill(os.getpid(), signal.SIGINT)
+        return super().place(view, program, candidates)
+"""
+
 FILES = ["comparison.csv", "comparison.html", "comparison.json", "runs.csv"]
 
 INTERRUPTED = """
@@ -71,7 +87,7 @@ def test_the_command_in_the_report_makes_the_same_figures_again(tmp_path: Path) 
     assert exit_status(*QUICK, *options, "--out", str(tmp_path / "a")) == 0
     first = files_of(tmp_path / "a")
     command = unescape(first["comparison.html"].partition("<pre>")[2].partition("</pre>")[0])
-    assert exit_status(*shlex.split(command)[1:], "--jobs", "1", "--out", str(tmp_path / "b")) == 0
+    assert exit_status(*shlex.split(command)[1:], "--processes", "1", "--out", str(tmp_path / "b")) == 0
     again = files_of(tmp_path / "b")
     assert {name: again[name] for name in FILES if name.endswith("csv")} == {
         name: first[name] for name in FILES if name.endswith("csv")
@@ -94,12 +110,60 @@ def test_a_command_is_read_as_it_was_written() -> None:
         "--baseline",
         "oracle",
     )
-    args = parser.parse_args([*options, "--programs", "2,40", "--jobs", "7", "--out", "there", "--disk-gib", "1.5"])
+    args = parser.parse_args(
+        [*options, "--programs", "2,40", "--processes", "7", "--out", "there", "--disk-gib", "1.5"]
+    )
     command = command_line(args)
     assert "'a file.jsonl'" in command
-    assert "--jobs" not in command
+    assert "--processes" not in command
     again = vars(parser.parse_args(shlex.split(command)[2:]))
     assert again == vars(args) | {"process_count": None, "out": Path("comparison")}
+
+
+def test_every_number_is_read_as_the_very_same() -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    for options in (
+        ("--minutes", "1234567.125"),
+        ("--minutes", "1e-07"),
+        ("--sandbox-s", "0.00001-12.3456789"),
+        ("--warmup-minutes", "0.1", "--disk-gib", "inf"),
+    ):
+        args = parser.parse_args(options)
+        again = parser.parse_args(shlex.split(command_line(args))[2:])
+        assert vars(again) == vars(args)
+    assert "--minutes 10 " in command_line(parser.parse_args(["--minutes", "10"])) + " "
+
+
+def test_a_second_interrupt_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ctrl-C while the report is written is too late, whether or not there was one before."""
+    (tmp_path / "pressed_often.py").write_text(PRESSED_OFTEN)
+    monkeypatch.syspath_prepend(tmp_path)
+    options = ("--policies", "passthrough,pressed_often:Pressed", "--out", str(tmp_path / "report"))
+    assert exit_status(*QUICK, *options) == 1
+    for thread in threading.enumerate():
+        if isinstance(thread, threading.Timer):
+            thread.join()
+    assert "it was interrupted: 1 of 10 runs are done" in capsys.readouterr().err
+    assert sorted(files_of(tmp_path / "report")) == FILES
+
+
+def test_a_report_that_cannot_be_written_is_no_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The table is printed all the same."""
+    (tmp_path / "comparison.json").mkdir()
+    assert exit_status(*QUICK, "--seeds", "1", "--out", str(tmp_path)) == 1
+    said = capsys.readouterr()
+    assert said.err == f"thunderagent: cannot write the report in {tmp_path}: Is a directory\n"
+    assert "cap:n=3" in said.out
+    assert [path for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_folder_in_which_nothing_can_be_written_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """Before anything runs."""
+    assert exit_status(*QUICK, "--out", "/proc") == 2
+    assert "cannot write in the folder /proc" in capsys.readouterr().err
 
 
 def test_an_interrupt_leaves_a_report_of_what_is_done(
@@ -153,9 +217,10 @@ def test_a_recorded_trace_is_compared(tmp_path: Path, capsys: pytest.CaptureFixt
         (("--programs", "4,x"), "not whole numbers with commas between: '4,x'"),
         (("--programs", "0"), "programs_count must be at least 1"),
         (("--programs", "4,4"), "numbers of programs: 4 is there twice"),
-        (("--seeds", "0"), "nothing to compare: no seeds"),
-        (("--jobs", "0"), "at least 1 process"),
-        (("--jobs", "100000"), "that is enough for"),
+        (("--seeds", "0"), "--seeds must be 1 to 10,000, got 0"),
+        (("--seeds", "10001"), "--seeds must be 1 to 10,000, got 10001"),
+        (("--processes", "0"), "at least 1 process"),
+        (("--processes", "100000"), "that is enough for"),
         (("--programs", "1000000000000"), "GiB are free: that is enough for 0"),
         (("--workload", "nonsense"), "unknown workload"),
         (("--loop", "open"), "no arrival"),
@@ -214,5 +279,8 @@ def test_every_option_is_on_its_page() -> None:
 def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_status("compare", "--help") == 0
     out = " ".join(capsys.readouterr().out.split())
-    for words in ("the same programs for each", "cap-best", "comparison.html", "--baseline", "--jobs", "oracle"):
+    page = (Path(__file__).parents[3] / "docs" / "simulator.md").read_text()
+    (takes,) = re.findall(r"takes (about \d+ seconds on two cores)\.\s+The folder `comparison`", page)
+    assert takes in out
+    for words in ("the same programs for each", "cap-best", "comparison.html", "--baseline", "--processes", "oracle"):
         assert words in out

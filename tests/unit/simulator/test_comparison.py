@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import inf
@@ -13,6 +14,7 @@ import pytest
 from thunderagent.errors import ConfigurationError
 from thunderagent.programs.policies.passthrough import Passthrough
 from thunderagent.simulator.comparison import (
+    KEPT_SAMPLES_COUNT,
     CapSweep,
     ComparisonPlan,
     ComparisonProgress,
@@ -22,6 +24,7 @@ from thunderagent.simulator.comparison import (
     compare,
     cost_parts,
     processes_that_fit,
+    thinned,
 )
 from thunderagent.simulator.plans import ProgramPlan
 from thunderagent.simulator.records import EngineConfig
@@ -157,7 +160,7 @@ def test_cap_best_tries_a_geometric_grid(programs_count: int, tried: list[int]) 
 
 
 def test_cap_best_runs_the_best_for_all_seeds() -> None:
-    """It was found with the first seed; its run of then is not done again."""
+    """It was found with another seed: a run that chose itself would be too good."""
     plan = replace(PLAN, contestants=("cap-best", "cap:n=4"), programs_counts=(8,), seeds=(0, 1), baseline="")
     result = compare(plan)
     (sweep,) = result.sweeps
@@ -167,8 +170,35 @@ def test_cap_best_runs_the_best_for_all_seeds() -> None:
     assert [(run.policy, run.seed) for run in result.runs_of("cap-best", 8)] == [
         (f"cap:n={best_count}", s) for s in (0, 1)
     ]
-    assert result.runs_of("cap-best", 8)[0].result.limit_ratio == max(reached for _, reached in sweep.tried)
-    assert result.done_count == result.planned_count == 6 + 1 + 2
+    outside = replace(plan, contestants=(f"cap:n={best_count}",), seeds=(plan.sweep_seed,), baseline="")
+    assert compare(outside).runs[0].result.limit_ratio == max(reached for _, reached in sweep.tried)
+    assert result.done_count == result.planned_count == 6 + 2 + 2
+
+
+def test_what_cap_best_found_takes_its_place_in_the_order_of_seeds() -> None:
+    order: list[tuple[str, int, int]] = []
+
+    def on_progress(progress: ComparisonProgress) -> None:
+        if progress.last is not None:
+            order.append((progress.last.contestant, progress.last.programs_count, progress.last.seed))
+
+    compare(
+        replace(PLAN, contestants=("cap-best", "sticky"), programs_counts=(2, 3), seeds=(5, 3), baseline=""),
+        on_progress=on_progress,
+    )
+    ran = list(dict.fromkeys(order))
+    assert ran == [
+        ("cap-best", 3, 6),
+        ("cap-best", 3, 5),
+        ("sticky", 3, 5),
+        ("cap-best", 2, 6),
+        ("cap-best", 2, 5),
+        ("sticky", 2, 5),
+        ("cap-best", 3, 3),
+        ("sticky", 3, 3),
+        ("cap-best", 2, 3),
+        ("sticky", 2, 3),
+    ]
 
 
 def test_of_equally_good_caps_the_smallest_is_best() -> None:
@@ -190,7 +220,7 @@ def test_of_equally_good_caps_the_smallest_is_best() -> None:
         ({"seeds": ()}, "no seeds"),
         ({"process_count": 0}, "at least 1 process, got 0"),
         ({"scenario": replace(SCENARIO, loop="open")}, "no arrival"),
-        ({"contestants": ("oracle",), "scenario": replace(SCENARIO, engine=EngineConfig(64))}, "has no bounds here"),
+        ({"contestants": ("oracle",), "scenario": replace(SCENARIO, engine=EngineConfig(64))}, "an engine takes 64"),
     ],
 )
 def test_an_impossible_plan_is_refused(changes: dict[str, object], says: str) -> None:
@@ -259,9 +289,33 @@ class RunsDry:
         return plan if index < 10 else replace(plan, turns=())
 
 
-def test_an_error_of_a_run_is_raised() -> None:
-    with pytest.raises(ConfigurationError, match=r"program 10 .* has no turns"):
-        compare(replace(PLAN, workload=RunsDry()))
+@pytest.mark.parametrize("process_count", [1, 2])
+def test_an_error_of_a_run_keeps_what_is_done(process_count: int) -> None:
+    """One program at a time does not come to the impossible one; two do."""
+    plan = replace(PLAN, workload=RunsDry(), contestants=("cap:n=1", "passthrough"), programs_counts=(2,), baseline="")
+    result = compare(replace(plan, process_count=process_count, seeds=(5,)))
+    assert re.search(r"^\S+ with 2 programs and seed 5 failed: .*program 10 .*has no turns", result.stopped_by)
+    assert not result.complete
+    if process_count == 1:
+        assert keys(result) == [("cap:n=1", 2, 5)]
+
+
+def test_of_other_seeds_only_what_is_shown_is_kept() -> None:
+    """All of the first, of the others what a plot of imbalance needs, and of sweeps nothing."""
+    scenario = replace(SCENARIO, replica_count=2, sample_interval_s=0.2)
+    plan = replace(PLAN, scenario=scenario, contestants=("passthrough", "cap-best"), programs_counts=(2,))
+    whole = compare(plan)
+    spare = compare(replace(plan, keep_samples=False))
+    for run, all_of_it in zip(spare.runs, whole.runs, strict=True):
+        assert replace(run.result, samples=()) == replace(all_of_it.result, samples=())
+        if run.seed == 5:
+            assert run.result.samples == all_of_it.result.samples
+        else:
+            kept = thinned(all_of_it.result.samples)
+            assert run.result.samples == tuple(replace(sample, replicas=()) for sample in kept)
+            assert len(kept) <= KEPT_SAMPLES_COUNT < len(all_of_it.result.samples)
+    single = compare(replace(plan, scenario=replace(scenario, replica_count=1), keep_samples=False))
+    assert [bool(run.result.samples) for run in single.runs] == [True, False] * 2
 
 
 def test_processes_change_no_figure(result: ComparisonResult) -> None:

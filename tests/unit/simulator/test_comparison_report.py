@@ -7,27 +7,23 @@ import io
 import json
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
 
 from thunderagent.errors import ConfigurationError
 from thunderagent.simulator import plots
-from thunderagent.simulator.comparison import ComparisonPlan, ComparisonResult, compare
-from thunderagent.simulator.comparison_report import (
-    KEPT_SAMPLES_COUNT,
-    Making,
-    html_page,
-    json_text,
-    rows_csv,
-    runs_csv,
-    thinned,
-)
+from thunderagent.simulator.comparison import KEPT_SAMPLES_COUNT, ComparisonPlan, ComparisonResult, compare, thinned
+from thunderagent.simulator.comparison_report import Making, html_page, json_text, rows_csv, runs_csv, write_report
 from thunderagent.simulator.plans import ProgramPlan
 from thunderagent.simulator.plots import Plot, draw
 from thunderagent.simulator.records import EngineConfig
+from thunderagent.simulator.report import Sample
 from thunderagent.simulator.scenario import Scenario
 from thunderagent.simulator.timing import profile
 from thunderagent.simulator.workloads import workload
@@ -113,10 +109,13 @@ def test_json_has_every_run_but_few_samples(result: ComparisonResult) -> None:
     assert (written["command"], written["made"]) == (MAKING.command, dict(MAKING.made))
     assert written["plan"]["scenario"]["engine"]["kv_tokens"] == 16_000
     assert written["cap_best"][1]["n"] == result.sweeps[1].best_count
-    assert len(written["rows"]) == 6
+    assert [(entry["policy"], entry["ran"], entry["programs"]) for entry in written["rows"]] == [
+        (row.contestant, row.policy, row.programs_count) for row in result.rows()
+    ]
+    assert "contestant" not in json_text(result, MAKING)
     assert len(written["runs"]) == 12
     for entry, run in zip(written["runs"], result.runs, strict=True):
-        assert (entry["contestant"], entry["seed"]) == (run.contestant, run.seed)
+        assert (entry["policy"], entry["ran"], entry["seed"]) == (run.contestant, run.policy, run.seed)
         assert entry["result"]["turn_count"] == run.result.turn_count
         assert len(entry["result"]["turn_latency_quantiles_s"]) == 101
         assert entry["result"]["bounds"]["tools_per_s"] is None
@@ -142,6 +141,19 @@ def test_the_same_comparison_writes_the_same_bytes(result: ComparisonResult) -> 
         '"made": {"date":"2026-01-31 12:00","machine":"a small one"},'
     ]
     assert plots.held_by_size(again) == plots.held_by_size(result)
+
+
+def test_a_report_that_cannot_be_written_leaves_the_earlier_one(result: ComparisonResult, tmp_path: Path) -> None:
+    """And nothing half done beside it."""
+    path = tmp_path / "comparison.html"
+    path.write_text("earlier")
+    with pytest.raises(UnicodeEncodeError):
+        write_report(tmp_path, result, replace(MAKING, command="no text: \ud800"))
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]
+    assert path.read_text() == "earlier"
+    paths = write_report(tmp_path, result, MAKING)
+    assert sorted(tmp_path.iterdir()) == sorted(paths)
+    assert path.read_text() != "earlier"
 
 
 # --- the page -------------------------------------------------------------------------------------------------------
@@ -325,6 +337,42 @@ def test_a_load_and_a_seed_can_be_chosen(result: ComparisonResult) -> None:
     for plot in (plots.latency_cdf, plots.imbalance):
         assert plot(result) == plot(result, 12) != plot(result, 3)
     assert plots.memory(result, 12, 0) != plots.memory(result, 12, 1)
+
+
+def test_the_seed_of_memory_is_one_that_is_there(result: ComparisonResult) -> None:
+    """An interrupt may leave the first seed of a policy undone; all panels are of one, and the caption names it."""
+
+    def caption(partial: ComparisonResult) -> str | None:
+        return next((plot.caption for plot in draw(partial) if plot.name == "memory"), None)
+
+    assert "seed 0:" in (caption(result) or "")
+    without = replace(result, runs=tuple(run for run in result.runs if run.seed == 1 or run.contestant == "cap-best"))
+    assert "seed 1:" in (caption(without) or "")
+    assert plots.memory(without) == plots.memory(result, 12, 1)
+    spare = with_samples(without, lambda samples: tuple(replace(sample, replicas=()) for sample in samples))
+    assert caption(spare) is None
+    with pytest.raises(ValueError, match="no run with seed None"):
+        plots.memory(spare)
+
+
+def with_samples(
+    result: ComparisonResult, change: Callable[[tuple[Sample, ...]], tuple[Sample, ...]]
+) -> ComparisonResult:
+    runs = [replace(run, result=replace(run.result, samples=change(run.result.samples))) for run in result.runs]
+    return replace(result, runs=tuple(runs))
+
+
+def test_a_point_over_time_is_the_same_time_for_each_seed(result: ComparisonResult) -> None:
+    """Batches take longer with one seed than with another. Here imbalance is the time, so its line is straight."""
+    runs = []
+    for run in result.runs_of("passthrough", 12):
+        samples = tuple(replace(sample, imbalance_ratio=sample.now_s) for sample in run.result.samples)
+        shown = samples if run.seed == 0 else samples[: len(samples) // 3]
+        runs.append(replace(run, result=replace(run.result, samples=shown)))
+    svg = plots.imbalance(replace(result, runs=tuple(runs)))
+    (line,) = [line for line in heights(svg, plots.BASELINE_COLOUR) if len(line) == 15]  # of 45 for the longest run
+    steps = [after - before for before, after in pairwise(line)]
+    assert max(steps[:-1]) == pytest.approx(min(steps[:-1]), rel=0.01)  # the last part is cut
 
 
 def test_one_replica_on_which_nothing_ends_can_be_drawn() -> None:

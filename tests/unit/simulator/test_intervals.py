@@ -46,6 +46,14 @@ def test_one_value_says_nothing_of_its_spread() -> None:
     assert (interval.low, interval.high) == (5.0, 5.0)
 
 
+def test_an_interval_is_written_as_its_mean_and_how_far_it_reaches() -> None:
+    assert Interval(3, 0.456, 0.0321).text(2) == "0.46 ± 0.03"
+    assert Interval(3, 0.456, 0.0321).text(1, percent=True, form="{} <small>± {}</small>") == (
+        "45.6 % <small>± 3.2</small>"
+    )
+    assert Interval(1, 0.456, None).text(2) == "0.46"
+
+
 def test_ratios_are_taken_pair_by_pair() -> None:
     """Seeds that differ a hundredfold cancel: each is exactly twice its own baseline."""
     assert Interval.of_ratios([2.0, 20.0, 200.0], [1.0, 10.0, 100.0]) == Interval(3, 2.0, 0.0)

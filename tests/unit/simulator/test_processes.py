@@ -8,18 +8,27 @@ import subprocess
 import sys
 import time
 from collections import deque
+from multiprocessing import active_children
 from pathlib import Path
+from threading import Timer
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-from thunderagent.simulator.processes import INTERRUPTED, LOST_A_PROCESS, do_here, do_on_processes
+from thunderagent.simulator.processes import (
+    INTERRUPTED,
+    LOST_A_PROCESS,
+    do_here,
+    do_on_processes,
+    interrupts_ignored,
+)
 
 TASKS = '''
 """Tasks that other processes can import."""
 import os
 import time
+from thunderagent.errors import ConfigurationError
 
 def square(task, go_on):
     go_on()
@@ -27,6 +36,11 @@ def square(task, go_on):
 
 def broken(task, go_on):
     raise ValueError(f"task {task} is out of order")
+
+def impossible(task, go_on):
+    if task > 1:
+        raise ConfigurationError(f"task {task} is impossible")
+    return "first"
 
 def deadly(task, go_on):
     os._exit(3)
@@ -37,6 +51,11 @@ def interrupted(task, go_on):
 def endless_but_first(task, go_on):
     while task:
         go_on()
+        time.sleep(0.01)
+    return "first"
+
+def deaf_but_first(task, go_on):
+    while task:
         time.sleep(0.01)
     return "first"
 '''
@@ -99,6 +118,14 @@ def test_an_error_is_raised_here(tasks: ModuleType, process_count: int) -> None:
 
 
 @pytest.mark.parametrize("process_count", [1, 2])
+def test_an_error_of_ours_ends_all_and_keeps_what_is_done(tasks: ModuleType, process_count: int) -> None:
+    """Its text says what ended the work."""
+    done: dict[int, Any] = {}
+    assert do_all(tasks.impossible, [1, 2], process_count, done) == "task 2 is impossible"
+    assert done == {1: "first"}
+
+
+@pytest.mark.parametrize("process_count", [1, 2])
 def test_a_task_that_hears_an_interrupt_ends_all(tasks: ModuleType, process_count: int) -> None:
     assert do_all(tasks.interrupted, [1, 2, 3], process_count, {}) == INTERRUPTED
 
@@ -119,6 +146,51 @@ def test_tasks_that_go_on_are_stopped(tasks: ModuleType) -> None:
 
     assert do_on_processes(tasks.endless_but_first, deque([1, 0]), note, 2) == INTERRUPTED
     assert set(done) == {"first"}
+
+
+def test_tasks_that_do_not_listen_are_ended(tasks: ModuleType) -> None:
+    """A second Ctrl-C meanwhile changes nothing."""
+    done = []
+    again = Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+
+    def note(task: int, result: str) -> None:
+        done.append(result)
+        os.kill(os.getpid(), signal.SIGINT)
+        again.start()
+
+    begin_s = time.monotonic()
+    assert do_on_processes(tasks.deaf_but_first, deque([1, 0]), note, 2, grace_s=1.0) == INTERRUPTED
+    again.join()
+    assert done == ["first"]
+    assert time.monotonic() - begin_s < 20
+    assert not active_children()
+
+
+@pytest.mark.parametrize("process_count", [1, 2])
+def test_ctrl_c_never_loses_what_is_just_noted(tasks: ModuleType, process_count: int) -> None:
+    done: dict[int, int] = {}
+
+    def note(task: int, result: int) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.01)
+        done[task] = result
+
+    todo = deque([1, 2, 3, 4])
+    rest = () if process_count == 1 else (process_count,)
+    assert (do_here if process_count == 1 else do_on_processes)(tasks.square, todo, note, *rest) == INTERRUPTED
+    assert 1 <= len(done) <= 2
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ctrl_c_is_ignored_but_while_tasks_are_done(tasks: ModuleType) -> None:
+    with interrupts_ignored():
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.01)
+        assert do_here(lambda *_: os.kill(os.getpid(), signal.SIGINT), deque([1]), lambda *_: None) == INTERRUPTED
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.01)
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
 
 
 # --- what a terminal and a system do --------------------------------------------------------------------------------
