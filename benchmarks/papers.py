@@ -141,8 +141,7 @@ def serving(runner: Runner, console: Console) -> Figures:
         console.print(table(setting.title, result, f"paper at the last load: {setting.paper_ratio} x vLLM"))
     save_plot("papers-fig4", _panels(results, "turns/min", lambda row: row.turns_per_min.mean))
     save_plot("papers-fig5", _panels(results, "prompt tokens cached (%)", lambda row: row.hit_ratio.mean * 100))
-    first = {SETTINGS[0].title: results[SETTINGS[0].title]}
-    save_plot("papers-fig1", _fig1(next(iter(first.values()))))
+    save_plot("papers-fig1", _fig1(results[SETTINGS[0].title]))
     return {
         setting.title: {"paper_ratio": setting.paper_ratio, "rows": rows_of(results[setting.title])}
         for setting in SETTINGS

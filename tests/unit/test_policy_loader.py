@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from math import inf
 
 from thunderagent.programs.decisions import Reason
-from thunderagent.programs.policies.base import Placement, restore_everyone_waiting
+from thunderagent.programs.policies.base import Placement, restore_waiting
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class LastReplica:
         return Placement(candidates[-1] if fits else None, Reason.POLICY if fits else Reason.NO_ROOM)
 
     def balance(self, view, moment):
-        restore_everyone_waiting(view, self)
+        restore_waiting(view, self)
 '''
 
 

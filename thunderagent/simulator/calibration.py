@@ -232,7 +232,11 @@ def _in_chunks(observation: Observation, max_num_batched_tokens: int) -> Observa
 def _mean_error_ratio(points: Sequence[Observation]) -> float:
     """Return the mean relative error of the constants that fit best: unlike the median, it sees a few long prompts."""
     timing = fit(points).timing
-    return fmean(abs(predict_s(timing, point) / max(point.measured_s, _LEAST_TIME_S) - 1) for point in points)
+    return fmean(_error_ratio(timing, point) for point in points)
+
+
+def _error_ratio(timing: TimingProfile, point: Observation) -> float:
+    return abs(predict_s(timing, point) - point.measured_s) / max(point.measured_s, _LEAST_TIME_S)
 
 
 def _row(observation: Observation) -> list[float]:
@@ -276,8 +280,7 @@ def _fit_robustly(rows: Sequence[Sequence[float]], targets: Sequence[float]) -> 
 def _residuals(timing: TimingProfile, points: Sequence[Observation]) -> tuple[Residuals, ...]:
     ratios: defaultdict[str, list[float]] = defaultdict(list)
     for point in points:
-        error_s = abs(predict_s(timing, point) - point.measured_s)
-        ratios[point.experiment].append(error_s / max(point.measured_s, _LEAST_TIME_S))
+        ratios[point.experiment].append(_error_ratio(timing, point))
     ratios["all"] = [ratio for each in ratios.values() for ratio in each]
     return tuple(
         Residuals(experiment, len(each), median(each), sorted(each)[math.ceil(0.9 * len(each)) - 1])

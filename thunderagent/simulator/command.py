@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -164,13 +165,13 @@ def _check_writable(path: Path) -> None:
 def scenario_from(args: argparse.Namespace, *, programs_count: int, seed: int) -> Scenario:
     """Build the scenario from parsed options; ConfigurationError says what is impossible about it."""
     try:
-        timing = profile_from(args.profile)
-        sizes = timing.sizes(
-            kv_tokens=args.kv_tokens, block_size=args.block_size, max_num_batched_tokens=args.max_num_batched_tokens
+        engine = EngineConfig.of(
+            profile_from(args.profile),
+            kv_tokens=args.kv_tokens,
+            block_size=args.block_size,
+            max_num_batched_tokens=args.max_num_batched_tokens,
         )
-        if "kv_tokens" not in sizes:
-            raise ConfigurationError(f"the KV pool of profile {timing.name} is not known: give --kv-tokens")
-        engine = EngineConfig(**sizes, max_num_seqs=args.max_num_seqs, scheduling_policy="fcfs", timing=timing)
+        engine = replace(engine, max_num_seqs=args.max_num_seqs)
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
     prepare_min_s, prepare_max_s = args.sandbox_s

@@ -10,13 +10,13 @@ from thunderagent.errors import ConfigurationError
 from thunderagent.policy_loader import Setting, load_policy, parse_setting
 from thunderagent.programs.policies.base import Policy
 from thunderagent.programs.policies.fitting import Fitting
-from thunderagent.simulator.bounds import Bounds, Engines, bounds, turn_shapes
+from thunderagent.simulator.bounds import Bounds, turn_shapes
 from thunderagent.simulator.oracle import Oracle
 from thunderagent.simulator.plans import ProgramPlan, Workload
 from thunderagent.simulator.report import RunResult
 from thunderagent.simulator.run import simulate
 from thunderagent.simulator.scenario import Scenario
-from thunderagent.simulator.tally import Progress
+from thunderagent.simulator.tally import Progress, scenario_bounds
 
 ORACLE = "oracle"
 
@@ -112,14 +112,9 @@ def bounds_of(scenario: Scenario, workload: Workload) -> Bounds:
 
     Raises ConfigurationError if the workload has a program that fits on no replica.
     """
-    programs_count = scenario.programs_count if scenario.loop == "closed" else None
+    shapes = [shape for plan in _first_plans(scenario, workload) for shape in turn_shapes(plan)]
     try:
-        return bounds(
-            (shape for plan in _first_plans(scenario, workload) for shape in turn_shapes(plan)),
-            Engines.of(scenario.engine, scenario.replica_count),
-            programs_count=programs_count,
-            tool_processors_count=scenario.tools.cpu_count,
-        )
+        return scenario_bounds(scenario, shapes)
     except ValueError as error:
         raise ConfigurationError(f"workload {workload.name} has no bounds here: {error}") from error
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import get_args
 
 from thunderagent.simulator.records import EngineConfig, SchedulingPolicy
@@ -108,19 +108,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def config_from(args: argparse.Namespace) -> ServerConfig:
     """Build the configuration from parsed options; ValueError says what is impossible about it."""
-    timing = profile_from(args.profile)
-    sizes = timing.sizes(
-        kv_tokens=args.kv_tokens, block_size=args.block_size, max_num_batched_tokens=args.max_num_batched_tokens
+    engine = EngineConfig.of(
+        profile_from(args.profile),
+        kv_tokens=args.kv_tokens,
+        block_size=args.block_size,
+        max_num_batched_tokens=args.max_num_batched_tokens,
     )
-    if "kv_tokens" not in sizes:
-        raise ValueError(f"the KV pool of profile {timing.name} is not known: give --kv-tokens")
     return ServerConfig(
-        engine=EngineConfig(
-            **sizes,
+        engine=replace(
+            engine,
             max_num_seqs=args.max_num_seqs,
             max_model_len=args.max_model_len,
             scheduling_policy=args.scheduling_policy,
-            timing=timing,
         ),
         host=args.host,
         port=args.port,

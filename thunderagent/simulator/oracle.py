@@ -63,10 +63,10 @@ class Oracle:
                 view.propose_pause(program, Reason.POLICY)
             self.fitting.relieve(view, replica)
         if view.replicas:
-            self.fitting.refill(view)
-            self._backfill(view)
+            self._refill(view)
 
-    def _backfill(self, view: View) -> None:
+    def _refill(self, view: View) -> None:
+        """Restore who waits, the oldest first, and pass who does not fit."""
         for program in list(view.waiting()):
             placement = self.fitting.find_room(program, view.replicas)
             if placement.replica is not None:

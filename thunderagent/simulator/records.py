@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, get_args
 
 from thunderagent.simulator.timing import IterationWork, TimingProfile, profile
 
@@ -42,6 +42,26 @@ class EngineConfig:
             )
         if self.scheduling_policy not in get_args(SchedulingPolicy):
             raise ValueError(f"scheduling_policy must be fcfs or priority, got {self.scheduling_policy!r}")
+
+    @classmethod
+    def of(
+        cls,
+        timing: TimingProfile,
+        *,
+        kv_tokens: int | None = None,
+        block_size: int | None = None,
+        max_num_batched_tokens: int | None = None,
+    ) -> Self:
+        """Return an engine with that timing and the sizes given, or else those of the engine that was measured.
+
+        Raises ValueError if nobody knows the size of its pool.
+        """
+        sizes: dict[str, Any] = timing.sizes(
+            kv_tokens=kv_tokens, block_size=block_size, max_num_batched_tokens=max_num_batched_tokens
+        )
+        if "kv_tokens" not in sizes:
+            raise ValueError(f"the KV pool of profile {timing.name} is not known: give --kv-tokens")
+        return cls(**sizes, timing=timing)
 
     @property
     def block_count(self) -> int:

@@ -273,13 +273,12 @@ class Simulation:
         if self._scenario.loop == "closed" and pause_s:
             self._agenda.after(pause_s, self._replace_program)
         else:
-            if self._scenario.loop == "closed":
-                self._start_next()
-            self._live_count -= 1
+            self._replace_program()
 
     def _replace_program(self) -> None:
-        """Start the next program in the place of one that failed, which counted until now."""
-        self._start_next()
+        """In a closed loop start the next program in the place of one that ended, which counted until now."""
+        if self._scenario.loop == "closed":
+            self._start_next()
         self._live_count -= 1
 
     # --- the scheduler ------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from thunderagent.programs.decisions import Decision
@@ -130,7 +130,7 @@ class Tally:
         measured_s = now_s - begin_s
         turns = log.since(begin_s)
         parts = self._parts_since(begin_s, turns)
-        limits = self._bounds(turns, parts)
+        limits = scenario_bounds(scenario, [self._shapes[turn] for turn in turns], parts) if turns else None
         programs_s = [end_s - start_s for start_s, end_s in self._programs_s if end_s >= begin_s]
         imbalances = [sample.imbalance_ratio for sample in self._samples if sample.now_s >= begin_s]
         return RunResult(
@@ -160,19 +160,6 @@ class Tally:
             decision_counts=decision_counts,
             samples=tuple(self._samples),
             events=events,
-        )
-
-    def _bounds(self, turns: range, parts: list[float]) -> Bounds | None:
-        """Return what no schedule of these turns could pass."""
-        scenario = self._scenario
-        if not turns:
-            return None
-        return bounds(
-            [self._shapes[turn] for turn in turns],
-            Engines.of(scenario.engine, scenario.replica_count),
-            parts=parts,
-            programs_count=scenario.programs_count if scenario.loop == "closed" else None,
-            tool_processors_count=scenario.tools.cpu_count,
         )
 
     def _parts_since(self, begin_s: float, turns: range) -> list[float]:
@@ -206,3 +193,14 @@ class Tally:
         for account in ledger.accounts.values():
             ledger.settle(account, now_s)
         return {replica_id: replace(account.costs) for replica_id, account in ledger.accounts.items()}
+
+
+def scenario_bounds(scenario: Scenario, shapes: Sequence[TurnShape], parts: Sequence[float] | None = None) -> Bounds:
+    """Return the bounds of these turns, or of parts of them, in a scenario. Raises ValueError as `bounds` does."""
+    return bounds(
+        shapes,
+        Engines.of(scenario.engine, scenario.replica_count),
+        parts=parts,
+        programs_count=scenario.programs_count if scenario.loop == "closed" else None,
+        tool_processors_count=scenario.tools.cpu_count,
+    )

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from enum import Enum, auto
+from math import inf
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from thunderagent.programs.decisions import Reason
@@ -216,8 +217,15 @@ def home_of(program: ProgramView, candidates: Sequence[ReplicaView]) -> ReplicaV
     return None
 
 
-def restore_everyone_waiting(view: View, policy: Policy) -> None:
-    """Restore every program that has a turn, wherever `place` says: for policies that hold nobody for memory."""
+def largest_capacity_tokens(candidates: Sequence[ReplicaView]) -> float:
+    """Return the capacity of the largest replica; infinite where one's is not known."""
+    return max(
+        inf if replica.account.capacity_tokens is None else replica.account.capacity_tokens for replica in candidates
+    )
+
+
+def restore_waiting(view: View, policy: Policy) -> None:
+    """Restore programs that have a turn, by restore rank, wherever `place` says, until it holds the first of them."""
     while view.replicas and (program := view.first_waiting()) is not None:
         placement = policy.place(view, program, view.replicas)
         if placement.replica is None or not view.propose_restore(program, placement.replica, placement.reason):

@@ -14,7 +14,15 @@ from typing import ClassVar
 from thunderagent.errors import ConfigurationError
 from thunderagent.programs.decisions import Reason
 from thunderagent.programs.lifecycle import Status
-from thunderagent.programs.policies.base import Moment, Placement, ProgramView, ReplicaView, View, home_of
+from thunderagent.programs.policies.base import (
+    Moment,
+    Placement,
+    ProgramView,
+    ReplicaView,
+    View,
+    home_of,
+    restore_waiting,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +64,7 @@ class Cap:
 
     def balance(self, view: View, moment: Moment) -> None:
         """Fill free places from the head of the queue."""
-        while view.replicas and view.active_count < self.n and (program := view.first_waiting()) is not None:
-            placement = self.place(view, program, view.replicas)
-            if placement.replica is None or not view.propose_restore(program, placement.replica, Reason.FITS):
-                return
+        restore_waiting(view, self)
 
 
 def _smallest_demand(candidates: Sequence[ReplicaView]) -> ReplicaView:

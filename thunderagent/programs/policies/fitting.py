@@ -8,7 +8,14 @@ from math import inf
 
 from thunderagent.programs.decisions import Reason
 from thunderagent.programs.lifecycle import Status
-from thunderagent.programs.policies.base import Placement, ProgramView, ReplicaView, View, home_of
+from thunderagent.programs.policies.base import (
+    Placement,
+    ProgramView,
+    ReplicaView,
+    View,
+    home_of,
+    largest_capacity_tokens,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +54,7 @@ class Fitting:
     def find_room(self, program: ProgramView, candidates: Sequence[ReplicaView]) -> Placement:
         """Return where a program could go that is nowhere active, whoever else waits."""
         roomiest = max(candidates, key=lambda replica: (self.free_tokens(replica), -replica.account.demand_tokens))
-        if self._is_oversize(program, candidates):
+        if program.claim_tokens > largest_capacity_tokens(candidates):
             return Placement(roomiest, Reason.OVERSIZE)
         home = home_of(program, candidates)
         for replica in (roomiest,) if home is None else (home, roomiest):
@@ -67,13 +74,6 @@ class Fitting:
             if program is None or not view.propose_mark(program, Reason.THRASHING):
                 break
 
-    def refill(self, view: View) -> None:
-        """Restore who waits, in the order of the restore rank, until the first of them does not fit."""
-        while view.replicas and (program := view.first_waiting()) is not None:
-            placement = self.find_room(program, view.replicas)
-            if placement.replica is None or not view.propose_restore(program, placement.replica, placement.reason):
-                return
-
     def _fits(self, program: ProgramView, replica: ReplicaView) -> bool:
         account = replica.account
         own_tokens, headroom_tokens = program.claim_tokens, 0.0
@@ -81,7 +81,3 @@ class Fitting:
             own_tokens -= self.shared_tokens
             headroom_tokens = self.headroom_ratio * (account.capacity_tokens or 0)
         return own_tokens <= self.free_tokens(replica) - headroom_tokens
-
-    def _is_oversize(self, program: ProgramView, candidates: Sequence[ReplicaView]) -> bool:
-        capacities = [replica.account.capacity_tokens for replica in candidates]
-        return None not in capacities and program.claim_tokens > max(c for c in capacities if c is not None)

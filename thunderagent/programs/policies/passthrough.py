@@ -18,7 +18,7 @@ from thunderagent.programs.policies.base import (
     ReplicaView,
     View,
     least_loaded,
-    restore_everyone_waiting,
+    restore_waiting,
 )
 
 
@@ -46,4 +46,4 @@ class Passthrough:
     def balance(self, view: View, moment: Moment) -> None:
         """Let go whoever waited for a replica to come back."""
         if moment is Moment.REPLICAS_CHANGED:
-            restore_everyone_waiting(view, self)
+            restore_waiting(view, self)

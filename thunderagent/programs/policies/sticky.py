@@ -19,7 +19,7 @@ from thunderagent.programs.policies.base import (
     ProgramView,
     ReplicaView,
     View,
-    restore_everyone_waiting,
+    restore_waiting,
 )
 
 
@@ -55,4 +55,4 @@ class Sticky:
     def balance(self, view: View, moment: Moment) -> None:
         """Let go whoever waited for a replica to come back."""
         if moment is Moment.REPLICAS_CHANGED:
-            restore_everyone_waiting(view, self)
+            restore_waiting(view, self)

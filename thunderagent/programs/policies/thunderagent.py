@@ -47,6 +47,7 @@ from thunderagent.programs.policies.base import (
     ReplicaView,
     View,
     home_of,
+    largest_capacity_tokens,
 )
 
 
@@ -201,8 +202,7 @@ class ThunderAgent:
         return -self._free_tokens(replica), account.demand_tokens, account.turn_count
 
     def _largest_tokens(self, candidates: Sequence[ReplicaView]) -> float:
-        capacities = [replica.account.capacity_tokens for replica in candidates]
-        return inf if None in capacities else self._restore_ratio * max(c for c in capacities if c is not None)
+        return self._restore_ratio * largest_capacity_tokens(candidates)
 
     def _weighed_claim_tokens(self, view: View, program: ProgramView) -> float:
         """Return what a restore of the program would add to the sum of Eq. 7."""

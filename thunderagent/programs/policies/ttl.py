@@ -21,7 +21,7 @@ from typing import ClassVar
 from thunderagent.errors import ConfigurationError
 from thunderagent.programs.decisions import Reason
 from thunderagent.programs.lifecycle import Phase
-from thunderagent.programs.policies.base import Moment, Placement, ProgramView, ReplicaView, View
+from thunderagent.programs.policies.base import Moment, Placement, ProgramView, ReplicaView, View, restore_waiting
 from thunderagent.programs.policies.fitting import Fitting
 
 FITTING = Fitting()
@@ -68,4 +68,4 @@ class Ttl:
                 if not view.propose_pause(program, Reason.POLICY):
                     break
             FITTING.relieve(view, replica)
-        FITTING.refill(view)
+        restore_waiting(view, self)

@@ -8,7 +8,7 @@ from math import inf
 
 from tests.builders import Driver, of_kind
 from thunderagent.programs.decisions import Pause
-from thunderagent.programs.policies.base import Moment, Placement, ProgramView, ReplicaView, View
+from thunderagent.programs.policies.base import Moment, Placement, ProgramView, ReplicaView, View, restore_waiting
 from thunderagent.programs.policies.fitting import Fitting
 
 
@@ -34,7 +34,7 @@ class Fits:
     def balance(self, view: View, moment: Moment) -> None:
         for replica in view.replicas:
             self.fitting.relieve(view, replica)
-        self.fitting.refill(view)
+        restore_waiting(view, self)
 
 
 def driver_with(fitting: Fitting) -> Driver:
