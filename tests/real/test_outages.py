@@ -29,6 +29,7 @@ LOAD = LoadSpec(
 )
 PROGRAMS = 20
 KILLED_AFTER_TURNS = 10
+STREAMED_TOKENS = 1800  # some seconds: a stream that is over when the proxy hears of its end keeps it no longer
 
 
 async def test_an_engine_that_dies_and_comes_back_costs_no_program(
@@ -84,7 +85,7 @@ async def test_a_proxy_that_is_told_to_end_finishes_its_streams(
     engines: tuple[RealEngine, RealEngine], run_proxy: RunProxy
 ) -> None:
     """After SIGTERM a stream goes on to its last byte, new turns get 503, and then the process ends with status 0."""
-    body = chat(words(30, seed=3), 600, stream=True)
+    body = chat(words(30, seed=3), STREAMED_TOKENS, stream=True)
     async with run_proxy(engines) as proxy, httpx.AsyncClient(timeout=60) as client:
         pieces = []
         async with client.stream("POST", f"{proxy.url}{CHAT}", json=body) as response:
@@ -98,5 +99,5 @@ async def test_a_proxy_that_is_told_to_end_finishes_its_streams(
         chunks = events(b"".join(pieces))
         assert chunks[-1]["choices"][0]["finish_reason"] == "length"
         text = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
-        assert len(text.split()) == 600
+        assert len(text.split()) == STREAMED_TOKENS
         assert await asyncio.wait_for(proxy.process.wait(), 10) == 0
