@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+PrefixCut = tuple[int, int]
+"""A place in a prompt up to which others may have the same: a digest of all before it, and how many bytes that is."""
+
 
 @dataclass(frozen=True, slots=True)
 class TurnArrived:
@@ -11,7 +14,9 @@ class TurnArrived:
 
     `program_id` None is an anonymous turn: it is counted as load and never held for memory.
     `prompt_bytes` is the size of the request's body; the core learns tokens per byte from usage.
-    `avoid_replica_id` names the replica that failed the previous attempt at this turn.
+    `avoid_replica_id` names the replica that failed the previous attempt at this turn. `prefix` are places in the prompt,
+    in their order; programs whose prompts have the same digest at a place have the same prompt up to there. Programs of
+    one `group_id` finish together.
     """
 
     now_s: float
@@ -20,6 +25,8 @@ class TurnArrived:
     branch_id: str = ""
     prompt_bytes: int = 0
     avoid_replica_id: str | None = None
+    prefix: tuple[PrefixCut, ...] = ()
+    group_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +50,9 @@ class TurnProgressed:
 class TurnFinished:
     """The answer is whole. A count is None where the engine did not say it.
 
-    `prompt_tokens` includes the cached ones, as in the `usage` object of the OpenAI API.
+    `prompt_tokens` includes the cached ones, as in the `usage` object of the OpenAI API. `tool` names what the answer
+    calls, as far as it tells how long that will take: a tool's name, or a shell's with the first word of its command;
+    empty if it calls nothing, or nobody looked.
     """
 
     now_s: float
@@ -51,6 +60,7 @@ class TurnFinished:
     prompt_tokens: int | None = None
     output_tokens: int | None = None
     cached_tokens: int | None = None
+    tool: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,13 +127,28 @@ class ReplicaDraining:
 class ReplicaPolled:
     """A replica's metrics were read, whether it is up or not. None is *not known*, never zero.
 
-    `hit_ratio` is the prefix-cache hit rate by tokens since the previous poll.
+    `hit_ratio` is the prefix-cache hit rate by tokens since the previous poll, `query_tokens` how many prompt tokens
+    were looked up since then, `preemption_count` how many running requests lost their memory since then.
     """
 
     now_s: float
     replica_id: str
     capacity_tokens: int | None = None
     hit_ratio: float | None = None
+    query_tokens: int | None = None
+    preemption_count: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ResidencyReported:
+    """An engine said what lies in its memory: of each program named, so many tokens of its last context.
+
+    A hint, not the truth: it may be late. Programs that are not named are as they were.
+    """
+
+    now_s: float
+    replica_id: str
+    resident_tokens: tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,5 +171,6 @@ Event = (
     | ReplicaDown
     | ReplicaDraining
     | ReplicaPolled
+    | ResidencyReported
     | Tick
 )
