@@ -29,6 +29,7 @@ from thunderagent.event_log import EventLogWriter
 from thunderagent.programs.decisions import Decision, Grant, Hold, Reason, Reject
 from thunderagent.programs.events import (
     Event,
+    PrefixCut,
     ProgramReleased,
     ProgramsReleased,
     ReplicaDown,
@@ -94,12 +95,16 @@ class Lease:
         self._runtime.dispatch(TurnProgressed(self._runtime.now_s(), self.turn_id, output_tokens))
 
     def finished(
-        self, prompt_tokens: int | None = None, output_tokens: int | None = None, cached_tokens: int | None = None
+        self,
+        prompt_tokens: int | None = None,
+        output_tokens: int | None = None,
+        cached_tokens: int | None = None,
+        tool: str = "",
     ) -> None:
-        """End the lease: the answer is whole, with this usage as far as the engine said it."""
+        """End the lease: the answer is whole, with this usage as far as the engine said it, and calls this tool."""
         self._end(
             "finished",
-            TurnFinished(self._runtime.now_s(), self.turn_id, prompt_tokens, output_tokens, cached_tokens),
+            TurnFinished(self._runtime.now_s(), self.turn_id, prompt_tokens, output_tokens, cached_tokens, tool),
         )
 
     def failed(self) -> None:
@@ -170,8 +175,10 @@ class Runtime:
         branch_id: str = "",
         prompt_bytes: int = 0,
         avoid_replica_id: str | None = None,
+        prefix: tuple[PrefixCut, ...] = (),
+        group_id: str = "",
     ) -> Lease:
-        """Wait for leave to run one turn; `program_id` None is an anonymous one.
+        """Wait for leave to run one turn; `program_id` None is an anonymous one. The rest is as in `TurnArrived`.
 
         Raises `ProgramReleasedError`, `NoReplicaError` or `ShuttingDownError` if there will be none. Cancelling the
         wait takes the turn out of the queue.
@@ -181,7 +188,7 @@ class Runtime:
         turn_id = next(self._turn_ids)
         arrived_s = self.now_s()
         decisions = self.dispatch(
-            TurnArrived(arrived_s, turn_id, program_id, branch_id, prompt_bytes, avoid_replica_id)
+            TurnArrived(arrived_s, turn_id, program_id, branch_id, prompt_bytes, avoid_replica_id, prefix, group_id)
         )
         for decision in reversed(decisions):
             if type(decision) is Grant and decision.turn_id == turn_id:
@@ -217,9 +224,18 @@ class Runtime:
             self.dispatch(ProgramsReleased(self.now_s(), tuple(live_ids)))
         return live_ids
 
-    def replica_polled(self, replica_id: str, capacity_tokens: int | None, hit_ratio: float | None) -> None:
-        """Say what a replica's metrics said."""
-        self.dispatch(ReplicaPolled(self.now_s(), replica_id, capacity_tokens, hit_ratio))
+    def replica_polled(
+        self,
+        replica_id: str,
+        capacity_tokens: int | None,
+        hit_ratio: float | None,
+        query_tokens: int | None = None,
+        preemption_count: int | None = None,
+    ) -> None:
+        """Say what a replica's metrics said; the last three are since the previous poll."""
+        self.dispatch(
+            ReplicaPolled(self.now_s(), replica_id, capacity_tokens, hit_ratio, query_tokens, preemption_count)
+        )
 
     def replica_up(self, replica_id: str) -> None:
         """Say that a replica may be used."""

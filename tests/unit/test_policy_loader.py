@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from math import inf
 
 from thunderagent.programs.decisions import Reason
-from thunderagent.programs.policies.base import Placement, restore_waiting
+from thunderagent.programs.policies.base import ClaimRules, Placement, restore_waiting
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,11 @@ class LastReplica:
 
     limit_tokens: int = 1000
     name: str = "last_replica"
-    half_life_s: float = inf
-    reserve_tokens: int = 0
+    claim_rules: ClaimRules = ClaimRules()
     tick_s: float = 0.5
+
+    def hold_s(self, view, program):
+        return inf
 
     def pause_rank(self, program):
         return 0.0

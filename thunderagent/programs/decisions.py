@@ -25,11 +25,15 @@ class Reason(StrEnum):
     """No replica has room for the program's claim."""
     QUEUE_AHEAD = "queue_ahead"
     """Others come before it in the paused queue."""
+    HOME_SOON = "home_soon"
+    """Its history lies on a replica without room, and to wait for that is cheaper than to compute it elsewhere."""
     NO_REPLICA = "no_replica"
     """No replica is usable."""
     # paused, marked
     THRASHING = "thrashing"
     """The programs claim more than the replica's memory."""
+    EXPIRED = "expired"
+    """The program's tool runs longer than its memory is worth holding for, and others need the room."""
     MARKED = "marked"
     """The turn of a marked program ended."""
     IDLE = "idle"
@@ -40,6 +44,8 @@ class Reason(StrEnum):
     """Its replica gets nothing new."""
     MOVED = "moved"
     """The program goes to another replica."""
+    RELIEVED = "relieved"
+    """There is room again: the program keeps its claim after all."""
     # released, rejected
     RELEASED = "released"
     """The client released the program."""
@@ -94,6 +100,15 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True)
+class Unmark:
+    """The program will not pause at the end of the turn in flight, after all."""
+
+    program_id: str
+    replica_id: str
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True)
 class Restore:
     """The program gets a claim on that replica's memory."""
 
@@ -111,4 +126,4 @@ class Release:
     reason: Reason
 
 
-Decision = Grant | Hold | Reject | Pause | Mark | Restore | Release
+Decision = Grant | Hold | Reject | Pause | Mark | Unmark | Restore | Release

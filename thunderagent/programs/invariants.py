@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import isclose
 
 from thunderagent.programs.lifecycle import Phase, Status
+from thunderagent.programs.prefixes import PrefixTree
 from thunderagent.programs.program import Program
 from thunderagent.programs.replica import Replica
 from thunderagent.programs.scheduler import Scheduler
@@ -31,7 +32,7 @@ def _check_program(scheduler: Scheduler, program: Program) -> None:
     with_us = bool(program.held or program.in_flight)
     assert (program.phase is Phase.REASONING) == with_us, f"phase and turns disagree\n{story}"
     assert program.status is not Status.TERMINATED, f"terminated, but in the table\n{story}"
-    claim_tokens = program.measure_claim() + scheduler.policy.reserve_tokens
+    claim_tokens = program.measure_claim() + program.reserve_tokens
     assert program.claim_tokens == claim_tokens, f"claim is stale\n{story}"
     if program.status is Status.ACTIVE:
         assert homes == [program.replica_id], f"active on {homes}\n{story}"
@@ -66,6 +67,16 @@ def _check_replica(scheduler: Scheduler, replica: Replica) -> None:
     assert account.other_tokens == sum(t.claim_tokens for t in turns if t.program is None), f"sum differs: {replica!r}"
     assert set(replica.acting) == set(acting), f"pause order misses some: {replica!r}"
     assert set(replica.reasoning) == {p for p in reasoning if not p.marked}, f"mark order misses some: {replica!r}"
+    assert set(replica.marked) == {p for p in reasoning if p.marked}, f"marked programs differ: {replica!r}"
+    assert set(replica.expiring) <= set(acting), f"who does not act expires: {replica!r}"
+    assert account.shared_tokens == _shared_tokens(scheduler, replica), f"shared tokens differ: {replica!r}"
     now_s = scheduler.now_s
     weighed_tokens = sum(p.claim_tokens * account.acting.weight(now_s - p.acting_since_s) for p in acting)
     assert isclose(account.acting.at(now_s), weighed_tokens, rel_tol=1e-6, abs_tol=1e-3), f"decayed sum: {replica!r}"
+
+
+def _shared_tokens(scheduler: Scheduler, replica: Replica) -> int:
+    """Count what is claimed more than once there, chain by chain."""
+    tree = PrefixTree()
+    chains = [branch.prefix for program in replica.programs.values() for branch in program.branches.values()]
+    return sum(tree.enter(scheduler.prefixes.sized(chain), replica.replica_id) for chain in chains)

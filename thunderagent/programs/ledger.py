@@ -93,6 +93,7 @@ class Account:
         "acting",
         "acting_count",
         "acting_tokens",
+        "capacity_ratio",
         "capacity_tokens",
         "costs",
         "hit_ratio",
@@ -100,6 +101,7 @@ class Account:
         "other_tokens",
         "reasoning_count",
         "reasoning_tokens",
+        "shared_tokens",
         "turn_count",
         "updated_s",
         "usable",
@@ -109,6 +111,8 @@ class Account:
     def __init__(self, half_life_s: float, now_s: float) -> None:
         """Open an account at `now_s`."""
         self.capacity_tokens: int | None = None
+        self.capacity_ratio = 1.0
+        """Part of the capacity that may be claimed."""
         self.usable = False
         """Whether programs may get claims there: memory that nobody may have is not unused."""
         self.reasoning_tokens = 0
@@ -120,6 +124,8 @@ class Account:
         """Part of `reasoning_tokens` that goes when turns in flight end."""
         self.other_tokens = 0
         """Turns in flight without a program: anonymous, or of a program that was released in mid-turn."""
+        self.shared_tokens = 0
+        """Claimed more than once, because programs have it in common."""
         self.turn_count = 0
         self.hit_ratio = 0.0
         self.costs = Costs()
@@ -133,8 +139,13 @@ class Account:
 
     @property
     def demand_tokens(self) -> int:
-        """Tokens that programs and anonymous turns claim."""
-        return self.reasoning_tokens + self.acting_tokens + self.other_tokens
+        """Tokens that programs and anonymous turns claim; what several have in common counts once."""
+        return self.reasoning_tokens + self.acting_tokens + self.other_tokens - self.shared_tokens
+
+    @property
+    def limit_tokens(self) -> float:
+        """Tokens that may be claimed; infinite if the capacity is not known."""
+        return inf if self.capacity_tokens is None else self.capacity_tokens * self.capacity_ratio
 
     def weighed_tokens(self, now_s: float) -> float:
         """Return the left side of Eq. 7: like `demand_tokens`, acting programs weighed by their time in the tool."""

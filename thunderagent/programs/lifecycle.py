@@ -58,6 +58,7 @@ class Trigger(StrEnum):
     PAUSE = "pause"
     RESTORE = "restore"
     MARK = "mark"
+    UNMARK = "unmark"
     REPLICA_LOST = "replica_lost"
     RELEASE = "release"
 
@@ -85,6 +86,7 @@ TRANSITIONS: dict[tuple[State, Trigger], State] = {
     (ACTIVE_REASONING, Trigger.TURN_ARRIVED): ACTIVE_REASONING,
     (ACTIVE_REASONING, Trigger.TURNS_ENDED): ACTIVE_ACTING,
     (ACTIVE_REASONING, Trigger.MARK): ACTIVE_REASONING,
+    (ACTIVE_REASONING, Trigger.UNMARK): ACTIVE_REASONING,
     (ACTIVE_REASONING, Trigger.REPLICA_LOST): PAUSED_ACTING,
     (ACTIVE_REASONING, Trigger.RELEASE): TERMINATED,
 }

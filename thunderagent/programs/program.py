@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from math import inf
 
 from thunderagent.programs.lifecycle import TRANSITIONS, Phase, Status, Trigger, no_transition
+from thunderagent.programs.prefixes import Chain
 
 STORY_ENTRIES = 48
 """How many of its last happenings a program remembers."""
@@ -38,10 +40,12 @@ class Turn:
         "branch_id",
         "claim_tokens",
         "granted_s",
+        "kept_tokens",
         "output_tokens",
         "program",
         "prompt_bytes",
         "prompt_tokens",
+        "resident_tokens",
         "started_s",
         "turn_id",
     )
@@ -65,6 +69,10 @@ class Turn:
         """What it claims by itself: only of a turn in flight whose program is None."""
         self.granted_s = 0.0
         self.started_s: float | None = None
+        self.resident_tokens = 0
+        """Of its prompt, what was expected to lie in the replica's memory when it was granted."""
+        self.kept_tokens = 0
+        """The same, where its program had kept its claim since its last turn: 0 where it had not."""
 
     def __repr__(self) -> str:
         where = f"on {self.account_id}" if self.account_id else "held"
@@ -74,12 +82,23 @@ class Turn:
 class Branch:
     """One context chain inside a program."""
 
-    __slots__ = ("context_tokens", "last_turn_id", "side_turn_count", "tokens_per_byte_ratio")
+    __slots__ = (
+        "context_tokens",
+        "last_turn_id",
+        "prefix",
+        "prompt_tokens",
+        "side_turn_count",
+        "tokens_per_byte_ratio",
+    )
 
     def __init__(self) -> None:
         """Begin a branch of which nothing is known."""
         self.context_tokens = 0
         """Exact from the last usage: prompt and output of its last turn."""
+        self.prompt_tokens = 0
+        """Of these, the prompt of the last turn: what an engine has for certain, for answers may come back edited."""
+        self.prefix: Chain = ()
+        """Where its prompt may part from those of others."""
         self.tokens_per_byte_ratio: float | None = None
         self.side_turn_count = 0
         self.last_turn_id = -1
@@ -96,6 +115,7 @@ class Branch:
                 return
         self.side_turn_count = 0
         self.context_tokens = prompt_tokens + output_tokens
+        self.prompt_tokens = prompt_tokens
 
 
 MAIN_BRANCH = ""
@@ -113,11 +133,14 @@ class Program:
         "cached_tokens_total",
         "claim_tokens",
         "generation",
+        "group_id",
         "held",
         "held_s_total",
         "hold_reason",
+        "hold_until_s",
         "idle",
         "in_flight",
+        "let_go_after_s",
         "lost",
         "marked",
         "opened_s",
@@ -126,8 +149,11 @@ class Program:
         "program_id",
         "prompt_tokens_total",
         "replica_id",
+        "reserve_tokens",
         "status",
         "story_entries",
+        "tool",
+        "tool_runs",
         "turn_count",
     )
 
@@ -139,6 +165,13 @@ class Program:
         self.status = Status.PAUSED
         self.phase = Phase.ACTING
         self.acting_since_s = opened_s
+        self.tool = ""
+        self.tool_runs = False
+        """Whether it acts because a turn of it finished: only then it is at a tool."""
+        self.let_go_after_s: float | None = None
+        """For how long its tool had run when its claim was taken."""
+        self.hold_until_s = inf
+        self.group_id = ""
         self.marked = False
         self.idle = False
         """Paused by the idle limit: only a turn brings it back."""
@@ -146,6 +179,8 @@ class Program:
         """Where it is active, or was when it was paused."""
         self.claim_tokens = 0
         """c of the paper: what it claims while active, what it would claim if it were restored."""
+        self.reserve_tokens = 0
+        """Of its claim, what it is expected to grow by."""
         self.branches: dict[str, Branch] = {MAIN_BRANCH: Branch()}
         self.held: dict[int, Turn] = {}
         self.in_flight: dict[int, Turn] = {}
@@ -165,6 +200,11 @@ class Program:
             f"<Program {self.program_id!r} generation {self.generation}: {self.status} {self.phase}{mark} "
             f"at {self.replica_id}, {self.claim_tokens} tokens, {len(self.in_flight)} in flight, {len(self.held)} held>"
         )
+
+    @property
+    def waiting_since_s(self) -> float:
+        """When the first of its held turns arrived."""
+        return next(iter(self.held.values())).arrived_s
 
     @property
     def context_tokens(self) -> int:
@@ -213,8 +253,8 @@ class Program:
             output_tokens += turn.output_tokens
         return sum(longest.values()) + output_tokens
 
-    def forget_ended_branches(self, ended: Turn, *, finished: bool = True) -> None:
-        """Drop side branches that are not used again, after `ended`, a turn of this program.
+    def forget_ended_branches(self, ended: Turn, *, finished: bool = True) -> list[Branch]:
+        """Return and drop side branches that are not used again, after `ended`, a turn of this program.
 
         When it was a turn of the main branch that finished: all that had no turn since it arrived, because a parent
         goes on when its sub-agents are through. In any case all idle ones but the `IDLE_BRANCHES_COUNT` last used,
@@ -224,7 +264,9 @@ class Program:
         idle = [name for name in self.branches if name != MAIN_BRANCH and name not in busy]
         idle.sort(key=lambda name: self.branches[name].last_turn_id)
         excess_count = len(idle) - IDLE_BRANCHES_COUNT
+        forgotten = []
         for position, name in enumerate(idle):
             done = finished and ended.branch_id == MAIN_BRANCH and self.branches[name].last_turn_id < ended.turn_id
             if done or position < excess_count:
-                del self.branches[name]
+                forgotten.append(self.branches.pop(name))
+        return forgotten

@@ -70,6 +70,18 @@ class RankedSet(Generic[T]):
             heappop(heap)
         return None
 
+    def lowest(self, count: int) -> list[T]:
+        """Return the `count` members with the lowest ranks, in order. Cost: O((count + dead among them) log members)."""
+        heap, entry_of = self._heap, self._entry_of
+        entries: list[tuple[Rank, int, T]] = []
+        while heap and len(entries) < count:
+            entry = heappop(heap)
+            if entry_of.get(entry[2]) == entry[1]:
+                entries.append(entry)
+        for entry in entries:
+            heappush(heap, entry)
+        return [entry[2] for entry in entries]
+
     def __iter__(self) -> Iterator[T]:
         """Yield members by rank. Costs O(members log members): for reports, not for deciding."""
         living = [entry for entry in self._heap if self._entry_of.get(entry[2]) == entry[1]]

@@ -23,8 +23,10 @@ replica has been usable for longer than the limit are rejected.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from thunderagent.programs.decisions import (
@@ -37,15 +39,18 @@ from thunderagent.programs.decisions import (
     Reject,
     Release,
     Restore,
+    Unmark,
 )
 from thunderagent.programs.events import (
     Event,
+    PrefixCut,
     ProgramReleased,
     ProgramsReleased,
     ReplicaDown,
     ReplicaDraining,
     ReplicaPolled,
     ReplicaUp,
+    ResidencyReported,
     Tick,
     TurnAbandoned,
     TurnArrived,
@@ -54,13 +59,17 @@ from thunderagent.programs.events import (
     TurnProgressed,
     TurnStarted,
 )
+from thunderagent.programs.histogram import LogHistogram
+from thunderagent.programs.learning import RESIDENCE_EDGES_S, Growth, PrefillSpeed
 from thunderagent.programs.ledger import Ledger
 from thunderagent.programs.lifecycle import Phase, Status, Trigger
 from thunderagent.programs.paused_queue import PausedQueue
 from thunderagent.programs.policies.base import Moment, Policy, ReplicaView, least_loaded
+from thunderagent.programs.prefixes import PrefixTree, chain_of
 from thunderagent.programs.program import MAIN_BRANCH, Branch, Program, Turn
 from thunderagent.programs.replica import Replica
 from thunderagent.programs.table import ProgramTable
+from thunderagent.programs.tool_times import ToolTimes
 from thunderagent.programs.view import SchedulerView
 
 FIRST_TOKENS_PER_BYTE_RATIO = 0.25
@@ -68,6 +77,10 @@ FIRST_TOKENS_PER_BYTE_RATIO = 0.25
 
 LEARNING_RATIO = 0.05
 """Weight of the newest turn in the learned tokens per byte of programs that are seen for the first time."""
+
+
+IN_DEMAND_RATIO = 0.8
+"""A replica is in demand while others wait and so much of what may be claimed there is: then more may be tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,16 +105,24 @@ class Scheduler:
     def __init__(self, policy: Policy, settings: SchedulerSettings | None = None) -> None:
         """Begin with no replica and no program."""
         self.policy = policy
-        self._reserve_tokens = policy.reserve_tokens
+        self._rules = policy.claim_rules
         self.settings = settings or SchedulerSettings()
         self.table = ProgramTable()
-        self.ledger = Ledger(policy.half_life_s)
+        self.ledger = Ledger(policy.claim_rules.half_life_s)
         self.queue = PausedQueue(policy.restore_rank)  # a policy sees a Program as a ProgramView
         self.replicas: dict[str, Replica] = {}
         self.turns: dict[int, Turn] = {}
         """Every turn that was not ended, by its id."""
         self.anonymous_held: dict[int, Turn] = {}
         self.active_count = 0
+        self.tool_times = ToolTimes()
+        self.prefill_speed = PrefillSpeed()
+        self.growth = Growth()
+        self.residences = LogHistogram(RESIDENCE_EDGES_S)
+        """Seconds between the first turn and the end of programs."""
+        self.prefixes = PrefixTree()
+        self.group_sizes: Counter[str] = Counter()
+        """Live programs of each group."""
         self.previous_tick_s = 0.0
         self._open_replicas: list[Replica] = []
         self._no_replica_since_s: float | None = None
@@ -122,6 +143,7 @@ class Scheduler:
             ReplicaDown: self._replica_down,
             ReplicaDraining: self._replica_draining,
             ReplicaPolled: self._replica_polled,
+            ResidencyReported: self._residency_reported,
             Tick: self._tick,
         }
 
@@ -159,6 +181,9 @@ class Scheduler:
         program = self.table.get(event.program_id)
         if program is None:
             program = self.table.open(event.program_id, self._now_s)
+            self._join_group(program, event.group_id)
+        elif program.tool_runs:
+            self._tool_returned(program)
         turn = Turn(event.turn_id, program, event.branch_id, event.prompt_bytes, self._now_s)
         turn.prompt_tokens = program.estimate_prompt_tokens(turn, self._tokens_per_byte_ratio)
         self.turns[turn.turn_id] = turn
@@ -166,6 +191,8 @@ class Scheduler:
         if branch is None:
             branch = program.branches[turn.branch_id] = Branch()
         branch.last_turn_id = turn.turn_id
+        if self._rules.share_prefixes and event.prefix:
+            self._set_prefix(program, branch, event.prefix)
         if program.in_flight:
             self._grant_beside(program, turn)
         else:
@@ -176,7 +203,7 @@ class Scheduler:
         self._lift(program)
         program.advance(Trigger.TURN_ARRIVED)
         self._begin_flight(program, turn)
-        program.claim_tokens = program.measure_claim() + self._reserve_tokens
+        self._measure_claim(program)
         self._put(program)
         self._decisions.append(Grant(turn.turn_id, program.program_id, program.replica_id or "", Reason.HOME))
 
@@ -184,7 +211,7 @@ class Scheduler:
         """Ask the policy where a program may go on whose first turn in a while has come."""
         self._lift(program)
         program.held[turn.turn_id] = turn
-        program.claim_tokens = program.measure_claim() + self._reserve_tokens
+        self._measure_claim(program)
         candidates = self._candidates(avoid_replica_id)
         if not candidates:
             self._hold(program, turn, Reason.NO_REPLICA)
@@ -200,6 +227,8 @@ class Scheduler:
             self.table.acting_ends(program)
             program.advance(Trigger.TURN_ARRIVED)
             self._begin_flight(program, turn)
+            turn.kept_tokens = min(turn.prompt_tokens, program.branches[turn.branch_id].prompt_tokens)
+            target.control.turn_granted(turn.kept_tokens)
             self._put(program)
             self._decisions.append(Grant(turn.turn_id, program.program_id, home, placement.reason))
             return
@@ -224,11 +253,14 @@ class Scheduler:
 
     def _begin_flight(self, program: Program, turn: Turn) -> None:
         """Put a turn in flight on its program's replica; the program's claim must be lifted, and may be stale after."""
+        replica = self.replicas[program.replica_id or ""]
         turn.account_id = program.replica_id
         turn.granted_s = self._now_s
+        turn.resident_tokens = min(turn.prompt_tokens, self.resident_tokens(program, replica.replica_id))
         program.in_flight[turn.turn_id] = turn
         program.turn_count += 1
-        self.replicas[program.replica_id or ""].account.turn_count += 1
+        replica.account.turn_count += 1
+        replica.residency.use(program.generation, self._own_tokens(program, program.claim_tokens))
 
     def _anonymous_turn_arrived(self, event: TurnArrived) -> None:
         turn = Turn(event.turn_id, None, MAIN_BRANCH, event.prompt_bytes, self._now_s)
@@ -264,7 +296,7 @@ class Scheduler:
         program = turn.program
         self._lift(program)
         turn.output_tokens = max(turn.output_tokens, event.output_tokens)
-        program.claim_tokens = program.measure_claim() + self._reserve_tokens
+        self._measure_claim(program)
         self._put(program)
 
     def _turn_finished(self, event: TurnFinished) -> None:
@@ -286,11 +318,9 @@ class Scheduler:
                 cached_tokens=event.cached_tokens,
                 known_tokens=min(prompt_tokens, branch.context_tokens) if branch is not None else 0,
             )
+            self._learn_from(turn, branch, prompt_tokens, output_tokens, event.cached_tokens)
         if event.prompt_tokens is not None and turn.prompt_bytes:
-            ratio = event.prompt_tokens / turn.prompt_bytes
-            self._tokens_per_byte_ratio += LEARNING_RATIO * (ratio - self._tokens_per_byte_ratio)
-            if branch is not None:
-                branch.tokens_per_byte_ratio = ratio
+            self._learn_ratio(branch, event.prompt_tokens / turn.prompt_bytes)
         if program is None:
             self._end_without_program(turn)
             self.policy.balance(self._view, Moment.TURN_ENDED)
@@ -301,9 +331,10 @@ class Scheduler:
         program.prompt_tokens_total += prompt_tokens
         program.output_tokens_total += output_tokens
         program.cached_tokens_total += event.cached_tokens or 0
+        program.tool = event.tool
         self._end_turn(program, turn)
         if len(program.branches) > 1:
-            program.forget_ended_branches(turn)
+            self._forget_prefixes(program, program.forget_ended_branches(turn))
         self._after_turn(program, "finished")
         self.policy.balance(self._view, Moment.TURN_ENDED)
 
@@ -324,7 +355,7 @@ class Scheduler:
         self._lift(program)
         self._end_turn(program, turn)
         if len(program.branches) > 1:
-            program.forget_ended_branches(turn, finished=False)
+            self._forget_prefixes(program, program.forget_ended_branches(turn, finished=False))
         self._after_turn(program, outcome)
 
     def _end_turn(self, program: Program, turn: Turn) -> None:
@@ -333,18 +364,24 @@ class Scheduler:
         if program.held.pop(turn.turn_id, None) is not None:
             self._wait_ends(program, turn)
         elif program.in_flight.pop(turn.turn_id, None) is not None:
-            self.replicas[turn.account_id or ""].account.turn_count -= 1
+            replica = self.replicas[turn.account_id or ""]
+            replica.account.turn_count -= 1
+            if not program.in_flight:
+                replica.residency.leave(program.generation, self._own_tokens(program, program.context_tokens))
 
     def _after_turn(self, program: Program, outcome: str) -> None:
         """Put a program back after one of its turns ended, and pause it if it was marked."""
-        program.claim_tokens = program.measure_claim() + self._reserve_tokens
         program.note(self._now_s, outcome, "", program.replica_id)
         if program.phase is Phase.REASONING and not program.in_flight and not program.held:
             program.advance(Trigger.TURNS_ENDED)
             program.acting_since_s = self._now_s
+            program.tool_runs = outcome == "finished"
+            program.let_go_after_s = None
+            program.hold_until_s = self._now_s + self.policy.hold_s(self._view, program)
             self.table.acting_begins(program)
             # Its only turns were held and left: there is no memory to restore it to until another turn comes.
             program.idle = program.status is Status.PAUSED and program.context_tokens == 0
+        self._measure_claim(program)
         marked = program.marked and program.phase is Phase.ACTING
         self._put(program)
         if marked:
@@ -363,7 +400,124 @@ class Scheduler:
         program.held_s_total += self._now_s - turn.arrived_s
         self.ledger.wait_ends(self._now_s)
 
+    # --- what is learned --------------------------------------------------------------------------------------------
+
+    def _learn_ratio(self, branch: Branch | None, ratio: float) -> None:
+        """Take in how many tokens a byte of a prompt was."""
+        self._tokens_per_byte_ratio += LEARNING_RATIO * (ratio - self._tokens_per_byte_ratio)
+        if branch is not None:
+            branch.tokens_per_byte_ratio = ratio
+
+    def _learn_from(
+        self, turn: Turn, branch: Branch | None, prompt_tokens: int, output_tokens: int, cached_tokens: int | None
+    ) -> None:
+        """Learn from a turn in flight that finished: how programs grow, how fast prefill is, what was lost."""
+        replica = self.replicas[turn.account_id or ""]
+        if branch is not None:
+            before_tokens = branch.context_tokens
+            grown_tokens = prompt_tokens + output_tokens - before_tokens if before_tokens else None
+            self.growth.learn(grown_tokens, output_tokens)
+        if cached_tokens is None:
+            cached_tokens = turn.resident_tokens
+        else:
+            replica.tells_cached = True
+            replica.control.turn_ended(min(turn.kept_tokens, prompt_tokens), cached_tokens)
+        self.prefill_speed.learn(self._now_s - turn.granted_s, max(0, prompt_tokens - cached_tokens), output_tokens)
+
+    def _tool_returned(self, program: Program) -> None:
+        """Learn how long a program was away, whose turn arrives."""
+        away_s = self._now_s - program.acting_since_s
+        if program.let_go_after_s is None:
+            self.tool_times.returned(program.tool, away_s)
+        else:
+            self.tool_times.came_back_late(program.tool, program.let_go_after_s, away_s)
+        program.tool_runs = False
+
+    def _tool_let_go(self, program: Program) -> None:
+        """Learn that a program, whose claim goes, is not back yet."""
+        if program.tool_runs and program.let_go_after_s is None:
+            program.let_go_after_s = self._now_s - program.acting_since_s
+            self.tool_times.let_go(program.tool, program.let_go_after_s)
+
+    # --- groups and prefixes ----------------------------------------------------------------------------------------
+
+    def _join_group(self, program: Program, group_id: str) -> None:
+        program.group_id = group_id
+        if group_id:
+            self.group_sizes[group_id] += 1
+
+    def _leave_group(self, program: Program) -> None:
+        if program.group_id:
+            self.group_sizes[program.group_id] -= 1
+            if not self.group_sizes[program.group_id]:
+                del self.group_sizes[program.group_id]
+
+    def _set_prefix(self, program: Program, branch: Branch, cuts: Sequence[PrefixCut]) -> None:
+        """Take in where a branch's prompt may part from others."""
+        ratio = branch.tokens_per_byte_ratio or self._tokens_per_byte_ratio
+        chain = chain_of(cuts, ratio)
+        if program.status is Status.ACTIVE:
+            account = self.replicas[program.replica_id or ""].account
+            self.ledger.settle(account, self._now_s)
+            account.shared_tokens -= self.prefixes.leave(branch.prefix, program.replica_id or "")
+            account.shared_tokens += self.prefixes.enter(chain, program.replica_id or "")
+        branch.prefix = chain
+
+    def _forget_prefixes(self, program: Program, branches: Sequence[Branch]) -> None:
+        """Take the prefixes of branches out that a program, whose claim is lifted, has no longer."""
+        if program.status is Status.ACTIVE:
+            account = self.replicas[program.replica_id or ""].account
+            for branch in branches:
+                account.shared_tokens -= self.prefixes.leave(branch.prefix, program.replica_id or "")
+
+    def _enter_prefixes(self, program: Program, replica: Replica) -> None:
+        self.ledger.settle(replica.account, self._now_s)
+        for branch in program.branches.values():
+            replica.account.shared_tokens += self.prefixes.enter(branch.prefix, replica.replica_id)
+
+    def _leave_prefixes(self, program: Program, replica: Replica) -> None:
+        self.ledger.settle(replica.account, self._now_s)
+        for branch in program.branches.values():
+            replica.account.shared_tokens -= self.prefixes.leave(branch.prefix, replica.replica_id)
+
+    def prefix_tokens_on(self, program: Program, replica_id: str) -> int:
+        """Return how many tokens of a paused program others claim on a replica."""
+        return sum(
+            min(branch.context_tokens or program.claim_tokens, self.prefixes.shared_tokens(branch.prefix, replica_id))
+            for branch in program.branches.values()
+        )
+
+    def resident_tokens(self, program: Program, replica_id: str) -> int:
+        """Return how many tokens of a program are expected to lie in a replica's memory."""
+        own_tokens = self.replicas[replica_id].residency.resident_tokens(program.generation)
+        return own_tokens + sum(
+            self.prefixes.shared_tokens(branch.prefix, replica_id) for branch in program.branches.values()
+        )
+
+    def _own_tokens(self, program: Program, tokens: int) -> int:
+        """Return `tokens` of a program without what others have in common with it where it is active."""
+        replica_id = program.replica_id or ""
+        shared_tokens = sum(
+            self.prefixes.shared_tokens(branch.prefix, replica_id, with_count=2)
+            for branch in program.branches.values()
+            if branch.prefix
+        )
+        return max(0, tokens - shared_tokens)
+
     # --- the claim of a program -------------------------------------------------------------------------------------
+
+    def _measure_claim(self, program: Program) -> None:
+        """Measure what a program claims: its context, and what it is expected to grow by."""
+        rules = self._rules
+        if not rules.growth_quantile:
+            program.reserve_tokens = rules.reserve_tokens
+        elif turns := program.in_flight or program.held:
+            generated_tokens = max(turn.output_tokens for turn in turns.values())
+            expected_tokens = self.growth.output_tokens(rules.growth_quantile, rules.reserve_tokens)
+            program.reserve_tokens = max(0, expected_tokens - generated_tokens)
+        else:
+            program.reserve_tokens = self.growth.turn_tokens(rules.growth_quantile, rules.reserve_tokens)
+        program.claim_tokens = program.measure_claim() + program.reserve_tokens
 
     def _lift(self, program: Program) -> None:
         """Take a program's claim out of its account, and the program out of the orders that its claim ranks it in."""
@@ -377,6 +531,7 @@ class Scheduler:
             account.reasoning_count -= 1
             if program.marked:
                 account.marked_tokens -= program.claim_tokens
+                replica.marked.discard(program)
             else:
                 replica.reasoning.discard(program)
         else:
@@ -384,6 +539,7 @@ class Scheduler:
             account.acting_count -= 1
             account.acting.remove(program.claim_tokens, program.acting_since_s, self._now_s)
             replica.acting.discard(program)
+            replica.expiring.discard(program)
             self.table.acting_with_claim.discard(program)
 
     def _put(self, program: Program) -> None:
@@ -402,6 +558,7 @@ class Scheduler:
             account.reasoning_count += 1
             if program.marked:
                 account.marked_tokens += program.claim_tokens
+                replica.marked.add(program, -self.policy.pause_rank(program))
             else:
                 replica.reasoning.add(program, self.policy.pause_rank(program))
         else:
@@ -409,14 +566,18 @@ class Scheduler:
             account.acting_count += 1
             account.acting.add(program.claim_tokens, program.acting_since_s, self._now_s)
             replica.acting.add(program, self.policy.pause_rank(program))
+            if program.hold_until_s < inf:
+                replica.expiring.add(program, program.hold_until_s)
             self.table.acting_with_claim.add(program, program.acting_since_s)
 
     def _leave_replica(self, program: Program, trigger: Trigger, reason: Reason) -> None:
         """Make an active program paused; its claim must be lifted."""
         replica_id = program.replica_id or ""
+        replica = self.replicas[replica_id]
         program.advance(trigger)
         program.marked = False
-        del self.replicas[replica_id].programs[program.program_id]
+        self._leave_prefixes(program, replica)
+        del replica.programs[program.program_id]
         self.active_count -= 1
         program.note(self._now_s, "pause", reason, replica_id)
         self._decisions.append(Pause(program.program_id, replica_id, reason))
@@ -424,6 +585,7 @@ class Scheduler:
     def pause(self, program: Program, reason: Reason) -> None:
         """Take the claim of an active program whose tool runs. For the view: it checks first."""
         self._lift(program)
+        self._tool_let_go(program)
         self._leave_replica(program, Trigger.PAUSE, reason)
         self._put(program)
 
@@ -437,6 +599,16 @@ class Scheduler:
         program.note(self._now_s, "mark", reason, replica_id)
         self._decisions.append(Mark(program.program_id, replica_id, reason))
 
+    def unmark(self, program: Program, reason: Reason) -> None:
+        """Let a marked program keep its claim when its turn ends. For the view: it checks first."""
+        self._lift(program)
+        program.advance(Trigger.UNMARK)
+        program.marked = False
+        self._put(program)
+        replica_id = program.replica_id or ""
+        program.note(self._now_s, "unmark", reason, replica_id)
+        self._decisions.append(Unmark(program.program_id, replica_id, reason))
+
     def restore(self, program: Program, replica: Replica, reason: Reason) -> None:
         """Give a paused program a claim on a replica, and a lease to each of its held turns. For the view."""
         self.queue.remove(program)
@@ -445,6 +617,7 @@ class Scheduler:
         program.hold_reason = ""
         replica.programs[program.program_id] = program
         self.active_count += 1
+        self._enter_prefixes(program, replica)
         program.note(self._now_s, "restore", reason, replica.replica_id)
         self._decisions.append(Restore(program.program_id, replica.replica_id, reason))
         held, program.held = program.held, {}
@@ -473,6 +646,10 @@ class Scheduler:
     def _terminate(self, program: Program, reason: Reason) -> None:
         """End a program: reject its held turns, and let those in flight end as turns without a program."""
         self._lift(program)
+        self._tool_let_go(program)
+        self._leave_group(program)
+        if program.turn_count:
+            self.residences.add(self._now_s - program.opened_s)
         self.queue.remove(program)
         for turn in program.held.values():
             del self.turns[turn.turn_id]
@@ -481,6 +658,8 @@ class Scheduler:
         program.held.clear()
         if program.status is Status.ACTIVE:
             replica = self.replicas[program.replica_id or ""]
+            self._leave_prefixes(program, replica)
+            replica.residency.leave(program.generation, program.context_tokens)
             del replica.programs[program.program_id]
             self.active_count -= 1
             claim_tokens = program.claim_tokens
@@ -551,6 +730,7 @@ class Scheduler:
             turn.account_id = None
         account.other_tokens = 0
         account.turn_count = 0
+        replica.residency.clear()
         self._replicas_changed()
 
     def _lose_replica(self, program: Program) -> None:
@@ -560,7 +740,7 @@ class Scheduler:
         program.lost.update(program.in_flight)
         program.in_flight.clear()
         self._leave_replica(program, Trigger.REPLICA_LOST, Reason.REPLICA_DOWN)
-        program.claim_tokens = program.measure_claim() + self._reserve_tokens
+        self._measure_claim(program)
         if was_reasoning:
             program.acting_since_s = self._now_s
             self.table.acting_begins(program)
@@ -581,18 +761,41 @@ class Scheduler:
         account = replica.account
         if event.hit_ratio is not None:
             account.hit_ratio = event.hit_ratio
+            if event.query_tokens is not None and not replica.tells_cached:
+                replica.control.polled(int(event.hit_ratio * event.query_tokens))
+        if event.preemption_count:
+            mean_tokens = account.reasoning_tokens // max(1, account.reasoning_count)
+            replica.control.preempted(event.preemption_count * mean_tokens)
         if event.capacity_tokens is not None and event.capacity_tokens != account.capacity_tokens:
             self.ledger.settle(account, self._now_s)
-            account.capacity_tokens = event.capacity_tokens
+            account.capacity_tokens = replica.residency.capacity_tokens = event.capacity_tokens
             if replica.open_to_programs:
                 self._replicas_changed()
+
+    def _residency_reported(self, event: ResidencyReported) -> None:
+        residency = self._replica(event.replica_id).residency
+        for program_id, tokens in event.resident_tokens:
+            program = self.table.get(program_id)
+            if program is not None:
+                residency.report(program.generation, tokens)
 
     # --- time -------------------------------------------------------------------------------------------------------
 
     def _tick(self, event: Tick) -> None:  # noqa: ARG002 - its time was taken in already
         self._enforce_limits()
+        if self._rules.adapt_capacity:
+            self._correct_capacities()
         self.policy.balance(self._view, Moment.TICK)
         self.previous_tick_s = self._now_s
+
+    def _correct_capacities(self) -> None:
+        """Correct what may be claimed of each replica by what was lost there."""
+        others_wait = bool(self.ledger.waiting_count)
+        for replica in self._open_replicas:
+            account, control = replica.account, replica.control
+            in_demand = others_wait and account.demand_tokens >= IN_DEMAND_RATIO * account.limit_tokens
+            if control.step(self._now_s, in_demand=in_demand):
+                account.capacity_ratio = control.ratio
 
     def _enforce_limits(self) -> None:
         now_s, settings = self._now_s, self.settings

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import inf
 from typing import TYPE_CHECKING
 
 from thunderagent.programs.decisions import Reason
@@ -50,6 +51,15 @@ class SchedulerView:
         """See `View`."""
         return self._scheduler.replicas[replica.replica_id].reasoning.first()
 
+    def first_expired(self, replica: ReplicaView) -> ProgramView | None:
+        """See `View`."""
+        first = self._scheduler.replicas[replica.replica_id].expiring.first()
+        return first if first is not None and first.hold_until_s <= self._scheduler.now_s else None
+
+    def last_marked(self, replica: ReplicaView) -> ProgramView | None:
+        """See `View`."""
+        return self._scheduler.replicas[replica.replica_id].marked.first()
+
     def first_waiting(self) -> ProgramView | None:
         """See `View`."""
         return self._scheduler.queue.reasoning.first()
@@ -57,6 +67,10 @@ class SchedulerView:
     def waiting(self) -> Iterator[ProgramView]:
         """See `View`."""
         return iter(self._scheduler.queue.reasoning)
+
+    def first_waiting_few(self, count: int) -> Sequence[ProgramView]:
+        """See `View`."""
+        return self._scheduler.queue.reasoning.lowest(count)
 
     def first_paused_acting(self) -> ProgramView | None:
         """See `View`."""
@@ -66,6 +80,36 @@ class SchedulerView:
         """See `View`."""
         own = self._scheduler.table.get(program.program_id)
         return own is not None and self._scheduler.queue.comes_before_all_waiting(own)
+
+    def claim_tokens_on(self, program: ProgramView, replica: ReplicaView) -> int:
+        """See `View`."""
+        own = self._scheduler.table.get(program.program_id)
+        if own is None:
+            return program.claim_tokens
+        return own.claim_tokens - self._scheduler.prefix_tokens_on(own, replica.replica_id)
+
+    def resident_tokens(self, program: ProgramView, replica: ReplicaView) -> int:
+        """See `View`."""
+        own = self._scheduler.table.get(program.program_id)
+        return 0 if own is None else self._scheduler.resident_tokens(own, replica.replica_id)
+
+    def tool_hold_s(self, tool: str, threshold_s: float) -> float:
+        """See `View`."""
+        return self._scheduler.tool_times.hold_s(tool, threshold_s)
+
+    @property
+    def prefill_token_s(self) -> float:
+        """See `View`."""
+        return self._scheduler.prefill_speed.token_s
+
+    @property
+    def median_residence_s(self) -> float:
+        """See `View`."""
+        return self._scheduler.residences.quantile(0.5, inf)
+
+    def is_last_of_group(self, program: ProgramView) -> bool:
+        """See `View`."""
+        return bool(program.group_id) and self._scheduler.group_sizes[program.group_id] == 1
 
     def propose_pause(self, program: ProgramView, reason: Reason) -> bool:
         """See `View`. Accepted for an active program whose tool runs."""
@@ -81,6 +125,14 @@ class SchedulerView:
         if own is None or own.status is not Status.ACTIVE or own.phase is not Phase.REASONING or own.marked:
             return False
         self._scheduler.mark(own, reason)
+        return True
+
+    def propose_unmark(self, program: ProgramView, reason: Reason) -> bool:
+        """See `View`. Accepted for a marked program on a replica that is not draining."""
+        own = self._scheduler.table.get(program.program_id)
+        if own is None or not own.marked or self._scheduler.replicas[own.replica_id or ""].draining:
+            return False
+        self._scheduler.unmark(own, reason)
         return True
 
     def propose_restore(self, program: ProgramView, replica: ReplicaView, reason: Reason) -> bool:

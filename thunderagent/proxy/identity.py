@@ -17,7 +17,9 @@ from msgspec import UNSET
 from multidict import CIMultiDictProxy
 
 from thunderagent.errors import InvalidProgramIdError
+from thunderagent.programs.events import PrefixCut
 from thunderagent.proxy.json_splice import remove_member, set_include_usage
+from thunderagent.proxy.prefix import PromptFields, prefix_of
 
 MAX_PROGRAM_ID_BYTES = 256
 
@@ -25,12 +27,13 @@ PROGRAM_HEADERS = ("X-Program-ID", "X-Session-ID")
 """Headers that name the program, most specific first."""
 
 BRANCH_HEADER = "X-Program-Branch"
+GROUP_HEADER = "X-Program-Group"
 
 _PROGRAM_PATH = re.compile(r"^/(?:p|sessions)/(?P<program_id>.+)(?P<rest>/v1(?:/.*)?)$", re.DOTALL)
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
-class _Fields(msgspec.Struct):
+class _Fields(PromptFields):
     """The few top-level fields that are looked at; everything else is skipped, not built."""
 
     program_id: Any = UNSET
@@ -39,20 +42,24 @@ class _Fields(msgspec.Struct):
     stream_options: Any = None
 
 
+_BUILT_FIELDS = ("program_id", "extra_body", "stream", "stream_options")
 _decode_fields = msgspec.json.Decoder(_Fields).decode
 
 
 class TurnRequest(NamedTuple):
     """What a request on a turn's endpoint asks for, and the bytes to forward.
 
-    `usage_added` says that usage was asked for on the client's behalf, so its event must be taken out again.
+    `usage_added` says that usage was asked for on the client's behalf, so its event must be taken out again. `prefix`
+    are the places up to which other prompts may be the same; an anonymous turn has none.
     """
 
     program_id: str | None
     source: str
     branch_id: str
+    group_id: str
     body: bytes
     usage_added: bool
+    prefix: tuple[PrefixCut, ...]
 
 
 def split_path(raw_path: str) -> tuple[str | None, str]:
@@ -92,7 +99,8 @@ def _check_id(value: object, what: str) -> str:
 def identify(path_id: str | None, headers: CIMultiDictProxy[str], body: bytes) -> TurnRequest | None:
     """Find whose turn a request is; None if its body is no JSON object, which the engine shall judge.
 
-    Cost: one pass over the body that builds only the fields above. Raises `InvalidProgramIdError`.
+    Cost: one pass over the body that builds only the fields above, one that hashes the prompt. Raises
+    `InvalidProgramIdError`.
     """
     fields = _read_fields(body)
     if fields is None:
@@ -106,14 +114,17 @@ def identify(path_id: str | None, headers: CIMultiDictProxy[str], body: bytes) -
     if usage_added:
         body = set_include_usage(body, fields.stream_options)
     branch_id = _check_id(branch, "branch id") if (branch := headers.get(BRANCH_HEADER)) else ""
-    return TurnRequest(program_id, source, branch_id, body, usage_added)
+    group_id = _check_id(group, "group id") if (group := headers.get(GROUP_HEADER)) else ""
+    prefix = prefix_of(fields) if program_id is not None else ()
+    return TurnRequest(program_id, source, branch_id, group_id, body, usage_added, prefix)
 
 
 def _read_fields(body: bytes) -> _Fields | None:
     """Read the fields; None if the body is no JSON object.
 
     Engines read JSON with Python's own module or one like it, which takes `NaN` and halves of surrogate pairs
-    (cut-off tool output has them); msgspec refuses those, so what it refuses is read again, slowly.
+    (cut-off tool output has them); msgspec refuses those, so what it refuses is read again, slowly, and without the
+    prompt's fields.
     """
     try:
         return _decode_fields(body)
@@ -125,7 +136,7 @@ def _read_fields(body: bytes) -> _Fields | None:
         return None
     if not isinstance(value, dict):
         return None
-    return _Fields(**{name: value[name] for name in _Fields.__struct_fields__ if name in value})
+    return _Fields(**{name: value[name] for name in _BUILT_FIELDS if name in value})
 
 
 def _program_of(path_id: str | None, headers: CIMultiDictProxy[str], fields: _Fields) -> tuple[str | None, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import structlog
 
@@ -72,13 +72,13 @@ class Replicas:
     def replica_polled(self, replica_id: str, reading: ReplicaReading) -> None:
         """Take a reading; tell the runtime if it says anything new."""
         known = self.known[replica_id]
-        hit_ratio = _hit_ratio(known.reading, reading)
+        since = _since(known.reading, reading)
         known.reading = reading
         capacity_tokens = self._capacity_override_tokens or reading.capacity_tokens
         account = self._runtime.scheduler.ledger.accounts.get(replica_id)
         news = account is None or capacity_tokens != account.capacity_tokens
-        if hit_ratio is not None or (news and capacity_tokens is not None):
-            self._runtime.replica_polled(replica_id, capacity_tokens, hit_ratio)
+        if since.query_tokens or since.preemption_count or (news and capacity_tokens is not None):
+            self._runtime.replica_polled(replica_id, capacity_tokens, *since)
 
     def replica_up(self, replica_id: str) -> None:
         """Let the scheduler use a replica; raise the alarm if nobody knows how large it is."""
@@ -101,17 +101,28 @@ class Replicas:
         self._runtime.replica_down(replica_id)
 
 
-def _hit_ratio(before: ReplicaReading, now: ReplicaReading) -> float | None:
-    """Return the prefix-cache hit rate between two readings; None if nothing was looked up or an engine restarted."""
-    counts = (
-        before.cache_query_tokens_total,
-        now.cache_query_tokens_total,
-        before.cache_hit_tokens_total,
-        now.cache_hit_tokens_total,
-    )
-    if any(total is None for total in counts):
-        return None
-    queries_before, queries, hits_before, hits = (total for total in counts if total is not None)
-    if queries <= queries_before or hits < hits_before:
-        return None
-    return min(1.0, (hits - hits_before) / (queries - queries_before))
+class _Since(NamedTuple):
+    """What a replica did between two readings; None is what is not known. The ratio is of the tokens looked up."""
+
+    hit_ratio: float | None
+    query_tokens: int | None
+    preemption_count: int | None
+
+
+def _since(before: ReplicaReading, now: ReplicaReading) -> _Since:
+    """Compare two readings; nothing is known if the engine began its totals anew between them."""
+    queries = _growth(before.cache_query_tokens_total, now.cache_query_tokens_total)
+    hits = _growth(before.cache_hit_tokens_total, now.cache_hit_tokens_total)
+    preemptions = _growth(before.preemptions_total, now.preemptions_total)
+    if any(growth is not None and growth < 0 for growth in (queries, hits, preemptions)):
+        return _Since(None, None, None)
+    hit_ratio = min(1.0, hits / queries) if queries and hits is not None else None
+    return _Since(hit_ratio, _rounded(queries), _rounded(preemptions))
+
+
+def _growth(before: float | None, now: float | None) -> float | None:
+    return now - before if before is not None and now is not None else None
+
+
+def _rounded(count: float | None) -> int | None:
+    return round(count) if count is not None else None

@@ -1,4 +1,4 @@
-"""The hot path: identify, take a lease, forward, relay, read the usage, end the lease.
+"""The hot path: identify, take a lease, forward, relay, read the usage and the tool called, end the lease.
 
 Theory of operation
 ===================
@@ -28,6 +28,7 @@ from thunderagent.proxy.headers import forwarded_request_headers, forwarded_resp
 from thunderagent.proxy.identity import PROGRAM_HEADERS, TurnRequest, identify, split_path
 from thunderagent.proxy.metrics import TurnMetrics
 from thunderagent.proxy.replicas import Replicas, Watcher
+from thunderagent.proxy.tool_calls import StreamToolCalls, tool_of_answer
 from thunderagent.proxy.usage import NO_USAGE, StreamUsage, usage_of_answer
 from thunderagent.runtime import Lease, Runtime
 
@@ -48,7 +49,18 @@ class TurnSettings:
 class Record:
     """What happened to one turn, for its canonical line."""
 
-    __slots__ = ("arrived_s", "held_s", "outcome", "reason", "replica_id", "status", "tries_count", "turn", "usage")
+    __slots__ = (
+        "arrived_s",
+        "held_s",
+        "outcome",
+        "reason",
+        "replica_id",
+        "status",
+        "tool",
+        "tries_count",
+        "turn",
+        "usage",
+    )
 
     def __init__(self, turn: TurnRequest, arrived_s: float) -> None:
         """Begin with a turn that has no lease yet; unless it ends otherwise, its client left."""
@@ -61,6 +73,7 @@ class Record:
         self.held_s = 0.0
         self.tries_count = 0
         self.usage = NO_USAGE
+        self.tool = ""
 
 
 class Turns:
@@ -117,6 +130,8 @@ class Turns:
                     branch_id=turn.branch_id,
                     prompt_bytes=body_bytes,
                     avoid_replica_id=avoid_replica_id,
+                    prefix=turn.prefix,
+                    group_id=turn.group_id,
                 )
             except BaseException:
                 record.held_s += monotonic() - asked_s
@@ -203,7 +218,9 @@ class Turns:
             self._lease_failed(lease, error)
             raise
         if upstream.status < 400:
-            record.usage = usage_of_answer(body, upstream.headers.get("Content-Encoding"))
+            content_encoding = upstream.headers.get("Content-Encoding")
+            record.usage = usage_of_answer(body, content_encoding)
+            record.tool = tool_of_answer(body, content_encoding)
         self._end_lease(record, lease)
         return web.Response(status=upstream.status, reason=upstream.reason, headers=headers, body=body)
 
@@ -215,11 +232,14 @@ class Turns:
         upstream: aiohttp.ClientResponse,
         headers: CIMultiDict[str],
     ) -> web.StreamResponse:
-        """Relay a stream of events as they come, and end the lease with the usage that one of them carries."""
+        """Relay a stream of events as they come, and end the lease with the usage and the tool calls that they carry."""
         response = web.StreamResponse(status=upstream.status, reason=upstream.reason, headers=headers)
         await response.prepare(request)
+        tool_calls = StreamToolCalls()
         stream = StreamUsage(
-            take_out=record.turn.usage_added, content_encoding=upstream.headers.get("Content-Encoding")
+            take_out=record.turn.usage_added,
+            content_encoding=upstream.headers.get("Content-Encoding"),
+            listener=tool_calls.read,
         )
         progress_at_s = 0.0
         try:
@@ -241,6 +261,7 @@ class Turns:
         if rest := stream.rest():
             await response.write(rest)
         record.usage = stream.usage
+        record.tool = tool_calls.key()
         self._end_lease(record, lease)
         await response.write_eof()
         return response
@@ -249,7 +270,7 @@ class Turns:
         """End the lease of a turn whose answer is whole; an engine's 4xx or 5xx is an answer too."""
         if record.status is not None and record.status < 400:
             record.outcome = "finished"
-            lease.finished(*record.usage)
+            lease.finished(*record.usage, record.tool)
         else:
             record.outcome = "refused"
             lease.refused()
@@ -283,6 +304,7 @@ class Turns:
             prompt_tokens=prompt_tokens,
             output_tokens=output_tokens,
             cached_tokens=cached_tokens,
+            tool=record.tool,
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import msgspec
@@ -107,10 +107,16 @@ class StreamUsage:
     relayed together with what follows it, and gets the fingerprint of a usage event that is left out.
     """
 
-    __slots__ = ("_carry", "_decompress", "_last_choice", "_take_out", "events_count", "usage")
+    __slots__ = ("_carry", "_decompress", "_last_choice", "_listener", "_take_out", "events_count", "usage")
 
-    def __init__(self, *, take_out: bool, content_encoding: str | None = None) -> None:
-        """Begin before the first byte. An encoded stream cannot be cut, so there `take_out` has no effect."""
+    def __init__(
+        self, *, take_out: bool, content_encoding: str | None = None, listener: Callable[[bytes], None] | None = None
+    ) -> None:
+        """Begin before the first byte. An encoded stream cannot be cut, so there `take_out` has no effect.
+
+        `listener` is called with whole events, one or several at a time, decoded.
+        """
+        self._listener = listener
         self._decompress = decompressor(content_encoding)
         self._take_out = take_out and (content_encoding or "identity") == "identity"
         self._carry = b""
@@ -149,13 +155,12 @@ class StreamUsage:
     def _read_events(self, whole: bytes) -> bytes:
         """Read whole events, return those that the client gets now."""
         self.events_count += whole.count(b"data:")
+        if self._listener is not None:
+            self._listener(whole)
         if not self._last_choice and b'"usage"' not in whole and b'"finish_reason":"' not in whole:
             return whole
-        relayed, start = [], 0
-        while start < len(whole):
-            end = _end_of_first_event(whole, start)
-            event = whole[start:end]
-            start = end
+        relayed = []
+        for event in events_in(whole):
             if self._is_added_usage(event):
                 continue
             relayed.append(self._last_choice)
@@ -168,9 +173,8 @@ class StreamUsage:
         """Read the usage of one event; say whether it is the event that was only asked for by us."""
         if b'"usage"' not in event:
             return False
-        text = b"\n".join(line[5:].strip() for line in event.splitlines() if line.startswith(b"data:"))
         try:
-            chunk = _decode_chunk(text)
+            chunk = _decode_chunk(data_of(event))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return False
         if chunk.usage is None:
@@ -199,7 +203,16 @@ def _end_of_last_event(data: bytes, start: int) -> int:
     return max((at + len(end) for end in _EVENT_ENDS if (at := data.rfind(end, start)) >= 0), default=0)
 
 
-def _end_of_first_event(data: bytes, start: int) -> int:
-    """Return the offset past the first blank line after `start`, or the end: an odd line break may be left over."""
-    blank_line = _BLANK_LINE.search(data, start)
-    return blank_line.end() if blank_line is not None else len(data)
+def events_in(whole: bytes) -> Iterator[bytes]:
+    """Yield whole events one by one, each with its blank line; an odd line break may be left over as the last."""
+    start = 0
+    while start < len(whole):
+        blank_line = _BLANK_LINE.search(whole, start)
+        end = blank_line.end() if blank_line is not None else len(whole)
+        yield whole[start:end]
+        start = end
+
+
+def data_of(event: bytes) -> bytes:
+    """Return the data of an event."""
+    return b"\n".join(line[5:].strip() for line in event.splitlines() if line.startswith(b"data:"))

@@ -31,6 +31,13 @@ prefixes computed once. L1 holds gaps in the order of their length, which is the
 recomputing both grow with the context alone; where attention or unequal prefixes count for much, another order could
 be a little better. L1 also assumes what continuous batching does: that what is resident sees iterations of mean
 length. A schedule that did all its prefill while little is resident could pass it; none here does.
+
+A **batch** of programs that all begin at once and run once ends no earlier than the latest of
+
+- all its turns at the rate L1: between its begin and its end its schedule is one of those that L1 bounds, and for these
+  very turns; it may be far below L1 at the end, when few programs are left, and can at no time make up for that;
+- all its tools on the processors that there are (L3);
+- its longest program alone, on an idle engine: its turns follow one another, and its tools lie between them.
 """
 
 from __future__ import annotations
@@ -186,6 +193,10 @@ class Engines:
         """Return how many iterations a turn takes at least; its first token comes with the last one of its prefill."""
         return self.prefill_iterations_count(shape.new_tokens) + max(0, shape.output_tokens - 1)
 
+    def alone_s(self, shape: TurnShape) -> float:
+        """Return the least time that a turn takes: on an idle replica that holds all of its program's context."""
+        return self.iterations_count(shape) * self.timing.base_s + self.least_cost(shape).work_s
+
     def _cost(self, shape: TurnShape, computed_tokens: int) -> TurnCost:
         return self.turn_cost(
             prompt_tokens=shape.prompt_tokens,
@@ -238,7 +249,7 @@ def bounds(
     for shape, part in zip(shapes, parts, strict=True):
         least = engines.least_cost(shape)
         fixed += least * part
-        alone_s += part * (engines.iterations_count(shape) * engines.timing.base_s + least.work_s)
+        alone_s += part * engines.alone_s(shape)
         if shape.gap_s is not None:
             recompute = (engines.dropped_cost(shape) - least) * part
             gaps.append(_Gap(shape.gap_s, part * shape.gap_s * shape.held_tokens, recompute))
@@ -251,6 +262,16 @@ def bounds(
         closed_loop_per_s=_ratio(programs_count, turns_count, alone_s + tools_s),
         tools_per_s=_ratio(tool_processors_count, turns_count, tools_s),
     )
+
+
+def makespan_bound_s(limits: Bounds, turns_count: int, programs_alone_s: Sequence[float]) -> float:
+    """Return the time that a batch takes at least: the docstring above has why.
+
+    `limits` are those of all its turns, of which there are `turns_count`; `programs_alone_s` says of each program what
+    it takes alone, its tools included.
+    """
+    turns_s = turns_count / min(limits.hold_or_drop_per_s, limits.tools_per_s)
+    return max(turns_s, *programs_alone_s)
 
 
 @dataclass(frozen=True, slots=True)

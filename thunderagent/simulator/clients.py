@@ -5,14 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
+from random import Random
+from zlib import crc32
 
 from thunderagent.errors import ConfigurationError
+from thunderagent.programs.events import PrefixCut
 from thunderagent.simulator.bounds import TurnShape
 from thunderagent.simulator.contexts import TokenSpace
 from thunderagent.simulator.plans import ProgramPlan, SandboxWorkload, TurnPlan, Workload
 from thunderagent.simulator.records import EngineRequest
 from thunderagent.simulator.scenario import SAMPLED_PROGRAMS_COUNT, Scenario
 from thunderagent.simulator.tools import Sandbox
+from thunderagent.simulator.waits import ProgramWait
+
+BYTES_PER_TOKEN = 4
+"""The scheduler's own first guess, so that it estimates every prompt exactly."""
 
 
 class RunningProgram:
@@ -23,21 +30,30 @@ class RunningProgram:
         "arrived_s",
         "context",
         "granted_s",
+        "is_held",
         "plan",
+        "prefix",
         "replica_id",
         "sandbox",
+        "says_release",
         "started_s",
         "turn_id",
+        "wait",
     )
 
-    def __init__(self, plan: ProgramPlan, tokens: TokenSpace, sandbox: Sandbox, started_s: float) -> None:
-        self.plan = plan
+    def __init__(self, supplied: Supplied, tokens: TokenSpace, sandbox: Sandbox, started_s: float) -> None:
+        plan = self.plan = supplied.plan
+        self.says_release = supplied.says_release
+        self.prefix = _prefix_of(plan)
         self.context = tokens.open(plan.shared_prefix_id, plan.shared_prefix_tokens)
         self.sandbox = sandbox
         self.started_s = started_s
         self.turn_id = 0
         self.arrived_s = self.granted_s = 0.0
+        self.is_held = False
         self.replica_id = ""
+        """Where its last turn ran; empty before its first one did."""
+        self.wait = ProgramWait()
         self._turn_number = 0
 
     def __repr__(self) -> str:
@@ -82,13 +98,22 @@ class RunningProgram:
         return self._turn_number < len(self.plan.turns)
 
 
+def _prefix_of(plan: ProgramPlan) -> tuple[PrefixCut, ...]:
+    """Return where the program's prompts end to be those of others: one cut, if it shares anything."""
+    if not plan.shared_prefix_tokens:
+        return ()
+    digest = crc32(f"{plan.shared_prefix_id}/{plan.shared_prefix_tokens}".encode())
+    return ((digest, plan.shared_prefix_tokens * BYTES_PER_TOKEN),)
+
+
 @dataclass(frozen=True, slots=True)
 class Supplied:
-    """A plan, and what its sandbox takes (None: nothing is known, or none is needed)."""
+    """A plan, what its sandbox takes (None: nothing is known, or none is needed), and whether it will say release."""
 
     serial_id: int
     plan: ProgramPlan
     sandbox_s: float | None
+    says_release: bool = True
 
 
 class Supply:
@@ -97,6 +122,7 @@ class Supply:
     def __init__(self, scenario: Scenario, workload: Workload) -> None:
         self._workload = workload
         self._seed = scenario.seed
+        self._release_ratio = scenario.release_ratio
         self._limit_count = None if scenario.loop == "closed" else scenario.programs_count
         self._needs_arrivals = scenario.loop == "open"
         self._supplied_count = 0
@@ -137,7 +163,11 @@ class Supply:
         self._check(plan, index)
         self._supplied_count += 1
         sandbox_s = workload.sandbox_preparation_s(index, self._seed) if isinstance(workload, SandboxWorkload) else None
-        return Supplied(index, plan, sandbox_s)
+        return Supplied(index, plan, sandbox_s, self._says_release(index))
+
+    def _says_release(self, index: int) -> bool:
+        """Return whether the program will say release: drawn for each, the same in every run with that seed."""
+        return Random(f"release/{self._seed}/{index}").random() < self._release_ratio  # noqa: S311 - seeded, not secret
 
     def _check(self, plan: ProgramPlan, index: int) -> None:
         wrong = "" if plan.turns else "has no turns"

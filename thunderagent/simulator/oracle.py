@@ -24,7 +24,7 @@ from typing import ClassVar
 
 from thunderagent.programs.decisions import Reason
 from thunderagent.programs.lifecycle import Phase
-from thunderagent.programs.policies.base import Moment, Placement, ProgramView, ReplicaView, View
+from thunderagent.programs.policies.base import ClaimRules, Moment, Placement, ProgramView, ReplicaView, View
 from thunderagent.programs.policies.fitting import Fitting
 
 
@@ -40,8 +40,16 @@ class Oracle:
     fitting: Fitting
     reserve_tokens: int = 0
     name: ClassVar[str] = "oracle"
-    half_life_s: ClassVar[float] = inf
     tick_s: ClassVar[float] = 1.0
+
+    @property
+    def claim_rules(self) -> ClaimRules:
+        """Return the constant reserve."""
+        return ClaimRules(reserve_tokens=self.reserve_tokens)
+
+    def hold_s(self, view: View, program: ProgramView) -> float:  # noqa: ARG002 - the protocol's
+        """Return infinity: `balance` drops at once who is not to be held."""
+        return inf
 
     def pause_rank(self, program: ProgramView) -> float:
         """Rank first who is not to be held, then the smallest."""

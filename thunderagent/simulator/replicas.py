@@ -39,10 +39,15 @@ class ReplicaListener(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What a poll says. `hit_ratio` is by tokens since the poll before; None if nothing was looked up."""
+    """What a poll says; all but the capacity since the poll before, or since the engine came up.
+
+    `hit_ratio` is by tokens; None if nothing was looked up. `query_tokens` were looked up.
+    """
 
     capacity_tokens: int
     hit_ratio: float | None
+    query_tokens: int
+    preemption_count: int
 
 
 class SimulatedReplica:
@@ -57,7 +62,7 @@ class SimulatedReplica:
         self._listener = listener
         self._result: StepResult | None = None
         self._without_token: set[str] = set()
-        self._polled_query_tokens = self._polled_hit_tokens = 0
+        self._polled = self.engine.stats
         self._incarnation_count = 0
         self._preemption_count = 0
 
@@ -88,11 +93,16 @@ class SimulatedReplica:
 
     def poll(self) -> Reading:
         """Return what its metrics say now."""
-        stats = self.engine.stats
-        query_tokens = stats.prefix_query_tokens - self._polled_query_tokens
-        hit_tokens = stats.prefix_hit_tokens - self._polled_hit_tokens
-        self._polled_query_tokens, self._polled_hit_tokens = stats.prefix_query_tokens, stats.prefix_hit_tokens
-        return Reading(self._config.capacity_tokens, hit_tokens / query_tokens if query_tokens else None)
+        before, stats = self._polled, self.engine.stats
+        self._polled = stats
+        query_tokens = stats.prefix_query_tokens - before.prefix_query_tokens
+        hit_tokens = stats.prefix_hit_tokens - before.prefix_hit_tokens
+        return Reading(
+            capacity_tokens=self._config.capacity_tokens,
+            hit_ratio=hit_tokens / query_tokens if query_tokens else None,
+            query_tokens=query_tokens,
+            preemption_count=stats.preemption_count - before.preemption_count,
+        )
 
     def drop(self, keys: Sequence[int]) -> None:
         """Have the blocks with these keys taken first, as far as no request uses them."""
@@ -107,7 +117,7 @@ class SimulatedReplica:
         self.engine = Engine(self._config)
         self._result = None
         self._without_token.clear()
-        self._polled_query_tokens = self._polled_hit_tokens = 0
+        self._polled = self.engine.stats
         return lost
 
     def come_up(self) -> None:

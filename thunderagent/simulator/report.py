@@ -12,7 +12,9 @@ from thunderagent.programs.decisions import Decision
 from thunderagent.programs.events import Event
 from thunderagent.programs.ledger import Costs
 from thunderagent.simulator.bounds import Bounds
+from thunderagent.simulator.restores import RestoreFigures
 from thunderagent.simulator.tools import ToolFigures
+from thunderagent.simulator.waits import Waits
 
 SMALLEST_SIZE_TOKENS = 1024
 """Programs are grouped by size for held times: up to this, up to its double, and so on."""
@@ -36,10 +38,13 @@ class Percentiles:
         if not ordered:
             return cls(0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
-        def rank(ratio: float) -> float:
-            return ordered[ceil(ratio * len(ordered)) - 1]
+        p50_s, p90_s, p99_s = (nearest_rank(ordered, ratio) for ratio in (0.5, 0.9, 0.99))
+        return cls(len(ordered), sum(ordered) / len(ordered), p50_s, p90_s, p99_s, ordered[-1])
 
-        return cls(len(ordered), sum(ordered) / len(ordered), rank(0.5), rank(0.9), rank(0.99), ordered[-1])
+
+def nearest_rank(ordered: Sequence[float], ratio: float) -> float:
+    """Return the value that this part of the values does not pass; they are ordered, and at least one."""
+    return ordered[max(0, ceil(ratio * len(ordered)) - 1)]
 
 
 def quantiles_s(values_s: Sequence[float]) -> tuple[float, ...]:
@@ -95,7 +100,9 @@ class RunResult:
     `complete` is False for a run that was interrupted, or a batch that was not through at its time limit.
     `hit_ratio` is by tokens: cached over prompt. Latencies of turns begin at their arrival, so they include what was
     held; a program's latency is from its first turn's arrival to the end of its last. `turn_latency_quantiles_s` are
-    those of 0, 1, ... 100 %; empty if no turn counts. `makespan_s` is set for a batch that is through.
+    those of 0, 1, ... 100 %; empty if no turn counts. `makespan_s` is set for a batch that is through, and
+    `makespan_bound_s` says how long it takes at least. `longest_hold_s` is that of any turn, also of one that is still
+    held at the end. `restores` are those of the whole run, as `decision_counts`.
 
     `bounds` are those of the very turns that count, None without any, and `limit_ratio` is the part of min(L1, L2, L3)
     that was reached; of a turn that began before the warm-up was over, only the part after it counts there. `events`
@@ -110,6 +117,7 @@ class RunResult:
     measured_s: float
     turn_count: int
     program_count: int
+    programs_per_hour_count: float
     failed_turn_count: int
     bounds: Bounds | None
     limit_ratio: float
@@ -119,13 +127,18 @@ class RunResult:
     turn_latency_quantiles_s: tuple[float, ...]
     first_token_latency: Percentiles
     held: Percentiles
+    longest_hold_s: float
+    waits: Waits
     program_latency: Percentiles
     makespan_s: float | None
+    makespan_bound_s: float | None
     held_by_size: tuple[HeldBySize, ...]
     imbalance_mean_ratio: float
+    imbalance_p99_ratio: float
     replicas: tuple[ReplicaFigures, ...]
     tools: ToolFigures
     decision_counts: dict[str, int]
+    restores: RestoreFigures
     samples: tuple[Sample, ...]
     events: tuple[tuple[Event, tuple[Decision, ...]], ...] = field(default=(), repr=False)
 

@@ -10,7 +10,8 @@ and no randomness besides the seed's. The same scenario, policy and workload alw
 
 A program's life: its turn arrives (`TurnArrived`, with four bytes a token as its size), waits for its `Grant`, gets to
 that replica's engine, runs there (`TurnStarted` at its first token, `TurnProgressed` every second), and finishes with
-its exact usage. Then its tool runs, and its next turn arrives. After its last turn no tool runs: it is released.
+its exact usage and the name of its tool. Then the tool runs, and its next turn arrives. After its last turn no tool
+runs: it is released, or, where the scenario says so, just not heard of any more.
 
 Around that: every replica is polled every second, and a tick comes as often as on a server. A turn that the engine
 refuses fails, and ends its program; one that an outage breaks off fails and arrives again, as if the proxy tried
@@ -25,7 +26,7 @@ from dataclasses import replace
 from functools import partial
 from math import inf
 
-from thunderagent.programs.decisions import Decision, Grant, Pause, Reject, Release
+from thunderagent.programs.decisions import Decision, Grant, Pause, Reject, Release, Restore
 from thunderagent.programs.events import (
     Event,
     ProgramReleased,
@@ -42,18 +43,16 @@ from thunderagent.programs.events import (
 from thunderagent.programs.policies.base import Policy
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.simulator.agenda import Agenda
-from thunderagent.simulator.clients import RunningProgram, Supplied, Supply
+from thunderagent.simulator.clients import BYTES_PER_TOKEN, RunningProgram, Supplied, Supply
 from thunderagent.simulator.contexts import TokenSpace
 from thunderagent.simulator.plans import Workload
 from thunderagent.simulator.records import FinishedRequest
 from thunderagent.simulator.replicas import Outage, SimulatedReplica
 from thunderagent.simulator.report import RunResult
+from thunderagent.simulator.restores import RestoreCounter
 from thunderagent.simulator.scenario import Scenario, available_bytes, check_memory, estimate_bytes
 from thunderagent.simulator.tally import Progress, Tally
 from thunderagent.simulator.tools import ToolHost
-
-BYTES_PER_TOKEN = 4
-"""The scheduler's own first guess, so that it estimates every prompt exactly."""
 
 FAILURE_PAUSE_S = 1.0
 """Between a program that fails and the next one in its place; without it a run of refused programs would never end."""
@@ -96,6 +95,7 @@ class Simulation:
         }
         self._tally = Tally(scenario, self.scheduler, self._replicas)
         self._decision_counts: Counter[str] = Counter()
+        self._restores = RestoreCounter(self.scheduler)
         self._programs: dict[int, RunningProgram] = {}  # by the id of the turn that is with the scheduler
         self._on_their_way: dict[int, str] = {}  # granted turns that are not in the engine yet: their replicas
         self._by_program_id: dict[str, RunningProgram] = {}
@@ -124,6 +124,8 @@ class Simulation:
             workload=self._workload_name,
             decision_counts=dict(sorted(self._decision_counts.items())),
             tools=replace(self._tools.figures),
+            restores=replace(self._restores.figures),
+            held_since_s=[program.arrived_s for program in self._programs.values() if program.is_held],
             events=tuple(self.events),
         )
 
@@ -168,7 +170,7 @@ class Simulation:
 
     def _start(self, supplied: Supplied) -> None:
         sandbox = self._tools.open(supplied.serial_id, supplied.sandbox_s)
-        program = RunningProgram(supplied.plan, self._tokens, sandbox, self._agenda.now_s)
+        program = RunningProgram(supplied, self._tokens, sandbox, self._agenda.now_s)
         self._by_program_id[supplied.plan.program_id] = program
         self._turn_arrives(program)
 
@@ -184,22 +186,24 @@ class Simulation:
         """Ask for a lease, for the first time or after an outage."""
         self._turn_count += 1
         program.turn_id = self._turn_count
+        program.is_held = True
         self._programs[program.turn_id] = program
-        prompt_bytes = len(program.context) * BYTES_PER_TOKEN
-        program_id = program.plan.program_id
         self._dispatch(
             TurnArrived(
                 self._agenda.now_s,
                 program.turn_id,
-                program_id,
-                prompt_bytes=prompt_bytes,
+                program.plan.program_id,
+                prompt_bytes=len(program.context) * BYTES_PER_TOKEN,
                 avoid_replica_id=avoid_replica_id,
+                prefix=program.prefix,
+                group_id=program.plan.group_id,
             )
         )
 
     def _granted(self, grant: Grant) -> None:
         program = self._programs[grant.turn_id]
         program.granted_s = self._agenda.now_s
+        program.is_held = False
         program.replica_id = grant.replica_id
         overhead_s = self._scenario.engine.timing.request_overhead_s
         if overhead_s == 0:
@@ -246,17 +250,23 @@ class Simulation:
         now_s = self._agenda.now_s
         turn_id = int(finished.request_id)
         program = self._programs.pop(turn_id)
-        tool_s = program.turn.tool_s
-        shape = program.shape()
+        turn, shape = program.turn, program.shape()
         goes_on = program.end_turn()
         self._dispatch(
-            TurnFinished(now_s, turn_id, finished.prompt_tokens, finished.generated_tokens, finished.cached_tokens)
+            TurnFinished(
+                now_s,
+                turn_id,
+                finished.prompt_tokens,
+                finished.generated_tokens,
+                finished.cached_tokens if self._scenario.engine_tells_cached else None,
+                tool=turn.tool_name if goes_on else "",
+            )
         )
-        self._tally.finished(program.arrived_s, program.granted_s, finished, shape, program.replica_id)
+        self._tally.finished(program, finished, shape)
         if goes_on:
-            self._tools.run(tool_s, program.sandbox, partial(self._turn_arrives, program))
+            self._tools.run(turn.tool_s, program.sandbox, partial(self._turn_arrives, program))
         else:
-            self._tally.program_ended(program.started_s, now_s)
+            self._tally.program_ended(program, now_s)
             self._end_program(program)
 
     def _program_failed(self, program: RunningProgram) -> None:
@@ -265,7 +275,8 @@ class Simulation:
         self._end_program(program, pause_s=FAILURE_PAUSE_S)
 
     def _end_program(self, program: RunningProgram, pause_s: float = 0.0) -> None:
-        self._dispatch(ProgramReleased(self._agenda.now_s, program.plan.program_id))
+        if program.says_release:
+            self._dispatch(ProgramReleased(self._agenda.now_s, program.plan.program_id))
         del self._by_program_id[program.plan.program_id]
         self._tools.close(program.sandbox)
         if self._foresight is not None:
@@ -289,12 +300,19 @@ class Simulation:
             self.events.append((event, tuple(decisions)))
         for decision in decisions:
             self._decision_counts[f"{type(decision).__name__.lower()} {decision.reason}"] += 1
+            if isinstance(decision, Pause | Restore):
+                self._restores.note(decision, decisions, self._home_of(decision.program_id))
             if type(decision) is Grant:
                 self._granted(decision)
             elif isinstance(decision, Pause | Release) and self._scenario.engines_drop:
                 self._drop(decision.program_id)
             elif type(decision) is Reject:
                 self._agenda.at(self._agenda.now_s, partial(self._rejected, decision.turn_id))
+
+    def _home_of(self, program_id: str) -> str:
+        """Return where a program's context lies, if anywhere: where its last turn ran; empty if none did."""
+        program = self._by_program_id.get(program_id)
+        return program.replica_id if program is not None else ""
 
     def _drop(self, program_id: str) -> None:
         """Let engines take first the blocks of a program that has no claim any more."""
@@ -311,7 +329,16 @@ class Simulation:
         if replica.up:
             reading = replica.poll()
             told_tokens = int(reading.capacity_tokens * self._scenario.told_capacity_ratio)
-            self._dispatch(ReplicaPolled(self._agenda.now_s, replica_id, told_tokens, reading.hit_ratio))
+            self._dispatch(
+                ReplicaPolled(
+                    self._agenda.now_s,
+                    replica_id,
+                    told_tokens,
+                    reading.hit_ratio,
+                    reading.query_tokens,
+                    reading.preemption_count,
+                )
+            )
         self._agenda.after(self._scenario.poll_interval_s, partial(self._poll, replica_id))
 
     def _go_down(self, outage: Outage) -> None:

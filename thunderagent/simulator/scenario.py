@@ -46,6 +46,9 @@ class Scenario:
     arrive when their plans say, `programs_count` of them; `batch` starts `programs_count` at once and ends with the
     last. `horizon_s` ends every run; a batch is incomplete then. Turns and programs that end before `warmup_s` do not
     count. `told_capacity_ratio` is for trying what a wrong capacity costs: the scheduler is told that part of it.
+    `release_ratio` is the part of the programs that say that they end; of the others nothing is heard any more.
+    `engine_tells_cached` False is for engines whose usage does not say how much of a prompt was cached, as vLLM's
+    without `--enable-prompt-tokens-details`: the scheduler then knows no more than the hit rate of the polls.
     `engines_drop` is for engines that could be told whose blocks are worth least: those of a program that is paused or
     released are taken first, but for a prefix that it shares.
     """
@@ -64,6 +67,8 @@ class Scenario:
     sample_interval_s: float = 10.0
     outages: tuple[Outage, ...] = ()
     told_capacity_ratio: float = 1.0
+    release_ratio: float = 1.0
+    engine_tells_cached: bool = True
     engines_drop: bool = False
     keep_events: bool = False
 
@@ -77,6 +82,8 @@ class Scenario:
                 raise ConfigurationError(f"{name} must be a number over 0, got {value}")
         if not 0 <= self.warmup_s < self.horizon_s:
             raise ConfigurationError(f"warmup_s must be 0 or more and under {self.horizon_s:g} s, got {self.warmup_s}")
+        if not 0 <= self.release_ratio <= 1:
+            raise ConfigurationError(f"release_ratio must be from 0 to 1, got {self.release_ratio}")
         if self.loop not in get_args(Loop):
             raise ConfigurationError(f"loop must be one of {', '.join(get_args(Loop))}, got {self.loop!r}")
         for outage in self.outages:

@@ -9,7 +9,8 @@ from thunderagent.programs.decisions import Decision
 from thunderagent.programs.events import Event
 from thunderagent.programs.ledger import Costs
 from thunderagent.programs.scheduler import Scheduler
-from thunderagent.simulator.bounds import Bounds, Engines, TurnShape, bounds
+from thunderagent.simulator.bounds import Bounds, Engines, TurnShape, bounds, makespan_bound_s
+from thunderagent.simulator.clients import RunningProgram
 from thunderagent.simulator.records import FinishedRequest
 from thunderagent.simulator.replicas import SimulatedReplica
 from thunderagent.simulator.report import (
@@ -20,10 +21,13 @@ from thunderagent.simulator.report import (
     Sample,
     TurnLog,
     difference,
+    nearest_rank,
     quantiles_s,
 )
+from thunderagent.simulator.restores import RestoreFigures
 from thunderagent.simulator.scenario import Scenario
 from thunderagent.simulator.tools import ToolFigures
+from thunderagent.simulator.waits import ProgramWait, Waits
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +52,8 @@ class Tally:
         self._replicas = replicas
         self._replica_numbers = {replica_id: number for number, replica_id in enumerate(replicas)}
         self._shapes: list[TurnShape] = []  # of all turns in the log
-        self._programs_s: list[tuple[float, float]] = []
+        self._engines = Engines.of(scenario.engine, scenario.replica_count)
+        self._ended: list[ProgramWait] = []
         self._failed_count = 0
         self._samples: list[Sample] = []
         self._begin_costs = {replica_id: Costs() for replica_id in replicas}
@@ -60,7 +65,7 @@ class Tally:
         return Progress(
             now_s,
             turn_count=len(self.turns),
-            program_count=len(self._programs_s),
+            program_count=len(self._ended),
             active_count=self._scheduler.active_count,
             held_count=self._scheduler.ledger.waiting_count,
             hit_ratio=self._cached_tokens / self._prompt_tokens if self._prompt_tokens else 0.0,
@@ -71,30 +76,32 @@ class Tally:
         self._begin_costs = self._costs(self._scenario.warmup_s)
         self._begin_preemption_counts = {name: replica.preemption_count for name, replica in self._replicas.items()}
 
-    def finished(
-        self, arrived_s: float, granted_s: float, finished: FinishedRequest, shape: TurnShape, replica_id: str
-    ) -> None:
-        """Note a finished turn."""
+    def finished(self, program: RunningProgram, finished: FinishedRequest, shape: TurnShape) -> None:
+        """Note a finished turn of a program."""
         self._shapes.append(shape)
+        program.wait.add_turn(shape.prompt_tokens, program.granted_s - program.arrived_s)
+        program.wait.alone_s += self._engines.alone_s(shape) + (shape.gap_s or 0.0)
         self._prompt_tokens += finished.prompt_tokens
         self._cached_tokens += finished.cached_tokens
         self.turns.add(
-            arrived_s,
-            granted_s,
+            program.arrived_s,
+            program.granted_s,
             finished.first_token_s,
             finished.finished_s,
             prompt_tokens=finished.prompt_tokens,
             cached_tokens=finished.cached_tokens,
-            replica_count=self._replica_numbers[replica_id],
+            replica_count=self._replica_numbers[program.replica_id],
         )
 
     def failed(self) -> None:
         """Note a turn that was refused or rejected."""
         self._failed_count += 1
 
-    def program_ended(self, started_s: float, ended_s: float) -> None:
+    def program_ended(self, program: RunningProgram, now_s: float) -> None:
         """Note a program that came to its end."""
-        self._programs_s.append((started_s, ended_s))
+        wait = program.wait
+        wait.started_s, wait.ended_s = program.started_s, now_s
+        self._ended.append(wait)
 
     def sample(self, now_s: float) -> None:
         """Look at every replica."""
@@ -122,16 +129,20 @@ class Tally:
         workload: str,
         decision_counts: dict[str, int],
         tools: ToolFigures,
+        restores: RestoreFigures,
+        held_since_s: Sequence[float],
         events: tuple[tuple[Event, tuple[Decision, ...]], ...],
     ) -> RunResult:
-        """Make the figures, as of now."""
+        """Make the figures, as of now; `held_since_s` says since when the turns are held that are held now."""
         scenario, log = self._scenario, self.turns
         begin_s = min(scenario.warmup_s, now_s)
         measured_s = now_s - begin_s
         turns = log.since(begin_s)
         parts = self._parts_since(begin_s, turns)
         limits = scenario_bounds(scenario, [self._shapes[turn] for turn in turns], parts) if turns else None
-        programs_s = [end_s - start_s for start_s, end_s in self._programs_s if end_s >= begin_s]
+        ended = [wait for wait in self._ended if wait.ended_s >= begin_s]
+        held = log.between(log.arrived_s, log.granted_s, turns)
+        is_through = scenario.loop == "batch" and complete
         imbalances = [sample.imbalance_ratio for sample in self._samples if sample.now_s >= begin_s]
         return RunResult(
             policy=self._scheduler.policy.name,
@@ -141,7 +152,8 @@ class Tally:
             simulated_s=now_s,
             measured_s=measured_s,
             turn_count=len(turns),
-            program_count=len(programs_s),
+            program_count=len(ended),
+            programs_per_hour_count=len(ended) * 3600 / measured_s if measured_s > 0 else 0.0,
             failed_turn_count=self._failed_count,
             bounds=limits,
             limit_ratio=sum(parts) / measured_s / limits.limit_per_s if limits and measured_s > 0 else 0.0,
@@ -150,17 +162,29 @@ class Tally:
             turn_latency=log.between(log.arrived_s, log.finished_s, turns),
             turn_latency_quantiles_s=quantiles_s([log.finished_s[turn] - log.arrived_s[turn] for turn in turns]),
             first_token_latency=log.between(log.arrived_s, log.first_token_s, turns),
-            held=log.between(log.arrived_s, log.granted_s, turns),
-            program_latency=Percentiles.of(programs_s),
-            makespan_s=now_s if scenario.loop == "batch" and complete else None,
+            held=held,
+            longest_hold_s=max([held.max_s, *(now_s - since_s for since_s in held_since_s)]),
+            waits=Waits.of(ended),
+            program_latency=Percentiles.of([wait.residence_s for wait in ended]),
+            makespan_s=now_s if is_through else None,
+            makespan_bound_s=self._makespan_bound_s() if is_through else None,
             held_by_size=log.held_by_size(turns),
             imbalance_mean_ratio=sum(imbalances) / len(imbalances) if imbalances else 0.0,
+            imbalance_p99_ratio=nearest_rank(sorted(imbalances), 0.99) if imbalances else 0.0,
             replicas=self._replica_figures(now_s, turns),
             tools=tools,
             decision_counts=decision_counts,
+            restores=restores,
             samples=tuple(self._samples),
             events=events,
         )
+
+    def _makespan_bound_s(self) -> float | None:
+        """Return how long this batch takes at least; None if none of its turns finished."""
+        if not self._shapes:
+            return None
+        limits = scenario_bounds(self._scenario, self._shapes)
+        return makespan_bound_s(limits, len(self._shapes), [wait.alone_s for wait in self._ended])
 
     def _parts_since(self, begin_s: float, turns: range) -> list[float]:
         """Return of each turn how much of it lies after `begin_s`, its tool's time before it included."""

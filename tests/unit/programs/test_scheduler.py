@@ -12,7 +12,7 @@ from tests.builders import Driver, of_kind, restored_on
 from thunderagent.programs.decisions import Grant, Hold, Mark, Pause, Reason, Reject, Release, Restore
 from thunderagent.programs.events import Tick, TurnAbandoned, TurnArrived
 from thunderagent.programs.lifecycle import Phase, Status
-from thunderagent.programs.policies.base import Moment, Placement, Policy, ProgramView, ReplicaView, View
+from thunderagent.programs.policies.base import ClaimRules, Moment, Placement, Policy, ProgramView, ReplicaView, View
 from thunderagent.programs.policies.cap import Cap
 from thunderagent.programs.policies.passthrough import Passthrough
 from thunderagent.programs.policies.sticky import Sticky
@@ -544,9 +544,11 @@ class Stubborn:
 
     replica_id: str
     name: str = "stubborn"
-    half_life_s: float = inf
-    reserve_tokens: int = 0
+    claim_rules: ClaimRules = ClaimRules()
     tick_s: float = 1.0
+
+    def hold_s(self, view: View, program: ProgramView) -> float:
+        return inf
 
     def pause_rank(self, program: ProgramView) -> float:
         return program.opened_s

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from thunderagent.programs.policies.base import Policy
 from thunderagent.programs.policies.cap import Cap
 from thunderagent.programs.policies.passthrough import Passthrough
-from thunderagent.simulator.bounds import Bounds, Engines, TurnCost, TurnShape, bounds, turn_shapes
+from thunderagent.simulator.bounds import Bounds, Engines, TurnCost, TurnShape, bounds, makespan_bound_s, turn_shapes
 from thunderagent.simulator.plans import ProgramPlan, TurnPlan
 from thunderagent.simulator.records import EngineConfig
 from thunderagent.simulator.run import simulate
@@ -185,6 +185,14 @@ def test_where_nobody_is_away_everybody_is_held(plans: list[ProgramPlan], pool: 
     busy = [replace(each, turns=tuple(replace(turn, tool_s=0.0) for turn in each.turns)) for each in plans]
     found = bounds(shapes(*busy), Engines(TIMING, pool))
     assert found.hold_or_drop_per_s == pytest.approx(found.no_recompute_per_s)
+
+
+def test_a_batch_is_bounded_by_its_turns_its_tools_and_its_longest_program() -> None:
+    """100 turns at 5 a second, or 2 a second of tools; a program that takes 30 s or 60 s alone."""
+    turns_bound, tools_bound = Bounds(9.0, 5.0, 1.0), Bounds(9.0, 5.0, 1.0, tools_per_s=2.0)
+    assert makespan_bound_s(turns_bound, 100, [3.0, 15.0]) == 20.0
+    assert makespan_bound_s(tools_bound, 100, [30.0]) == 50.0
+    assert makespan_bound_s(turns_bound, 100, [60.0]) == 60.0
 
 
 @pytest.mark.parametrize("policy", [Passthrough(), Cap(n=6)], ids=["passthrough", "cap"])

@@ -93,19 +93,78 @@ def test_a_program_is_told_to_the_scheduler_as_by_the_server() -> None:
     scenario = small(keep_events=True, poll_interval_s=500.0)
     result = simulate(scenario, Recorded([plan((10, 3, 2.5), (5, 2, 9.0))]), Passthrough())
     events = [event for event, _ in result.events]
-    assert events[:3] == [ReplicaPolled(0.0, "r0", 400, None), ReplicaUp(0.0, "r0"), Tick(0.0)]
+    assert events[:3] == [ReplicaPolled(0.0, "r0", 400, None, 0, 0), ReplicaUp(0.0, "r0"), Tick(0.0)]
     assert [event for event in events[3:] if not isinstance(event, Tick)] == [
         TurnArrived(0.0, 1, "p0", prompt_bytes=40),
         TurnStarted(1.0, 1),
         TurnProgressed(2.0, 1, 2),
-        TurnFinished(3.0, 1, 10, 3, 0),
+        TurnFinished(3.0, 1, 10, 3, 0, tool="tool"),
         TurnArrived(5.5, 2, "p0", prompt_bytes=72),
         TurnStarted(6.5, 2),
-        TurnFinished(7.5, 2, 18, 2, 12),
+        TurnFinished(7.5, 2, 18, 2, 12, tool=""),
         ProgramReleased(7.5, "p0"),
     ]
     assert [event.now_s for event in events if isinstance(event, Tick)] == [float(second) for second in range(8)]
     assert (result.makespan_s, result.turn_count, result.program_count) == (7.5, 2, 1)
+
+
+def test_arrivals_say_what_programs_share_and_who_finishes_together() -> None:
+    """The digest is that of the prefix: programs with another prefix, or more of the same one, have another."""
+    turns = (TurnPlan(10, 2, 0.0),)
+    plans = [
+        ProgramPlan("a", turns, "system", 40, group_id="g1"),
+        ProgramPlan("b", turns, "system", 40, group_id="g1"),
+        ProgramPlan("c", turns, "system", 20),
+        ProgramPlan("d", turns, "other", 40),
+        ProgramPlan("e", turns),
+    ]
+    result = simulate(small(programs_count=5, keep_events=True), Recorded(plans), Passthrough())
+    arrived = [event for event, _ in result.events if isinstance(event, TurnArrived)]
+    assert [event.group_id for event in arrived] == ["g1", "g1", "", "", ""]
+    digests, sizes_bytes = zip(*(cut for event in arrived[:4] for cut in event.prefix), strict=True)
+    assert digests[0] == digests[1]
+    assert len(set(digests)) == 3
+    assert sizes_bytes == (160, 160, 80, 160)
+    assert arrived[4].prefix == ()
+
+
+def test_polls_say_what_was_looked_up_and_preempted_since_the_poll_before() -> None:
+    """Two programs of 180 tokens at the end do not fit beside each other in 200: one is preempted."""
+    engine = EngineConfig(200, block_size=4, timing=UNIT)
+    scenario = small(engine=engine, programs_count=2, keep_events=True, poll_interval_s=10.0)
+    plans = [plan((80, 100, 0.0), name=f"p{number}") for number in range(2)]
+    result = simulate(scenario, Recorded(plans), Passthrough())
+    polls = [event for event, _ in result.events if isinstance(event, ReplicaPolled)]
+    assert [poll.query_tokens for poll in polls[:3]] == [0, 160, 0]
+    assert sum(poll.preemption_count or 0 for poll in polls) == result.replicas[0].preemption_count > 0
+
+
+def test_an_engine_may_not_say_what_was_cached() -> None:
+    scenario = small(keep_events=True, engine_tells_cached=False)
+    result = simulate(scenario, Recorded([plan((10, 3, 2.5), (5, 2, 9.0))]), Passthrough())
+    assert [e.cached_tokens for e, _ in result.events if isinstance(e, TurnFinished)] == [None, None]
+    assert result.hit_ratio == 12 / 28
+    assert any(event.hit_ratio for event, _ in result.events if isinstance(event, ReplicaPolled))
+
+
+def test_programs_may_end_without_a_word() -> None:
+    """Half of them, the same in every run; the closed loop goes on at once."""
+    plans = Recorded([plan((10, 4, 0.0), name=f"p{number}") for number in range(60)])
+    runs = [
+        simulate(
+            small(loop="closed", programs_count=2, horizon_s=1000.0, keep_events=True, release_ratio=ratio),
+            plans,
+            Passthrough(),
+        )
+        for ratio in (1.0, 0.5, 0.5, 0.0)
+    ]
+    released = [[e.program_id for e, _ in run.events if isinstance(e, ProgramReleased)] for run in runs]
+    assert len(released[0]) == 60
+    assert 15 < len(released[1]) < 45
+    assert released[1] == released[2]
+    assert released[3] == []
+    assert {run.program_count for run in runs} == {60}
+    assert {run.simulated_s for run in runs} == {runs[0].simulated_s}
 
 
 def test_the_scheduler_hears_every_second_how_far_a_turn_is() -> None:
@@ -192,6 +251,55 @@ def test_held_turns_wait_and_unused_memory_is_charged() -> None:
     assert result.makespan_s == 8.0
     assert result.replicas[0].costs.unused_token_s > 0
     assert result.decision_counts["hold no_room"] == 1
+
+
+def test_waits_of_programs_by_hand() -> None:
+    """One at a time: the second waits 4 s for the first, the third 8 s, and larger ones come later."""
+    programs = Recorded([plan((10 * size, 4, 0.0), name=f"p{size}") for size in (1, 2, 3)])
+    result = simulate(small(programs_count=3), programs, Cap(1))
+    assert [(each.first_prompt_tokens, each.held_s) for each in result.waits.programs] == [(10, 0), (20, 4), (30, 8)]
+    assert [each.residence_s for each in result.waits.programs] == [4.0, 8.0, 12.0]
+    assert result.waits.pearson == pytest.approx(1.0)
+    assert result.waits.spearman == pytest.approx(1.0)
+    assert (result.longest_hold_s, result.program_latency.p50_s) == (8.0, 8.0)
+    assert result.programs_per_hour_count == 3 * 3600 / 12
+
+
+def test_who_is_still_held_at_the_end_counts_for_the_longest_hold() -> None:
+    programs = Recorded([plan((10, 90, 0.0), name=f"p{number}") for number in range(2)])
+    result = simulate(small(programs_count=2, horizon_s=70.0), programs, Cap(1))
+    assert (result.turn_count, result.held.max_s, result.longest_hold_s) == (0, 0.0, 70.0)
+
+
+def test_a_batch_takes_no_less_than_its_longest_program_alone() -> None:
+    """10 tokens in one iteration, 3 more for the answer, a tool of 2.5 s, and two iterations again."""
+    programs = Recorded([plan((10, 4, 2.5), (5, 2, 9.0)), plan((10, 2, 0.0), name="p1")])
+    result = simulate(small(programs_count=2), programs, Passthrough())
+    assert result.makespan_bound_s == pytest.approx(4 + 2.5 + 2)
+    assert result.makespan_s == pytest.approx(8.5, abs=1.0)
+    assert simulate(small(horizon_s=2.5), programs, Passthrough()).makespan_bound_s is None
+
+
+@pytest.mark.parametrize("policy", [Passthrough(), ThunderAgent()], ids=lambda policy: policy.name)
+def test_no_batch_is_faster_than_its_bound(policy: Policy) -> None:
+    scenario = Scenario(EngineConfig(16_000), loop="batch", programs_count=24, horizon_s=3600.0)
+    result = simulate(scenario, workload("standard"), policy)
+    assert result.makespan_s is not None
+    assert result.makespan_bound_s is not None
+    assert 0.3 < result.makespan_bound_s / result.makespan_s < 1.0
+
+
+def test_pauses_and_restores_are_counted() -> None:
+    """All pauses, and of the restores those of programs that ran before."""
+    result = standard(ThunderAgent(), 14, replica_count=2)
+    counted = result.decision_counts
+    restores = result.restores
+    assert restores.pause_count == sum(count for name, count in counted.items() if name.startswith("pause ")) > 0
+    all_restores_count = sum(count for name, count in counted.items() if name.startswith("restore "))
+    assert 0 < restores.restore_count <= restores.pause_count
+    assert restores.restore_count < all_restores_count
+    assert 0 <= restores.moved_with_room_count <= restores.moved_count <= restores.restore_count
+    assert 0 < result.imbalance_mean_ratio <= result.imbalance_p99_ratio
 
 
 def test_samples_show_each_replica_over_time() -> None:

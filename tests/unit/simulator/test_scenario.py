@@ -36,6 +36,7 @@ class Long:
         {"poll_interval_s": -1.0},
         {"sample_interval_s": 0.0},
         {"told_capacity_ratio": 0.0},
+        {"release_ratio": 1.1},
         {"warmup_s": 3600.0},
         {"warmup_s": -1.0},
         {"loop": "spiral"},

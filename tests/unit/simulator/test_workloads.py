@@ -147,6 +147,14 @@ def test_bursts_come_at_once() -> None:
     assert arrivals_s == [0.0] * 32 + [120.0] * 32 + [240.0]
 
 
+def test_a_burst_of_64_comes_at_once_and_differs_in_size() -> None:
+    programs = programs_of("burst-64", 64)
+    assert {program.arrival_s for program in programs} == {0.0}
+    sizes_tokens = [program.turns[0].new_tokens for program in programs]
+    assert 1400 <= min(sizes_tokens) < 2000
+    assert 7000 < max(sizes_tokens) <= 8000
+
+
 @pytest.mark.parametrize("percent", [0, 50, 99])
 def test_a_part_of_the_first_prompt_is_shared(percent: int) -> None:
     """The first prompt has 8,000 tokens, whatever part of them is shared."""

@@ -15,7 +15,8 @@ The scheduler asks two questions:
 
 and uses two orders, in which a lower rank comes first: `pause_rank` among the programs of a replica, and
 `restore_rank` in the paused queue. Each is applied apart to acting and to reasoning programs, and must not change
-while a program stays in its phase.
+while a program stays in its phase. When a tool begins the policy says for how long its program is worth holding
+(`hold_s`); whoever is held for longer is found by `first_expired`. How claims are counted is in its `claim_rules`.
 
 To write one, subclass nothing: a frozen dataclass with these members is a policy, its fields are its settings.
 """
@@ -23,6 +24,7 @@ To write one, subclass nothing: a frozen dataclass with these members is a polic
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from enum import Enum, auto
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -32,6 +34,24 @@ from thunderagent.programs.decisions import Reason
 if TYPE_CHECKING:
     from thunderagent.programs.lifecycle import Phase, Status
     from thunderagent.programs.ranked_set import Rank
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimRules:
+    """How the ledger counts for a policy.
+
+    `half_life_s` is that of an acting program's weight in `AccountView.weighed_tokens`; `inf` never decays, 0 counts
+    nothing. Every program claims beyond its context what its next turn is expected to add: with a `growth_quantile`
+    over 0 that quantile of what turns were seen to add, until then and else `reserve_tokens`. With `share_prefixes`
+    what programs on a replica have in common is in its demand once. With `adapt_capacity` the capacity is corrected by
+    what is found lost (`AccountView.limit_tokens`).
+    """
+
+    half_life_s: float = inf
+    reserve_tokens: int = 0
+    growth_quantile: float = 0.0
+    share_prefixes: bool = False
+    adapt_capacity: bool = False
 
 
 class ProgramView(Protocol):
@@ -58,6 +78,26 @@ class ProgramView(Protocol):
         """When its tool began; only while it is acting."""
 
     @property
+    def tool(self) -> str:
+        """Name of the tool that its last turn called; empty if it is not known."""
+
+    @property
+    def hold_until_s(self) -> float:
+        """When it is worth holding no longer; only while it is acting."""
+
+    @property
+    def waiting_since_s(self) -> float:
+        """When the first of its held turns arrived; only while it waits."""
+
+    @property
+    def turn_count(self) -> int:
+        """Turns that were granted so far."""
+
+    @property
+    def group_id(self) -> str:
+        """Programs of one group finish together; empty if it is in none."""
+
+    @property
     def replica_id(self) -> str | None:
         """Where it is active, or was last."""
 
@@ -72,6 +112,10 @@ class AccountView(Protocol):
     @property
     def capacity_tokens(self) -> int | None:
         """Size of its KV pool; None is not known."""
+
+    @property
+    def limit_tokens(self) -> float:
+        """Return what may be claimed: the capacity, corrected if the policy wants that; infinite if not known."""
 
     @property
     def reasoning_tokens(self) -> int:
@@ -91,7 +135,7 @@ class AccountView(Protocol):
 
     @property
     def demand_tokens(self) -> int:
-        """All claims, each in full."""
+        """All claims, each in full, besides what they share if the policy wants that counted once."""
 
     def weighed_tokens(self, now_s: float) -> float:
         """All claims, acting ones weighed by f(t)."""
@@ -134,11 +178,20 @@ class View(Protocol):
     def first_to_mark(self, replica: ReplicaView) -> ProgramView | None:
         """Return the unmarked reasoning program with the lowest pause rank there."""
 
+    def first_expired(self, replica: ReplicaView) -> ProgramView | None:
+        """Return an acting program there that is held for longer than is worth it, if there is one."""
+
+    def last_marked(self, replica: ReplicaView) -> ProgramView | None:
+        """Return the marked program with the highest pause rank there."""
+
     def first_waiting(self) -> ProgramView | None:
         """Return the paused program with the lowest restore rank among those whose turns are held."""
 
     def waiting(self) -> Iterator[ProgramView]:
         """Yield paused programs whose turns are held by restore rank, as they are now. Cost: O(n log n) of them."""
+
+    def first_waiting_few(self, count: int) -> Sequence[ProgramView]:
+        """Return the first `count` of those that `waiting` yields. Cost: O(count log n)."""
 
     def first_paused_acting(self) -> ProgramView | None:
         """Return the paused program with the lowest restore rank among those whose tools run."""
@@ -146,11 +199,34 @@ class View(Protocol):
     def comes_before_all_waiting(self, program: ProgramView) -> bool:
         """Say whether `program` would be the first to be restored among those with a turn."""
 
+    def claim_tokens_on(self, program: ProgramView, replica: ReplicaView) -> int:
+        """Return what a paused program would add to the demand there: less than its claim if prefixes are shared."""
+
+    def resident_tokens(self, program: ProgramView, replica: ReplicaView) -> int:
+        """Return how many tokens of its context are expected to lie in that replica's memory."""
+
+    def tool_hold_s(self, tool: str, threshold_s: float) -> float:
+        """Return for how long it pays to hold what costs `threshold_s` of holding to recompute (`tool_times.py`)."""
+
+    @property
+    def prefill_token_s(self) -> float:
+        """Seconds to prefill a token, as learned."""
+
+    @property
+    def median_residence_s(self) -> float:
+        """Median time between a program's first turn and its end, as learned; infinite until one ended."""
+
+    def is_last_of_group(self, program: ProgramView) -> bool:
+        """Say whether all others of its group ended."""
+
     def propose_pause(self, program: ProgramView, reason: Reason) -> bool:
         """Take an acting program's claim away."""
 
     def propose_mark(self, program: ProgramView, reason: Reason) -> bool:
         """Pause a reasoning program at the end of its turn."""
+
+    def propose_unmark(self, program: ProgramView, reason: Reason) -> bool:
+        """Take a mark back: the program keeps its claim when its turn ends."""
 
     def propose_restore(self, program: ProgramView, replica: ReplicaView, reason: Reason) -> bool:
         """Give a paused program a claim on that replica, and grant its held turns."""
@@ -180,12 +256,8 @@ class Policy(Protocol):
         """The word that the command line, logs and metrics use for it."""
 
     @property
-    def half_life_s(self) -> float:
-        """Half-life of an acting program's weight in `AccountView.weighed_tokens`."""
-
-    @property
-    def reserve_tokens(self) -> int:
-        """What every program claims beyond its context: room for what its next turn adds."""
+    def claim_rules(self) -> ClaimRules:
+        """How the ledger counts for it."""
 
     @property
     def tick_s(self) -> float:
@@ -196,6 +268,9 @@ class Policy(Protocol):
 
     def restore_rank(self, program: ProgramView) -> Rank:
         """Rank a program among those of its phase in the paused queue: the lowest is restored first."""
+
+    def hold_s(self, view: View, program: ProgramView) -> float:
+        """Say for how long a program whose tool begins is worth holding; `inf` for as long as there is room."""
 
     def place(self, view: View, program: ProgramView, candidates: Sequence[ReplicaView]) -> Placement:
         """Say where a program with a turn that just arrived may be active now; `candidates` is never empty."""

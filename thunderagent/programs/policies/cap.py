@@ -15,6 +15,7 @@ from thunderagent.errors import ConfigurationError
 from thunderagent.programs.decisions import Reason
 from thunderagent.programs.lifecycle import Status
 from thunderagent.programs.policies.base import (
+    ClaimRules,
     Moment,
     Placement,
     ProgramView,
@@ -31,8 +32,7 @@ class Cap:
 
     n: int = 8
     name: ClassVar[str] = "cap"
-    half_life_s: ClassVar[float] = inf
-    reserve_tokens: ClassVar[int] = 0
+    claim_rules: ClassVar[ClaimRules] = ClaimRules()
     tick_s: ClassVar[float] = 1.0
 
     def __post_init__(self) -> None:
@@ -47,6 +47,10 @@ class Cap:
     def restore_rank(self, program: ProgramView) -> float:
         """Return the opening time: first come, first served."""
         return program.opened_s
+
+    def hold_s(self, view: View, program: ProgramView) -> float:
+        """Return infinity: a place is kept until the program ends."""
+        return inf
 
     def place(self, view: View, program: ProgramView, candidates: Sequence[ReplicaView]) -> Placement:
         """Return the program's own replica, or while there is a place free the one with the smallest demand.

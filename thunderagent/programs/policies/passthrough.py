@@ -12,6 +12,7 @@ from typing import ClassVar
 
 from thunderagent.programs.decisions import Reason
 from thunderagent.programs.policies.base import (
+    ClaimRules,
     Moment,
     Placement,
     ProgramView,
@@ -27,8 +28,7 @@ class Passthrough:
     """Grant every turn at once on the replica with the fewest turns in flight."""
 
     name: ClassVar[str] = "passthrough"
-    half_life_s: ClassVar[float] = inf
-    reserve_tokens: ClassVar[int] = 0
+    claim_rules: ClassVar[ClaimRules] = ClaimRules()
     tick_s: ClassVar[float] = 1.0
 
     def pause_rank(self, program: ProgramView) -> float:
@@ -38,6 +38,10 @@ class Passthrough:
     def restore_rank(self, program: ProgramView) -> float:
         """Return the opening time: after an outage, the oldest program goes first."""
         return program.opened_s
+
+    def hold_s(self, view: View, program: ProgramView) -> float:
+        """Return infinity: nobody is paused."""
+        return inf
 
     def place(self, view: View, program: ProgramView, candidates: Sequence[ReplicaView]) -> Placement:
         """Return the least loaded replica, for each turn anew."""

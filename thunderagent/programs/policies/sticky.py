@@ -14,6 +14,7 @@ from typing import ClassVar
 
 from thunderagent.programs.decisions import Reason
 from thunderagent.programs.policies.base import (
+    ClaimRules,
     Moment,
     Placement,
     ProgramView,
@@ -33,8 +34,7 @@ class Sticky:
     """Grant every turn at once on the replica that the program's id hashes to."""
 
     name: ClassVar[str] = "sticky"
-    half_life_s: ClassVar[float] = inf
-    reserve_tokens: ClassVar[int] = 0
+    claim_rules: ClassVar[ClaimRules] = ClaimRules()
     tick_s: ClassVar[float] = 1.0
 
     def pause_rank(self, program: ProgramView) -> float:
@@ -44,6 +44,10 @@ class Sticky:
     def restore_rank(self, program: ProgramView) -> float:
         """Return the opening time: after an outage, the oldest program goes first."""
         return program.opened_s
+
+    def hold_s(self, view: View, program: ProgramView) -> float:
+        """Return infinity: nobody is paused."""
+        return inf
 
     def place(self, view: View, program: ProgramView, candidates: Sequence[ReplicaView]) -> Placement:
         """Return the replica with the highest rendezvous hash."""

@@ -41,6 +41,7 @@ from thunderagent.errors import ConfigurationError
 from thunderagent.programs.decisions import Reason
 from thunderagent.programs.lifecycle import Phase, Status
 from thunderagent.programs.policies.base import (
+    ClaimRules,
     Moment,
     Placement,
     ProgramView,
@@ -98,6 +99,15 @@ class ThunderAgent:
     def tick_s(self) -> float:
         """Return delta_s: a check must not come later than that."""
         return self.delta_s
+
+    @property
+    def claim_rules(self) -> ClaimRules:
+        """Return the decay and the constant reserve."""
+        return ClaimRules(half_life_s=self.half_life_s, reserve_tokens=self.reserve_tokens)
+
+    def hold_s(self, view: View, program: ProgramView) -> float:
+        """Return infinity: decay takes the place of letting go."""
+        return inf
 
     def pause_rank(self, program: ProgramView) -> float:
         """Return c: 1/c highest is c lowest [Eq. 10]."""

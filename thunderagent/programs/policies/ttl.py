@@ -15,13 +15,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf
 from typing import ClassVar
 
 from thunderagent.errors import ConfigurationError
 from thunderagent.programs.decisions import Reason
 from thunderagent.programs.lifecycle import Phase
-from thunderagent.programs.policies.base import Moment, Placement, ProgramView, ReplicaView, View, restore_waiting
+from thunderagent.programs.policies.base import (
+    ClaimRules,
+    Moment,
+    Placement,
+    ProgramView,
+    ReplicaView,
+    View,
+    restore_waiting,
+)
 from thunderagent.programs.policies.fitting import Fitting
 
 FITTING = Fitting()
@@ -34,7 +41,6 @@ class Ttl:
     ttl_s: float = 10.0
     reserve_tokens: int = 256
     name: ClassVar[str] = "ttl"
-    half_life_s: ClassVar[float] = inf
 
     def __post_init__(self) -> None:
         """Refuse settings that mean nothing."""
@@ -47,6 +53,15 @@ class Ttl:
     def tick_s(self) -> float:
         """Return how late a claim may go: a twentieth of the time to live, between 0.1 and 1 s."""
         return min(1.0, max(0.1, self.ttl_s / 20))
+
+    @property
+    def claim_rules(self) -> ClaimRules:
+        """Return the constant reserve."""
+        return ClaimRules(reserve_tokens=self.reserve_tokens)
+
+    def hold_s(self, view: View, program: ProgramView) -> float:
+        """Return the time to live."""
+        return self.ttl_s
 
     def pause_rank(self, program: ProgramView) -> float:
         """Return the begin of its tool, or with a turn in flight its age: the youngest first."""
@@ -62,9 +77,8 @@ class Ttl:
 
     def balance(self, view: View, moment: Moment) -> None:
         """Let go what is held too long or does not fit, and fill what is free."""
-        oldest_s = view.now_s - self.ttl_s
         for replica in view.replicas:
-            while (program := view.first_to_pause(replica)) is not None and program.acting_since_s <= oldest_s:
+            while (program := view.first_expired(replica)) is not None:
                 if not view.propose_pause(program, Reason.POLICY):
                     break
             FITTING.relieve(view, replica)

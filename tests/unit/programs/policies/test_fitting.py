@@ -8,7 +8,7 @@ from math import inf
 
 from tests.builders import Driver, of_kind
 from thunderagent.programs.decisions import Pause
-from thunderagent.programs.policies.base import Moment, Placement, ProgramView, ReplicaView, View, restore_waiting
+from thunderagent.programs.policies.base import ClaimRules, Moment, Placement, ProgramView, ReplicaView, View, restore_waiting
 from thunderagent.programs.policies.fitting import Fitting
 
 
@@ -18,9 +18,11 @@ class Fits:
 
     fitting: Fitting
     name: str = "fits"
-    half_life_s: float = inf
-    reserve_tokens: int = 0
+    claim_rules: ClaimRules = ClaimRules()
     tick_s: float = 1.0
+
+    def hold_s(self, view: View, program: ProgramView) -> float:
+        return inf
 
     def pause_rank(self, program: ProgramView) -> float:
         return program.claim_tokens

@@ -1,0 +1,263 @@
+"""Which blocks lie in an engine's KV pool, and how much of each program they are: an index without a clock or a socket.
+
+Theory of operation
+===================
+A block's hash covers all tokens before it, so blocks form trees: a root is the beginning of a prompt, and programs that
+begin alike share it. A block can be hit only if every block before it lies there too. It is *reachable* then, and knows
+its depth: the tokens from the root up to its end. A block whose past is not known (it was stored before we listened) is
+not reachable, and its program has no figure: not known is not zero.
+
+Who stores a block used all blocks before it, so one pointer says what a program has: the end of its chain. When a block
+goes, the ends of chains at or behind it retreat to the block before. Engines take the tails of chains first, so that is
+one step. A program has several chains if it asked side questions or runs sub-agents; its figure counts each block once,
+and a block that programs share counts for each of them.
+
+A pool may hold the same block twice; it is gone when its last copy is. A report of blocks that were *hit* looks like a
+report of blocks stored (vLLM sends them for requests with `kv_cache_report_mode` "full"): one that repeats a chain from
+its root on, where the root lies there, is taken for the former and adds no copies.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from thunderagent.backends.kv_messages import BlockHash, BlocksRemoved, BlocksStored, KvEvent
+
+MAX_BLOCKS: Final = 1_000_000
+"""An engine that claims to hold more has lost its count, or we have: everything is forgotten."""
+MAX_PROGRAMS: Final = 50_000
+"""Programs that end leave what they shared behind; those longest without a new block are forgotten beyond so many."""
+MAX_CHAINS: Final = 8
+"""Ends of chains kept for each program; the one longest without a new block is dropped first."""
+_NEAR_BLOCKS: Final = 8
+"""How far behind a new end the end that it replaces is looked for: one left over costs time, but counts nothing."""
+
+
+class _Block:
+    """A stored block; `depth_tokens` None is not reachable. Only reachable blocks are ends of chains."""
+
+    __slots__ = ("block_hash", "copies_count", "depth_tokens", "own_tokens", "parent_hash", "programs")
+
+    def __init__(self, block_hash: BlockHash, parent_hash: BlockHash | None, own_tokens: int) -> None:
+        self.block_hash = block_hash
+        self.parent_hash = parent_hash
+        self.own_tokens = own_tokens
+        self.depth_tokens: int | None = None
+        self.copies_count = 1
+        self.programs: set[str] | None = None
+
+
+class KvBlocks:
+    """Index one pool by what its engine says of it. Each block costs O(1), a block out of order its subtree."""
+
+    def __init__(self) -> None:
+        """Know of nothing."""
+        self._blocks: dict[BlockHash, _Block] = {}
+        self._children: dict[BlockHash, set[_Block]] = {}
+        self._chains: dict[str, list[_Block]] = {}
+        """Ends of chains by program, the newest last; programs in the order of their last new block."""
+        self._changed: dict[str, None] = {}
+        self._reported_tokens: dict[str, int] = {}
+        self._group_id: int | None = None
+
+    def __repr__(self) -> str:
+        return f"<KvBlocks {len(self._blocks)} blocks of {len(self._chains)} programs>"
+
+    @property
+    def blocks_count(self) -> int:
+        """Return how many different blocks lie there."""
+        return len(self._blocks)
+
+    def apply(self, event: KvEvent) -> None:
+        """Take in what happened in the pool. Of a model's groups of layers only the first is followed."""
+        if type(event) is BlocksStored:
+            if self._group_id is None:
+                self._group_id = event.group_id
+            if event.group_id == self._group_id:
+                self._store(event)
+        elif type(event) is BlocksRemoved:
+            if event.group_id == self._group_id:
+                for block_hash in event.block_hashes:
+                    self._remove(block_hash)
+        else:
+            self.clear()
+
+    def clear(self) -> None:
+        """Note that the pool is empty: nothing of any program lies there."""
+        self._changed.update(dict.fromkeys(self._chains))
+        for chain_ends in self._chains.values():
+            chain_ends.clear()
+        self._blocks.clear()
+        self._children.clear()
+
+    def forget(self) -> None:
+        """Know of nothing any more: it may lie there, or not. Figures that were reported stay as they are."""
+        self.__init__()  # type: ignore[misc]  # begin anew, in the one way to begin
+
+    def resident_tokens(self, program_id: str) -> int | None:
+        """Return how many tokens of a program lie there; None is not known. O(1) for a program with one chain."""
+        chain_ends = self._chains.get(program_id)
+        if chain_ends is None:
+            return None
+        if len(chain_ends) == 1:
+            return chain_ends[0].depth_tokens
+        return self._union_tokens(chain_ends)
+
+    def take_changes(self, limit_count: int) -> list[tuple[str, int]]:
+        """Return programs whose figure is another than when it was last taken, with the new one.
+
+        Looks at `limit_count` programs; an empty `has_changes` says that these were all.
+        """
+        changes = []
+        for program_id in list(self._changed)[:limit_count]:
+            del self._changed[program_id]
+            tokens = self.resident_tokens(program_id)
+            if tokens is None or tokens == self._reported_tokens.get(program_id, 0):
+                continue
+            changes.append((program_id, tokens))
+            if tokens:
+                self._reported_tokens[program_id] = tokens
+            else:
+                self._drop_program(program_id)
+        return changes
+
+    @property
+    def has_changes(self) -> bool:
+        """Say whether there are programs that `take_changes` would look at."""
+        return bool(self._changed)
+
+    # --- blocks that come -------------------------------------------------------------------------------------------
+
+    def _store(self, event: BlocksStored) -> None:
+        if len(self._blocks) + len(event.block_hashes) > MAX_BLOCKS:
+            self.forget()
+        is_hit = event.parent_hash is None and event.block_hashes[0] in self._blocks
+        parent_hash = event.parent_hash
+        for block_hash in event.block_hashes:
+            block = self._blocks.get(block_hash)
+            if block is None:
+                self._add(_Block(block_hash, parent_hash, event.block_tokens))
+            elif not is_hit:
+                block.copies_count += 1
+            parent_hash = block_hash
+        if event.program_id is not None:
+            self._extend(event.program_id, self._blocks[event.block_hashes[-1]])
+
+    def _add(self, block: _Block) -> None:
+        self._blocks[block.block_hash] = block
+        if block.parent_hash is None:
+            self._reach(block, 0)
+            return
+        self._children.setdefault(block.parent_hash, set()).add(block)
+        parent = self._blocks[block.parent_hash] if block.parent_hash in self._blocks else None
+        if parent is not None and parent.depth_tokens is not None:
+            self._reach(block, parent.depth_tokens)
+
+    def _reach(self, block: _Block, before_tokens: int) -> None:
+        """Give a block its depth, and all that are reachable through it."""
+        block.depth_tokens = before_tokens + block.own_tokens
+        reached = [block]
+        while reached:
+            parent = reached.pop()
+            assert parent.depth_tokens is not None
+            for child in self._children.get(parent.block_hash, ()):
+                if child.depth_tokens is None:
+                    child.depth_tokens = parent.depth_tokens + child.own_tokens
+                    reached.append(child)
+
+    def _extend(self, program_id: str, end: _Block) -> None:
+        """Let a chain of a program end here; the end that it went on from is one no longer."""
+        if end.depth_tokens is None:
+            self._drop_program(program_id)
+            return
+        chain_ends = self._chains.pop(program_id, [])
+        self._chains[program_id] = chain_ends
+        self._changed[program_id] = None
+        for old_end in self._near(end):
+            if old_end in chain_ends:
+                self._take_end(program_id, chain_ends, old_end)
+        self._put_end(program_id, chain_ends, end)
+        if len(chain_ends) > MAX_CHAINS:
+            self._take_end(program_id, chain_ends, chain_ends[0])
+        if len(self._chains) > MAX_PROGRAMS:
+            self._drop_program(next(iter(self._chains)))
+
+    def _near(self, end: _Block) -> list[_Block]:
+        """Return a block and some before it."""
+        near = []
+        block: _Block | None = end
+        while block is not None and len(near) < _NEAR_BLOCKS:
+            near.append(block)
+            block = self._parent(block)
+        return near
+
+    # --- blocks that go ---------------------------------------------------------------------------------------------
+
+    def _remove(self, block_hash: BlockHash) -> None:
+        block = self._blocks.get(block_hash)
+        if block is None:
+            return
+        block.copies_count -= 1
+        if block.copies_count:
+            return
+        del self._blocks[block_hash]
+        if block.parent_hash is not None:
+            siblings = self._children[block.parent_hash]
+            siblings.discard(block)
+            if not siblings:
+                del self._children[block.parent_hash]
+        if block.depth_tokens is not None:
+            self._retreat(block)
+
+    def _retreat(self, gone: _Block) -> None:
+        """Let chains that end at a block that is gone, or behind it, end at the one before; what is behind is lost."""
+        parent = self._parent(gone)
+        lost = [gone]
+        while lost:
+            block = lost.pop()
+            block.depth_tokens = None
+            for program_id in tuple(block.programs or ()):
+                chain_ends = self._chains[program_id]
+                self._take_end(program_id, chain_ends, block)
+                if parent is not None:
+                    self._put_end(program_id, chain_ends, parent)
+                self._changed[program_id] = None
+            lost.extend(
+                child for child in self._children.get(block.block_hash, ()) if child.depth_tokens is not None
+            )
+
+    def _drop_program(self, program_id: str) -> None:
+        """Forget a program; its blocks lie where they lie."""
+        for end in tuple(self._chains.get(program_id, ())):
+            self._take_end(program_id, self._chains[program_id], end)
+        self._chains.pop(program_id, None)
+        self._changed.pop(program_id, None)
+        self._reported_tokens.pop(program_id, None)
+
+    # --- ends of chains ---------------------------------------------------------------------------------------------
+
+    def _put_end(self, program_id: str, chain_ends: list[_Block], end: _Block) -> None:
+        if end not in chain_ends:
+            chain_ends.append(end)
+            end.programs = end.programs or set()
+            end.programs.add(program_id)
+
+    def _take_end(self, program_id: str, chain_ends: list[_Block], end: _Block) -> None:
+        chain_ends.remove(end)
+        assert end.programs is not None
+        end.programs.discard(program_id)
+        if not end.programs:
+            end.programs = None
+
+    def _parent(self, block: _Block) -> _Block | None:
+        return None if block.parent_hash is None else self._blocks.get(block.parent_hash)
+
+    def _union_tokens(self, chain_ends: list[_Block]) -> int:
+        """Count the tokens of several chains, those that they share once. O(blocks of all)."""
+        seen: set[_Block] = set()
+        for end in chain_ends:
+            block: _Block | None = end
+            while block is not None and block not in seen:
+                seen.add(block)
+                block = self._parent(block)
+        return sum(block.own_tokens for block in seen)

@@ -1,0 +1,179 @@
+"""What vLLM says about its KV pool: its messages and their payloads, read (`vllm/distributed/kv_events.py`; 0.32).
+
+A message has three frames: a topic, a sequence number of 8 bytes (big-endian, from 0 at each start of the engine), and
+a batch in msgpack: `[unix time, [event, ...], data-parallel rank]`. An event is a map with the key `type`; in versions
+before, an array of the type and the same fields in their order. Fields and kinds that we do not know are skipped, those
+that a version does not have yet are as if they were not known.
+
+An answer to a request for a replay has an empty frame before the same three; in some versions there is no topic.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from thunderagent.errors import ThunderAgentError
+
+BlockHash = int | bytes
+"""Of a block and all tokens before it: 64 bits of it as a number, or all of it (VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES)."""
+
+
+class KvMessageError(ThunderAgentError):
+    """A message of an engine about its KV pool cannot be read."""
+
+    code = "kv_message_error"
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksStored:
+    """Blocks of one chain, each of `block_tokens` tokens, lie there now; there is at least one.
+
+    `parent_hash` is the block before the first, None at the beginning of a prompt. `program_id` is the session that the
+    request named (`X-Session-ID`, or `session_id` in the body), None if it named none.
+    """
+
+    block_hashes: tuple[BlockHash, ...]
+    parent_hash: BlockHash | None
+    block_tokens: int
+    program_id: str | None = None
+    group_id: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksRemoved:
+    """A copy of each of these blocks is gone."""
+
+    block_hashes: tuple[BlockHash, ...]
+    group_id: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PoolCleared:
+    """No block lies there any more."""
+
+
+KvEvent = BlocksStored | BlocksRemoved | PoolCleared
+
+
+class KvMessage(NamedTuple):
+    """One batch as it was sent."""
+
+    sequence_id: int
+    payload: bytes
+
+    @property
+    def is_end(self) -> bool:
+        """Whether it only says that a replay is over."""
+        return self.sequence_id == _END_ID
+
+
+_END_ID: Final = -1
+_POOL_MEDIA: Final = {None, "GPU"}  # the pool itself, whatever it is made of; others are what it is offloaded to
+_POOL_LOCALITIES: Final = {None, "LOCAL"}
+_HIT_BY_ALL_BEFORE: Final = ("full_attention", "mla_attention")  # and kinds that end so, as sink_full_attention
+# The order of fields where an event is an array.
+_STORED_FIELDS: Final = (
+    *("type", "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name"),
+    *("extra_keys", "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window", "locality", "ownership"),
+    "session_id",
+)
+_REMOVED_FIELDS: Final = ("type", "block_hashes", "medium", "group_idx", "locality", "ownership")
+_SKIPPED_FIELDS: Final = {"token_ids", "extra_keys"}
+
+
+class _WireEvent(msgspec.Struct):
+    """The fields of all kinds of events that we look at; all others are skipped, not built."""
+
+    kind: str = msgspec.field(name="type")
+    block_hashes: list[BlockHash] = []
+    parent_hash: BlockHash | None = msgspec.field(name="parent_block_hash", default=None)
+    block_tokens: int = msgspec.field(name="block_size", default=0)
+    medium: str | None = None
+    group_id: int | None = msgspec.field(name="group_idx", default=None)
+    attention: str | None = msgspec.field(name="kv_cache_spec_kind", default=None)
+    locality: str | None = None
+    program_id: str | None = msgspec.field(name="session_id", default=None)
+
+
+_decode_batch = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
+_decode_map = msgspec.msgpack.Decoder(_WireEvent).decode
+_decode_kind = msgspec.msgpack.Decoder(str).decode
+
+
+def read_message(frames: list[bytes]) -> KvMessage:
+    """Read the frames of a message, or of one of a replay. Raises `KvMessageError`."""
+    if len(frames) < 2 or len(frames[-2]) != 8:
+        raise KvMessageError(f"{len(frames)} frames, of which none is a sequence number where it should be")
+    return KvMessage(int.from_bytes(frames[-2], "big", signed=True), frames[-1])
+
+
+def read_events(payload: bytes) -> list[KvEvent]:
+    """Read a batch: what happened to the pool, in its order; nothing of other media. Raises `KvMessageError`."""
+    try:
+        _, raw_events, *_ = _decode_batch(payload)
+        read = [_read_event(bytes(raw)) for raw in _decode_batch(raw_events)]
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise KvMessageError(f"no batch of events: {error}") from error
+    return [event for event in read if event is not None]
+
+
+def _read_event(raw: bytes) -> KvEvent | None:
+    wire = _decode_map(raw) if _is_map(raw) else _read_array(raw)
+    if wire is None or wire.medium not in _POOL_MEDIA or wire.locality not in _POOL_LOCALITIES:
+        return None
+    if wire.kind == "AllBlocksCleared":
+        return PoolCleared()
+    if wire.kind == "BlockRemoved":
+        return BlocksRemoved(tuple(wire.block_hashes), wire.group_id or 0)
+    if wire.kind != "BlockStored" or not _is_followed(wire.attention) or not wire.block_hashes:
+        return None
+    if wire.block_tokens <= 0:
+        raise KvMessageError(f"blocks of {wire.block_tokens} tokens")
+    return BlocksStored(
+        block_hashes=tuple(wire.block_hashes),
+        parent_hash=wire.parent_hash,
+        block_tokens=wire.block_tokens,
+        program_id=_program_id(wire.program_id),
+        group_id=wire.group_id or 0,
+    )
+
+
+def _is_map(raw: bytes) -> bool:
+    return 0x80 <= raw[0] <= 0x8F or raw[0] in {0xDE, 0xDF}
+
+
+def _read_array(raw: bytes) -> _WireEvent | None:
+    """Read an event of an older version; None if its kind is none that we know."""
+    values = _decode_batch(raw)
+    kind = _decode_kind(values[0])
+    names = {"BlockStored": _STORED_FIELDS, "BlockRemoved": _REMOVED_FIELDS, "AllBlocksCleared": ("type",)}.get(kind)
+    if names is None:
+        return None
+    # Versions may have ended, or ordered, the later fields otherwise, so these are dropped where they make no sense.
+    fields: dict[str, Any] = {
+        name: msgspec.msgpack.decode(value)
+        for name, value in zip(names, values, strict=False)
+        if name not in _SKIPPED_FIELDS
+    }
+    try:
+        return msgspec.convert(fields, _WireEvent)
+    except msgspec.ValidationError:
+        return msgspec.convert({name: fields[name] for name in names[:7] if name in fields}, _WireEvent)
+
+
+def _is_followed(attention: str | None) -> bool:
+    """Say whether a hit needs all blocks before: not so where only a window, or only a state, is kept."""
+    return attention is None or attention.endswith(_HIT_BY_ALL_BEFORE)
+
+
+def _program_id(text: str | None) -> str | None:
+    """Return the id as it was sent: a server reads the bytes of a header as Latin-1, where a program id is UTF-8."""
+    if text is None or text.isascii():
+        return text or None
+    try:
+        return text.encode("latin-1").decode()
+    except UnicodeError:  # it came in the body, as it is
+        return text

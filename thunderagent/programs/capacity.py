@@ -1,0 +1,83 @@
+"""How many tokens a replica really holds: what it says of itself, corrected by what is lost and by what is not.
+
+Theory of operation
+===================
+A program that keeps its claim should find its history cached at its next turn. If parts of it are gone, more was let in
+than fits: because the capacity was told wrong, because blocks of programs that ended lie there longer than those of
+programs whose tools run, or because programs grew. If nothing is lost while others wait, there may be room for more.
+
+So the part of the told capacity that is used goes down fast, in proportion to what was lost, and up slowly. After a step
+down some time must pass before the next: what is lost meanwhile was decided before.
+
+What was lost is told by the usage of each turn, where the engine says what was cached, and else by the prefix-cache
+counters between two polls.
+"""
+
+from __future__ import annotations
+
+LOWEST_RATIO = 0.2
+HIGHEST_RATIO = 3.0
+
+LOSS_SLACK_RATIO = 0.02
+"""Part of what should be cached that may be lost without a reaction: ends of blocks, and programs that were edited."""
+
+STEP_DOWN_RATIO = 0.5
+"""Of the part that was lost, so much goes from the capacity at once."""
+
+LARGEST_STEP_RATIO = 0.10
+"""The capacity goes down by at most that at once."""
+
+STEP_UP_RATIO = 0.004
+"""The capacity goes up by that at a time, while others wait and nothing is lost."""
+
+WINDOW_S = 5.0
+"""Time between two steps."""
+
+
+class CapacityControl:
+    """The part of the told capacity of one replica that may be claimed."""
+
+    __slots__ = ("_expected_tokens", "_lost_tokens", "_step_s", "_turns_expected_tokens", "ratio")
+
+    def __init__(self, now_s: float) -> None:
+        """Begin by believing what is told."""
+        self.ratio = 1.0
+        self._step_s = now_s
+        self._expected_tokens = 0.0
+        self._lost_tokens = 0.0
+        self._turns_expected_tokens = 0
+
+    def turn_granted(self, expected_tokens: int) -> None:
+        """Note that a turn was sent of which so many tokens should be cached there."""
+        self._turns_expected_tokens += expected_tokens
+
+    def turn_ended(self, expected_tokens: int, cached_tokens: int) -> None:
+        """Note what was cached of a turn of a program that had kept its claim."""
+        self._expected_tokens += expected_tokens
+        self._lost_tokens += max(0, expected_tokens - cached_tokens)
+
+    def polled(self, hit_tokens: int) -> None:
+        """Note how many prompt tokens were cached in all since the poll before."""
+        expected_tokens, self._turns_expected_tokens = self._turns_expected_tokens, 0
+        self._expected_tokens += expected_tokens
+        self._lost_tokens += max(0, expected_tokens - hit_tokens)
+
+    def preempted(self, tokens: int) -> None:
+        """Note that running requests lost so many tokens."""
+        self._expected_tokens += tokens
+        self._lost_tokens += tokens
+
+    def step(self, now_s: float, *, in_demand: bool) -> bool:
+        """Correct the ratio if it is time; say whether it changed. `in_demand`: others wait, and what may be claimed is."""
+        if now_s - self._step_s < WINDOW_S:
+            return False
+        before = self.ratio
+        lost_ratio = self._lost_tokens / self._expected_tokens if self._expected_tokens else 0.0
+        if lost_ratio > LOSS_SLACK_RATIO:
+            down_ratio = min(LARGEST_STEP_RATIO, STEP_DOWN_RATIO * lost_ratio)
+            self.ratio = max(LOWEST_RATIO, self.ratio * (1.0 - down_ratio))
+        elif in_demand and self._expected_tokens:
+            self.ratio = min(HIGHEST_RATIO, self.ratio + STEP_UP_RATIO)
+        self._step_s = now_s
+        self._expected_tokens = self._lost_tokens = 0.0
+        return self.ratio != before

@@ -1,0 +1,61 @@
+"""Count pauses and restores, and the restores that went elsewhere although there was room at home."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from thunderagent.programs.decisions import Decision, Pause, Restore
+from thunderagent.programs.scheduler import Scheduler
+
+
+@dataclass(slots=True)
+class RestoreFigures:
+    """Pauses, and restores of programs that ran before: the first placement of a program is none.
+
+    `moved_count` restores went to another replica than the one where the program's last turn ran, its home, and at
+    `moved_with_room_count` of them the home was open and had room: its demand and the program's claim were within what
+    the scheduler lets programs claim there. Of a claim all counts, also what the program shares with others.
+    """
+
+    pause_count: int = 0
+    restore_count: int = 0
+    moved_count: int = 0
+    moved_with_room_count: int = 0
+
+
+class RestoreCounter:
+    """Looks at decisions right after they were taken, while the scheduler's accounts still show why."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.figures = RestoreFigures()
+        self._scheduler = scheduler
+
+    def note(self, decision: Pause | Restore, decisions: Sequence[Decision], home_id: str) -> None:
+        """Note one of the decisions on an event; `home_id` is where the program's last turn ran, empty if none did."""
+        figures = self.figures
+        if isinstance(decision, Pause):
+            figures.pause_count += 1
+        elif home_id:
+            figures.restore_count += 1
+            if home_id != decision.replica_id:
+                figures.moved_count += 1
+                figures.moved_with_room_count += self._has_room(home_id, decision, decisions)
+
+    def _has_room(self, home_id: str, restore: Restore, decisions: Sequence[Decision]) -> bool:
+        """Return whether a restored program would have fitted at its home at that moment.
+
+        The account shows what is claimed there after the whole event; who was restored there later is taken out again.
+        """
+        account = self._scheduler.ledger.accounts[home_id]
+        if not account.usable:
+            return False
+        later = decisions[decisions.index(restore) + 1 :]
+        later_ids = [each.program_id for each in later if isinstance(each, Restore) and each.replica_id == home_id]
+        later_tokens = sum(map(self._claim_tokens, later_ids))
+        claim_tokens = self._claim_tokens(restore.program_id)
+        return account.demand_tokens - later_tokens + claim_tokens <= account.limit_tokens
+
+    def _claim_tokens(self, program_id: str) -> int:
+        program = self._scheduler.table.get(program_id)
+        return program.claim_tokens if program is not None else 0

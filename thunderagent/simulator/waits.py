@@ -1,0 +1,75 @@
+"""How long programs waited, and whether the large ones waited longer."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import StatisticsError, correlation
+from typing import Self
+
+
+@dataclass(slots=True)
+class ProgramWait:
+    """What one program waited for its leases, from its first turn's arrival to its end.
+
+    `held_s` is the sum over its turns and `longest_hold_s` that of one turn; what turns wait inside an engine counts in
+    neither. `alone_s` is what it takes at least, on an idle engine, its tools included.
+    """
+
+    first_prompt_tokens: int = 0
+    largest_prompt_tokens: int = 0
+    held_s: float = 0.0
+    longest_hold_s: float = 0.0
+    alone_s: float = 0.0
+    started_s: float = 0.0
+    ended_s: float = 0.0
+
+    @property
+    def residence_s(self) -> float:
+        """Return the time from its first turn's arrival to its end."""
+        return self.ended_s - self.started_s
+
+    def add_turn(self, prompt_tokens: int, held_s: float) -> None:
+        """Add a turn that finished."""
+        self.first_prompt_tokens = self.first_prompt_tokens or prompt_tokens
+        self.largest_prompt_tokens = max(self.largest_prompt_tokens, prompt_tokens)
+        self.held_s += held_s
+        self.longest_hold_s = max(self.longest_hold_s, held_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """The waits of all programs that came to their end, and how size and wait go together.
+
+    Size is a program's first prompt, which does not depend on how many turns it has; wait is `held_s`. `pearson` is the
+    correlation of the values, `spearman` that of their ranks; None where all sizes or all waits are the same.
+    """
+
+    programs: tuple[ProgramWait, ...]
+    pearson: float | None
+    spearman: float | None
+
+    @classmethod
+    def of(cls, programs: Sequence[ProgramWait]) -> Self:
+        """Return the waits of these programs."""
+        sizes_tokens = [program.first_prompt_tokens for program in programs]
+        waits_s = [program.held_s for program in programs]
+        return cls(
+            programs=tuple(programs),
+            pearson=_correlation(sizes_tokens, waits_s),
+            spearman=_correlation(_ranks(sizes_tokens), _ranks(waits_s)),
+        )
+
+
+def _correlation(x: Sequence[float], y: Sequence[float]) -> float | None:
+    try:
+        return correlation(x, y)
+    except StatisticsError:  # fewer than two values, or all the same
+        return None
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    """Return the place of each value in their order; equal ones share the mean of their places."""
+    ordered = sorted(values)
+    return [(bisect_left(ordered, value) + bisect_right(ordered, value)) / 2 for value in values]
