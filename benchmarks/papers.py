@@ -18,38 +18,23 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import matplotlib as mpl
 from matplotlib.figure import Figure
 from rich import box
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks.machine import RESULTS, describe_machine, save_results
-from thunderagent.simulator.comparison import ComparisonPlan, ComparisonResult, Row, compare
+from benchmarks.machine import describe_machine, save_results
+from benchmarks.simulated import COLOURS, Runner, add_legend, plot_lines, save_plot, scenario_of
+from thunderagent.simulator.comparison import ComparisonResult, Row
 from thunderagent.simulator.intervals import Interval
-from thunderagent.simulator.records import EngineConfig
-from thunderagent.simulator.scenario import Loop, Scenario
 from thunderagent.simulator.timing import profile
 from thunderagent.simulator.workloads import workload
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 Figures = dict[str, Any]
 
 POLICIES = ("passthrough", "ttl", "thunderagent", "thunderagent-ports", "oracle")
-COLOURS = {
-    "passthrough": "#8a8f98",
-    "sticky": "#cc79a7",
-    "ttl": "#e69f00",
-    "thunderagent": "#1c88cf",
-    "thunderagent-ports": "#d55e00",
-    "oracle": "#009e73",
-}
 
 
 @dataclass(frozen=True)
@@ -79,55 +64,6 @@ ROLLOUT_PAPER = {"mini-swe-agent": (375.4, 671.8), "openhands": (69.1, 270.8)}
 """Table 2: steps a minute of vLLM with the SGLang gateway, and of ThunderAgent, on two nodes with GLM-4.6."""
 
 
-def scenario_of(
-    profile_name: str, *, replicas_count: int = 1, minutes: float, warmup_minutes: float = 0.0, loop: Loop = "closed"
-) -> Scenario:
-    """Return the engines of a figure, with vLLM's defaults for such a GPU."""
-    timing = profile(profile_name)
-    assert timing.kv_tokens is not None
-    batched_tokens = 2048 if "rtx" in profile_name else 8192
-    return Scenario(
-        engine=EngineConfig(kv_tokens=timing.kv_tokens, timing=timing, max_num_batched_tokens=batched_tokens),
-        replica_count=replicas_count,
-        loop=loop,
-        horizon_s=minutes * 60,
-        warmup_s=warmup_minutes * 60,
-    )
-
-
-class Runner:
-    """Runs comparisons with what the command line says of all of them, and shows how far they are."""
-
-    def __init__(self, args: argparse.Namespace, console: Console) -> None:
-        self._seeds = tuple(range(args.seeds))
-        self._jobs: int | None = args.jobs
-        self._console = console
-
-    def compare(
-        self,
-        name: str,
-        scenario: Scenario,
-        workload_name: str,
-        contestants: Sequence[str],
-        programs_counts: Sequence[int],
-    ) -> ComparisonResult:
-        """Run one comparison; the first contestant is its baseline."""
-        plan = ComparisonPlan(
-            scenario,
-            workload(workload_name),
-            tuple(contestants),
-            tuple(programs_counts),
-            self._seeds,
-            process_count=self._jobs,
-        )
-        with Progress(console=self._console, transient=True) as bar:
-            task = bar.add_task(name)
-            result = compare(plan, on_progress=lambda at: bar.update(task, completed=at.done_count, total=at.all_count))
-        if result.stopped_by:
-            sys.exit(f"{name}: not complete, {result.stopped_by}")
-        return result
-
-
 # --- Figures 1, 4 and 5 ---------------------------------------------------------------------------
 
 
@@ -136,7 +72,7 @@ def serving(runner: Runner, console: Console) -> Figures:
     results = {}
     for setting in SETTINGS:
         scenario = scenario_of(setting.profile, minutes=60, warmup_minutes=10)
-        result = runner.compare(setting.title, scenario, setting.workload, POLICIES, setting.programs_counts)
+        result = runner.compare(setting.title, scenario, workload(setting.workload), POLICIES, setting.programs_counts)
         results[setting.title] = result
         console.print(table(setting.title, result, f"paper at the last load: {setting.paper_ratio} x vLLM"))
     save_plot("papers-fig4", _panels(results, "turns/min", lambda row: row.turns_per_min.mean))
@@ -157,9 +93,9 @@ def _fig1(result: ComparisonResult) -> Figure:
         (panels[1], "prompt tokens cached (%)", lambda row: row.hit_ratio.mean * 100),
         (panels[2], "turn latency, mean (s)", lambda row: row.turn_mean_s.mean),
     ):
-        _lines(axes, result, pick, only=("passthrough", "thunderagent"))
+        plot_lines(axes, result, pick, only=("passthrough", "thunderagent"))
         axes.set_ylabel(label)
-    _legend(figure, panels[0])
+    add_legend(figure, panels[0])
     return figure
 
 
@@ -173,7 +109,7 @@ def imbalance(runner: Runner, console: Console) -> Figures:
     figure = Figure(figsize=(7.2, 4.4), layout="constrained")
     panels = figure.subplots(2, 2, sharex=True, sharey=True)
     contestants = ("sticky", "passthrough", "thunderagent", "thunderagent-ports")
-    result = runner.compare("fig2a", scenario, "openhands", contestants, [48])
+    result = runner.compare("fig2a", scenario, workload("openhands"), contestants, [48])
     capacity_tokens = scenario.engine.capacity_tokens
     for axes, contestant in zip(panels.flat, contestants, strict=True):
         gaps, first = [], result.runs_of(contestant, 48)[0].result
@@ -194,7 +130,7 @@ def imbalance(runner: Runner, console: Console) -> Figures:
         axes.set_xlabel("minutes")
     for axes in panels[:, 0]:
         axes.set_ylabel("KV in use (%)")
-    _legend(figure, panels[0][0])
+    add_legend(figure, panels[0][0])
     save_plot("papers-fig2a", figure)
     console.print("paper, vLLM with the SGLang gateway: gap over 20 % for more than 37 of 90 minutes, at most 51 %")
     return {"policies": figures, "rows": rows_of(result)}
@@ -217,7 +153,7 @@ def ablation(runner: Runner, console: Console) -> Figures:
         for base in (1.0, 1.1, 1.5, 2.0, 4.0)
     }
     contestants = ("passthrough", *by_check.values(), *by_base.values())
-    result = runner.compare("fig6b", scenario, "mini-swe-agent", contestants, [96])
+    result = runner.compare("fig6b", scenario, workload("mini-swe-agent"), contestants, [96])
     rows = {row.contestant: row for row in result.rows()}
     figure = Figure(figsize=(7.2, 2.6), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
@@ -237,7 +173,7 @@ def ablation(runner: Runner, console: Console) -> Figures:
         axes.set_xlabel(label)
         axes.set_ylim(bottom=0)
     panels[0].set_ylabel("turns/min")
-    _legend(figure, panels[0])
+    add_legend(figure, panels[0])
     save_plot("papers-fig6b", figure)
     console.print(table("Fig. 6b: 96 programs, mini-SWE-agent, GLM-4.6", result, "paper: stable over a range"))
     return {"rows": rows_of(result)}
@@ -258,7 +194,7 @@ def rollout(runner: Runner, console: Console) -> Figures:
         figures[name] = {"paper": {"gateway_per_min": gateway, "thunderagent_per_min": thunderagent}}
         for loop, scenario in (("closed", closed), ("batch", batch)):
             contestants = ("sticky", "passthrough", "thunderagent", "thunderagent-ports", "oracle")
-            result = runner.compare(f"{name}, {loop}", scenario, name, contestants, [ROLLOUT_PROGRAMS_COUNT])
+            result = runner.compare(f"{name}, {loop}", scenario, workload(name), contestants, [ROLLOUT_PROGRAMS_COUNT])
             console.print(table(f"Table 2, {name}, {loop}", result, note))
             figures[name][loop] = rows_of(result)
     return figures
@@ -282,7 +218,7 @@ def oracle(runner: Runner, console: Console) -> Figures:
         scenario = scenario_of("glm-4.6-h100x8", minutes=120, warmup_minutes=40)
         scenario = replace(scenario, engine=replace(scenario.engine, timing=timing, kv_tokens=pool_tokens))
         title = f"{name}, {profile_name}, {pool_tokens:,} tokens"
-        result = runner.compare(title, scenario, name, ("passthrough", "thunderagent", "oracle"), [programs])
+        result = runner.compare(title, scenario, workload(name), ("passthrough", "thunderagent", "oracle"), [programs])
         console.print(table(title, result, "per cent of L1 are of the very turns that a run finished"))
         figures[title] = rows_of(result)
     return figures
@@ -334,43 +270,12 @@ def _panels(results: dict[str, ComparisonResult], label: str, pick: Callable[[Ro
     figure = Figure(figsize=(7.2, 4.6), layout="constrained")
     panels = figure.subplots(2, 3)
     for axes, (title, result) in zip(panels.flat, results.items(), strict=True):
-        _lines(axes, result, pick)
+        plot_lines(axes, result, pick)
         axes.set_title(title, fontsize=8, loc="left")
     for axes in panels[:, 0]:
         axes.set_ylabel(label)
-    _legend(figure, panels[0][0])
+    add_legend(figure, panels[0][0])
     return figure
-
-
-def _lines(
-    axes: Axes, result: ComparisonResult, pick: Callable[[Row], float], only: Sequence[str] | None = None
-) -> None:
-    for contestant in only or result.plan.contestants:
-        rows = [row for row in result.rows() if row.contestant == contestant]
-        counts = [row.programs_count for row in rows]
-        axes.plot(
-            counts, [pick(row) for row in rows], color=COLOURS[contestant], marker="o", markersize=3, label=contestant
-        )
-        axes.set_xticks(counts)
-    axes.set_xlabel("programs at a time", fontsize=8)
-    axes.set_ylim(bottom=0)
-
-
-def _legend(figure: Figure, axes: Axes) -> None:
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=8)
-
-
-def save_plot(name: str, figure: Figure) -> None:
-    """Write a plot beside the results, the same bytes for the same figures."""
-    RESULTS.mkdir(exist_ok=True)
-    with mpl.rc_context({"svg.hashsalt": "thunderagent", "svg.fonttype": "none"}):
-        figure.savefig(plot_path(name), metadata={"Date": None})
-
-
-def plot_path(name: str) -> Path:
-    """Return where a plot lies."""
-    return RESULTS / f"{name}.svg"
 
 
 COMMANDS: dict[str, Callable[[Runner, Console], Figures]] = {
@@ -391,7 +296,8 @@ def main() -> None:
     args = parser.parse_args()
     console = Console()
     console.width = max(console.width, 110)  # what the tables take
-    figures = COMMANDS[args.figure](Runner(args, console), console)
+    runner = Runner(seeds_count=args.seeds, jobs_count=args.jobs, console=console)
+    figures = COMMANDS[args.figure](runner, console)
     report = {
         "command": shlex.join(["python", "-m", "benchmarks.papers", *sys.argv[1:]]),
         "machine": describe_machine(),

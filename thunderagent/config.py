@@ -11,7 +11,7 @@ from pathlib import Path
 from tomllib import TOMLDecodeError
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
     NoDecode,
@@ -66,6 +66,14 @@ class ServeConfig(BaseSettings):
     poll_silence_limit_s: float = Field(
         30.0, gt=0, description="polls that only get no answer in time take a replica down after so long, in seconds"
     )
+    kv_events: Annotated[tuple[str, ...], NoDecode] = Field(
+        (),
+        description="ZeroMQ addresses (tcp://HOST:PORT) where the replicas publish their KV events, one for each "
+        "backend in the same order, separated by commas; says what lies in their memory",
+    )
+    kv_events_replay: Annotated[tuple[str, ...], NoDecode] = Field(
+        (), description="addresses where they replay KV events that were missed, in the same order"
+    )
     connect_timeout_s: float = Field(5.0, gt=0, description="for a connection to a replica, in seconds")
     silence_timeout_s: float = Field(
         3600.0, gt=0, description="a replica that sends no byte of an answer for longer has failed, in seconds"
@@ -105,6 +113,24 @@ class ServeConfig(BaseSettings):
         if len(set(urls)) < len(urls):
             raise ValueError("a URL is named twice")
         return urls
+
+    @field_validator("kv_events", "kv_events_replay", mode="before")
+    @classmethod
+    def _split_addresses(cls, value: object) -> object:
+        parts = value.split(",") if isinstance(value, str) else value
+        if not isinstance(parts, list | tuple):
+            return value
+        return tuple(str(part).strip() for part in parts if str(part).strip())
+
+    @model_validator(mode="after")
+    def _addresses_have_backends(self) -> Self:
+        if self.kv_events and len(self.kv_events) != len(self.backends):
+            raise ValueError(f"kv_events names {len(self.kv_events)} addresses for {len(self.backends)} backends")
+        if self.kv_events_replay and len(self.kv_events_replay) != len(self.kv_events):
+            raise ValueError(
+                f"kv_events_replay names {len(self.kv_events_replay)} addresses, kv_events {len(self.kv_events)}"
+            )
+        return self
 
     @field_validator("policy_args", mode="before")
     @classmethod

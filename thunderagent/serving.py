@@ -11,6 +11,8 @@ import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import structlog
@@ -23,6 +25,7 @@ from thunderagent.config import ServeConfig
 from thunderagent.errors import ConfigurationError
 from thunderagent.event_log import EventLogWriter
 from thunderagent.policy_loader import load_policy, parse_setting
+from thunderagent.programs.events import ResidencyReported
 from thunderagent.programs.scheduler import Scheduler, SchedulerSettings
 from thunderagent.proxy.app import build_app
 from thunderagent.proxy.replicas import Replicas
@@ -126,8 +129,33 @@ async def proxy(config: ServeConfig, runtime: Runtime, urls: tuple[str, ...]) ->
             turn_settings=TurnSettings(retries_count=config.retries_count),
             max_body_bytes=config.max_body_bytes,
         )
-        async with _background(runtime.run, poller.run), _listening(app, config) as url:
+        loops = (runtime.run, poller.run, *_kv_events_loops(config, runtime, endpoints))
+        async with _background(*loops), _listening(app, config) as url:
             yield url
+
+
+@dataclass(frozen=True, slots=True)
+class _Residency:
+    """Pass what lies in the engines' memory on to the runtime."""
+
+    runtime: Runtime
+
+    def residency_reported(self, replica_id: str, resident_tokens: tuple[tuple[str, int], ...]) -> None:
+        """Dispatch it."""
+        self.runtime.dispatch(ResidencyReported(self.runtime.now_s(), replica_id, resident_tokens))
+
+
+def _kv_events_loops(
+    config: ServeConfig, runtime: Runtime, replicas: list[ReplicaEndpoint]
+) -> list[Callable[[], Coroutine[Any, Any, None]]]:
+    """Return what follows the engines' KV events, if they are configured. Raises `ConfigurationError`."""
+    if not config.kv_events:
+        return []
+    from thunderagent.backends.kv_events import KvEvents, KvEventsEndpoint  # noqa: PLC0415 - needs an extra
+
+    followed = zip_longest(replicas, config.kv_events, config.kv_events_replay)
+    endpoints = [KvEventsEndpoint(replica.replica_id, address, replay) for replica, address, replay in followed]
+    return [KvEvents(_Residency(runtime), endpoints).run]
 
 
 def replica_id_of(url: str) -> str:

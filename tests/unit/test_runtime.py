@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from thunderagent.errors import NoReplicaError, ProgramReleasedError, ShuttingDownError
-from thunderagent.event_log import EventLogWriter
+from thunderagent.event_log import EventLogWriter, read_events
 from thunderagent.programs.decisions import Grant, Hold, Reason, Release, Restore
+from thunderagent.programs.events import ReplicaPolled, TurnArrived, TurnFinished
 from thunderagent.programs.invariants import check
 from thunderagent.programs.policies.base import Placement, Policy, ProgramView, ReplicaView, View
 from thunderagent.programs.policies.cap import Cap
@@ -69,6 +70,22 @@ async def test_a_lease_that_fits_is_granted_without_a_single_await() -> None:
         lease = granted.value.value
         assert (lease.replica_id, lease.held_s) == ("r0", 0.0)
         lease.finished(10, 5, 0)
+
+
+async def test_the_scheduler_hears_what_a_caller_knows_of_a_turn(tmp_path: Path) -> None:
+    """Of its prompt and group when it arrives, of its tool when it ends."""
+    writer = EventLogWriter(tmp_path / "log", policy="cap", policy_settings={"n": 1}, settings=SchedulerSettings())
+    runtime = Runtime(Scheduler(Cap(n=1)), event_log=writer, clock=Clock())
+    runtime.replica_polled("r0", 1000, 0.5, 10, 2)
+    runtime.replica_up("r0")
+    lease = await runtime.lease("a", prefix=((5, 100), (6, 200)), group_id="g")
+    lease.finished(10, 5, 0, "bash:ls")
+    writer.close()
+    with (tmp_path / "log").open("rb") as lines:
+        polled, _, arrived, finished = read_events(lines)
+    assert polled == ReplicaPolled(100.0, "r0", 1000, 0.5, 10, 2)
+    assert arrived == TurnArrived(100.0, 1, "a", prefix=((5, 100), (6, 200)), group_id="g")
+    assert finished == TurnFinished(100.0, 1, 10, 5, 0, "bash:ls")
 
 
 async def test_a_held_lease_is_granted_by_the_event_that_makes_room() -> None:

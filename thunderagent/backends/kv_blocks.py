@@ -19,18 +19,19 @@ its root on, where the root lies there, is taken for the former and adds no copi
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Final
 
 from thunderagent.backends.kv_messages import BlockHash, BlocksRemoved, BlocksStored, KvEvent
 
 MAX_BLOCKS: Final = 1_000_000
-"""An engine that claims to hold more has lost its count, or we have: everything is forgotten."""
+"""A pool that seems to hold more was not followed well: whoever feeds an index begins a new one then."""
 MAX_PROGRAMS: Final = 50_000
 """Programs that end leave what they shared behind; those longest without a new block are forgotten beyond so many."""
 MAX_CHAINS: Final = 8
 """Ends of chains kept for each program; the one longest without a new block is dropped first."""
 _NEAR_BLOCKS: Final = 8
-"""How far behind a new end the end that it replaces is looked for: one left over costs time, but counts nothing."""
+"""How far before new blocks the end that they go on from is looked for. One left over costs time, no tokens."""
 
 
 class _Block:
@@ -61,7 +62,7 @@ class KvBlocks:
         self._group_id: int | None = None
 
     def __repr__(self) -> str:
-        return f"<KvBlocks {len(self._blocks)} blocks of {len(self._chains)} programs>"
+        return f"<KvBlocks {len(self._blocks)} blocks, {len(self._chains)} programs>"
 
     @property
     def blocks_count(self) -> int:
@@ -90,10 +91,6 @@ class KvBlocks:
         self._blocks.clear()
         self._children.clear()
 
-    def forget(self) -> None:
-        """Know of nothing any more: it may lie there, or not. Figures that were reported stay as they are."""
-        self.__init__()  # type: ignore[misc]  # begin anew, in the one way to begin
-
     def resident_tokens(self, program_id: str) -> int | None:
         """Return how many tokens of a program lie there; None is not known. O(1) for a program with one chain."""
         chain_ends = self._chains.get(program_id)
@@ -106,18 +103,16 @@ class KvBlocks:
     def take_changes(self, limit_count: int) -> list[tuple[str, int]]:
         """Return programs whose figure is another than when it was last taken, with the new one.
 
-        Looks at `limit_count` programs; an empty `has_changes` says that these were all.
+        Looks at `limit_count` programs at most; `has_changes` says whether there are more.
         """
         changes = []
-        for program_id in list(self._changed)[:limit_count]:
+        for program_id in list(islice(self._changed, limit_count)):
             del self._changed[program_id]
             tokens = self.resident_tokens(program_id)
-            if tokens is None or tokens == self._reported_tokens.get(program_id, 0):
-                continue
-            changes.append((program_id, tokens))
-            if tokens:
+            if tokens is not None and tokens != self._reported_tokens.get(program_id, 0):
+                changes.append((program_id, tokens))
                 self._reported_tokens[program_id] = tokens
-            else:
+            if not tokens:
                 self._drop_program(program_id)
         return changes
 
@@ -129,8 +124,6 @@ class KvBlocks:
     # --- blocks that come -------------------------------------------------------------------------------------------
 
     def _store(self, event: BlocksStored) -> None:
-        if len(self._blocks) + len(event.block_hashes) > MAX_BLOCKS:
-            self.forget()
         is_hit = event.parent_hash is None and event.block_hashes[0] in self._blocks
         parent_hash = event.parent_hash
         for block_hash in event.block_hashes:
@@ -141,7 +134,7 @@ class KvBlocks:
                 block.copies_count += 1
             parent_hash = block_hash
         if event.program_id is not None:
-            self._extend(event.program_id, self._blocks[event.block_hashes[-1]])
+            self._extend(event.program_id, event)
 
     def _add(self, block: _Block) -> None:
         self._blocks[block.block_hash] = block
@@ -149,7 +142,7 @@ class KvBlocks:
             self._reach(block, 0)
             return
         self._children.setdefault(block.parent_hash, set()).add(block)
-        parent = self._blocks[block.parent_hash] if block.parent_hash in self._blocks else None
+        parent = self._parent(block)
         if parent is not None and parent.depth_tokens is not None:
             self._reach(block, parent.depth_tokens)
 
@@ -165,31 +158,31 @@ class KvBlocks:
                     child.depth_tokens = parent.depth_tokens + child.own_tokens
                     reached.append(child)
 
-    def _extend(self, program_id: str, end: _Block) -> None:
-        """Let a chain of a program end here; the end that it went on from is one no longer."""
+    def _extend(self, program_id: str, event: BlocksStored) -> None:
+        """Let a chain of a program end at new blocks; the end that they go on from is one no longer."""
+        end = self._blocks[event.block_hashes[-1]]
         if end.depth_tokens is None:
             self._drop_program(program_id)
             return
         chain_ends = self._chains.pop(program_id, [])
         self._chains[program_id] = chain_ends
         self._changed[program_id] = None
-        for old_end in self._near(end):
-            if old_end in chain_ends:
-                self._take_end(program_id, chain_ends, old_end)
+        passed = {*event.block_hashes, *self._some_before(event.parent_hash)}
+        for old_end in [each for each in chain_ends if each.block_hash in passed]:
+            self._take_end(program_id, chain_ends, old_end)
         self._put_end(program_id, chain_ends, end)
         if len(chain_ends) > MAX_CHAINS:
             self._take_end(program_id, chain_ends, chain_ends[0])
         if len(self._chains) > MAX_PROGRAMS:
             self._drop_program(next(iter(self._chains)))
 
-    def _near(self, end: _Block) -> list[_Block]:
-        """Return a block and some before it."""
-        near = []
-        block: _Block | None = end
-        while block is not None and len(near) < _NEAR_BLOCKS:
-            near.append(block)
-            block = self._parent(block)
-        return near
+    def _some_before(self, block_hash: BlockHash | None) -> list[BlockHash]:
+        """Return a block and some before it, as far as they lie there."""
+        before: list[BlockHash] = []
+        while block_hash is not None and block_hash in self._blocks and len(before) < _NEAR_BLOCKS:
+            before.append(block_hash)
+            block_hash = self._blocks[block_hash].parent_hash
+        return before
 
     # --- blocks that go ---------------------------------------------------------------------------------------------
 
@@ -222,9 +215,7 @@ class KvBlocks:
                 if parent is not None:
                     self._put_end(program_id, chain_ends, parent)
                 self._changed[program_id] = None
-            lost.extend(
-                child for child in self._children.get(block.block_hash, ()) if child.depth_tokens is not None
-            )
+            lost.extend(child for child in self._children.get(block.block_hash, ()) if child.depth_tokens is not None)
 
     def _drop_program(self, program_id: str) -> None:
         """Forget a program; its blocks lie where they lie."""

@@ -15,16 +15,12 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from thunderagent.errors import ThunderAgentError
-
 BlockHash = int | bytes
-"""Of a block and all tokens before it: 64 bits of it as a number, or all of it (VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES)."""
+"""Of a block and all before it: a number of 64 bits, or all bytes, as VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES says."""
 
 
-class KvMessageError(ThunderAgentError):
-    """A message of an engine about its KV pool cannot be read."""
-
-    code = "kv_message_error"
+class KvMessageError(ValueError):
+    """A message of an engine about its KV pool cannot be read; nobody but the subscriber gets to see it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +62,13 @@ class KvMessage(NamedTuple):
 
     @property
     def is_end(self) -> bool:
-        """Whether it only says that a replay is over."""
-        return self.sequence_id == _END_ID
+        """Whether it only says that a replay is over: the number is -1."""
+        return self.sequence_id < 0
 
 
-_END_ID: Final = -1
 _POOL_MEDIA: Final = {None, "GPU"}  # the pool itself, whatever it is made of; others are what it is offloaded to
 _POOL_LOCALITIES: Final = {None, "LOCAL"}
-_HIT_BY_ALL_BEFORE: Final = ("full_attention", "mla_attention")  # and kinds that end so, as sink_full_attention
+_HIT_BY_ALL_BEFORE: Final = ("full_attention", "mla_attention", "unknown")  # sink_full_attention too
 # The order of fields where an event is an array.
 _STORED_FIELDS: Final = (
     *("type", "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name"),
@@ -148,6 +143,8 @@ def _is_map(raw: bytes) -> bool:
 def _read_array(raw: bytes) -> _WireEvent | None:
     """Read an event of an older version; None if its kind is none that we know."""
     values = _decode_batch(raw)
+    if not values:
+        raise KvMessageError("an event without a kind")
     kind = _decode_kind(values[0])
     names = {"BlockStored": _STORED_FIELDS, "BlockRemoved": _REMOVED_FIELDS, "AllBlocksCleared": ("type",)}.get(kind)
     if names is None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 LOWEST_RATIO = 0.2
 HIGHEST_RATIO = 3.0
 
-LOSS_SLACK_RATIO = 0.02
+LOSS_SLACK_RATIO = 0.10
 """Part of what should be cached that may be lost without a reaction: ends of blocks, and programs that were edited."""
 
 STEP_DOWN_RATIO = 0.5
@@ -76,7 +76,7 @@ class CapacityControl:
         if lost_ratio > LOSS_SLACK_RATIO:
             down_ratio = min(LARGEST_STEP_RATIO, STEP_DOWN_RATIO * lost_ratio)
             self.ratio = max(LOWEST_RATIO, self.ratio * (1.0 - down_ratio))
-        elif in_demand and self._expected_tokens:
+        elif in_demand and self._expected_tokens and lost_ratio < 0.02:
             self.ratio = min(HIGHEST_RATIO, self.ratio + STEP_UP_RATIO)
         self._step_s = now_s
         self._expected_tokens = self._lost_tokens = 0.0

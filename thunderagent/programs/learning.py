@@ -23,17 +23,38 @@ FORGETTING_RATIO = 0.999
 class Growth:
     """How many tokens a turn adds to its program's context, and how many of them it generates."""
 
-    __slots__ = ("_growths", "_outputs")
+    __slots__ = ("_growths", "_outputs", "_weight", "_cycle_s", "_grown_tokens", "_grown_weight", "_whole_tokens")
 
     def __init__(self) -> None:
         """Begin with nothing seen."""
         self._growths = LogHistogram(TOKEN_EDGES)
         self._outputs = LogHistogram(TOKEN_EDGES)
+        self._weight = 0.0
+        self._whole_tokens = 0.0
+        self._grown_weight = self._grown_tokens = self._cycle_s = 0.0
 
-    def learn(self, grown_tokens: int | None, output_tokens: int) -> None:
-        """Take in a finished turn; `grown_tokens` None is a first turn, which says nothing of growth."""
+    @property
+    def tokens_per_s(self) -> float:
+        """Return how fast a program grows while it is not paused."""
+        return self._grown_tokens / self._cycle_s if self._cycle_s else 0.0
+
+    @property
+    def whole_tokens(self) -> float:
+        """Return how much larger a program is in the mean over its turns than its first prompt."""
+        return self._whole_tokens / self._weight if self._weight else 0.0
+
+    def learn(self, grown_tokens: int | None, output_tokens: int, whole_tokens: int, cycle_s: float) -> None:
+        """Take in a finished turn.
+
+        `grown_tokens` is how much it added; None for a first turn, which says nothing of growth. `whole_tokens` is how
+        much larger its program is now than its first prompt was.
+        """
+        self._weight = self._weight * FORGETTING_RATIO + 1.0
+        self._whole_tokens = self._whole_tokens * FORGETTING_RATIO + whole_tokens
         if grown_tokens is not None and grown_tokens > 0:
             self._growths.add(grown_tokens)
+            self._grown_tokens = self._grown_tokens * FORGETTING_RATIO + grown_tokens
+            self._cycle_s = self._cycle_s * FORGETTING_RATIO + cycle_s
         self._outputs.add(output_tokens)
 
     def turn_tokens(self, ratio: float, default: int) -> int:

@@ -96,6 +96,7 @@ class Account:
         "capacity_ratio",
         "capacity_tokens",
         "costs",
+        "growth_tokens",
         "hit_ratio",
         "marked_tokens",
         "other_tokens",
@@ -124,6 +125,8 @@ class Account:
         """Part of `reasoning_tokens` that goes when turns in flight end."""
         self.other_tokens = 0
         """Turns in flight without a program: anonymous, or of a program that was released in mid-turn."""
+        self.growth_tokens = 0
+        """What its programs are expected to grow by, beyond their claims."""
         self.shared_tokens = 0
         """Claimed more than once, because programs have it in common."""
         self.turn_count = 0

@@ -129,11 +129,14 @@ class Program:
 
     __slots__ = (
         "acting_since_s",
+        "away_s",
         "branches",
         "cached_tokens_total",
         "claim_tokens",
+        "first_prompt_tokens",
         "generation",
         "group_id",
+        "growth_tokens",
         "held",
         "held_s_total",
         "hold_reason",
@@ -167,6 +170,8 @@ class Program:
         self.acting_since_s = opened_s
         self.tool = ""
         self.tool_runs = False
+        self.away_s = 0.0
+        """How long the tool before its last turn ran."""
         """Whether it acts because a turn of it finished: only then it is at a tool."""
         self.let_go_after_s: float | None = None
         """For how long its tool had run when its claim was taken."""
@@ -179,6 +184,9 @@ class Program:
         """Where it is active, or was when it was paused."""
         self.claim_tokens = 0
         """c of the paper: what it claims while active, what it would claim if it were restored."""
+        self.first_prompt_tokens = 0
+        self.growth_tokens = 0
+        """What it is expected to grow by, beyond its claim, until it is as large as programs are in the mean."""
         self.reserve_tokens = 0
         """Of its claim, what it is expected to grow by."""
         self.branches: dict[str, Branch] = {MAIN_BRANCH: Branch()}

@@ -115,6 +115,8 @@ class Scheduler:
         """Every turn that was not ended, by its id."""
         self.anonymous_held: dict[int, Turn] = {}
         self.active_count = 0
+        self._capacity_tokens = 0
+        """Of the largest replica that said its own."""
         self.tool_times = ToolTimes()
         self.prefill_speed = PrefillSpeed()
         self.growth = Growth()
@@ -416,7 +418,12 @@ class Scheduler:
         if branch is not None:
             before_tokens = branch.context_tokens
             grown_tokens = prompt_tokens + output_tokens - before_tokens if before_tokens else None
-            self.growth.learn(grown_tokens, output_tokens)
+            program = turn.program
+            assert program is not None
+            if not program.first_prompt_tokens:
+                program.first_prompt_tokens = prompt_tokens
+            whole_tokens = max(0, prompt_tokens + output_tokens - program.first_prompt_tokens)
+            self.growth.learn(grown_tokens, output_tokens, whole_tokens, self._now_s - turn.granted_s + program.away_s)
         if cached_tokens is None:
             cached_tokens = turn.resident_tokens
         else:
@@ -426,12 +433,17 @@ class Scheduler:
 
     def _tool_returned(self, program: Program) -> None:
         """Learn how long a program was away, whose turn arrives."""
-        away_s = self._now_s - program.acting_since_s
+        away_s = program.away_s = self._now_s - program.acting_since_s
         if program.let_go_after_s is None:
             self.tool_times.returned(program.tool, away_s)
         else:
             self.tool_times.came_back_late(program.tool, program.let_go_after_s, away_s)
         program.tool_runs = False
+
+    @property
+    def break_even_s(self) -> float:
+        """Return how long a replica's whole memory takes to compute: what it pays at most to hold any of it."""
+        return self.prefill_speed.token_s * self._capacity_tokens
 
     def _tool_let_go(self, program: Program) -> None:
         """Learn that a program, whose claim goes, is not back yet."""
@@ -518,6 +530,11 @@ class Scheduler:
         else:
             program.reserve_tokens = self.growth.turn_tokens(rules.growth_quantile, rules.reserve_tokens)
         program.claim_tokens = program.measure_claim() + program.reserve_tokens
+        first_tokens = program.first_prompt_tokens or program.claim_tokens
+        if rules.growth_horizon_ratio:
+            to_mean_tokens = first_tokens + self.growth.whole_tokens - program.claim_tokens
+            soon_tokens = self.growth.tokens_per_s * rules.growth_horizon_ratio * self.break_even_s
+            program.growth_tokens = max(0, int(min(to_mean_tokens, soon_tokens)))
 
     def _lift(self, program: Program) -> None:
         """Take a program's claim out of its account, and the program out of the orders that its claim ranks it in."""
@@ -526,6 +543,7 @@ class Scheduler:
         replica = self.replicas[program.replica_id or ""]
         account = replica.account
         self.ledger.settle(account, self._now_s)
+        account.growth_tokens -= program.growth_tokens
         if program.phase is Phase.REASONING:
             account.reasoning_tokens -= program.claim_tokens
             account.reasoning_count -= 1
@@ -553,6 +571,7 @@ class Scheduler:
         replica = self.replicas[program.replica_id or ""]
         account = replica.account
         self.ledger.settle(account, self._now_s)
+        account.growth_tokens += program.growth_tokens
         if program.phase is Phase.REASONING:
             account.reasoning_tokens += program.claim_tokens
             account.reasoning_count += 1
@@ -768,6 +787,7 @@ class Scheduler:
             replica.control.preempted(event.preemption_count * mean_tokens)
         if event.capacity_tokens is not None and event.capacity_tokens != account.capacity_tokens:
             self.ledger.settle(account, self._now_s)
+            self._capacity_tokens = max(self._capacity_tokens, event.capacity_tokens)
             account.capacity_tokens = replica.residency.capacity_tokens = event.capacity_tokens
             if replica.open_to_programs:
                 self._replicas_changed()

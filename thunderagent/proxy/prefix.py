@@ -28,7 +28,6 @@ MIN_TEXT_BYTES = 1024
 MAX_HASHED_BYTES = 4 * 2**20
 """Beyond it a prompt is not cut: there stand images rather than what is shared, and hashing takes its time."""
 
-_NUMBERS_OF_CUT_MESSAGES = frozenset(STEPS)
 _TEXT_CUTS_BYTES = tuple(
     size_bytes for step in STEPS if MIN_TEXT_BYTES <= (size_bytes := step * TEXT_STEP_BYTES) <= MAX_HASHED_BYTES
 )
@@ -77,14 +76,14 @@ def _cuts_of_messages(fields: PromptFields) -> tuple[PrefixCut, ...]:
     digest = _begun(fields, b"messages")
     digest.update(fields.tools)
     size_bytes = len(fields.tools)
-    cuts = []
-    for number, message in enumerate(messages, start=1):
-        size_bytes += len(message)
-        if size_bytes > MAX_HASHED_BYTES:
+    cuts, start = [], 0
+    for end in STEPS:
+        size_bytes += sum(map(len, messages[start:end]))
+        if end > len(messages) or size_bytes > MAX_HASHED_BYTES:
             break
-        digest.update(message)
-        if number in _NUMBERS_OF_CUT_MESSAGES:
-            cuts.append((_number(digest), size_bytes))
+        digest.update(b"".join(messages[start:end]))
+        cuts.append((_number(digest), size_bytes))
+        start = end
     return tuple(cuts)
 
 

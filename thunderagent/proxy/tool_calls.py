@@ -27,7 +27,7 @@ MAX_KEPT_CHARS = 4096
 """So much of a call's arguments, or of a text from its first fence on, is kept: commands stand near the beginning."""
 
 _STRING = r'"(?:[^"\\]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*'  # without its end, which may be cut off
-_STRINGS = re.compile(_STRING)
+_STRINGS = re.compile(rf'({_STRING})"?')
 _COMMAND = re.compile(
     rf'"(?:command|cmd|script)"\s*:\s*(?P<strings>{_STRING}|\[(?:\s*{_STRING}"\s*,?)*(?:\s*{_STRING})?)'
 )
@@ -204,12 +204,10 @@ class StreamToolCalls:
 def _may_call(data: bytes) -> bool:
     """Say whether there is anything to read; a few searches, for every chunk of every stream."""
     return (
-        b'"tool_calls"' in data
-        or b"```" in data
-        or b'"tool_use"' in data
+        b'"tool_' in data  # tool_calls and tool_use
+        or b'_call"' in data  # function_call and custom_tool_call
         or b'"input_json_delta"' in data
-        or b'"function_call"' in data
-        or b'"custom_tool_call"' in data
+        or b"```" in data
     )
 
 

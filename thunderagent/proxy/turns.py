@@ -232,7 +232,7 @@ class Turns:
         upstream: aiohttp.ClientResponse,
         headers: CIMultiDict[str],
     ) -> web.StreamResponse:
-        """Relay a stream of events as they come, and end the lease with the usage and the tool calls that they carry."""
+        """Relay a stream of events as they come, and end the lease with the usage and the calls that they carry."""
         response = web.StreamResponse(status=upstream.status, reason=upstream.reason, headers=headers)
         await response.prepare(request)
         tool_calls = StreamToolCalls()

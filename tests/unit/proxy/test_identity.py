@@ -83,6 +83,15 @@ def test_the_branch_is_a_header() -> None:
     assert identified().branch_id == ""
 
 
+def test_the_group_is_a_header_that_is_checked_like_an_id() -> None:
+    """Programs of one group finish together."""
+    assert identified(headers={"X-Program-Group": "prompt 7"}).group_id == "prompt 7"
+    assert identified(headers={"X-Program-Group": ""}).group_id == identified().group_id == ""
+    for value in ("g" * 257, "a\nb"):
+        with pytest.raises(InvalidProgramIdError, match="group id"):
+            identified(headers={"X-Program-Group": value})
+
+
 @pytest.mark.parametrize(
     "body",
     [

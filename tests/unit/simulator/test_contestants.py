@@ -50,7 +50,7 @@ def test_a_preset_is_a_policy_whose_settings_can_still_be_given() -> None:
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("nobody", "no policy 'nobody'; there are cap, .*, thunderagent-ports, or package.module:Class"),
+        ("nobody", "no policy 'nobody'; there are .*, cap, .*, thunderagent-ports, or package.module:Class"),
         ("oracle:headroom_ratio=1.5", "headroom_ratio must be under 1"),
         ("cap:m=3", "no setting 'm'"),
         ("cap:n", "cannot be loaded|no policy|not a policy"),

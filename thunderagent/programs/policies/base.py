@@ -50,6 +50,7 @@ class ClaimRules:
     half_life_s: float = inf
     reserve_tokens: int = 0
     growth_quantile: float = 0.0
+    growth_horizon_ratio: float = 0.0
     share_prefixes: bool = False
     adapt_capacity: bool = False
 

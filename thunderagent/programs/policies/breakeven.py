@@ -35,6 +35,7 @@ class BreakEven:
     backfill_count: int = 16
     pass_ratio: float = 0.5
     home_wait_ratio: float = 1.0
+    foresee: float = 3.0
     preempt: bool = False
     victims: str = "youngest"
     order: str = "age"
@@ -46,6 +47,7 @@ class BreakEven:
         return ClaimRules(
             reserve_tokens=self.reserve_tokens,
             growth_quantile=self.growth_quantile,
+            growth_horizon_ratio=self.foresee,
             share_prefixes=bool(self.share_prefixes),
             adapt_capacity=bool(self.adapt_capacity),
         )
@@ -126,6 +128,8 @@ class BreakEven:
         account = replica.account
         claim = view.claim_tokens_on(program, replica)
         limit = self.low_ratio * account.limit_tokens
+        if self.foresee and not program.turn_count:
+            claim += account.growth_tokens + program.growth_tokens
         while account.active_count and account.demand_tokens + claim > limit:
             if not make_room:
                 return False

@@ -1,0 +1,572 @@
+"""The default policy against every other, simulated: one command for each thing that it promises.
+
+    scripts/bench policy limits      # per cent of the limit at five loads, beside every other policy
+    scripts/bench policy union       # what it is worth to count a shared prefix once
+    scripts/bench policy burst       # 64 programs at once: do the large ones wait longer, and who waits longest
+    scripts/bench policy told        # a capacity that is told wrong by 2
+    scripts/bench policy silent      # programs that never say release
+    scripts/bench policy homes       # four replicas: restores that moved although there was room, prefix hits
+    scripts/bench policy imbalance   # how far two replicas drift apart in 90 minutes
+    scripts/bench policy groups      # a GRPO rollout: the time until its last group is through
+    scripts/bench policy ablation    # each part of the policy switched off
+    scripts/bench policy harmless    # where memory is not short it adds nothing
+
+Each writes what it found to `benchmarks/results/policy-NAME.json` and a plot beside it. Runs with one seed have the
+same programs, so ratios are taken seed by seed; every figure is a mean and its 95 % interval over seeds. Where
+something is promised, a figure has a bar: it passes if the interval reaches it.
+
+`--traces FILE` adds recorded sessions (`thunderagent record`'s format) to `limits` and `ablation`. Their programs end
+where an engine's memory does, and absences over 300 s are cut to that: persons have lunch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from matplotlib.figure import Figure
+from rich.console import Console
+
+from benchmarks.findings import Finding, Pick, mean_of, plot, ratio_of, table
+from benchmarks.machine import describe_machine, save_results
+from benchmarks.simulated import Runner, add_legend, colour_of, save_plot, scenario_of
+from thunderagent.errors import ConfigurationError, TraceError
+from thunderagent.programs.decisions import Pause, Restore
+from thunderagent.programs.events import Event, ReplicaPolled, ReplicaUp, Tick, TurnArrived, TurnFinished
+from thunderagent.programs.policies.base import Policy
+from thunderagent.programs.scheduler import Scheduler
+from thunderagent.simulator.bounds import Engines, turn_shapes
+from thunderagent.simulator.comparison import CAP_BEST, Run
+from thunderagent.simulator.contestants import Contestant
+from thunderagent.simulator.intervals import Interval
+from thunderagent.simulator.plans import Workload
+from thunderagent.simulator.records import EngineConfig
+from thunderagent.simulator.report import RunResult
+from thunderagent.simulator.scenario import Scenario
+from thunderagent.simulator.traces import Limits, TraceWorkload, load_recorded
+from thunderagent.simulator.workloads import workload
+
+BASELINES = ("passthrough", "sticky", CAP_BEST, "thunderagent", "thunderagent-ports", "ttl")
+
+NO_UNION = "share_prefixes=0"
+ABLATIONS = {
+    "prefixes counted once": NO_UNION,
+    "capacity corrected": "adapt_capacity=0",
+    "growth learned": "growth_quantile=0",
+    "letting go at break-even": "price=inf",
+    "filling up behind the oldest": "backfill_count=0",
+    "waiting for home": "home_wait_ratio=0",
+    "headroom": "low_ratio=1",
+}
+"""Parts of the default policy, and the setting that switches each off."""
+
+AWAY_LIMIT_S = 300.0
+SAMPLED_PLANS_COUNT = 200
+IDLE_PROGRAMS_COUNT, IDLE_TICKS_COUNT, IDLE_TICK_S = 32, 1000, 0.25
+
+
+@dataclass(frozen=True)
+class Case:
+    """A workload on an engine, and how long it takes until a run tells: many programs begin and end in that time."""
+
+    workload: str
+    profile: str
+    minutes: float
+    warmup_minutes: float
+    programs_count: int = 0
+
+
+SMALL = Case("standard", "demo", 30, 5, 16)
+LARGE = Case("mini-swe-agent", "glm-4.6-h100x8", 90, 20, 48)
+SESSIONS = Case("recorded", "glm-4.6-h100x8", 120, 30)
+
+
+class Bench:
+    """What the command line says, and what the commands below have in common."""
+
+    def __init__(self, args: argparse.Namespace, console: Console) -> None:
+        self.policy: str = args.policy
+        self.replicas_counts: tuple[int, ...] = args.replicas
+        self.loads: tuple[float, ...] = args.loads
+        self.profiles: tuple[str, ...] = args.profiles
+        self.with_oracle: bool = args.oracle
+        self.traces: Path | None = args.traces
+        self.runner = Runner(seeds_count=args.seeds, jobs_count=args.jobs, console=console)
+        self.console = console
+        self._minutes: float | None = args.minutes
+
+    def scenario(self, case: Case, **changes: Any) -> Scenario:
+        """Return a case's engines and its time, or that of the command line, of which a sixth is warm-up then."""
+        minutes, warmup_minutes = case.minutes, case.warmup_minutes
+        if self._minutes is not None:
+            minutes, warmup_minutes = self._minutes, self._minutes / 6 if warmup_minutes else 0.0
+        return replace(scenario_of(case.profile, minutes=minutes, warmup_minutes=warmup_minutes), **changes)
+
+    def programs(self, case: Case) -> Workload:
+        """Return what the programs of a case do: from the file of recorded sessions for `recorded`."""
+        if case.workload != SESSIONS.workload:
+            return workload(case.workload)
+        assert self.traces is not None
+        limit_tokens = scenario_of(case.profile, minutes=1).engine.context_limit_tokens
+        trace = load_recorded(self.traces, Limits(context_tokens=limit_tokens, away_s=AWAY_LIMIT_S))
+        return TraceWorkload("recorded", trace, in_order_of_arrival=False)
+
+    def runs(
+        self, title: str, scenario: Scenario, programs: Workload, policies: Sequence[str], programs_count: int
+    ) -> dict[str, tuple[Run, ...]]:
+        """Run policies at one load; return the runs of each, one a seed."""
+        policies = tuple(dict.fromkeys(policies))
+        result = self.runner.compare(title, scenario, programs, policies, [programs_count], keep_samples=False)
+        return {policy: result.runs_of(policy, programs_count) for policy in policies}
+
+
+def turns_per_min(result: RunResult) -> float:
+    """Return the throughput."""
+    return result.turns_per_min_count
+
+
+def limit_ratio(result: RunResult) -> float:
+    """Return the part of the limit that was reached."""
+    return result.limit_ratio
+
+
+# --- limits -----------------------------------------------------------------------------------------------------------
+
+
+def mean_context_tokens(programs: Workload, engine: EngineConfig) -> float:
+    """Return what a program's context takes over its life in the mean, each second of it counted alike.
+
+    Its life is that alone on an idle engine: each turn as long as it takes there, with its prompt and half of its
+    answer, and each tool's time with all that is there then. Shared prefixes count in full. It is that of the
+    first plans of seed 0.
+    """
+    engines = Engines.of(engine, 1)
+    token_s = total_s = 0.0
+    for plan in _first_plans(programs):
+        for shape, turn in zip(turn_shapes(plan), plan.turns, strict=True):
+            after_tokens = shape.prompt_tokens + turn.output_tokens
+            turn_s = engines.alone_s(shape)
+            token_s += turn_s * (shape.prompt_tokens + turn.output_tokens / 2) + turn.tool_s * after_tokens
+            total_s += turn_s + turn.tool_s
+    return token_s / total_s
+
+
+def _first_plans(programs: Workload) -> Iterator[Any]:
+    for index in range(SAMPLED_PLANS_COUNT):
+        try:
+            yield programs.program(index, 0)
+        except IndexError:
+            return
+
+
+def programs_at(load: float, capacity_tokens: int, context_tokens: float) -> int:
+    """Return how many programs fill so many times a capacity; at least 1."""
+    return max(1, round(load * capacity_tokens / context_tokens))
+
+
+def limits(bench: Bench) -> list[Finding]:
+    """At each load: how much of the limit each policy reaches, and the policy's part over that of each other."""
+    found = []
+    policies = tuple(dict.fromkeys((bench.policy, *BASELINES, *(["oracle"] if bench.with_oracle else []))))
+    cases = [replace(LARGE, profile=name) for name in bench.profiles]
+    if bench.traces is not None:
+        cases += [replace(SESSIONS, profile=name) for name in bench.profiles]
+    lines: dict[str, dict[str, list[tuple[int, Interval]]]] = {}
+    for case in cases:
+        programs = bench.programs(case)
+        for replicas_count in bench.replicas_counts:
+            scenario = bench.scenario(case, replica_count=replicas_count)
+            title = f"{case.workload}, {replicas_count} x {case.profile}"
+            runs_at = _runs_at_loads(bench, title, scenario, programs, policies)
+            found += _limits_of(title, runs_at, policies)
+            lines[title] = {
+                policy: [(count, _limit_of(runs[policy])) for count, runs in runs_at.items()] for policy in policies
+            }
+    save_plot("policy-limits-loads", _load_lines(lines))
+    return found
+
+
+def _runs_at_loads(
+    bench: Bench, title: str, scenario: Scenario, programs: Workload, policies: Sequence[str]
+) -> dict[int, dict[str, tuple[Run, ...]]]:
+    """Run all loads that come to different numbers of programs; return the runs of each policy by that number."""
+    context_tokens = mean_context_tokens(programs, scenario.engine)
+    capacity_tokens = scenario.engine.capacity_tokens * scenario.replica_count
+    counts = sorted({programs_at(load, capacity_tokens, context_tokens) for load in bench.loads})
+    bench.console.print(f"{title}: a context of {context_tokens:,.0f} tokens in the mean, programs: {counts}")
+    result = bench.runner.compare(title, scenario, programs, policies, counts, keep_samples=False)
+    return {count: {policy: result.runs_of(policy, count) for policy in policies} for count in counts}
+
+
+def _limits_of(title: str, runs_at: dict[int, dict[str, tuple[Run, ...]]], policies: Sequence[str]) -> list[Finding]:
+    """Return what was found at each load, and over all of them; the first policy is the one that is judged."""
+    found = []
+    judged = policies[0]
+    for count, runs in runs_at.items():
+        at = f"{title}, {count} programs"
+        found += [Finding(at, policy, "of the limit", _limit_of(runs[policy])) for policy in policies]
+        for other in policies[1:]:
+            bar = None if other == "oracle" else 1.0
+            found.append(Finding(at, judged, f"/ {other}", ratio_of(runs[judged], runs[other], limit_ratio), bar))
+    for policy in policies:
+        by_load = [[limit_ratio(run.result) for run in runs[policy]] for runs in runs_at.values()]
+        found.append(Finding(f"{title}, all loads", policy, "of the limit", over_loads(by_load)))
+    return found
+
+
+def over_loads(by_load: Sequence[Sequence[float]]) -> Interval:
+    """Return the mean over loads of a figure that each seed has at each load, with its interval over the seeds."""
+    return Interval.of([fmean(of_seed) for of_seed in zip(*by_load, strict=True)])
+
+
+def _limit_of(runs: Sequence[Run]) -> Interval:
+    return Interval.of([limit_ratio(run.result) for run in runs])
+
+
+def _load_lines(lines: dict[str, dict[str, list[tuple[int, Interval]]]]) -> Figure:
+    """Draw the part of the limit against the number of programs, a panel for each setting."""
+    rows_count = math.ceil(len(lines) / 3)
+    figure = Figure(figsize=(7.2, 0.6 + 2.2 * rows_count), layout="constrained")
+    panels = figure.subplots(rows_count, 3, squeeze=False, sharey=True)
+    for axes in panels.flat[len(lines) :]:
+        axes.set_visible(False)
+    for axes, (title, policies) in zip(panels.flat, lines.items(), strict=False):
+        for policy, points in policies.items():
+            counts, means = [count for count, _ in points], [100 * interval.mean for _, interval in points]
+            axes.plot(counts, means, color=colour_of(policy), marker="o", markersize=3, label=policy)
+        axes.set_title(title, fontsize=6, loc="left")
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("programs at a time", fontsize=8)
+    for axes in panels[:, 0]:
+        axes.set_ylabel("% of the limit", fontsize=8)
+    add_legend(figure, panels[0][0])
+    return figure
+
+
+# --- one promise each -------------------------------------------------------------------------------------------------
+
+
+def union(bench: Bench) -> list[Finding]:
+    """Programs that share 90 % of their first prompt, and none: turns a minute over those without the union."""
+    found = []
+    without = f"{bench.policy}:{NO_UNION}"
+    policies = known([bench.policy, without, "thunderagent", "passthrough"], bench.console)
+    for name in ("shared-prefix-90", "shared-prefix-0"):
+        case = Case(name, "qwen3-8b-rtx5090", 60, 10)
+        scenario, programs = bench.scenario(case), workload(name)
+        context_tokens = mean_context_tokens(programs, scenario.engine)
+        for load in (1.5, 3.0):
+            count = programs_at(load, scenario.engine.capacity_tokens, context_tokens)
+            runs = bench.runs(name, scenario, programs, policies, count)
+            at = f"{name}, {count} programs"
+            for policy in runs:
+                found.append(Finding(at, policy, "turns/min", mean_of(runs[policy], turns_per_min)))
+                found.append(Finding(at, policy, "prefix hits", mean_of(runs[policy], lambda result: result.hit_ratio)))
+            for other in policies[1:]:
+                ratio = ratio_of(runs[bench.policy], runs[other], turns_per_min)
+                found.append(Finding(at, bench.policy, f"/ {other}", ratio))
+    return found
+
+
+def burst(bench: Bench) -> list[Finding]:
+    """64 programs of very different size at once, as a batch: how size and wait go together, and the longest wait."""
+    case = Case("burst-64", "qwen3-8b-rtx5090", 24 * 60, 0, 64)
+    scenario = bench.scenario(case, loop="batch")
+    policies = (bench.policy, "thunderagent", "thunderagent-ports", "cap:n=8")
+    runs = bench.runs("burst", scenario, bench.programs(case), policies, case.programs_count)
+    figures: dict[str, Callable[[RunResult], float | None]] = {
+        "size and wait, Pearson": lambda result: result.waits.pearson,
+        "size and wait, Spearman": lambda result: result.waits.spearman,
+        "longest hold (s)": lambda result: result.longest_hold_s,
+        "longest hold / median residence": lambda result: result.longest_hold_s / result.program_latency.p50_s,
+        "makespan / bound": _over_bound,
+    }
+    return [
+        Finding("64 programs at once", policy, name, mean_of(runs[policy], pick))
+        for name, pick in figures.items()
+        for policy in runs
+    ]
+
+
+def told(bench: Bench) -> list[Finding]:
+    """Tell the scheduler half and twice the capacity: turns a minute over those with the right one."""
+    found = []
+    for case in (SMALL, LARGE):
+        programs = bench.programs(case)
+        policies = (bench.policy, "thunderagent")
+        runs = {
+            ratio: bench.runs(
+                f"{case.workload}, told {ratio:g}",
+                bench.scenario(case, told_capacity_ratio=ratio),
+                programs,
+                policies,
+                case.programs_count,
+            )
+            for ratio in (1.0, 0.5, 2.0)
+        }
+        for ratio in (0.5, 2.0):
+            for policy in policies:
+                interval = ratio_of(runs[ratio][policy], runs[1.0][policy], turns_per_min)
+                bar = 0.85 if policy == bench.policy else None
+                found.append(Finding(_name_of(case), policy, f"told {ratio:g} / told 1", interval, bar))
+    return found
+
+
+def silent(bench: Bench) -> list[Finding]:
+    """Programs that never say release: turns a minute over those with releases, and over passing through."""
+    found = []
+    for case in (SMALL, LARGE):
+        programs = bench.programs(case)
+        policies = ("passthrough", bench.policy, "thunderagent")
+        with_releases, without = (
+            bench.runs(
+                f"{case.workload}, {ratio:.0%} releases",
+                bench.scenario(case, release_ratio=ratio),
+                programs,
+                policies,
+                case.programs_count,
+            )
+            for ratio in (1.0, 0.0)
+        )
+        for policy in policies[1:]:
+            interval = ratio_of(without[policy], with_releases[policy], turns_per_min)
+            found.append(Finding(_name_of(case), policy, "silent / with releases", interval))
+            over_passthrough = ratio_of(without[policy], without["passthrough"], turns_per_min)
+            found.append(Finding(_name_of(case), policy, "silent / passthrough", over_passthrough))
+    return found
+
+
+def homes(bench: Bench) -> list[Finding]:
+    """Four replicas against one at the same load each: restores that moved with room at home, and prefix hits."""
+    case = replace(LARGE, programs_count=20)
+    policies = (bench.policy, "thunderagent")
+    programs = bench.programs(case)
+    one = bench.runs("one replica", bench.scenario(case), programs, policies, case.programs_count)
+    scenario = bench.scenario(case, replica_count=4)
+    four = bench.runs("four replicas", scenario, programs, policies, 4 * case.programs_count)
+    found = []
+    for policy in policies:
+        figures: dict[str, Pick] = {
+            "restores": lambda result: result.restores.restore_count,
+            "of these moved": lambda result: result.restores.moved_count,
+        }
+        found += [Finding("4 replicas", policy, name, mean_of(four[policy], pick)) for name, pick in figures.items()]
+        most = Interval.of([max(run.result.restores.moved_with_room_count for run in four[policy])])
+        bar = 0.0 if policy == bench.policy else None
+        found.append(Finding("4 replicas", policy, "moved with room at home, worst seed", most, at_most=bar))
+        for setting, runs in (("1 replica", one), ("4 replicas", four)):
+            found.append(
+                Finding(setting, policy, "prefix hits", mean_of(runs[policy], lambda result: result.hit_ratio))
+            )
+        ratio = ratio_of(four[policy], one[policy], lambda result: result.hit_ratio)
+        found.append(Finding("4 replicas / 1", policy, "ratio of prefix hits", ratio))
+    return found
+
+
+def imbalance(bench: Bench) -> list[Finding]:
+    """Two replicas for 90 minutes: how far the claims on them lie apart, of a replica's capacity."""
+    case = Case("openhands", "glm-4.6-h100x8", 90, 0, 48)
+    scenario = bench.scenario(case, replica_count=2, sample_interval_s=1.0)
+    policies = (bench.policy, "sticky", "passthrough", "thunderagent")
+    runs = bench.runs("imbalance", scenario, bench.programs(case), policies, case.programs_count)
+    figures: dict[str, Pick] = {
+        "imbalance, p99": lambda result: result.imbalance_p99_ratio,
+        "imbalance, mean": lambda result: result.imbalance_mean_ratio,
+        "turns/min": turns_per_min,
+    }
+    return [
+        Finding(_name_of(case), policy, name, mean_of(runs[policy], pick))
+        for name, pick in figures.items()
+        for policy in runs
+    ]
+
+
+def groups(bench: Bench) -> list[Finding]:
+    """32 prompts, 8 programs of each, on two replicas: the time until all are through, and the least it could be."""
+    case = Case("grpo", "glm-4.6-h100x8", 24 * 60, 0, 8 * 32)
+    scenario = bench.scenario(case, replica_count=2, loop="batch")
+    policies = (bench.policy, "thunderagent", "passthrough")
+    runs = bench.runs("groups", scenario, bench.programs(case), policies, case.programs_count)
+    found = []
+    for policy in policies:
+        found.append(Finding(_name_of(case), policy, "makespan (s)", mean_of(runs[policy], _makespan_s)))
+        found.append(Finding(_name_of(case), policy, "makespan / bound", mean_of(runs[policy], _over_bound)))
+    for other in policies[1:]:
+        ratio = ratio_of(runs[bench.policy], runs[other], _makespan_s)
+        found.append(Finding(_name_of(case), bench.policy, f"makespan / {other}", ratio))
+    return found
+
+
+def _makespan_s(result: RunResult) -> float:
+    """Return the time that a batch took; of one that was not through, the time that it had."""
+    return result.simulated_s if result.makespan_s is None else result.makespan_s
+
+
+def _over_bound(result: RunResult) -> float | None:
+    if result.makespan_s is None or result.makespan_bound_s is None:
+        return None
+    return result.makespan_s / result.makespan_bound_s
+
+
+def ablation(bench: Bench) -> list[Finding]:
+    """Each part of the policy switched off: the part of the limit that is reached over that of the whole policy."""
+    names = {f"{bench.policy}:{setting}": part for part, setting in ABLATIONS.items()}
+    policies = known([bench.policy, *names], bench.console)
+    cases = [replace(LARGE, programs_count=96), SMALL, replace(SMALL, programs_count=32)]
+    if bench.traces is not None:
+        cases.append(replace(SESSIONS, programs_count=24))
+    found = []
+    for case in cases:
+        runs = bench.runs(_name_of(case), bench.scenario(case), bench.programs(case), policies, case.programs_count)
+        whole = runs[bench.policy]
+        found.append(Finding(_name_of(case), bench.policy, "of the limit", mean_of(whole, limit_ratio)))
+        for policy in policies[1:]:
+            ratio = ratio_of(runs[policy], whole, limit_ratio)
+            found.append(Finding(_name_of(case), policy, f"without {names[policy]}", ratio))
+    return found
+
+
+def known(policies: Sequence[str], console: Console) -> list[str]:
+    """Return the policies without those that have a setting that there is not, and say which."""
+    found = []
+    for policy in policies:
+        try:
+            Contestant.parse(policy)
+        except ConfigurationError as error:
+            console.print(f"left out: {error}")
+        else:
+            found.append(policy)
+    return found
+
+
+def harmless(bench: Bench) -> list[Finding]:
+    """At every load of a small engine turns a minute over passing through; and what a table without pressure costs."""
+    found = []
+    for count in (1, 2, 4, 8, 16, 32):
+        runs = bench.runs(
+            f"{count} programs", bench.scenario(SMALL), bench.programs(SMALL), ("passthrough", bench.policy), count
+        )
+        ratio = ratio_of(runs[bench.policy], runs["passthrough"], turns_per_min)
+        setting = f"standard, {count} programs"
+        found.append(Finding(setting, bench.policy, "turns/min / passthrough", ratio, at_least=0.98))
+    policy, _ = Contestant.parse(bench.policy).prepare(bench.scenario(SMALL), bench.programs(SMALL))
+    moves = Interval.of([idle_moves_count(policy)])
+    found.append(Finding("idle table", bench.policy, "pauses and restores", moves, at_most=0.0))
+    return found
+
+
+def idle_moves_count(policy: Policy) -> int:
+    """Return how many pauses and restores there are on ticks while all programs fit and all of their tools run."""
+    scheduler = Scheduler(policy)
+    scheduler.handle(ReplicaPolled(0.0, "r0", 1_000_000))
+    scheduler.handle(ReplicaUp(0.0, "r0"))
+    for turn_id in range(IDLE_PROGRAMS_COUNT):
+        scheduler.handle(TurnArrived(0.0, turn_id, f"p{turn_id}", prompt_bytes=40_000))
+        scheduler.handle(TurnFinished(0.1, turn_id, 10_000, 100, 0, tool="bash"))
+    ticks: list[Event] = [Tick(IDLE_TICK_S * number) for number in range(1, IDLE_TICKS_COUNT + 1)]
+    return sum(isinstance(each, Pause | Restore) for tick in ticks for each in scheduler.handle(tick))
+
+
+def _name_of(case: Case) -> str:
+    return f"{case.workload}, {case.profile}, {case.programs_count} programs"
+
+
+# --- what all have in common ------------------------------------------------------------------------------------------
+
+
+COMMANDS: dict[str, Callable[[Bench], list[Finding]]] = {
+    "limits": limits,
+    "union": union,
+    "burst": burst,
+    "told": told,
+    "silent": silent,
+    "homes": homes,
+    "imbalance": imbalance,
+    "groups": groups,
+    "ablation": ablation,
+    "harmless": harmless,
+}
+
+
+def arguments() -> argparse.ArgumentParser:
+    """Return what the command line takes."""
+    parser = argparse.ArgumentParser(description="The default policy against every other, in the simulator.")
+    add = parser.add_argument
+    add("what", choices=COMMANDS)
+    add("--policy", default="breakeven", help="who is judged (default: %(default)s)")
+    add("--seeds", type=int, default=5, help="runs of each, each with other programs (default: %(default)s)")
+    add("--jobs", type=int, help="runs at a time (default: one for each core)")
+    add("--minutes", type=float, help="simulated time of each run, for a trial (default: each command's own)")
+    add("--traces", type=Path, metavar="FILE", help="recorded sessions, for limits and ablation")
+    add("--replicas", type=whole_numbers, default="1,2,4", metavar="N,N", help="limits: engines")
+    add("--loads", type=loads, default="0.5,1,1.5,2,3", metavar="X,X", help="limits: contexts over capacity")
+    add(
+        "--profiles", type=names, default="glm-4.6-h100x8,qwen3-14b-h100", metavar="P,P", help="limits: kinds of engine"
+    )
+    add("--oracle", action="store_true", help="limits: the clairvoyant policy as well")
+    return parser
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Read words with commas between."""
+    found = tuple(part.strip() for part in text.split(","))
+    if not all(found):
+        raise argparse.ArgumentTypeError(f"not names with commas between: {text!r}")
+    return found
+
+
+def whole_numbers(text: str) -> tuple[int, ...]:
+    """Read whole numbers over 0 with commas between."""
+    return tuple(int(number) for number in _numbers(text, int))
+
+
+def loads(text: str) -> tuple[float, ...]:
+    """Read numbers over 0 with commas between."""
+    return _numbers(text, float)
+
+
+def _numbers(text: str, read: Callable[[str], float]) -> tuple[float, ...]:
+    try:
+        found = tuple(read(part) for part in text.split(","))
+    except ValueError:
+        found = ()
+    if not found or not all(0 < number < math.inf for number in found):
+        raise argparse.ArgumentTypeError(f"not numbers over 0 with commas between: {text!r}")
+    return found
+
+
+def command_of(words: Sequence[str], traces: Path | None) -> str:
+    """Return the command for a report: of the recorded sessions the file's name only."""
+    shown = [word.replace(str(traces), traces.name) if traces is not None else word for word in words]
+    return shlex.join(["scripts/bench", "policy", *shown])
+
+
+def main() -> None:
+    """Make one comparison."""
+    args = arguments().parse_args()
+    console = Console()
+    console.width = max(console.width, 165)  # what the table takes
+    try:
+        found = COMMANDS[args.what](Bench(args, console))
+    except (ConfigurationError, TraceError) as error:
+        sys.exit(f"policy {args.what}: {error}")
+    console.print(table(f"policy {args.what}", found))
+    save_plot(f"policy-{args.what}", plot(found))
+    report = {
+        "command": command_of(sys.argv[1:], args.traces),
+        "machine": describe_machine(),
+        "seeds": args.seeds,
+        "found": [each.to_json() for each in found],
+    }
+    console.print(f"written: {save_results(f'policy-{args.what}', report).name}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""What simulated benchmarks have in common: engines, comparisons with a progress bar, plots."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import matplotlib as mpl
+from rich.console import Console
+from rich.progress import Progress
+
+from benchmarks.machine import RESULTS
+from thunderagent.simulator.comparison import ComparisonPlan, ComparisonResult, Row, compare
+from thunderagent.simulator.plans import Workload
+from thunderagent.simulator.records import EngineConfig
+from thunderagent.simulator.scenario import Loop, Scenario
+from thunderagent.simulator.timing import profile
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLOURS = {
+    "passthrough": "#8a8f98",
+    "sticky": "#cc79a7",
+    "cap-best": "#5a4fcf",
+    "ttl": "#e69f00",
+    "thunderagent": "#1c88cf",
+    "thunderagent-ports": "#d55e00",
+    "oracle": "#009e73",
+    "breakeven": "#b5182b",
+}
+
+ASSUMED_KV_TOKENS = {"qwen3-14b-h100": 200_000}
+"""Pools of profiles whose source does not name one."""
+
+
+def scenario_of(
+    profile_name: str, *, replicas_count: int = 1, minutes: float, warmup_minutes: float = 0.0, loop: Loop = "closed"
+) -> Scenario:
+    """Return the engines of a benchmark, with vLLM's defaults for such a GPU."""
+    timing = profile(profile_name)
+    kv_tokens = timing.kv_tokens or ASSUMED_KV_TOKENS[profile_name]
+    batched_tokens = 2048 if "rtx" in profile_name or profile_name == "demo" else 8192
+    return Scenario(
+        engine=EngineConfig(kv_tokens=kv_tokens, timing=timing, max_num_batched_tokens=batched_tokens),
+        replica_count=replicas_count,
+        loop=loop,
+        horizon_s=minutes * 60,
+        warmup_s=warmup_minutes * 60,
+    )
+
+
+class Runner:
+    """Runs comparisons with what the command line says of all of them, and shows how far they are."""
+
+    def __init__(self, *, seeds_count: int, jobs_count: int | None, console: Console) -> None:
+        self._seeds = tuple(range(seeds_count))
+        self._jobs_count = jobs_count
+        self._console = console
+
+    def compare(
+        self,
+        title: str,
+        scenario: Scenario,
+        programs: Workload,
+        contestants: Sequence[str],
+        programs_counts: Sequence[int],
+        *,
+        keep_samples: bool = True,
+    ) -> ComparisonResult:
+        """Run one comparison; the first contestant is its baseline."""
+        plan = ComparisonPlan(
+            scenario,
+            programs,
+            tuple(contestants),
+            tuple(programs_counts),
+            self._seeds,
+            process_count=self._jobs_count,
+            keep_samples=keep_samples,
+        )
+        with Progress(console=self._console, transient=True) as bar:
+            task = bar.add_task(title)
+            result = compare(plan, on_progress=lambda at: bar.update(task, completed=at.done_count, total=at.all_count))
+        if result.stopped_by:
+            sys.exit(f"{title}: not complete, {result.stopped_by}")
+        return result
+
+
+def colour_of(contestant: str) -> str | None:
+    """Return the colour of a policy, whatever its settings; None for one that has none of its own."""
+    return COLOURS.get(contestant.partition(":")[0])
+
+
+def plot_lines(
+    axes: Axes, result: ComparisonResult, pick: Callable[[Row], float], only: Sequence[str] | None = None
+) -> None:
+    """Draw a figure of each contestant against the number of programs."""
+    for contestant in only or result.plan.contestants:
+        rows = [row for row in result.rows() if row.contestant == contestant]
+        counts = [row.programs_count for row in rows]
+        axes.plot(
+            counts,
+            [pick(row) for row in rows],
+            color=colour_of(contestant),
+            marker="o",
+            markersize=3,
+            label=contestant,
+        )
+        axes.set_xticks(counts)
+    axes.set_xlabel("programs at a time", fontsize=8)
+    axes.set_ylim(bottom=0)
+
+
+def add_legend(figure: Figure, axes: Axes) -> None:
+    """Write under a figure what the lines of one of its panels are."""
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=8)
+
+
+def save_plot(name: str, figure: Figure) -> None:
+    """Write a plot beside the results, the same bytes for the same figures."""
+    RESULTS.mkdir(exist_ok=True)
+    with mpl.rc_context({"svg.hashsalt": "thunderagent", "svg.fonttype": "none"}):
+        figure.savefig(plot_path(name), metadata={"Date": None})
+
+
+def plot_path(name: str) -> Path:
+    """Return where a plot lies."""
+    return RESULTS / f"{name}.svg"

@@ -1,0 +1,154 @@
+"""What a real engine's KV events say of programs, against what the usage of their turns says."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from benchmarks.real_engine import RealEngine, RealEngineConfig
+from tests.real.conftest import HIDDEN_SIZE, LAYERS, MAX_MODEL_LEN, free_ports
+from tests.real.support import CHAT, conversation, words
+from thunderagent.backends.kv_events import KvEvents, KvEventsEndpoint, KvEventsSettings
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+BLOCK_TOKENS = 32
+POOL_BLOCKS = 160
+SYSTEM = {"role": "system", "content": words(200, seed=900)}
+# The last block is not full, and the last token's keys and values are never computed.
+UNSEEN_TOKENS = BLOCK_TOKENS
+
+
+@dataclass
+class Residency:
+    """A listener that keeps the last figure of each program."""
+
+    figures: dict[str, int] = field(default_factory=dict)
+
+    def residency_reported(self, replica_id: str, resident_tokens: tuple[tuple[str, int], ...]) -> None:
+        self.figures.update(resident_tokens)
+
+    async def settled(self) -> dict[str, int]:
+        """Wait for as long as a report may take, and return the figures."""
+        await asyncio.sleep(1.0)
+        return dict(self.figures)
+
+
+@dataclass
+class Program:
+    """A conversation under a program's id; `total_tokens` is what the usage of its last turn says."""
+
+    program_id: str
+    engine: RealEngine
+    client: httpx.AsyncClient
+    messages: list[dict[str, str]] = field(default_factory=lambda: [SYSTEM])
+    total_tokens: int = 0
+    cached_tokens: int = 0
+
+    async def turn(self, prompt_tokens: int, output_tokens: int) -> None:
+        seed = hash_free_seed(self.program_id, len(self.messages))
+        self.messages.append({"role": "user", "content": words(prompt_tokens, seed)})
+        body = conversation(self.messages, output_tokens)
+        headers = {"X-Session-ID": self.program_id.encode()}
+        answer = (await self.client.post(f"{self.engine.url}{CHAT}", json=body, headers=headers)).json()
+        self.messages.append({"role": "assistant", "content": answer["choices"][0]["message"]["content"]})
+        self.total_tokens = answer["usage"]["total_tokens"]
+        self.cached_tokens = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def hash_free_seed(program_id: str, turn: int) -> int:
+    """Return a seed that is the same in every run."""
+    return int.from_bytes(program_id.encode(), "big") * 100 + turn
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def publishing(vllm: None) -> AsyncIterator[tuple[RealEngine, KvEventsEndpoint]]:
+    """Run an engine that publishes its KV events."""
+    port, events_port, replay_port = free_ports(3)
+    # To vLLM an address without a * is one to connect to, not to listen on.
+    kv_events = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": f"tcp://*:{events_port}",
+        "replay_endpoint": f"tcp://*:{replay_port}",
+    }
+    config = RealEngineConfig(
+        hidden_size=HIDDEN_SIZE,
+        layers=LAYERS,
+        pool_blocks=POOL_BLOCKS,
+        block_size=BLOCK_TOKENS,
+        max_model_len=MAX_MODEL_LEN,
+        port=port,
+        core=None,
+        extra_args=("--kv-events-config", json.dumps(kv_events)),
+    )
+    addresses = (f"tcp://127.0.0.1:{events_port}", f"tcp://127.0.0.1:{replay_port}")
+    async with RealEngine(config) as engine:
+        yield engine, KvEventsEndpoint("r", *addresses)
+
+
+@asynccontextmanager
+async def following(endpoint: KvEventsEndpoint) -> AsyncIterator[Residency]:
+    residency = Residency()
+    task = asyncio.create_task(KvEvents(residency, [endpoint], KvEventsSettings()).run())
+    try:
+        yield residency
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_what_lies_there_is_what_usage_says_through_pressure_and_a_restart(
+    publishing: tuple[RealEngine, KvEventsEndpoint],
+) -> None:
+    """Two programs grow; one is pushed out, tail first; a subscriber that comes late agrees; a new engine is empty."""
+    engine, endpoint = publishing
+    async with httpx.AsyncClient(timeout=60) as client, following(endpoint) as residency:
+        await asyncio.sleep(0.5)
+        first, second, crowd = (Program(name, engine, client) for name in ("first", "zwölf/2", "crowd"))
+        for _ in range(3):
+            await first.turn(150, 40)
+            await second.turn(250, 60)
+            assert_agrees(await residency.settled(), first, second)
+
+        # The crowd needs more than is free: the tail of `first` goes, whose turn is longest ago.
+        await second.turn(20, 40)
+        await crowd.turn(3600, 60)
+        figures = await residency.settled()
+        print("after pressure:", figures, first.total_tokens, second.total_tokens, crowd.total_tokens)
+        assert_agrees(figures, crowd)
+        assert figures["first"] < first.total_tokens - 5 * BLOCK_TOKENS
+        async with following(endpoint) as late:
+            await second.turn(20, 40)
+            assert_agrees(await residency.settled(), second)
+            assert await late.settled() == {name: tokens for name, tokens in residency.figures.items() if tokens}
+        left_tokens = residency.figures["first"]
+        await first.turn(10, 4)
+        print(f"first: {left_tokens} were said to lie there, {first.cached_tokens} were hit")
+        assert first.cached_tokens == left_tokens
+
+        await engine.kill()
+        await engine.start()
+        third = Program("third", engine, client)
+        await third.turn(100, 40)
+        figures = await residency.settled()
+        assert_agrees(figures, third)
+        assert {name for name, tokens in figures.items() if tokens} == {"third"}
+
+
+def assert_agrees(figures: dict[str, int], *programs: Program) -> None:
+    """Check that of each program all lies there but what no event can say."""
+    for program in programs:
+        tokens = figures.get(program.program_id, 0)
+        print(f"{program.program_id}: {tokens} of {program.total_tokens} tokens lie there")
+        assert 0 <= program.total_tokens - tokens <= UNSEEN_TOKENS, (program, figures)

@@ -1,0 +1,164 @@
+"""The benchmark of the default policy, without its runs: what it reads, how loads are counted, and what passes."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from rich.console import Console
+
+from benchmarks.findings import Finding, mean_of, plot, ratio_of, table
+from benchmarks.policy import (
+    ABLATIONS,
+    BASELINES,
+    COMMANDS,
+    LARGE,
+    SMALL,
+    Bench,
+    arguments,
+    command_of,
+    idle_moves_count,
+    known,
+    loads,
+    mean_context_tokens,
+    names,
+    over_loads,
+    programs_at,
+    whole_numbers,
+)
+from thunderagent.programs.policies.passthrough import Passthrough
+from thunderagent.simulator.comparison import CAP_BEST, Run
+from thunderagent.simulator.contestants import Contestant
+from thunderagent.simulator.intervals import Interval
+from thunderagent.simulator.plans import ProgramPlan, TurnPlan
+from thunderagent.simulator.records import EngineConfig
+from thunderagent.simulator.timing import TimingProfile
+
+
+@dataclass(frozen=True)
+class OneProgram:
+    """100 new tokens, 20 out, a tool of 100 s, 30 new, 10 out."""
+
+    name: str = "one"
+
+    def program(self, index: int, seed: int) -> ProgramPlan:
+        if index:
+            raise IndexError
+        return ProgramPlan("p", (TurnPlan(100, 20, 100.0), TurnPlan(30, 10, 0.0)))
+
+
+def run(seed: int, value: float | None) -> Run:
+    return Run("p", "p", 1, seed, cast("Any", SimpleNamespace(value=value)))
+
+
+def value_of(result: Any) -> Any:
+    return result.value
+
+
+def test_the_mean_context_of_a_program_by_hand() -> None:
+    """20 s and 10 s of turns, a second an iteration, and 100 s of a tool with 120 tokens."""
+    engine = EngineConfig(16_000, timing=TimingProfile("unit", base_s=1.0, prefill_token_s=0.0, decode_request_s=0.0))
+    assert mean_context_tokens(OneProgram(), engine) == pytest.approx((20 * 110 + 100 * 120 + 10 * 155) / 130)
+
+
+@pytest.mark.parametrize(("load", "count"), [(0.5, 7), (1.0, 14), (3.0, 40), (0.001, 1)])
+def test_a_load_is_that_many_contexts_over_the_capacity(load: float, count: int) -> None:
+    assert programs_at(load, 540_000, 40_000.0) == count
+
+
+def test_the_mean_over_loads_keeps_seeds_apart() -> None:
+    """Two seeds at two loads: 0.5 and 0.7 in the mean."""
+    found = over_loads([[0.4, 0.6], [0.6, 0.8]])
+    expected = Interval.of([0.5, 0.7])
+    assert (found.count, found.mean, found.half_width) == (2, pytest.approx(0.6), pytest.approx(expected.half_width))
+
+
+def test_ratios_are_taken_seed_by_seed() -> None:
+    runs, others = [run(0, 6.0), run(1, 8.0)], [run(1, 4.0), run(0, 2.0)]
+    assert ratio_of(runs, others, value_of) == Interval.of([3.0, 2.0])
+    assert ratio_of(runs, [run(1, 0.0), run(0, 2.0)], value_of) is None
+
+
+def test_a_figure_that_one_run_lacks_has_no_mean() -> None:
+    assert mean_of([run(0, 1.0), run(1, 3.0)], value_of) == Interval.of([1.0, 3.0])
+    assert mean_of([run(0, 1.0), run(1, None)], value_of) is None
+
+
+@pytest.mark.parametrize(
+    ("interval", "at_least", "at_most", "passes"),
+    [
+        (Interval(2, 0.9, 0.2), 1.0, None, True),
+        (Interval(2, 0.9, 0.05), 1.0, None, False),
+        (Interval(1, 0.9, None), 1.0, None, False),
+        (Interval(2, 1.0, 0.5), None, 0.0, False),
+        (Interval(1, 0.0, None), None, 0.0, True),
+        (Interval(1, 0.0, None), None, None, None),
+        (None, 1.0, None, None),
+    ],
+)
+def test_a_figure_passes_if_its_interval_reaches_the_bar(
+    interval: Interval | None, at_least: float | None, at_most: float | None, *, passes: bool | None
+) -> None:
+    assert Finding("here", "p", "figure", interval, at_least, at_most).passes is passes
+
+
+def test_findings_are_set_out_and_drawn_also_without_a_figure() -> None:
+    found = [
+        Finding("here", "ttl", "ratio", Interval(2, 0.9, 0.05), at_least=1.0),
+        Finding("here", "ttl", "correlation", None),
+    ]
+    text = Console(width=120)
+    with text.capture() as captured:
+        text.print(table("title", found))
+    assert ">= 1" in captured.get()
+    assert "no" in captured.get()
+    assert len(plot(found).axes) == 1
+    assert found[1].to_json()["mean"] is None
+
+
+def test_what_the_command_line_takes() -> None:
+    args = arguments().parse_args(["limits", "--loads", "0.5,2", "--replicas", "4", "--profiles", "demo"])
+    assert (args.loads, args.replicas, args.profiles) == ((0.5, 2.0), (4,), ("demo",))
+    assert arguments().parse_args(["told"]).replicas == (1, 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("read", "text"),
+    [(loads, "0"), (loads, "1,x"), (loads, "inf"), (whole_numbers, "1.5"), (whole_numbers, "-1"), (names, "a,,b")],
+)
+def test_what_is_no_list_is_refused(read: Any, text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError):
+        read(text)
+
+
+def test_a_report_does_not_say_where_the_recorded_sessions_lie() -> None:
+    words = ["limits", "--traces", "/a/b/sessions.jsonl", "--seeds", "2"]
+    assert command_of(words, Path("/a/b/sessions.jsonl")) == (
+        "scripts/bench policy limits --traces sessions.jsonl --seeds 2"
+    )
+
+
+def test_the_time_of_the_command_line_takes_the_place_of_a_cases_own() -> None:
+    bench, short = (Bench(arguments().parse_args(["told", *words]), Console()) for words in ([], ["--minutes", "12"]))
+    scenario = bench.scenario(LARGE, replica_count=2)
+    assert (scenario.horizon_s, scenario.warmup_s, scenario.replica_count) == (90 * 60, 20 * 60, 2)
+    assert (short.scenario(LARGE).horizon_s, short.scenario(LARGE).warmup_s) == (720, 120)
+
+
+def test_every_policy_and_every_part_of_the_default_one_is_there() -> None:
+    console = Console(quiet=True)
+    texts = [f"breakeven:{setting}" for setting in ABLATIONS.values()]
+    assert known(texts, console) == texts
+    assert known(["breakeven:no_such_part=0", "ttl"], console) == ["ttl"]
+    for name in BASELINES:
+        assert name == CAP_BEST or Contestant.parse(name)
+    assert len(COMMANDS) == 10
+    assert Bench(arguments().parse_args(["told"]), console).programs(SMALL).name == "standard"
+
+
+def test_an_idle_table_moves_nobody() -> None:
+    assert idle_moves_count(Passthrough()) == 0

@@ -1,0 +1,90 @@
+"""What the core hears of a replica's readings."""
+
+from __future__ import annotations
+
+import pytest
+
+from thunderagent.backends import backend_of
+from thunderagent.backends.base import ReplicaReading
+from thunderagent.backends.poller import ReplicaEndpoint
+from thunderagent.programs.decisions import Decision
+from thunderagent.programs.events import Event, ReplicaPolled
+from thunderagent.programs.policies.cap import Cap
+from thunderagent.programs.scheduler import Scheduler
+from thunderagent.proxy.replicas import Replicas
+from thunderagent.runtime import Runtime
+
+
+class Overheard(Runtime):
+    """A runtime that keeps the events."""
+
+    def __init__(self) -> None:
+        super().__init__(Scheduler(Cap(n=1)), clock=lambda: 1.0)
+        self.events: list[Event] = []
+
+    def dispatch(self, event: Event) -> list[Decision]:
+        self.events.append(event)
+        return super().dispatch(event)
+
+
+def reading(queries: float | None, hits: float | None, preemptions: float | None = None) -> ReplicaReading:
+    return ReplicaReading(
+        capacity_tokens=1000,
+        cache_query_tokens_total=queries,
+        cache_hit_tokens_total=hits,
+        preemptions_total=preemptions,
+    )
+
+
+def polled(
+    hit_ratio: float | None = None, query_tokens: int | None = None, preemption_count: int | None = None
+) -> ReplicaPolled:
+    return ReplicaPolled(1.0, "r0", 1000, hit_ratio, query_tokens, preemption_count)
+
+
+def heard(*readings: ReplicaReading) -> list[Event]:
+    """What the core hears of readings, one after another."""
+    runtime = Overheard()
+    replicas = Replicas(runtime, [ReplicaEndpoint("r0", "http://r0", backend_of("vllm"))])
+    for each in readings:
+        replicas.replica_polled("r0", each)
+    return runtime.events
+
+
+def test_the_first_reading_says_the_capacity_alone() -> None:
+    """Totals say nothing by themselves."""
+    assert heard(reading(500, 100, 7)) == [polled()]
+
+
+def test_a_reading_says_what_happened_since_the_one_before() -> None:
+    """Of each total its growth."""
+    assert heard(reading(500, 100, 7), reading(1500, 600, 9), reading(1600, 600, 9)) == [
+        polled(),
+        polled(0.5, 1000, 2),
+        polled(0.0, 100, 0),
+    ]
+
+
+def test_a_quiet_replica_is_not_heard_of() -> None:
+    """Nothing looked up, nobody preempted, the same size."""
+    assert heard(reading(500, 100, 7), reading(500, 100, 7)) == [polled()]
+
+
+def test_preemptions_are_heard_of_without_any_look_up() -> None:
+    """The ratio of nothing is not known; that nothing was looked up is."""
+    assert heard(reading(500, 100, 7), reading(500, 100, 8))[1:] == [polled(None, 0, 1)]
+
+
+@pytest.mark.parametrize("after", [(10, 5, 0), (10, 5, 9), (900, 5, 9), (900, 200, 0)])
+def test_an_engine_that_began_again_says_nothing_until_the_next_reading(after: tuple[int, int, int]) -> None:
+    """One total that shrank is enough: all began anew."""
+    queries, hits, preemptions = after
+    again = reading(queries + 100, hits + 100, preemptions + 1)
+    assert heard(reading(500, 100, 7), reading(*after), again)[1:] == [polled(1.0, 100, 1)]
+
+
+def test_what_an_engine_does_not_say_stays_unknown() -> None:
+    """An engine without preemption counts, or without hits."""
+    assert heard(reading(0, 0), reading(10, 5))[1:] == [polled(0.5, 10, None)]
+    assert heard(reading(0, None, 0), reading(10, None, 0))[1:] == [polled(None, 10, 0)]
+    assert heard(reading(None, None, 0), reading(None, None, 3))[1:] == [polled(None, None, 3)]

@@ -1,0 +1,278 @@
+"""The subscriber: follows what engines say about their KV pools, and tells how much of each program lies there.
+
+Theory of operation
+===================
+An engine publishes its messages with a sequence number and keeps the last of them for a replay. Each replica has a task
+that takes them in their order. One that is not the next means that some were lost (ZeroMQ drops what a full queue does
+not take), or that the engine is another one, which counts from 0 again. With a replay endpoint, which of both is found
+by asking from the message that was taken last: an engine that sends the very same bytes is still the one we know, and
+goes on with what is missing. Otherwise what is known is given up. A hint, never the truth:
+
+- the engine restarted: nothing lies there; that is reported;
+- messages are lost for good: what lies there is not known; programs keep their last figure until there is a new one.
+
+ZeroMQ connects, and connects again, by itself; an engine that is not there is silent, and no error. Nothing here is on
+the path of a request, and the event loop is given to others after every few messages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Protocol
+
+import structlog
+
+from thunderagent.backends.kv_blocks import MAX_BLOCKS, KvBlocks
+from thunderagent.backends.kv_messages import KvMessage, KvMessageError, read_events, read_message
+from thunderagent.errors import ConfigurationError
+
+try:
+    import zmq
+    from zmq.asyncio import Context, Socket
+except ImportError as error:
+    raise ConfigurationError("kv_events needs pyzmq: pip install 'thunderagent[kv-events]'") from error
+
+_log = structlog.get_logger(__name__)
+
+
+class ResidencyListener(Protocol):
+    """Hear what lies in the engines' memory. Called on the event loop only; must not block."""
+
+    def residency_reported(self, replica_id: str, resident_tokens: tuple[tuple[str, int], ...]) -> None:
+        """Take the programs whose figure changed, each with how many of its tokens lie there now."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvEventsEndpoint:
+    """Where an engine publishes (ZeroMQ addresses), and where it replays, if it does."""
+
+    replica_id: str
+    address: str
+    replay_address: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KvEventsSettings:
+    """How often to report, and how much to take at a time."""
+
+    report_interval_s: float = 0.5
+    # An engine looks for requests for a replay between two messages of its own, or every 0.1 s.
+    replay_silence_limit_s: float = 2.0
+    # How often a replay may break off and be asked for again, as long as each brings something new.
+    replays_count: int = 32
+    # Messages that wait to be taken; vLLM keeps 10,000 for a replay. Beyond, they are dropped, which is noticed.
+    queue_messages_count: int = 10_000
+    # Messages, or programs in a report, that are handled before others get the event loop; each takes some 50 us.
+    slice_count: int = 16
+
+
+class KvEvents:
+    """Follow the KV events of some replicas until cancelled."""
+
+    def __init__(
+        self,
+        listener: ResidencyListener,
+        endpoints: Iterable[KvEventsEndpoint],
+        settings: KvEventsSettings | None = None,
+    ) -> None:
+        """Follow `endpoints` once it runs. Raises `ConfigurationError` for an address that is none."""
+        self._endpoints = tuple(endpoints)
+        for endpoint in self._endpoints:
+            _check(endpoint)
+        self._listener = listener
+        self._settings = settings or KvEventsSettings()
+
+    def __repr__(self) -> str:
+        return f"<KvEvents of {len(self._endpoints)} replicas>"
+
+    async def run(self) -> None:
+        """Subscribe until cancelled."""
+        context = Context()
+        try:
+            async with asyncio.TaskGroup() as group:
+                for endpoint in self._endpoints:
+                    followed = _Followed(endpoint, context, self._settings)
+                    group.create_task(followed.receive(), name=f"KV events of {endpoint.replica_id}")
+                    group.create_task(followed.report(self._listener), name=f"residency of {endpoint.replica_id}")
+        finally:
+            context.destroy(linger=0)
+
+
+class _Followed:
+    """One replica's pool, and how far its messages were taken."""
+
+    def __init__(self, endpoint: KvEventsEndpoint, context: Context, settings: KvEventsSettings) -> None:
+        self._endpoint = endpoint
+        self._context = context
+        self._settings = settings
+        self._blocks = KvBlocks()
+        # The last message that was taken in, and the number that the next one published should have: while a
+        # replay runs ahead of what was published, these are not neighbours.
+        self._last: KvMessage | None = None
+        self._next_id: int | None = None
+        self._handled_count = 0
+        self._is_readable = True
+        self._log = _log.bind(replica_id=endpoint.replica_id)
+
+    async def receive(self) -> None:
+        """Take what the engine publishes, until cancelled."""
+        with self._connected(zmq.SUB, self._endpoint.address) as socket:
+            socket.subscribe(b"")
+            while True:
+                frames = await socket.recv_multipart()
+                try:
+                    message = read_message(frames)
+                except KvMessageError as error:
+                    self._is_unreadable(error)
+                else:
+                    if not message.is_end:
+                        await self._take_published(message)
+                await self._give_way()
+
+    async def report(self, listener: ResidencyListener) -> None:
+        """Tell the listener what changed, until cancelled."""
+        while True:
+            await asyncio.sleep(self._settings.report_interval_s)
+            changes: list[tuple[str, int]] = []
+            while self._blocks.has_changes:
+                changes += self._blocks.take_changes(self._settings.slice_count)
+                await asyncio.sleep(0)
+            if changes:
+                # A program may have changed again in the meantime: its last figure counts.
+                listener.residency_reported(self._endpoint.replica_id, tuple(dict(changes).items()))
+
+    async def _take_published(self, message: KvMessage) -> None:
+        is_next = message.sequence_id == self._next_id
+        if not is_next:
+            await self._catch_up(message)
+        self._next_id = message.sequence_id + 1
+        if self._last is None or message.sequence_id > self._last.sequence_id:
+            self._take(message)
+
+    def _take(self, message: KvMessage) -> None:
+        """Take in a message; one that cannot be read may have said anything."""
+        self._last = message
+        try:
+            events = read_events(message.payload)
+        except KvMessageError as error:
+            self._is_unreadable(error)
+            self._blocks = KvBlocks()
+            return
+        self._is_readable = True
+        for event in events:
+            self._blocks.apply(event)
+        if self._blocks.blocks_count > MAX_BLOCKS:
+            self._log.warning("kv_events_out_of_bounds", blocks_count=self._blocks.blocks_count)
+            self._blocks = KvBlocks()
+
+    # --- what was not published to us -------------------------------------------------------------------------------
+
+    async def _catch_up(self, message: KvMessage) -> None:
+        """Get what lies between the last message taken and one that is not the next, or give up what is known."""
+        if self._next_id is not None and message.sequence_id < self._next_id:
+            self._engine_restarted()
+        for _ in range(self._settings.replays_count if self._endpoint.replay_address else 0):
+            before = self._last
+            await self._replay()
+            if self._last is before or (self._last is not None and self._last.sequence_id >= message.sequence_id - 1):
+                break
+        if self._last is not None and self._last.sequence_id < message.sequence_id - 1:
+            self._lost(self._last.sequence_id, message.sequence_id)
+
+    async def _replay(self) -> None:
+        """Take what the engine replays after the last message taken, up to where it leaves something out."""
+        known = self._last
+        async with aclosing(self._replayed(known.sequence_id if known is not None else 0)) as messages:
+            async for message in messages:
+                if self._last is known and known is not None:
+                    if message == known:
+                        continue
+                    if not self._goes_on(known, message):
+                        return
+                elif self._last is not None and message.sequence_id != self._last.sequence_id + 1:
+                    return
+                self._take(message)
+                await self._give_way()
+
+    def _goes_on(self, known: KvMessage, message: KvMessage) -> bool:
+        """Say whether the first new message of a replay follows the last known one; if not, begin anew."""
+        if message.sequence_id == known.sequence_id + 1:
+            return True
+        if message.sequence_id == known.sequence_id:
+            self._engine_restarted()
+        else:
+            self._lost(known.sequence_id, message.sequence_id)
+            self._last = None
+        return False
+
+    async def _replayed(self, from_id: int) -> AsyncGenerator[KvMessage, None]:
+        """Ask for all messages from a number on, and give them as they come."""
+        assert self._endpoint.replay_address is not None
+        # A socket for each request: what is left of an answer that broke off is never taken for another one.
+        with self._connected(zmq.DEALER, self._endpoint.replay_address) as socket:
+            try:
+                async with asyncio.timeout(self._settings.replay_silence_limit_s):
+                    await socket.send_multipart([b"", from_id.to_bytes(8, "big")])
+                while True:
+                    async with asyncio.timeout(self._settings.replay_silence_limit_s):
+                        message = read_message(await socket.recv_multipart())
+                    if message.is_end:
+                        return
+                    yield message
+            except (TimeoutError, zmq.ZMQError) as error:
+                self._log.warning("kv_events_not_replayed", why=str(error) or "no answer in time")
+            except KvMessageError as error:
+                self._is_unreadable(error)
+
+    def _engine_restarted(self) -> None:
+        self._log.info("kv_events_engine_restarted")
+        self._blocks.clear()
+        self._last = None
+
+    def _lost(self, last_id: int, next_id: int) -> None:
+        self._log.warning("kv_events_lost", after_sequence_id=last_id, until_sequence_id=next_id)
+        self._blocks = KvBlocks()
+
+    # --- helpers ----------------------------------------------------------------------------------------------------
+
+    def _connected(self, kind: int, address: str) -> Socket:
+        """Return a socket that connects, now or as soon as somebody listens there."""
+        socket = self._context.socket(kind)
+        socket.rcvhwm = self._settings.queue_messages_count
+        _connect(socket, address)
+        return socket
+
+    def _is_unreadable(self, error: KvMessageError) -> None:
+        """Say that a message cannot be read, once until one can."""
+        if self._is_readable:
+            self._is_readable = False
+            self._log.warning("kv_events_unreadable", why=str(error))
+
+    async def _give_way(self) -> None:
+        """Let others have the event loop, every few times: a socket with messages waiting never does."""
+        self._handled_count += 1
+        if self._handled_count % self._settings.slice_count == 0:
+            await asyncio.sleep(0)
+
+
+def _check(endpoint: KvEventsEndpoint) -> None:
+    """Raise `ConfigurationError` if an address is none. No connection is made, and no name looked up."""
+    for address in (endpoint.address, endpoint.replay_address):
+        if address is None:
+            continue
+        try:
+            with zmq.Context() as context, context.socket(zmq.SUB) as socket:
+                _connect(socket, address)
+        except zmq.ZMQError as error:
+            raise ConfigurationError(
+                f"{address!r} is no address to connect to, as tcp://HOST:PORT is: {error}"
+            ) from error
+
+
+def _connect(socket: zmq.SyncSocket | Socket, address: str) -> None:
+    socket.linger = 0
+    socket.ipv6 = "[" in address
+    socket.connect(address)
