@@ -15,7 +15,8 @@ from thunderagent.simulator.comparison import Run
 from thunderagent.simulator.intervals import Interval
 from thunderagent.simulator.report import RunResult
 
-Pick = Callable[[RunResult], float]
+Pick = Callable[[RunResult], float | None]
+"""A figure of a run; None where the run does not have it."""
 
 OTHER_COLOUR = "#444444"
 
@@ -60,16 +61,20 @@ class Finding:
         }
 
 
-def mean_of(runs: Sequence[Run], pick: Callable[[RunResult], float | None]) -> Interval | None:
+def mean_of(runs: Sequence[Run], pick: Pick) -> Interval | None:
     """Return a figure over seeds; None if a run does not have it."""
     values = [value for run in runs if (value := pick(run.result)) is not None]
     return Interval.of(values) if values and len(values) == len(runs) else None
 
 
 def ratio_of(runs: Sequence[Run], others: Sequence[Run], pick: Pick) -> Interval | None:
-    """Return a figure over that of other runs, seed by seed; None where one of those is 0."""
+    """Return a figure over that of other runs, seed by seed; None where a run lacks it, or one of those is 0."""
     by_seed = {run.seed: pick(run.result) for run in others}
-    return Interval.of_ratios([pick(run.result) for run in runs], [by_seed[run.seed] for run in runs])
+    pairs = [(pick(run.result), by_seed[run.seed]) for run in runs]
+    whole = [(value, other) for value, other in pairs if value is not None and other is not None]
+    if len(whole) < len(pairs):
+        return None
+    return Interval.of_ratios([value for value, _ in whole], [other for _, other in whole])
 
 
 def table(title: str, found: Sequence[Finding]) -> Table:

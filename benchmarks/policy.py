@@ -281,7 +281,7 @@ def burst(bench: Bench) -> list[Finding]:
     scenario = bench.scenario(case, loop="batch")
     policies = (bench.policy, "thunderagent", "thunderagent-ports", "cap:n=8")
     runs = bench.runs("burst", scenario, bench.programs(case), policies, case.programs_count)
-    figures: dict[str, Callable[[RunResult], float | None]] = {
+    figures: dict[str, Pick] = {
         "size and wait, Pearson": lambda result: result.waits.pearson,
         "size and wait, Spearman": lambda result: result.waits.spearman,
         "longest hold (s)": lambda result: result.longest_hold_s,
@@ -404,9 +404,8 @@ def groups(bench: Bench) -> list[Finding]:
     return found
 
 
-def _makespan_s(result: RunResult) -> float:
-    """Return the time that a batch took; of one that was not through, the time that it had."""
-    return result.simulated_s if result.makespan_s is None else result.makespan_s
+def _makespan_s(result: RunResult) -> float | None:
+    return result.makespan_s
 
 
 def _over_bound(result: RunResult) -> float | None:

@@ -81,6 +81,7 @@ def test_ratios_are_taken_seed_by_seed() -> None:
     runs, others = [run(0, 6.0), run(1, 8.0)], [run(1, 4.0), run(0, 2.0)]
     assert ratio_of(runs, others, value_of) == Interval.of([3.0, 2.0])
     assert ratio_of(runs, [run(1, 0.0), run(0, 2.0)], value_of) is None
+    assert ratio_of(runs, [run(1, None), run(0, 2.0)], value_of) is None
 
 
 def test_a_figure_that_one_run_lacks_has_no_mean() -> None:
