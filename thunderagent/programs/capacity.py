@@ -28,21 +28,41 @@ LARGEST_STEP_RATIO = 0.10
 """The capacity goes down by at most that at once."""
 
 STEP_UP_RATIO = 0.004
-"""The capacity goes up by that at a time, while others wait and nothing is lost."""
+"""The capacity goes up by that at first, while others wait and nothing is lost, and each time by twice as much as before."""
+
+LARGEST_STEP_UP_RATIO = 0.05
+"""But never by more than that at once."""
+
+CEILING_RATIO = 0.95
+"""Nearer than that to where much was lost the last time, the capacity goes up slowly."""
+
+NEAR_CEILING_STEP_RATIO = 0.0005
+
+BLOCK_TOKENS = 64
+"""An engine caches whole blocks: a turn may miss so much of a block without having lost any."""
 
 WINDOW_S = 5.0
-"""Time between two steps."""
+"""Time between two steps, at least."""
+
+WINDOW_TURNS_COUNT = 20
+"""Turns between two steps, at least: what a single one lost says little."""
+
+LOSS_FREE_RATIO = 0.005
+"""So little is lost that more may be tried."""
 
 
 class CapacityControl:
     """The part of the told capacity of one replica that may be claimed."""
 
-    __slots__ = ("_expected_tokens", "_lost_tokens", "_step_s", "_turns_expected_tokens", "ratio")
+    __slots__ = ("_ceiling_ratio", "_expected_tokens", "_lost_tokens", "_step_s", "_turn_count", "_turns_expected_tokens", "_up_ratio", "ratio")
 
     def __init__(self, now_s: float) -> None:
         """Begin by believing what is told."""
         self.ratio = 1.0
         self._step_s = now_s
+        self._turn_count = 0
+        self._ceiling_ratio = HIGHEST_RATIO
+        self._up_ratio = STEP_UP_RATIO
         self._expected_tokens = 0.0
         self._lost_tokens = 0.0
         self._turns_expected_tokens = 0
@@ -50,11 +70,12 @@ class CapacityControl:
     def turn_granted(self, expected_tokens: int) -> None:
         """Note that a turn was sent of which so many tokens should be cached there."""
         self._turns_expected_tokens += expected_tokens
+        self._turn_count += 1
 
     def turn_ended(self, expected_tokens: int, cached_tokens: int) -> None:
         """Note what was cached of a turn of a program that had kept its claim."""
         self._expected_tokens += expected_tokens
-        self._lost_tokens += max(0, expected_tokens - cached_tokens)
+        self._lost_tokens += max(0, expected_tokens - cached_tokens - BLOCK_TOKENS)
 
     def polled(self, hit_tokens: int) -> None:
         """Note how many prompt tokens were cached in all since the poll before."""
@@ -69,15 +90,22 @@ class CapacityControl:
 
     def step(self, now_s: float, *, in_demand: bool) -> bool:
         """Correct the ratio if it is time; say whether it changed. `in_demand`: others wait, and what may be claimed is."""
-        if now_s - self._step_s < WINDOW_S:
+        if now_s - self._step_s < WINDOW_S or self._turn_count < WINDOW_TURNS_COUNT:
             return False
         before = self.ratio
         lost_ratio = self._lost_tokens / self._expected_tokens if self._expected_tokens else 0.0
         if lost_ratio > LOSS_SLACK_RATIO:
             down_ratio = min(LARGEST_STEP_RATIO, STEP_DOWN_RATIO * lost_ratio)
+            self._up_ratio = STEP_UP_RATIO
+            self._ceiling_ratio = CEILING_RATIO * before
             self.ratio = max(LOWEST_RATIO, self.ratio * (1.0 - down_ratio))
-        elif in_demand and self._expected_tokens and lost_ratio < 0.02:
-            self.ratio = min(HIGHEST_RATIO, self.ratio + STEP_UP_RATIO)
+        elif in_demand and self._expected_tokens and lost_ratio < LOSS_FREE_RATIO:
+            up_ratio = self._up_ratio if self.ratio < self._ceiling_ratio else NEAR_CEILING_STEP_RATIO
+            self.ratio = min(HIGHEST_RATIO, self.ratio * (1.0 + up_ratio))
+            self._up_ratio = min(LARGEST_STEP_UP_RATIO, 2 * self._up_ratio)
+        else:
+            self._up_ratio = STEP_UP_RATIO
         self._step_s = now_s
+        self._turn_count = 0
         self._expected_tokens = self._lost_tokens = 0.0
         return self.ratio != before

@@ -79,4 +79,4 @@ def _shared_tokens(scheduler: Scheduler, replica: Replica) -> int:
     """Count what is claimed more than once there, chain by chain."""
     tree = PrefixTree()
     chains = [branch.prefix for program in replica.programs.values() for branch in program.branches.values()]
-    return sum(tree.enter(scheduler.prefixes.sized(chain), replica.replica_id) for chain in chains)
+    return sum(tree.enter(scheduler.shares.tree.sized(chain), replica.replica_id) for chain in chains)

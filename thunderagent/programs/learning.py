@@ -13,8 +13,17 @@ RESIDENCE_EDGES_S = geometric_edges(0.5, 2**0.5, 38)
 FIRST_PREFILL_TOKEN_S = 5e-5
 """Seconds to prefill a token until it is learned: an H100 with a model of some 30 billion active parameters."""
 
-FIRST_WEIGHT = 20.0
-"""What the first guess weighs, in turns of a thousand tokens."""
+TOKEN_S_EDGES = geometric_edges(1e-7, 2**0.25, 110)
+"""A tenth of a microsecond to 20 seconds."""
+
+MANY_TOKENS = 512
+"""So many prompt tokens take much longer than the overhead of an iteration."""
+
+FEW_TOKENS = 128
+"""So few take next to nothing beside a generated answer."""
+
+LOW_RATIO = 0.25
+"""Turns that waited least for others."""
 
 FORGETTING_RATIO = 0.999
 """Weight of a turn over that of the next one."""
@@ -23,7 +32,7 @@ FORGETTING_RATIO = 0.999
 class Growth:
     """How many tokens a turn adds to its program's context, and how many of them it generates."""
 
-    __slots__ = ("_growths", "_outputs", "_weight", "_cycle_s", "_grown_tokens", "_grown_weight", "_whole_tokens")
+    __slots__ = ("_cycle_s", "_grown_tokens", "_grown_weight", "_growths", "_outputs", "_weight", "_whole_tokens")
 
     def __init__(self) -> None:
         """Begin with nothing seen."""
@@ -67,45 +76,33 @@ class Growth:
 
 
 class PrefillSpeed:
-    """Seconds for each prompt token that is not cached: the slope of a turn's duration against such tokens.
+    """Seconds for each prompt token that is not cached.
 
-    A turn takes a + b·uncached + d·generated seconds. Least squares over both, with old turns forgotten slowly, tells b
-    apart from d; so it needs no stream whose first byte could be seen.
+    A turn with many such tokens takes at least their prefill until its first token, and more where it has to wait for
+    others: a low quantile of the time for each token is near the truth, and above it where the engine is never without a
+    queue. (To err on that side is safe: programs are held for longer, less is computed twice, and the queue gets shorter.)
+    Where the first token cannot be seen, because the answer comes as a whole, the time that generating took is taken off:
+    the median time for a token of turns whose prompt was cached.
     """
 
-    __slots__ = ("_count", "_generated", "_generated_2", "_mixed", "_s", "_s_generated", "_s_uncached", "_uncached",
-                 "_uncached_2")
+    __slots__ = ("_decode_s", "_prefill_s")
 
     def __init__(self) -> None:
         """Begin with the first guess."""
-        self._count = self._uncached = self._generated = self._s = 0.0
-        self._uncached_2 = self._generated_2 = self._mixed = 0.0
-        self._s_uncached = self._s_generated = 0.0
+        self._prefill_s = LogHistogram(TOKEN_S_EDGES)
+        self._decode_s = LogHistogram(TOKEN_S_EDGES)
 
-    def learn(self, duration_s: float, uncached_tokens: int, generated_tokens: int) -> None:
-        """Take in a finished turn. Cost: O(1)."""
-        u, g = uncached_tokens / 1000.0, generated_tokens / 1000.0
-        keep = FORGETTING_RATIO
-        self._count = self._count * keep + 1.0
-        self._uncached = self._uncached * keep + u
-        self._generated = self._generated * keep + g
-        self._s = self._s * keep + duration_s
-        self._uncached_2 = self._uncached_2 * keep + u * u
-        self._generated_2 = self._generated_2 * keep + g * g
-        self._mixed = self._mixed * keep + u * g
-        self._s_uncached = self._s_uncached * keep + duration_s * u
-        self._s_generated = self._s_generated * keep + duration_s * g
+    def learn(self, first_token_s: float | None, duration_s: float, uncached_tokens: int, generated_tokens: int) -> None:
+        """Take in a finished turn; `first_token_s` is None where that was not seen. Cost: O(log bins)."""
+        if uncached_tokens >= MANY_TOKENS:
+            if first_token_s is None:
+                decode_token_s = self._decode_s.quantile(0.5, 0.0)
+                first_token_s = duration_s - decode_token_s * generated_tokens
+            self._prefill_s.add(max(0.0, first_token_s) / uncached_tokens)
+        elif uncached_tokens <= FEW_TOKENS and generated_tokens and first_token_s is None:
+            self._decode_s.add(duration_s / generated_tokens)
 
     @property
     def token_s(self) -> float:
-        """Seconds for each uncached prompt token; never negative."""
-        count = max(self._count, 1.0)
-        mean_u, mean_g, mean_s = self._uncached / count, self._generated / count, self._s / count
-        var_u = self._uncached_2 - count * mean_u * mean_u + FIRST_WEIGHT
-        var_g = self._generated_2 - count * mean_g * mean_g + 1e-6
-        cov_ug = self._mixed - count * mean_u * mean_g
-        cov_su = self._s_uncached - count * mean_s * mean_u + FIRST_WEIGHT * FIRST_PREFILL_TOKEN_S * 1000.0
-        cov_sg = self._s_generated - count * mean_s * mean_g
-        determinant = var_u * var_g - cov_ug * cov_ug
-        slope = (cov_su * var_g - cov_sg * cov_ug) / determinant if determinant > 0 else cov_su / var_u
-        return max(1e-7, slope / 1000.0)
+        """Seconds for each uncached prompt token."""
+        return self._prefill_s.quantile(LOW_RATIO, FIRST_PREFILL_TOKEN_S)

@@ -3,9 +3,9 @@
 Theory of operation
 ===================
 A prompt comes with a chain of cuts (`TurnArrived.prefix`); two programs whose chains have the same digest at a cut have
-the same prompt up to there. A node stands for a cut: for the tokens between it and the cut before. Each chain that is
-active on a replica counts on every node of it. A node that n chains count on lies in memory once, but is in the claims
-of n programs: (n - 1) times its tokens are claimed too much, and the sum of that over all nodes is the replica's
+the same prompt up to there. A cut stands for a cut: for the tokens between it and the cut before. Each chain that is
+active on a replica counts on every cut of it. A cut that n chains count on lies in memory once, but is in the claims
+of n programs: (n - 1) times its tokens are claimed too much, and the sum of that over all cuts is the replica's
 `shared_tokens`. Nodes that no chain counts on are dropped, so the tree is as large as what is active.
 """
 
@@ -18,7 +18,7 @@ Chain = tuple[tuple[int, int], ...]
 """Cuts of a prompt: digest of all before it, tokens before it."""
 
 
-class _Node:
+class _Cut:
     __slots__ = ("counts", "own_tokens")
 
     def __init__(self, own_tokens: int) -> None:
@@ -29,72 +29,72 @@ class _Node:
 class PrefixTree:
     """Count chains on replicas. Cost of everything: O(cuts of a chain)."""
 
-    __slots__ = ("_nodes",)
+    __slots__ = ("_cuts",)
 
     def __init__(self) -> None:
         """Begin empty."""
-        self._nodes: dict[int, _Node] = {}
+        self._cuts: dict[int, _Cut] = {}
 
     def __len__(self) -> int:
-        return len(self._nodes)
+        return len(self._cuts)
 
     def enter(self, chain: Chain, replica_id: str) -> int:
         """Count a chain on a replica; return how many tokens of it others claim there already."""
         shared_tokens = previous_tokens = 0
         for digest, tokens in chain:
-            node = self._nodes.get(digest)
-            if node is None:
-                node = self._nodes[digest] = _Node(max(0, tokens - previous_tokens))
+            cut = self._cuts.get(digest)
+            if cut is None:
+                cut = self._cuts[digest] = _Cut(max(0, tokens - previous_tokens))
             previous_tokens = tokens
-            count = node.counts.get(replica_id, 0)
+            count = cut.counts.get(replica_id, 0)
             if count:
-                shared_tokens += node.own_tokens
-            node.counts[replica_id] = count + 1
+                shared_tokens += cut.own_tokens
+            cut.counts[replica_id] = count + 1
         return shared_tokens
 
     def leave(self, chain: Chain, replica_id: str) -> int:
         """Take back what `enter` did with the same arguments; return the tokens that others go on to claim there."""
         shared_tokens = 0
         for digest, _ in chain:
-            node = self._nodes[digest]
-            count = node.counts[replica_id] - 1
+            cut = self._cuts[digest]
+            count = cut.counts[replica_id] - 1
             if count:
-                node.counts[replica_id] = count
-                shared_tokens += node.own_tokens
+                cut.counts[replica_id] = count
+                shared_tokens += cut.own_tokens
             else:
-                del node.counts[replica_id]
-                if not node.counts:
-                    del self._nodes[digest]
+                del cut.counts[replica_id]
+                if not cut.counts:
+                    del self._cuts[digest]
         return shared_tokens
 
     def resize(self, chain: Chain) -> dict[str, int]:
-        """Give a chain's nodes the sizes that it has now; return by how much each replica's shared tokens grow."""
+        """Give a chain's cuts the sizes that it has now; return by how much each replica's shared tokens grow."""
         grown: dict[str, int] = {}
         previous_tokens = 0
         for digest, tokens in chain:
-            node = self._nodes.get(digest)
+            cut = self._cuts.get(digest)
             own_tokens = max(0, tokens - previous_tokens)
             previous_tokens = tokens
-            if node is None or node.own_tokens == own_tokens:
+            if cut is None or cut.own_tokens == own_tokens:
                 continue
-            for replica_id, count in node.counts.items():
-                grown[replica_id] = grown.get(replica_id, 0) + (own_tokens - node.own_tokens) * (count - 1)
-            node.own_tokens = own_tokens
+            for replica_id, count in cut.counts.items():
+                grown[replica_id] = grown.get(replica_id, 0) + (own_tokens - cut.own_tokens) * (count - 1)
+            cut.own_tokens = own_tokens
         return grown
 
     def sized(self, chain: Chain) -> Chain:
-        """Return a chain that is counted somewhere with the sizes that its nodes have here."""
-        sizes_tokens = accumulate(self._nodes[digest].own_tokens for digest, _ in chain)
+        """Return a chain that is counted somewhere with the sizes that its cuts have here."""
+        sizes_tokens = accumulate(self._cuts[digest].own_tokens for digest, _ in chain)
         return tuple((digest, tokens) for (digest, _), tokens in zip(chain, sizes_tokens, strict=True))
 
     def shared_tokens(self, chain: Chain, replica_id: str, *, with_count: int = 1) -> int:
         """Return how many tokens of a chain at least `with_count` chains claim on a replica."""
         shared_tokens = 0
         for digest, _ in chain:
-            node = self._nodes.get(digest)
-            if node is None or node.counts.get(replica_id, 0) < with_count:
+            cut = self._cuts.get(digest)
+            if cut is None or cut.counts.get(replica_id, 0) < with_count:
                 break
-            shared_tokens += node.own_tokens
+            shared_tokens += cut.own_tokens
         return shared_tokens
 
 

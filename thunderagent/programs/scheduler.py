@@ -59,17 +59,15 @@ from thunderagent.programs.events import (
     TurnProgressed,
     TurnStarted,
 )
-from thunderagent.programs.histogram import LogHistogram
-from thunderagent.programs.learning import RESIDENCE_EDGES_S, Growth, PrefillSpeed
+from thunderagent.programs.knowledge import Knowledge
 from thunderagent.programs.ledger import Ledger
 from thunderagent.programs.lifecycle import Phase, Status, Trigger
 from thunderagent.programs.paused_queue import PausedQueue
 from thunderagent.programs.policies.base import Moment, Policy, ReplicaView, least_loaded
-from thunderagent.programs.prefixes import PrefixTree, chain_of
 from thunderagent.programs.program import MAIN_BRANCH, Branch, Program, Turn
 from thunderagent.programs.replica import Replica
+from thunderagent.programs.shares import Shares
 from thunderagent.programs.table import ProgramTable
-from thunderagent.programs.tool_times import ToolTimes
 from thunderagent.programs.view import SchedulerView
 
 FIRST_TOKENS_PER_BYTE_RATIO = 0.25
@@ -115,14 +113,8 @@ class Scheduler:
         """Every turn that was not ended, by its id."""
         self.anonymous_held: dict[int, Turn] = {}
         self.active_count = 0
-        self._capacity_tokens = 0
-        """Of the largest replica that said its own."""
-        self.tool_times = ToolTimes()
-        self.prefill_speed = PrefillSpeed()
-        self.growth = Growth()
-        self.residences = LogHistogram(RESIDENCE_EDGES_S)
-        """Seconds between the first turn and the end of programs."""
-        self.prefixes = PrefixTree()
+        self.knowledge = Knowledge()
+        self.shares = Shares()
         self.group_sizes: Counter[str] = Counter()
         """Live programs of each group."""
         self.previous_tick_s = 0.0
@@ -185,7 +177,7 @@ class Scheduler:
             program = self.table.open(event.program_id, self._now_s)
             self._join_group(program, event.group_id)
         elif program.tool_runs:
-            self._tool_returned(program)
+            self.knowledge.tool_returned(program, self._now_s)
         turn = Turn(event.turn_id, program, event.branch_id, event.prompt_bytes, self._now_s)
         turn.prompt_tokens = program.estimate_prompt_tokens(turn, self._tokens_per_byte_ratio)
         self.turns[turn.turn_id] = turn
@@ -262,7 +254,7 @@ class Scheduler:
         program.in_flight[turn.turn_id] = turn
         program.turn_count += 1
         replica.account.turn_count += 1
-        replica.residency.use(program.generation, self._own_tokens(program, program.claim_tokens))
+        replica.residency.use(program.generation, self.shares.own_tokens(program, program.claim_tokens))
 
     def _anonymous_turn_arrived(self, event: TurnArrived) -> None:
         turn = Turn(event.turn_id, None, MAIN_BRANCH, event.prompt_bytes, self._now_s)
@@ -322,7 +314,10 @@ class Scheduler:
             )
             self._learn_from(turn, branch, prompt_tokens, output_tokens, event.cached_tokens)
         if event.prompt_tokens is not None and turn.prompt_bytes:
-            self._learn_ratio(branch, event.prompt_tokens / turn.prompt_bytes)
+            ratio = event.prompt_tokens / turn.prompt_bytes
+            self._tokens_per_byte_ratio += LEARNING_RATIO * (ratio - self._tokens_per_byte_ratio)
+            if branch is not None:
+                branch.tokens_per_byte_ratio = ratio
         if program is None:
             self._end_without_program(turn)
             self.policy.balance(self._view, Moment.TURN_ENDED)
@@ -336,9 +331,29 @@ class Scheduler:
         program.tool = event.tool
         self._end_turn(program, turn)
         if len(program.branches) > 1:
-            self._forget_prefixes(program, program.forget_ended_branches(turn))
+            self._forget_branches(program, turn, finished=True)
         self._after_turn(program, "finished")
         self.policy.balance(self._view, Moment.TURN_ENDED)
+
+    def _learn_from(
+        self, turn: Turn, branch: Branch | None, prompt_tokens: int, output_tokens: int, cached_tokens: int | None
+    ) -> None:
+        """Learn from a turn in flight that finished, and what of it was lost."""
+        replica = self.replicas[turn.account_id or ""]
+        if cached_tokens is None:
+            cached_tokens = turn.resident_tokens
+        else:
+            replica.tells_cached = True
+            replica.control.turn_ended(min(turn.kept_tokens, prompt_tokens), cached_tokens)
+        if branch is not None:
+            self.knowledge.turn_finished(
+                turn,
+                branch,
+                self._now_s,
+                prompt_tokens=prompt_tokens,
+                output_tokens=output_tokens,
+                cached_tokens=cached_tokens,
+            )
 
     def _turn_lost(self, event: TurnFailed | TurnAbandoned) -> None:
         """End a turn from which nothing is learned: held or in flight, failed or left by its client."""
@@ -357,7 +372,7 @@ class Scheduler:
         self._lift(program)
         self._end_turn(program, turn)
         if len(program.branches) > 1:
-            self._forget_prefixes(program, program.forget_ended_branches(turn, finished=False))
+            self._forget_branches(program, turn, finished=False)
         self._after_turn(program, outcome)
 
     def _end_turn(self, program: Program, turn: Turn) -> None:
@@ -369,7 +384,7 @@ class Scheduler:
             replica = self.replicas[turn.account_id or ""]
             replica.account.turn_count -= 1
             if not program.in_flight:
-                replica.residency.leave(program.generation, self._own_tokens(program, program.context_tokens))
+                replica.residency.leave(program.generation, self.shares.own_tokens(program, program.context_tokens))
 
     def _after_turn(self, program: Program, outcome: str) -> None:
         """Put a program back after one of its turns ended, and pause it if it was marked."""
@@ -402,55 +417,6 @@ class Scheduler:
         program.held_s_total += self._now_s - turn.arrived_s
         self.ledger.wait_ends(self._now_s)
 
-    # --- what is learned --------------------------------------------------------------------------------------------
-
-    def _learn_ratio(self, branch: Branch | None, ratio: float) -> None:
-        """Take in how many tokens a byte of a prompt was."""
-        self._tokens_per_byte_ratio += LEARNING_RATIO * (ratio - self._tokens_per_byte_ratio)
-        if branch is not None:
-            branch.tokens_per_byte_ratio = ratio
-
-    def _learn_from(
-        self, turn: Turn, branch: Branch | None, prompt_tokens: int, output_tokens: int, cached_tokens: int | None
-    ) -> None:
-        """Learn from a turn in flight that finished: how programs grow, how fast prefill is, what was lost."""
-        replica = self.replicas[turn.account_id or ""]
-        if branch is not None:
-            before_tokens = branch.context_tokens
-            grown_tokens = prompt_tokens + output_tokens - before_tokens if before_tokens else None
-            program = turn.program
-            assert program is not None
-            if not program.first_prompt_tokens:
-                program.first_prompt_tokens = prompt_tokens
-            whole_tokens = max(0, prompt_tokens + output_tokens - program.first_prompt_tokens)
-            self.growth.learn(grown_tokens, output_tokens, whole_tokens, self._now_s - turn.granted_s + program.away_s)
-        if cached_tokens is None:
-            cached_tokens = turn.resident_tokens
-        else:
-            replica.tells_cached = True
-            replica.control.turn_ended(min(turn.kept_tokens, prompt_tokens), cached_tokens)
-        self.prefill_speed.learn(self._now_s - turn.granted_s, max(0, prompt_tokens - cached_tokens), output_tokens)
-
-    def _tool_returned(self, program: Program) -> None:
-        """Learn how long a program was away, whose turn arrives."""
-        away_s = program.away_s = self._now_s - program.acting_since_s
-        if program.let_go_after_s is None:
-            self.tool_times.returned(program.tool, away_s)
-        else:
-            self.tool_times.came_back_late(program.tool, program.let_go_after_s, away_s)
-        program.tool_runs = False
-
-    @property
-    def break_even_s(self) -> float:
-        """Return how long a replica's whole memory takes to compute: what it pays at most to hold any of it."""
-        return self.prefill_speed.token_s * self._capacity_tokens
-
-    def _tool_let_go(self, program: Program) -> None:
-        """Learn that a program, whose claim goes, is not back yet."""
-        if program.tool_runs and program.let_go_after_s is None:
-            program.let_go_after_s = self._now_s - program.acting_since_s
-            self.tool_times.let_go(program.tool, program.let_go_after_s)
-
     # --- groups and prefixes ----------------------------------------------------------------------------------------
 
     def _join_group(self, program: Program, group_id: str) -> None:
@@ -465,76 +431,28 @@ class Scheduler:
                 del self.group_sizes[program.group_id]
 
     def _set_prefix(self, program: Program, branch: Branch, cuts: Sequence[PrefixCut]) -> None:
-        """Take in where a branch's prompt may part from others."""
-        ratio = branch.tokens_per_byte_ratio or self._tokens_per_byte_ratio
-        chain = chain_of(cuts, ratio)
+        account = None
         if program.status is Status.ACTIVE:
             account = self.replicas[program.replica_id or ""].account
             self.ledger.settle(account, self._now_s)
-            account.shared_tokens -= self.prefixes.leave(branch.prefix, program.replica_id or "")
-            account.shared_tokens += self.prefixes.enter(chain, program.replica_id or "")
-        branch.prefix = chain
+        ratio = branch.tokens_per_byte_ratio or self._tokens_per_byte_ratio
+        self.shares.set_prefix(program, branch, cuts, ratio, account)
 
-    def _forget_prefixes(self, program: Program, branches: Sequence[Branch]) -> None:
-        """Take the prefixes of branches out that a program, whose claim is lifted, has no longer."""
-        if program.status is Status.ACTIVE:
-            account = self.replicas[program.replica_id or ""].account
-            for branch in branches:
-                account.shared_tokens -= self.prefixes.leave(branch.prefix, program.replica_id or "")
-
-    def _enter_prefixes(self, program: Program, replica: Replica) -> None:
-        self.ledger.settle(replica.account, self._now_s)
-        for branch in program.branches.values():
-            replica.account.shared_tokens += self.prefixes.enter(branch.prefix, replica.replica_id)
-
-    def _leave_prefixes(self, program: Program, replica: Replica) -> None:
-        self.ledger.settle(replica.account, self._now_s)
-        for branch in program.branches.values():
-            replica.account.shared_tokens -= self.prefixes.leave(branch.prefix, replica.replica_id)
-
-    def prefix_tokens_on(self, program: Program, replica_id: str) -> int:
-        """Return how many tokens of a paused program others claim on a replica."""
-        return sum(
-            min(branch.context_tokens or program.claim_tokens, self.prefixes.shared_tokens(branch.prefix, replica_id))
-            for branch in program.branches.values()
-        )
+    def _forget_branches(self, program: Program, ended: Turn, *, finished: bool) -> None:
+        """Drop side branches of a program, whose claim is lifted, that are not used again."""
+        forgotten = program.forget_ended_branches(ended, finished=finished)
+        if forgotten and program.status is Status.ACTIVE:
+            self.shares.leave(program, self.replicas[program.replica_id or ""].account, forgotten)
 
     def resident_tokens(self, program: Program, replica_id: str) -> int:
         """Return how many tokens of a program are expected to lie in a replica's memory."""
         own_tokens = self.replicas[replica_id].residency.resident_tokens(program.generation)
-        return own_tokens + sum(
-            self.prefixes.shared_tokens(branch.prefix, replica_id) for branch in program.branches.values()
-        )
-
-    def _own_tokens(self, program: Program, tokens: int) -> int:
-        """Return `tokens` of a program without what others have in common with it where it is active."""
-        replica_id = program.replica_id or ""
-        shared_tokens = sum(
-            self.prefixes.shared_tokens(branch.prefix, replica_id, with_count=2)
-            for branch in program.branches.values()
-            if branch.prefix
-        )
-        return max(0, tokens - shared_tokens)
+        return own_tokens + self.shares.tokens_on(program, replica_id)
 
     # --- the claim of a program -------------------------------------------------------------------------------------
 
     def _measure_claim(self, program: Program) -> None:
-        """Measure what a program claims: its context, and what it is expected to grow by."""
-        rules = self._rules
-        if not rules.growth_quantile:
-            program.reserve_tokens = rules.reserve_tokens
-        elif turns := program.in_flight or program.held:
-            generated_tokens = max(turn.output_tokens for turn in turns.values())
-            expected_tokens = self.growth.output_tokens(rules.growth_quantile, rules.reserve_tokens)
-            program.reserve_tokens = max(0, expected_tokens - generated_tokens)
-        else:
-            program.reserve_tokens = self.growth.turn_tokens(rules.growth_quantile, rules.reserve_tokens)
-        program.claim_tokens = program.measure_claim() + program.reserve_tokens
-        first_tokens = program.first_prompt_tokens or program.claim_tokens
-        if rules.growth_horizon_ratio:
-            to_mean_tokens = first_tokens + self.growth.whole_tokens - program.claim_tokens
-            soon_tokens = self.growth.tokens_per_s * rules.growth_horizon_ratio * self.break_even_s
-            program.growth_tokens = max(0, int(min(to_mean_tokens, soon_tokens)))
+        self.knowledge.measure_claim(program, self._rules)
 
     def _lift(self, program: Program) -> None:
         """Take a program's claim out of its account, and the program out of the orders that its claim ranks it in."""
@@ -595,7 +513,7 @@ class Scheduler:
         replica = self.replicas[replica_id]
         program.advance(trigger)
         program.marked = False
-        self._leave_prefixes(program, replica)
+        self.shares.leave(program, replica.account)
         del replica.programs[program.program_id]
         self.active_count -= 1
         program.note(self._now_s, "pause", reason, replica_id)
@@ -604,7 +522,7 @@ class Scheduler:
     def pause(self, program: Program, reason: Reason) -> None:
         """Take the claim of an active program whose tool runs. For the view: it checks first."""
         self._lift(program)
-        self._tool_let_go(program)
+        self.knowledge.tool_let_go(program, self._now_s)
         self._leave_replica(program, Trigger.PAUSE, reason)
         self._put(program)
 
@@ -636,7 +554,8 @@ class Scheduler:
         program.hold_reason = ""
         replica.programs[program.program_id] = program
         self.active_count += 1
-        self._enter_prefixes(program, replica)
+        self.ledger.settle(replica.account, self._now_s)
+        self.shares.enter(program, replica.account)
         program.note(self._now_s, "restore", reason, replica.replica_id)
         self._decisions.append(Restore(program.program_id, replica.replica_id, reason))
         held, program.held = program.held, {}
@@ -665,10 +584,8 @@ class Scheduler:
     def _terminate(self, program: Program, reason: Reason) -> None:
         """End a program: reject its held turns, and let those in flight end as turns without a program."""
         self._lift(program)
-        self._tool_let_go(program)
+        self.knowledge.program_ended(program, self._now_s)
         self._leave_group(program)
-        if program.turn_count:
-            self.residences.add(self._now_s - program.opened_s)
         self.queue.remove(program)
         for turn in program.held.values():
             del self.turns[turn.turn_id]
@@ -677,7 +594,7 @@ class Scheduler:
         program.held.clear()
         if program.status is Status.ACTIVE:
             replica = self.replicas[program.replica_id or ""]
-            self._leave_prefixes(program, replica)
+            self.shares.leave(program, replica.account)
             replica.residency.leave(program.generation, program.context_tokens)
             del replica.programs[program.program_id]
             self.active_count -= 1
@@ -787,7 +704,7 @@ class Scheduler:
             replica.control.preempted(event.preemption_count * mean_tokens)
         if event.capacity_tokens is not None and event.capacity_tokens != account.capacity_tokens:
             self.ledger.settle(account, self._now_s)
-            self._capacity_tokens = max(self._capacity_tokens, event.capacity_tokens)
+            self.knowledge.capacity_tokens = max(self.knowledge.capacity_tokens, event.capacity_tokens)
             account.capacity_tokens = replica.residency.capacity_tokens = event.capacity_tokens
             if replica.open_to_programs:
                 self._replicas_changed()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from math import inf
 from typing import TYPE_CHECKING
 
 from thunderagent.programs.decisions import Reason
@@ -86,7 +85,7 @@ class SchedulerView:
         own = self._scheduler.table.get(program.program_id)
         if own is None:
             return program.claim_tokens
-        return own.claim_tokens - self._scheduler.prefix_tokens_on(own, replica.replica_id)
+        return own.claim_tokens - min(own.claim_tokens, self._scheduler.shares.tokens_on(own, replica.replica_id))
 
     def resident_tokens(self, program: ProgramView, replica: ReplicaView) -> int:
         """See `View`."""
@@ -95,17 +94,17 @@ class SchedulerView:
 
     def tool_hold_s(self, tool: str, threshold_s: float) -> float:
         """See `View`."""
-        return self._scheduler.tool_times.hold_s(tool, threshold_s)
+        return self._scheduler.knowledge.tool_times.hold_s(tool, threshold_s)
 
     @property
     def prefill_token_s(self) -> float:
         """See `View`."""
-        return self._scheduler.prefill_speed.token_s
+        return self._scheduler.knowledge.prefill_speed.token_s
 
     @property
     def median_residence_s(self) -> float:
         """See `View`."""
-        return self._scheduler.residences.quantile(0.5, inf)
+        return self._scheduler.knowledge.median_residence_s
 
     def is_last_of_group(self, program: ProgramView) -> bool:
         """See `View`."""

@@ -27,7 +27,7 @@ class BreakEven:
 
     high_ratio: float = 1.0
     low_ratio: float = 0.95
-    price: float = 1.0
+    price: float = 0.75
     growth_quantile: float = 0.75
     reserve_tokens: int = 256
     share_prefixes: bool = True
@@ -36,6 +36,7 @@ class BreakEven:
     pass_ratio: float = 0.5
     home_wait_ratio: float = 1.0
     foresee: float = 3.0
+    resident_first: float = 0.1
     preempt: bool = False
     victims: str = "youngest"
     order: str = "age"
@@ -100,6 +101,8 @@ class BreakEven:
 
     def _refill(self, view: View) -> None:
         programs = view.first_waiting_few(max(1, self.backfill_count))
+        if self.resident_first and len(programs) > 1 and self._may_pass(view):
+            programs = sorted(programs, key=lambda p: not self._is_resident(view, p))
         for index, program in enumerate(programs):
             if index and not self._may_pass(view):
                 return
@@ -119,6 +122,10 @@ class BreakEven:
         if self._fits(view, program, roomiest, make_room):
             return Placement(roomiest, Reason.FITS)
         return Placement(None, Reason.NO_ROOM)
+
+    def _is_resident(self, view: View, program: ProgramView) -> bool:
+        home = home_of(program, view.replicas)
+        return home is not None and view.resident_tokens(program, home) > self.resident_first * program.claim_tokens
 
     def _waits_for_home(self, view: View, program: ProgramView, home: ReplicaView) -> bool:
         gain_s = view.resident_tokens(program, home) * view.prefill_token_s

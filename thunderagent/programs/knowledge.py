@@ -1,0 +1,111 @@
+"""What the scheduler learns from what happens: how long tools run, how programs grow, how fast prefill is."""
+
+from __future__ import annotations
+
+from math import inf
+
+from thunderagent.programs.histogram import LogHistogram
+from thunderagent.programs.learning import RESIDENCE_EDGES_S, Growth, PrefillSpeed
+from thunderagent.programs.policies.base import ClaimRules
+from thunderagent.programs.program import Branch, Program, Turn
+from thunderagent.programs.tool_times import ToolTimes
+
+
+class Knowledge:
+    """Everything that is learned, over all programs and replicas."""
+
+    __slots__ = ("_residences_s", "capacity_tokens", "growth", "prefill_speed", "tool_times")
+
+    def __init__(self) -> None:
+        """Begin with first guesses."""
+        self.tool_times = ToolTimes()
+        self.prefill_speed = PrefillSpeed()
+        self.growth = Growth()
+        self.capacity_tokens = 0
+        """Of the largest replica that said its own."""
+        self._residences_s = LogHistogram(RESIDENCE_EDGES_S)
+
+    @property
+    def break_even_s(self) -> float:
+        """How long the largest replica takes to prefill its whole memory.
+
+        It pays to hold tokens at most for so long rather than to compute them again: memory of C tokens that takes b·C
+        seconds to fill does nothing else meanwhile.
+        """
+        return self.prefill_speed.token_s * self.capacity_tokens
+
+    @property
+    def median_residence_s(self) -> float:
+        """Median time between a program's first turn and its end; infinite until one ended."""
+        return self._residences_s.quantile(0.5, inf)
+
+    def turn_finished(
+        self,
+        turn: Turn,
+        branch: Branch,
+        now_s: float,
+        *,
+        prompt_tokens: int,
+        output_tokens: int,
+        cached_tokens: int,
+    ) -> None:
+        """Learn from a turn in flight that finished; its branch is as it was before."""
+        program = turn.program
+        assert program is not None
+        duration_s = now_s - turn.granted_s
+        if not program.first_prompt_tokens:
+            program.first_prompt_tokens = prompt_tokens
+        context_tokens = prompt_tokens + output_tokens
+        self.growth.learn(
+            context_tokens - branch.context_tokens if branch.context_tokens else None,
+            output_tokens,
+            max(0, context_tokens - program.first_prompt_tokens),
+            duration_s + program.away_s,
+        )
+        streamed = turn.started_s is not None and turn.started_s < now_s
+        self.prefill_speed.learn(
+            (turn.started_s or 0.0) - turn.granted_s if streamed else None,
+            duration_s,
+            max(0, prompt_tokens - cached_tokens),
+            output_tokens,
+        )
+
+    def tool_returned(self, program: Program, now_s: float) -> None:
+        """Learn how long a program was away, whose turn arrives."""
+        program.away_s = now_s - program.acting_since_s
+        if program.let_go_after_s is None:
+            self.tool_times.returned(program.tool, program.away_s)
+        else:
+            self.tool_times.came_back_late(program.tool, program.let_go_after_s, program.away_s)
+        program.tool_runs = False
+
+    def tool_let_go(self, program: Program, now_s: float) -> None:
+        """Learn that a program, whose claim goes, is not back yet."""
+        if program.tool_runs and program.let_go_after_s is None:
+            program.let_go_after_s = now_s - program.acting_since_s
+            self.tool_times.let_go(program.tool, program.let_go_after_s)
+
+    def program_ended(self, program: Program, now_s: float) -> None:
+        """Learn how long a program was there."""
+        self.tool_let_go(program, now_s)
+        if program.turn_count:
+            self._residences_s.add(now_s - program.opened_s)
+
+    def measure_claim(self, program: Program, rules: ClaimRules) -> None:
+        """Measure what a program claims: its context, what its next turn adds, and what it will grow by soon after."""
+        program.reserve_tokens = self._reserve_tokens(program, rules)
+        program.claim_tokens = program.measure_claim() + program.reserve_tokens
+        if rules.growth_horizon_ratio:
+            first_tokens = program.first_prompt_tokens or program.claim_tokens
+            to_mean_tokens = first_tokens + self.growth.whole_tokens - program.claim_tokens
+            soon_tokens = self.growth.tokens_per_s * rules.growth_horizon_ratio * self.break_even_s
+            program.growth_tokens = max(0, int(min(to_mean_tokens, soon_tokens)))
+
+    def _reserve_tokens(self, program: Program, rules: ClaimRules) -> int:
+        if not rules.growth_quantile:
+            return rules.reserve_tokens
+        turns = program.in_flight or program.held
+        if not turns:
+            return self.growth.turn_tokens(rules.growth_quantile, rules.reserve_tokens)
+        generated_tokens = max(turn.output_tokens for turn in turns.values())
+        return max(0, self.growth.output_tokens(rules.growth_quantile, rules.reserve_tokens) - generated_tokens)
