@@ -122,7 +122,7 @@ def main() -> None:
     parser.add_argument("--programs", type=int, default=10_000)
     parser.add_argument("--replicas", type=int, default=64)
     parser.add_argument("--events", type=int, default=100_000)
-    parser.add_argument("--policy", default="thunderagent")
+    parser.add_argument("--policy", default="breakeven")
     args = parser.parse_args()
     os.sched_setaffinity(0, {0})
     load = build(args.policy, args.programs, args.replicas, CAPACITY_TOKENS)

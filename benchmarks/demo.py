@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from benchmarks.demo_view import View
 
-POLICIES = ("passthrough", "thunderagent")
+POLICIES = ("passthrough", "breakeven")
 SAMPLE_S = 0.5
 MODEL = "simulated"
 

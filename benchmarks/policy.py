@@ -55,13 +55,15 @@ from thunderagent.simulator.workloads import workload
 
 BASELINES = ("passthrough", "sticky", CAP_BEST, "thunderagent", "thunderagent-ports", "ttl")
 
-NO_UNION = "share_prefixes=0"
+NO_UNION = "share_prefixes=false"
 ABLATIONS = {
     "prefixes counted once": NO_UNION,
-    "capacity corrected": "adapt_capacity=0",
-    "growth learned": "growth_quantile=0",
-    "letting go at break-even": "price=inf",
-    "filling up behind the oldest": "backfill_count=0",
+    "capacity corrected": "adapt_capacity=false",
+    "growth of a turn learned": "growth_quantile=0",
+    "growth foreseen": "foresight_ratio=0",
+    "letting go at break-even": "hold_ratio=inf",
+    "passing who does not fit": "pass_count=0",
+    "history in memory first": "resident_first=false",
     "waiting for home": "home_wait_ratio=0",
     "headroom": "low_ratio=1",
 }

@@ -11,7 +11,7 @@ from thunderagent.errors import ConfigurationError
 from thunderagent.programs.policies import POLICIES
 from thunderagent.programs.policies.base import Policy
 
-Setting = int | float | str
+Setting = bool | int | float | str
 
 PRESETS: dict[str, tuple[str, dict[str, Setting]]] = {
     "thunderagent-ports": (
@@ -31,8 +31,13 @@ programs pause from 0.95 of the capacity on, down to 0.80, and are restored up t
 programs count in full, and each reserves 100 tokens."""
 
 
+_TRUTHS = {"true": True, "false": False}
+
+
 def parse_setting(text: str) -> Setting:
-    """Read a policy's setting from the command line: a whole number, a number, or a word."""
+    """Read a policy's setting from the command line: `true` or `false`, a whole number, a number, or a word."""
+    if text.lower() in _TRUTHS:
+        return _TRUTHS[text.lower()]
     for read in (int, float):
         try:
             return read(text)

@@ -143,7 +143,7 @@ async def test_replicas_report_ledger_and_engine() -> None:
         await proxy.up(1)
         await ask(proxy.url, "a")
         report = (await get(proxy.url, "/replicas")).json()
-        assert report["policy"] == "thunderagent"
+        assert report["policy"] == "breakeven"
         first, second = report["replicas"]
         assert (first["replica_id"], first["url"], first["up"]) == (one.replica_id, one.url, True)
         assert (first["capacity_tokens"], first["demand_tokens"]) == (1_000_000, USAGE["total_tokens"])

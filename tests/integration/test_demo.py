@@ -36,13 +36,13 @@ def test_the_demo_runs_both_policies_to_their_ends_and_leaves_a_plot(tmp_path: P
         output, errors = process.communicate(timeout=55)
     assert process.returncode == 0, errors
     assert "\x1b" not in output  # no control sequences where there is no terminal
-    for words in ("passthrough", "thunderagent", "turns/min", "makespan", "simulated", "serve --backends"):
+    for words in ("passthrough", "breakeven", "turns/min", "makespan", "simulated", "serve --backends"):
         assert words in output
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
 
     figures = json.loads((tmp_path / "demo.json").read_text())
     before, after = figures["runs"]
-    assert (before["policy"], after["policy"]) == ("passthrough", "thunderagent")
+    assert (before["policy"], after["policy"]) == ("passthrough", "breakeven")
     assert before["turn_count"] == after["turn_count"] == len(before["end_s"]) > 20
     assert before["failed_turn_count"] == after["failed_turn_count"] == 0
     assert set(after["costs_token_s"]) == {"decode", "prefill", "recompute", "unused", "caching"}

@@ -54,7 +54,16 @@ LOSS_FREE_RATIO = 0.005
 class CapacityControl:
     """The part of the told capacity of one replica that may be claimed."""
 
-    __slots__ = ("_ceiling_ratio", "_expected_tokens", "_lost_tokens", "_step_s", "_turn_count", "_turns_expected_tokens", "_up_ratio", "ratio")
+    __slots__ = (
+        "_ceiling_ratio",
+        "_expected_tokens",
+        "_lost_tokens",
+        "_step_s",
+        "_turn_count",
+        "_turns_expected_tokens",
+        "_up_ratio",
+        "ratio",
+    )
 
     def __init__(self, now_s: float) -> None:
         """Begin by believing what is told."""

@@ -92,7 +92,9 @@ class PrefillSpeed:
         self._prefill_s = LogHistogram(TOKEN_S_EDGES)
         self._decode_s = LogHistogram(TOKEN_S_EDGES)
 
-    def learn(self, first_token_s: float | None, duration_s: float, uncached_tokens: int, generated_tokens: int) -> None:
+    def learn(
+        self, first_token_s: float | None, duration_s: float, uncached_tokens: int, generated_tokens: int
+    ) -> None:
         """Take in a finished turn; `first_token_s` is None where that was not seen. Cost: O(log bins)."""
         if uncached_tokens >= MANY_TOKENS:
             if first_token_s is None:

@@ -31,6 +31,18 @@ class StoryEntry:
     tokens: int
 
 
+class Group:
+    """Programs that finish together, as the samples of one RL prompt."""
+
+    __slots__ = ("group_id", "live_count")
+
+    def __init__(self, group_id: str) -> None:
+        """Begin with nobody."""
+        self.group_id = group_id
+        self.live_count = 0
+        """Programs of it that did not end."""
+
+
 class Turn:
     """One inference request of a program, from its arrival to the end of its lease."""
 
@@ -135,7 +147,7 @@ class Program:
         "claim_tokens",
         "first_prompt_tokens",
         "generation",
-        "group_id",
+        "group",
         "growth_tokens",
         "held",
         "held_s_total",
@@ -176,7 +188,7 @@ class Program:
         self.let_go_after_s: float | None = None
         """For how long its tool had run when its claim was taken."""
         self.hold_until_s = inf
-        self.group_id = ""
+        self.group: Group | None = None
         self.marked = False
         self.idle = False
         """Paused by the idle limit: only a turn brings it back."""
@@ -208,6 +220,11 @@ class Program:
             f"<Program {self.program_id!r} generation {self.generation}: {self.status} {self.phase}{mark} "
             f"at {self.replica_id}, {self.claim_tokens} tokens, {len(self.in_flight)} in flight, {len(self.held)} held>"
         )
+
+    @property
+    def is_last_of_group(self) -> bool:
+        """Whether it is in a group, all others of which ended."""
+        return self.group is not None and self.group.live_count == 1
 
     @property
     def waiting_since_s(self) -> float:

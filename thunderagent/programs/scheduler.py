@@ -23,7 +23,6 @@ replica has been usable for longer than the limit are rejected.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
@@ -64,7 +63,7 @@ from thunderagent.programs.ledger import Ledger
 from thunderagent.programs.lifecycle import Phase, Status, Trigger
 from thunderagent.programs.paused_queue import PausedQueue
 from thunderagent.programs.policies.base import Moment, Policy, ReplicaView, least_loaded
-from thunderagent.programs.program import MAIN_BRANCH, Branch, Program, Turn
+from thunderagent.programs.program import MAIN_BRANCH, Branch, Group, Program, Turn
 from thunderagent.programs.replica import Replica
 from thunderagent.programs.shares import Shares
 from thunderagent.programs.table import ProgramTable
@@ -115,8 +114,9 @@ class Scheduler:
         self.active_count = 0
         self.knowledge = Knowledge()
         self.shares = Shares()
-        self.group_sizes: Counter[str] = Counter()
-        """Live programs of each group."""
+        self.groups: dict[str, Group] = {}
+        self.changed_replicas: dict[str, Replica] = {}
+        """On which programs came, went or changed in size since the policy was asked to balance."""
         self.previous_tick_s = 0.0
         self._open_replicas: list[Replica] = []
         self._no_replica_since_s: float | None = None
@@ -320,7 +320,7 @@ class Scheduler:
                 branch.tokens_per_byte_ratio = ratio
         if program is None:
             self._end_without_program(turn)
-            self.policy.balance(self._view, Moment.TURN_ENDED)
+            self._balance(Moment.TURN_ENDED)
             return
         self._lift(program)
         if branch is not None:
@@ -333,7 +333,7 @@ class Scheduler:
         if len(program.branches) > 1:
             self._forget_branches(program, turn, finished=True)
         self._after_turn(program, "finished")
-        self.policy.balance(self._view, Moment.TURN_ENDED)
+        self._balance(Moment.TURN_ENDED)
 
     def _learn_from(
         self, turn: Turn, branch: Branch | None, prompt_tokens: int, output_tokens: int, cached_tokens: int | None
@@ -360,7 +360,7 @@ class Scheduler:
         turn = self.turns.get(event.turn_id)
         if turn is not None:
             self._drop_turn(turn, "failed" if isinstance(event, TurnFailed) else "abandoned")
-            self.policy.balance(self._view, Moment.TURN_ENDED)
+            self._balance(Moment.TURN_ENDED)
 
     def _drop_turn(self, turn: Turn, outcome: str) -> None:
         """End a turn that leaves no usage."""
@@ -420,15 +420,15 @@ class Scheduler:
     # --- groups and prefixes ----------------------------------------------------------------------------------------
 
     def _join_group(self, program: Program, group_id: str) -> None:
-        program.group_id = group_id
         if group_id:
-            self.group_sizes[group_id] += 1
+            program.group = self.groups.setdefault(group_id, Group(group_id))
+            program.group.live_count += 1
 
     def _leave_group(self, program: Program) -> None:
-        if program.group_id:
-            self.group_sizes[program.group_id] -= 1
-            if not self.group_sizes[program.group_id]:
-                del self.group_sizes[program.group_id]
+        if program.group is not None:
+            program.group.live_count -= 1
+            if not program.group.live_count:
+                del self.groups[program.group.group_id]
 
     def _set_prefix(self, program: Program, branch: Branch, cuts: Sequence[PrefixCut]) -> None:
         account = None
@@ -460,6 +460,7 @@ class Scheduler:
             return
         replica = self.replicas[program.replica_id or ""]
         account = replica.account
+        self.changed_replicas[replica.replica_id] = replica
         self.ledger.settle(account, self._now_s)
         account.growth_tokens -= program.growth_tokens
         if program.phase is Phase.REASONING:
@@ -488,6 +489,7 @@ class Scheduler:
             return
         replica = self.replicas[program.replica_id or ""]
         account = replica.account
+        self.changed_replicas[replica.replica_id] = replica
         self.ledger.settle(account, self._now_s)
         account.growth_tokens += program.growth_tokens
         if program.phase is Phase.REASONING:
@@ -572,14 +574,14 @@ class Scheduler:
         if program is None or event.generation not in (None, program.generation):
             return
         self._terminate(program, Reason.RELEASED)
-        self.policy.balance(self._view, Moment.PROGRAM_ENDED)
+        self._balance(Moment.PROGRAM_ENDED)
 
     def _programs_released(self, event: ProgramsReleased) -> None:
         for program_id in event.program_ids:
             program = self.table.get(program_id)
             if program is not None:
                 self._terminate(program, Reason.RELEASED)
-        self.policy.balance(self._view, Moment.PROGRAM_ENDED)
+        self._balance(Moment.PROGRAM_ENDED)
 
     def _terminate(self, program: Program, reason: Reason) -> None:
         """End a program: reject its held turns, and let those in flight end as turns without a program."""
@@ -626,6 +628,10 @@ class Scheduler:
         replica = self.replicas.get(proposed.replica_id) if proposed is not None else None
         return replica if replica is not None and replica.open_to_programs else None
 
+    def _balance(self, moment: Moment) -> None:
+        self.policy.balance(self._view, moment)
+        self.changed_replicas.clear()
+
     def _replica(self, replica_id: str) -> Replica:
         replica = self.replicas.get(replica_id)
         if replica is None:
@@ -643,7 +649,7 @@ class Scheduler:
             self.anonymous_held.clear()
         elif self._no_replica_since_s is None:
             self._no_replica_since_s = self._now_s
-        self.policy.balance(self._view, Moment.REPLICAS_CHANGED)
+        self._balance(Moment.REPLICAS_CHANGED)
 
     def _set_health(self, replica: Replica, *, up: bool, draining: bool) -> None:
         self.ledger.settle(replica.account, self._now_s)
@@ -722,7 +728,7 @@ class Scheduler:
         self._enforce_limits()
         if self._rules.adapt_capacity:
             self._correct_capacities()
-        self.policy.balance(self._view, Moment.TICK)
+        self._balance(Moment.TICK)
         self.previous_tick_s = self._now_s
 
     def _correct_capacities(self) -> None:

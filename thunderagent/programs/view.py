@@ -38,6 +38,11 @@ class SchedulerView:
         return self._scheduler.open_replicas
 
     @property
+    def changed_replicas(self) -> Sequence[ReplicaView]:
+        """See `View`."""
+        return [replica for replica in self._scheduler.changed_replicas.values() if replica.open_to_programs]
+
+    @property
     def active_count(self) -> int:
         """See `View`."""
         return self._scheduler.active_count
@@ -102,13 +107,14 @@ class SchedulerView:
         return self._scheduler.knowledge.prefill_speed.token_s
 
     @property
+    def break_even_s(self) -> float:
+        """See `View`."""
+        return self._scheduler.knowledge.break_even_s
+
+    @property
     def median_residence_s(self) -> float:
         """See `View`."""
         return self._scheduler.knowledge.median_residence_s
-
-    def is_last_of_group(self, program: ProgramView) -> bool:
-        """See `View`."""
-        return bool(program.group_id) and self._scheduler.group_sizes[program.group_id] == 1
 
     def propose_pause(self, program: ProgramView, reason: Reason) -> bool:
         """See `View`. Accepted for an active program whose tool runs."""

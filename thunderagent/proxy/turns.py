@@ -44,6 +44,8 @@ class TurnSettings:
 
     retries_count: int = 2
     """How often a turn is tried again, on another replica, after the connection failed before the first byte."""
+    names_programs: bool = False
+    """Tell engines whose turn it is, so that the events of their KV cache say whose blocks they are about."""
 
 
 class Record:
@@ -121,6 +123,8 @@ class Turns:
         """Take a lease, forward, relay; before the first byte of an answer, try another replica if one fails."""
         turn = record.turn
         headers = forwarded_request_headers(request.headers)
+        if self._settings.names_programs and turn.program_id is not None:
+            headers["X-Session-ID"] = turn.program_id
         avoid_replica_id = None
         while True:
             asked_s = monotonic()

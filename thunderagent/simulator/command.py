@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--policy",
-        default="thunderagent",
+        default="breakeven",
         metavar="NAME",
         help="who may hold memory: a policy, a preset of one, package.module:Class, or oracle, which knows how long "
         "tools will run (default: %(default)s)",

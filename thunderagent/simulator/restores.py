@@ -54,7 +54,8 @@ class RestoreCounter:
         later_ids = [each.program_id for each in later if isinstance(each, Restore) and each.replica_id == home_id]
         later_tokens = sum(map(self._claim_tokens, later_ids))
         claim_tokens = self._claim_tokens(restore.program_id)
-        return account.demand_tokens - later_tokens + claim_tokens <= account.limit_tokens
+        may_claim_tokens = getattr(self._scheduler.policy, "low_ratio", 1.0) * account.limit_tokens
+        return account.demand_tokens - later_tokens + claim_tokens <= may_claim_tokens
 
     def _claim_tokens(self, program_id: str) -> int:
         program = self._scheduler.table.get(program_id)

@@ -42,9 +42,10 @@ class ClaimRules:
 
     `half_life_s` is that of an acting program's weight in `AccountView.weighed_tokens`; `inf` never decays, 0 counts
     nothing. Every program claims beyond its context what its next turn is expected to add: with a `growth_quantile`
-    over 0 that quantile of what turns were seen to add, until then and else `reserve_tokens`. With `share_prefixes`
-    what programs on a replica have in common is in its demand once. With `adapt_capacity` the capacity is corrected by
-    what is found lost (`AccountView.limit_tokens`).
+    over 0 that quantile of what turns were seen to add, until then and else `reserve_tokens`. Apart from that,
+    `growth_tokens` say what programs will grow by in the next `growth_horizon_ratio` break-even times. With
+    `share_prefixes` what programs on a replica have in common is in its demand once. With `adapt_capacity` the capacity
+    is corrected by what is found lost (`AccountView.limit_tokens`).
     """
 
     half_life_s: float = inf
@@ -95,8 +96,8 @@ class ProgramView(Protocol):
         """Turns that were granted so far."""
 
     @property
-    def group_id(self) -> str:
-        """Programs of one group finish together; empty if it is in none."""
+    def is_last_of_group(self) -> bool:
+        """Whether it is in a group, all others of which ended."""
 
     @property
     def replica_id(self) -> str | None:
@@ -105,6 +106,10 @@ class ProgramView(Protocol):
     @property
     def claim_tokens(self) -> int:
         """What it claims, or would claim."""
+
+    @property
+    def growth_tokens(self) -> int:
+        """What it is expected to grow by beyond that, within the `growth_horizon_ratio` of the policy."""
 
 
 class AccountView(Protocol):
@@ -125,6 +130,10 @@ class AccountView(Protocol):
     @property
     def marked_tokens(self) -> int:
         """Part of these that goes when the turns in flight end."""
+
+    @property
+    def growth_tokens(self) -> int:
+        """What its programs are expected to grow by beyond their claims."""
 
     @property
     def turn_count(self) -> int:
@@ -168,6 +177,10 @@ class View(Protocol):
     @property
     def replicas(self) -> Sequence[ReplicaView]:
         """Replicas that are up and not draining, in the order in which they were added."""
+
+    @property
+    def changed_replicas(self) -> Sequence[ReplicaView]:
+        """Those of `replicas` on which programs came, went or changed in size since `balance` was asked last."""
 
     @property
     def active_count(self) -> int:
@@ -214,11 +227,12 @@ class View(Protocol):
         """Seconds to prefill a token, as learned."""
 
     @property
+    def break_even_s(self) -> float:
+        """Seconds in which the largest replica could prefill its whole memory, as learned."""
+
+    @property
     def median_residence_s(self) -> float:
         """Median time between a program's first turn and its end, as learned; infinite until one ended."""
-
-    def is_last_of_group(self, program: ProgramView) -> bool:
-        """Say whether all others of its group ended."""
 
     def propose_pause(self, program: ProgramView, reason: Reason) -> bool:
         """Take an acting program's claim away."""

@@ -1,14 +1,48 @@
-"""`breakeven`: hold memory through a tool as long as that costs less than to compute it again; oldest program first."""
+"""`breakeven`: hold memory through a tool as long as that costs less than to compute it again; the oldest program first.
+
+Theory of operation
+===================
+A replica's memory is claimed by programs: each claims its context, what its next turn is expected to add, and shares
+with others what their prompts have in common (`ClaimRules`). Four rules say who may claim it:
+
+**Hold or let go.** When a tool begins, its program keeps its claim: the next turn finds its history. Holding costs
+memory; letting go costs to compute the history again. Both grow with its size, so that the break-even is a time, the
+same for all: β·C, the time in which a replica could prefill its whole memory (β seconds a token, C tokens), times
+`hold_ratio`. How long a tool will run is not known, only how long tools of its name ran so far; so a program is *held*
+until its tool's rate of return falls under one in that time (`tool_times.py`). After that it is *expired*: its claim goes
+as soon as somebody else needs the room, and not before.
+
+**Admission by age.** Whoever was there first goes first, on every event that frees room. That bounds waiting without a
+timer: nobody waits for more than what those before it take. If the first does not fit anywhere, a few behind it may
+pass, those whose history still lies in memory before others; but once the first has waited for `wait_ratio` of the
+median time that programs take in all, the replica where it is nearest to fitting takes nobody else in until it fits.
+
+**Room to grow.** Programs are small when they come. One that comes for the first time needs room not only for itself,
+but for what all on the replica will grow by in the next `foresight_ratio` break-even times (and no further than to their
+mean size): later, to pause one of them costs less than to leave memory empty until then. Up to `low_ratio` of the
+capacity programs are let in; only above `high_ratio` they are paused: first those who expired, then the youngest
+acting, at last the youngest with a turn in flight, which is marked, and unmarked if there is room again before it ends.
+The last unfinished member of a group goes last, because the whole group waits for it.
+
+**Home.** A program goes back to the replica where its history lies, if there is room; if not, it waits there for as long
+as to compute the history again would take (times `home_wait_ratio`), and then goes where most room is. New ones go where
+most room is.
+
+Where memory is not short none of this does anything: every turn goes at once. A program that is larger than every
+replica goes at once, too, and so does one that is alone on a replica: what the engine can do with it is the engine's to
+say. A replica whose capacity is not known has room for everyone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import ClassVar
 
+from thunderagent.errors import ConfigurationError
 from thunderagent.programs.decisions import Reason
-from thunderagent.programs.lifecycle import Phase, Status
+from thunderagent.programs.lifecycle import Status
 from thunderagent.programs.policies.base import (
     ClaimRules,
     Moment,
@@ -20,148 +54,189 @@ from thunderagent.programs.policies.base import (
     largest_capacity_tokens,
 )
 
+RESIDENT_RATIO = 0.1
+"""A program is resident if so much of its claim is expected to lie in its replica's memory."""
+
+LAST_OF_GROUP_RANK = inf
+
 
 @dataclass(frozen=True, slots=True)
 class BreakEven:
-    """TODO."""
+    """Hold, let in, pause and place as above. Each part has a setting that switches it off."""
 
-    high_ratio: float = 1.0
+    hold_ratio: float = 0.75
     low_ratio: float = 0.95
-    price: float = 0.75
+    high_ratio: float = 1.0
     growth_quantile: float = 0.75
     reserve_tokens: int = 256
+    foresight_ratio: float = 3.0
     share_prefixes: bool = True
     adapt_capacity: bool = True
-    backfill_count: int = 16
-    pass_ratio: float = 0.5
+    pass_count: int = 4
+    wait_ratio: float = 0.5
+    resident_first: bool = True
     home_wait_ratio: float = 1.0
-    foresee: float = 3.0
-    resident_first: float = 0.1
-    preempt: bool = False
-    victims: str = "youngest"
-    order: str = "age"
     name: ClassVar[str] = "breakeven"
     tick_s: ClassVar[float] = 1.0
 
+    def __post_init__(self) -> None:
+        """Refuse settings that mean nothing."""
+        for name in ("hold_ratio", "reserve_tokens", "foresight_ratio", "pass_count", "wait_ratio", "home_wait_ratio"):
+            if not getattr(self, name) >= 0:
+                raise ConfigurationError(f"breakeven: {name} must not be negative, not {getattr(self, name)}")
+        if not 0 < self.low_ratio <= self.high_ratio:
+            raise ConfigurationError(
+                f"breakeven: needs 0 < low_ratio <= high_ratio, not {self.low_ratio} and {self.high_ratio}"
+            )
+        if not 0 <= self.growth_quantile < 1:
+            raise ConfigurationError(f"breakeven: growth_quantile is from 0 to under 1, not {self.growth_quantile}")
+
     @property
     def claim_rules(self) -> ClaimRules:
+        """Return what claims hold besides contexts."""
         return ClaimRules(
             reserve_tokens=self.reserve_tokens,
             growth_quantile=self.growth_quantile,
-            growth_horizon_ratio=self.foresee,
-            share_prefixes=bool(self.share_prefixes),
-            adapt_capacity=bool(self.adapt_capacity),
+            growth_horizon_ratio=self.foresight_ratio,
+            share_prefixes=self.share_prefixes,
+            adapt_capacity=self.adapt_capacity,
         )
 
     def hold_s(self, view: View, program: ProgramView) -> float:
-        threshold_s = self._threshold_s(view, program)
-        return view.tool_hold_s(program.tool, threshold_s)
-
-    def _threshold_s(self, view: View, program: ProgramView) -> float:
-        capacity = next((r.account.limit_tokens for r in view.replicas if r.replica_id == program.replica_id), inf)
-        return self.price * capacity * view.prefill_token_s
+        """Return until when the program's tool returns more often than once in the break-even time."""
+        return view.tool_hold_s(program.tool, self.hold_ratio * view.break_even_s)
 
     def pause_rank(self, program: ProgramView) -> float:
-        if self.victims == "smallest":
-            return program.claim_tokens
-        if self.victims == "largest":
-            return -program.claim_tokens
-        if self.victims == "expiry" and program.phase is Phase.ACTING:
-            return program.hold_until_s if program.hold_until_s < inf else 1e18
-        if self.victims == "idle" and program.phase is Phase.ACTING:
-            return program.acting_since_s
-        return -program.opened_s
+        """Rank the youngest first, and the last of a group last."""
+        return LAST_OF_GROUP_RANK if program.is_last_of_group else -program.opened_s
 
     def restore_rank(self, program: ProgramView) -> float:
-        if self.order == "size":
-            return program.claim_tokens
-        if self.order == "wait":
-            return program.waiting_since_s if program.phase is Phase.REASONING else program.opened_s
+        """Rank the oldest first."""
         return program.opened_s
 
     def place(self, view: View, program: ProgramView, candidates: Sequence[ReplicaView]) -> Placement:
+        """Return the program's own replica while it is active, else one with room, if it is its turn."""
         home = home_of(program, candidates)
         if program.status is Status.ACTIVE and home is not None:
             return Placement(home, Reason.HOME)
-        if not view.comes_before_all_waiting(program) and not self._may_pass(view):
+        head = view.first_waiting()
+        if head is None or view.comes_before_all_waiting(program):
+            return self._find(view, program, candidates, make_room=True)
+        if not self.pass_count:
             return Placement(None, Reason.QUEUE_AHEAD)
-        return self._find(view, program, candidates, make_room=view.comes_before_all_waiting(program))
+        others = [replica for replica in candidates if replica is not self._reserved(view, head)]
+        return self._find(view, program, others, make_room=False) if others else Placement(None, Reason.QUEUE_AHEAD)
 
     def balance(self, view: View, moment: Moment) -> None:
-        for replica in view.replicas:
+        """Pause where claims are over the capacity, and let in who fits."""
+        for replica in view.replicas if moment is Moment.TICK else view.changed_replicas:
             self._relieve(view, replica)
-        if view.replicas:
-            self._refill(view)
+        if view.replicas and view.first_waiting() is not None:
+            self._let_in(view)
 
-    def _may_pass(self, view: View) -> bool:
-        if not self.backfill_count:
-            return False
-        head = view.first_waiting()
-        return head is None or view.now_s - head.waiting_since_s <= self.pass_ratio * view.median_residence_s
+    # --- letting in -------------------------------------------------------------------------------------------------
 
-    def _refill(self, view: View) -> None:
-        programs = view.first_waiting_few(max(1, self.backfill_count))
-        if self.resident_first and len(programs) > 1 and self._may_pass(view):
-            programs = sorted(programs, key=lambda p: not self._is_resident(view, p))
-        for index, program in enumerate(programs):
-            if index and not self._may_pass(view):
-                return
-            placement = self._find(view, program, view.replicas, make_room=index == 0)
+    def _let_in(self, view: View) -> None:
+        """Let in those who wait, the oldest first, until it does not fit; then a few that do."""
+        while (head := view.first_waiting()) is not None:
+            placement = self._find(view, head, view.replicas, make_room=True)
+            if placement.replica is None:
+                break
+            view.propose_restore(head, placement.replica, placement.reason)
+        if head is not None and self.pass_count:
+            self._let_pass(view, head)
+
+    def _let_pass(self, view: View, head: ProgramView) -> None:
+        reserved = self._reserved(view, head)
+        replicas = [replica for replica in view.replicas if replica is not reserved]
+        if not replicas:
+            return
+        for program in self._followers(view):
+            placement = self._find(view, program, replicas, make_room=False)
             if placement.replica is not None:
                 view.propose_restore(program, placement.replica, placement.reason)
 
-    def _find(self, view: View, program: ProgramView, candidates: Sequence[ReplicaView], *, make_room: bool) -> Placement:
-        roomiest = min(candidates, key=lambda r: (r.account.demand_tokens / r.account.limit_tokens, r.account.turn_count))
-        if program.claim_tokens > self.low_ratio * largest_capacity_tokens(candidates):
-            return Placement(roomiest, Reason.OVERSIZE)
-        home = home_of(program, candidates)
-        if home is not None and self._fits(view, program, home, make_room):
-            return Placement(home, Reason.FITS)
-        if home is not None and home is not roomiest and self._waits_for_home(view, program, home):
-            return Placement(None, Reason.HOME_SOON)
-        if self._fits(view, program, roomiest, make_room):
-            return Placement(roomiest, Reason.FITS)
-        return Placement(None, Reason.NO_ROOM)
+    def _followers(self, view: View) -> Sequence[ProgramView]:
+        """Return who may pass the head of the queue: some of the oldest, those first whose history is in memory."""
+        followers = view.first_waiting_few(self.pass_count + 1)[1:]
+        if not self.resident_first:
+            return followers
+        return sorted(followers, key=lambda program: not self._is_resident(view, program))
 
     def _is_resident(self, view: View, program: ProgramView) -> bool:
         home = home_of(program, view.replicas)
-        return home is not None and view.resident_tokens(program, home) > self.resident_first * program.claim_tokens
+        return home is not None and view.resident_tokens(program, home) > RESIDENT_RATIO * program.claim_tokens
+
+    def _reserved(self, view: View, head: ProgramView) -> ReplicaView | None:
+        """Return the replica that takes nobody else in, once the head of the queue has waited for long enough."""
+        if view.now_s - head.waiting_since_s <= self.wait_ratio * view.median_residence_s:
+            return None
+        return max(view.replicas, key=lambda replica: self._room_tokens(view, head, replica))
+
+    # --- placing ----------------------------------------------------------------------------------------------------
+
+    def _find(
+        self, view: View, program: ProgramView, candidates: Sequence[ReplicaView], *, make_room: bool
+    ) -> Placement:
+        """Return where a paused program could be active; with `make_room`, those who expired make room for it."""
+        roomiest = max(candidates, key=lambda replica: _room_order(replica, self._room_tokens(view, program, replica)))
+        if program.claim_tokens > self.low_ratio * largest_capacity_tokens(view.replicas):
+            return Placement(roomiest, Reason.OVERSIZE)
+        home = home_of(program, candidates)
+        if home is not None:
+            if self._fits(view, program, home, make_room=make_room):
+                return Placement(home, Reason.FITS)
+            if home is not roomiest and self._waits_for_home(view, program, home):
+                return Placement(None, Reason.HOME_SOON)
+        if roomiest is not home and self._fits(view, program, roomiest, make_room=make_room):
+            return Placement(roomiest, Reason.FITS)
+        return Placement(None, Reason.NO_ROOM)
 
     def _waits_for_home(self, view: View, program: ProgramView, home: ReplicaView) -> bool:
-        gain_s = view.resident_tokens(program, home) * view.prefill_token_s
-        return view.now_s - program.waiting_since_s < self.home_wait_ratio * gain_s
+        recompute_s = view.resident_tokens(program, home) * view.prefill_token_s
+        return view.now_s - program.waiting_since_s < self.home_wait_ratio * recompute_s
 
-    def _fits(self, view: View, program: ProgramView, replica: ReplicaView, make_room: bool) -> bool:
-        account = replica.account
-        claim = view.claim_tokens_on(program, replica)
-        limit = self.low_ratio * account.limit_tokens
-        if self.foresee and not program.turn_count:
-            claim += account.growth_tokens + program.growth_tokens
-        while account.active_count and account.demand_tokens + claim > limit:
-            if not make_room:
-                return False
-            victim = view.first_expired(replica)
-            if victim is None and self.preempt:
-                victim = view.first_to_pause(replica)
-                if victim is not None and victim.opened_s <= program.opened_s:
-                    victim = None
-            if victim is None or not view.propose_pause(victim, Reason.EXPIRED):
+    def _fits(self, view: View, program: ProgramView, replica: ReplicaView, *, make_room: bool) -> bool:
+        """Say whether a program fits, if need be after those went who expired; one that would be alone always does."""
+        while replica.account.active_count and self._room_tokens(view, program, replica) < 0:
+            expired = view.first_expired(replica) if make_room else None
+            if expired is None or not view.propose_pause(expired, Reason.EXPIRED):
                 return False
         return True
 
-    def _relieve(self, view: View, replica: ReplicaView) -> None:
+    def _room_tokens(self, view: View, program: ProgramView, replica: ReplicaView) -> float:
+        """Return what would be left on a replica with the program there; negative where it does not fit."""
         account = replica.account
-        limit = self.high_ratio * account.limit_tokens
-        while account.demand_tokens - account.marked_tokens > limit:
-            program = view.first_expired(replica) or view.first_to_pause(replica)
-            if program is None or not view.propose_pause(program, Reason.THRASHING):
+        room_tokens = self.low_ratio * account.limit_tokens - account.demand_tokens
+        room_tokens -= view.claim_tokens_on(program, replica)
+        if not program.turn_count:
+            room_tokens -= account.growth_tokens + program.growth_tokens
+        return room_tokens
+
+    # --- relieving --------------------------------------------------------------------------------------------------
+
+    def _relieve(self, view: View, replica: ReplicaView) -> None:
+        """Pause, then mark, until all claims but the marked ones are under the high watermark; take marks back."""
+        account = replica.account
+        limit_tokens = self.high_ratio * account.limit_tokens
+        for program in self._victims(view, replica):
+            if account.demand_tokens - account.marked_tokens <= limit_tokens or account.active_count == 1:
                 break
-        while account.demand_tokens - account.marked_tokens > limit and account.active_count > 1:
-            program = view.first_to_mark(replica)
-            if program is None or not view.propose_mark(program, Reason.THRASHING):
+            if not view.propose_pause(program, Reason.THRASHING) and not view.propose_mark(program, Reason.THRASHING):
                 break
-        while (program := view.last_marked(replica)) is not None:
-            if account.demand_tokens - account.marked_tokens + program.claim_tokens > limit:
+        while (marked := view.last_marked(replica)) is not None:
+            if account.demand_tokens - account.marked_tokens + marked.claim_tokens > limit_tokens:
                 break
-            if not view.propose_unmark(program, Reason.RELIEVED):
+            if not view.propose_unmark(marked, Reason.RELIEVED):
                 break
+
+    def _victims(self, view: View, replica: ReplicaView) -> Iterator[ProgramView]:
+        """Yield who goes first, as it is after the one before went."""
+        while program := view.first_expired(replica) or view.first_to_pause(replica) or view.first_to_mark(replica):
+            yield program
+
+
+def _room_order(replica: ReplicaView, room_tokens: float) -> tuple[float, int, int]:
+    """Order replicas by room; among equals, as where no capacity is known, by what is there already."""
+    account = replica.account
+    return room_tokens, -account.turn_count, -account.demand_tokens
