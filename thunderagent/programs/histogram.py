@@ -12,13 +12,14 @@ REMEMBERED_COUNT = 2000.0
 class LogHistogram:
     """Counts of values between edges that grow by a constant factor; values below the first edge are one bin."""
 
-    __slots__ = ("_counts", "_edges", "_total")
+    __slots__ = ("_counts", "_known_quantiles", "_edges", "_total")
 
     def __init__(self, edges: Sequence[float]) -> None:
         """Begin empty; `edges` ascend. Bin 0 is below the first edge, the last is above the last edge."""
         self._edges = edges
         self._counts = [0.0] * (len(edges) + 1)
         self._total = 0.0
+        self._known_quantiles: dict[float, float] = {}
 
     @property
     def total(self) -> float:
@@ -29,6 +30,7 @@ class LogHistogram:
         """Count a value. Cost: O(log bins)."""
         self._counts[bisect_right(self._edges, value)] += 1.0
         self._total += 1.0
+        self._known_quantiles.clear()
         if self._total > REMEMBERED_COUNT:
             self._counts = [count / 2 for count in self._counts]
             self._total /= 2
@@ -37,6 +39,12 @@ class LogHistogram:
         """Return the value that `ratio` of all are below, between edges in proportion; `default` without values."""
         if not self._total:
             return default
+        known = self._known_quantiles.get(ratio)
+        if known is None:
+            known = self._known_quantiles[ratio] = self._quantile(ratio)
+        return known
+
+    def _quantile(self, ratio: float) -> float:
         wanted = ratio * self._total
         for index, count in enumerate(self._counts):
             if count and wanted <= count:

@@ -42,6 +42,11 @@ class SchedulerView:
         """See `View`."""
         return [replica for replica in self._scheduler.changed_replicas.values() if replica.open_to_programs]
 
+    def replica(self, replica_id: str | None) -> ReplicaView | None:
+        """See `View`."""
+        replica = self._scheduler.replicas.get(replica_id) if replica_id is not None else None
+        return replica if replica is not None and replica.open_to_programs else None
+
     @property
     def active_count(self) -> int:
         """See `View`."""

@@ -182,6 +182,9 @@ class View(Protocol):
     def changed_replicas(self) -> Sequence[ReplicaView]:
         """Those of `replicas` on which programs came, went or changed in size since `balance` was asked last."""
 
+    def replica(self, replica_id: str | None) -> ReplicaView | None:
+        """Return one of `replicas` by its name; None if it is not among them."""
+
     @property
     def active_count(self) -> int:
         """Programs that hold a claim anywhere."""

@@ -44,6 +44,7 @@ from thunderagent.errors import ConfigurationError
 from thunderagent.programs.decisions import Reason
 from thunderagent.programs.lifecycle import Status
 from thunderagent.programs.policies.base import (
+    AccountView,
     ClaimRules,
     Moment,
     Placement,
@@ -124,35 +125,38 @@ class BreakEven:
             return self._find(view, program, candidates, make_room=True)
         if not self.pass_count:
             return Placement(None, Reason.QUEUE_AHEAD)
-        others = [replica for replica in candidates if replica is not self._reserved(view, head)]
+        others = _without(candidates, self._reserved(view, head))
         return self._find(view, program, others, make_room=False) if others else Placement(None, Reason.QUEUE_AHEAD)
 
     def balance(self, view: View, moment: Moment) -> None:
-        """Pause where claims are over the capacity, and let in who fits."""
-        for replica in view.replicas if moment is Moment.TICK else view.changed_replicas:
+        """Pause where claims are over the capacity, and let in who fits.
+
+        Room comes only where something changed, or by time: all replicas are looked at on a tick.
+        """
+        replicas = view.changed_replicas if moment is Moment.TURN_ENDED else view.replicas
+        for replica in replicas:
             self._relieve(view, replica)
-        if view.replicas and view.first_waiting() is not None:
-            self._let_in(view)
+        if replicas and view.first_waiting() is not None:
+            self._let_in(view, replicas)
 
     # --- letting in -------------------------------------------------------------------------------------------------
 
-    def _let_in(self, view: View) -> None:
+    def _let_in(self, view: View, replicas: Sequence[ReplicaView]) -> None:
         """Let in those who wait, the oldest first, until it does not fit; then a few that do."""
         while (head := view.first_waiting()) is not None:
-            placement = self._find(view, head, view.replicas, make_room=True)
+            placement = self._find(view, head, replicas, make_room=True)
             if placement.replica is None:
                 break
             view.propose_restore(head, placement.replica, placement.reason)
         if head is not None and self.pass_count:
-            self._let_pass(view, head)
+            self._let_pass(view, head, replicas)
 
-    def _let_pass(self, view: View, head: ProgramView) -> None:
-        reserved = self._reserved(view, head)
-        replicas = [replica for replica in view.replicas if replica is not reserved]
-        if not replicas:
+    def _let_pass(self, view: View, head: ProgramView, replicas: Sequence[ReplicaView]) -> None:
+        others = _without(replicas, self._reserved(view, head))
+        if not others:
             return
         for program in self._followers(view):
-            placement = self._find(view, program, replicas, make_room=False)
+            placement = self._find(view, program, others, make_room=False)
             if placement.replica is not None:
                 view.propose_restore(program, placement.replica, placement.reason)
 
@@ -164,14 +168,14 @@ class BreakEven:
         return sorted(followers, key=lambda program: not self._is_resident(view, program))
 
     def _is_resident(self, view: View, program: ProgramView) -> bool:
-        home = home_of(program, view.replicas)
+        home = view.replica(program.replica_id)
         return home is not None and view.resident_tokens(program, home) > RESIDENT_RATIO * program.claim_tokens
 
     def _reserved(self, view: View, head: ProgramView) -> ReplicaView | None:
         """Return the replica that takes nobody else in, once the head of the queue has waited for long enough."""
         if view.now_s - head.waiting_since_s <= self.wait_ratio * view.median_residence_s:
             return None
-        return max(view.replicas, key=lambda replica: self._room_tokens(view, head, replica))
+        return self._roomiest(view.replicas, head)
 
     # --- placing ----------------------------------------------------------------------------------------------------
 
@@ -179,12 +183,12 @@ class BreakEven:
         self, view: View, program: ProgramView, candidates: Sequence[ReplicaView], *, make_room: bool
     ) -> Placement:
         """Return where a paused program could be active; with `make_room`, those who expired make room for it."""
-        roomiest = max(candidates, key=lambda replica: _room_order(replica, self._room_tokens(view, program, replica)))
-        if program.claim_tokens > self.low_ratio * largest_capacity_tokens(view.replicas):
+        roomiest = self._roomiest(candidates, program)
+        if self._is_oversize(view, program, roomiest):
             return Placement(roomiest, Reason.OVERSIZE)
-        home = home_of(program, candidates)
+        home = view.replica(program.replica_id)
         if home is not None:
-            if self._fits(view, program, home, make_room=make_room):
+            if home in candidates and self._fits(view, program, home, make_room=make_room):
                 return Placement(home, Reason.FITS)
             if home is not roomiest and self._waits_for_home(view, program, home):
                 return Placement(None, Reason.HOME_SOON)
@@ -192,26 +196,37 @@ class BreakEven:
             return Placement(roomiest, Reason.FITS)
         return Placement(None, Reason.NO_ROOM)
 
+    def _is_oversize(self, view: View, program: ProgramView, roomiest: ReplicaView) -> bool:
+        """Say whether a program is larger than every replica; the one with most room is asked first, which mostly does."""
+        if program.claim_tokens <= self.low_ratio * (roomiest.account.capacity_tokens or inf):
+            return False
+        return program.claim_tokens > self.low_ratio * largest_capacity_tokens(view.replicas)
+
     def _waits_for_home(self, view: View, program: ProgramView, home: ReplicaView) -> bool:
         recompute_s = view.resident_tokens(program, home) * view.prefill_token_s
         return view.now_s - program.waiting_since_s < self.home_wait_ratio * recompute_s
 
     def _fits(self, view: View, program: ProgramView, replica: ReplicaView, *, make_room: bool) -> bool:
         """Say whether a program fits, if need be after those went who expired; one that would be alone always does."""
-        while replica.account.active_count and self._room_tokens(view, program, replica) < 0:
+        needed_tokens = view.claim_tokens_on(program, replica) + (0 if program.turn_count else program.growth_tokens)
+        while replica.account.active_count and self._free_tokens(replica.account, program) < needed_tokens:
             expired = view.first_expired(replica) if make_room else None
             if expired is None or not view.propose_pause(expired, Reason.EXPIRED):
                 return False
         return True
 
-    def _room_tokens(self, view: View, program: ProgramView, replica: ReplicaView) -> float:
-        """Return what would be left on a replica with the program there; negative where it does not fit."""
+    def _roomiest(self, candidates: Sequence[ReplicaView], program: ProgramView) -> ReplicaView:
+        """Return the replica with most room; among equals, as where no capacity is known, that with least on it."""
+        return max(candidates, key=lambda replica: self._order_of_room(replica, program))
+
+    def _order_of_room(self, replica: ReplicaView, program: ProgramView) -> tuple[float, int, int]:
         account = replica.account
-        room_tokens = self.low_ratio * account.limit_tokens - account.demand_tokens
-        room_tokens -= view.claim_tokens_on(program, replica)
-        if not program.turn_count:
-            room_tokens -= account.growth_tokens + program.growth_tokens
-        return room_tokens
+        return self._free_tokens(account, program), -account.turn_count, -account.demand_tokens
+
+    def _free_tokens(self, account: AccountView, program: ProgramView) -> float:
+        """Return what nobody claims, nor will by growing if the program comes for the first time."""
+        free_tokens = self.low_ratio * account.limit_tokens - account.demand_tokens
+        return free_tokens if program.turn_count else free_tokens - account.growth_tokens
 
     # --- relieving --------------------------------------------------------------------------------------------------
 
@@ -236,7 +251,5 @@ class BreakEven:
             yield program
 
 
-def _room_order(replica: ReplicaView, room_tokens: float) -> tuple[float, int, int]:
-    """Order replicas by room; among equals, as where no capacity is known, by what is there already."""
-    account = replica.account
-    return room_tokens, -account.turn_count, -account.demand_tokens
+def _without(replicas: Sequence[ReplicaView], reserved: ReplicaView | None) -> Sequence[ReplicaView]:
+    return replicas if reserved is None else [replica for replica in replicas if replica is not reserved]
