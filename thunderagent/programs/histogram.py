@@ -55,6 +55,6 @@ class LogHistogram:
         return self._edges[-1]
 
 
-def geometric_edges(first: float, factor: float, count: int) -> tuple[float, ...]:
-    """Return `count` edges from `first` on, each `factor` times the one before."""
-    return tuple(first * factor**index for index in range(count))
+def geometric_edges(first: float, step_ratio: float, count: int) -> tuple[float, ...]:
+    """Return `count` edges from `first` on, each `step_ratio` times the one before."""
+    return tuple(first * step_ratio**index for index in range(count))

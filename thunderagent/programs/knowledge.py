@@ -11,6 +11,10 @@ from thunderagent.programs.program import Branch, Program, Turn
 from thunderagent.programs.tool_times import ToolTimes
 
 
+UNKNOWN_GROWTH_RATIO = 3.0
+"""Until some programs ended, one is expected to become larger than its first prompt by so much of it."""
+
+
 class Knowledge:
     """Everything that is learned, over all programs and replicas."""
 
@@ -56,12 +60,9 @@ class Knowledge:
         if not program.first_prompt_tokens:
             program.first_prompt_tokens = prompt_tokens
         context_tokens = prompt_tokens + output_tokens
-        self.growth.learn(
-            context_tokens - branch.context_tokens if branch.context_tokens else None,
-            output_tokens,
-            max(0, context_tokens - program.first_prompt_tokens),
-            duration_s + program.away_s,
-        )
+        program.larger_tokens_total += max(0, context_tokens - program.first_prompt_tokens)
+        grown_tokens = context_tokens - branch.context_tokens if branch.context_tokens else None
+        self.growth.turn_finished(grown_tokens, output_tokens, duration_s + program.away_s)
         streamed = turn.started_s is not None and turn.started_s < now_s
         self.prefill_speed.learn(
             (turn.started_s or 0.0) - turn.granted_s if streamed else None,
@@ -90,16 +91,17 @@ class Knowledge:
         self.tool_let_go(program, now_s)
         if program.turn_count:
             self._residences_s.add(now_s - program.opened_s)
+            self.growth.program_ended(program.larger_tokens_total, program.turn_count)
 
     def measure_claim(self, program: Program, rules: ClaimRules) -> None:
         """Measure what a program claims: its context, what its next turn adds, and what it will grow by soon after."""
         program.reserve_tokens = self._reserve_tokens(program, rules)
         program.claim_tokens = program.measure_claim() + program.reserve_tokens
-        if rules.growth_horizon_ratio:
-            first_tokens = program.first_prompt_tokens or program.claim_tokens
-            to_mean_tokens = first_tokens + self.growth.whole_tokens - program.claim_tokens
-            soon_tokens = self.growth.tokens_per_s * rules.growth_horizon_ratio * self.break_even_s
-            program.growth_tokens = max(0, int(min(to_mean_tokens, soon_tokens)))
+        first_tokens = program.first_prompt_tokens or program.claim_tokens
+        whole_tokens = self.growth.whole_tokens
+        if whole_tokens == inf:
+            whole_tokens = UNKNOWN_GROWTH_RATIO * first_tokens
+        program.growth_tokens = max(0, int(first_tokens + whole_tokens - program.claim_tokens))
 
     def _reserve_tokens(self, program: Program, rules: ClaimRules) -> int:
         if not rules.growth_quantile:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from thunderagent.programs.histogram import LogHistogram, geometric_edges
 
 TOKEN_EDGES = geometric_edges(8.0, 2**0.5, 36)
@@ -25,6 +27,10 @@ FEW_TOKENS = 128
 LOW_RATIO = 0.25
 """Turns that waited least for others."""
 
+ENOUGH_TURNS_COUNT = 8
+ENOUGH_PROGRAMS_COUNT = 5
+"""Until so many were seen, what they tell of growth is not believed."""
+
 FORGETTING_RATIO = 0.999
 """Weight of a turn over that of the next one."""
 
@@ -32,47 +38,55 @@ FORGETTING_RATIO = 0.999
 class Growth:
     """How many tokens a turn adds to its program's context, and how many of them it generates."""
 
-    __slots__ = ("_cycle_s", "_grown_tokens", "_grown_weight", "_growths", "_outputs", "_weight", "_whole_tokens")
+    __slots__ = (
+        "_cycle_s",
+        "_grown_tokens",
+        "_growths",
+        "_outputs",
+        "_program_count",
+        "_turn_count",
+        "_whole_tokens",
+    )
 
     def __init__(self) -> None:
         """Begin with nothing seen."""
         self._growths = LogHistogram(TOKEN_EDGES)
         self._outputs = LogHistogram(TOKEN_EDGES)
-        self._weight = 0.0
-        self._whole_tokens = 0.0
-        self._grown_weight = self._grown_tokens = self._cycle_s = 0.0
+        self._program_count = 0
+        self._turn_count = self._whole_tokens = 0.0
+        self._grown_tokens = self._cycle_s = 0.0
 
     @property
     def tokens_per_s(self) -> float:
-        """Return how fast a program grows while it is not paused."""
-        return self._grown_tokens / self._cycle_s if self._cycle_s else 0.0
+        """How fast a program grows while it is not paused; infinite until some turns were seen."""
+        return self._grown_tokens / self._cycle_s if self._growths.total >= ENOUGH_TURNS_COUNT else inf
 
     @property
     def whole_tokens(self) -> float:
-        """Return how much larger a program is in the mean over its turns than its first prompt."""
-        return self._whole_tokens / self._weight if self._weight else 0.0
+        """How much larger a program is than its first prompt, in the mean over its turns; infinite until some ended."""
+        return self._whole_tokens / self._turn_count if self._program_count >= ENOUGH_PROGRAMS_COUNT else inf
 
-    def learn(self, grown_tokens: int | None, output_tokens: int, whole_tokens: int, cycle_s: float) -> None:
-        """Take in a finished turn.
-
-        `grown_tokens` is how much it added; None for a first turn, which says nothing of growth. `whole_tokens` is how
-        much larger its program is now than its first prompt was.
-        """
-        self._weight = self._weight * FORGETTING_RATIO + 1.0
-        self._whole_tokens = self._whole_tokens * FORGETTING_RATIO + whole_tokens
+    def turn_finished(self, grown_tokens: int | None, output_tokens: int, cycle_s: float) -> None:
+        """Take in a finished turn: what it added (None for a first one, which does not tell), and in what time."""
         if grown_tokens is not None and grown_tokens > 0:
             self._growths.add(grown_tokens)
             self._grown_tokens = self._grown_tokens * FORGETTING_RATIO + grown_tokens
             self._cycle_s = self._cycle_s * FORGETTING_RATIO + cycle_s
         self._outputs.add(output_tokens)
 
-    def turn_tokens(self, ratio: float, default: int) -> int:
-        """Return what a turn adds at most in `ratio` of all cases, prompt and answer."""
-        return int(self._growths.quantile(ratio, default))
+    def program_ended(self, larger_tokens: int, turn_count: int) -> None:
+        """Take in a program that ended: by how much it was larger than its first prompt, summed over its turns."""
+        self._program_count += 1
+        self._turn_count = self._turn_count * FORGETTING_RATIO**turn_count + turn_count
+        self._whole_tokens = self._whole_tokens * FORGETTING_RATIO**turn_count + larger_tokens
 
-    def output_tokens(self, ratio: float, default: int) -> int:
+    def turn_tokens(self, ratio: float, default_tokens: int) -> int:
+        """Return what a turn adds at most in `ratio` of all cases, prompt and answer."""
+        return int(self._growths.quantile(ratio, default_tokens))
+
+    def output_tokens(self, ratio: float, default_tokens: int) -> int:
         """Return how many tokens a turn generates at most in `ratio` of all cases."""
-        return int(self._outputs.quantile(ratio, default))
+        return int(self._outputs.quantile(ratio, default_tokens))
 
 
 class PrefillSpeed:

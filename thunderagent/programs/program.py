@@ -34,13 +34,19 @@ class StoryEntry:
 class Group:
     """Programs that finish together, as the samples of one RL prompt."""
 
-    __slots__ = ("group_id", "live_count")
+    __slots__ = ("group_id", "programs", "some_ended")
 
     def __init__(self, group_id: str) -> None:
         """Begin with nobody."""
         self.group_id = group_id
-        self.live_count = 0
-        """Programs of it that did not end."""
+        self.programs: dict[str, Program] = {}
+        """Those that did not end."""
+        self.some_ended = False
+
+    @property
+    def last(self) -> Program | None:
+        """The only one that did not end, if others did."""
+        return next(iter(self.programs.values())) if self.some_ended and len(self.programs) == 1 else None
 
 
 class Turn:
@@ -155,6 +161,7 @@ class Program:
         "hold_until_s",
         "idle",
         "in_flight",
+        "larger_tokens_total",
         "let_go_after_s",
         "lost",
         "marked",
@@ -197,6 +204,8 @@ class Program:
         self.claim_tokens = 0
         """c of the paper: what it claims while active, what it would claim if it were restored."""
         self.first_prompt_tokens = 0
+        self.larger_tokens_total = 0
+        """By how much it was larger than its first prompt, summed over its turns."""
         self.growth_tokens = 0
         """What it is expected to grow by, beyond its claim, until it is as large as programs are in the mean."""
         self.reserve_tokens = 0
@@ -224,7 +233,7 @@ class Program:
     @property
     def is_last_of_group(self) -> bool:
         """Whether it is in a group, all others of which ended."""
-        return self.group is not None and self.group.live_count == 1
+        return self.group is not None and self.group.last is self
 
     @property
     def waiting_since_s(self) -> float:

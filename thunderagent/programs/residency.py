@@ -15,6 +15,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
+PROGRAMS_COUNT = 10_000
+"""Programs without a turn that are remembered: where the memory's size is not known nothing else bounds them."""
+
 
 class Residency:
     """What lies in one replica's memory, by the generation of the program, which is unique."""
@@ -31,6 +34,9 @@ class Residency:
 
     def __repr__(self) -> str:
         return f"<Residency {self._used_tokens} in use, {self._idle_tokens} idle, of {self.capacity_tokens} tokens>"
+
+    def __len__(self) -> int:
+        return len(self._used) + len(self._idle)
 
     def resident_tokens(self, generation: int) -> int:
         """Return how many tokens of a program lie there."""
@@ -51,6 +57,8 @@ class Residency:
         self._used_tokens -= used_tokens
         self._idle[generation] = tokens
         self._idle_tokens += tokens
+        if len(self._idle) > PROGRAMS_COUNT:
+            self._idle_tokens -= self._idle.popitem(last=False)[1]
         self._shrink()
 
     def report(self, generation: int, tokens: int) -> None:

@@ -420,15 +420,30 @@ class Scheduler:
     # --- groups and prefixes ----------------------------------------------------------------------------------------
 
     def _join_group(self, program: Program, group_id: str) -> None:
-        if group_id:
-            program.group = self.groups.setdefault(group_id, Group(group_id))
-            program.group.live_count += 1
+        if not group_id:
+            return
+        group = program.group = self.groups.setdefault(group_id, Group(group_id))
+        last = group.last
+        group.programs[program.program_id] = program
+        if last is not None:
+            self._rank_anew(last)
 
     def _leave_group(self, program: Program) -> None:
-        if program.group is not None:
-            program.group.live_count -= 1
-            if not program.group.live_count:
-                del self.groups[program.group.group_id]
+        group = program.group
+        if group is None:
+            return
+        del group.programs[program.program_id]
+        group.some_ended = True
+        if not group.programs:
+            del self.groups[group.group_id]
+        elif group.last is not None:
+            self._rank_anew(group.last)
+
+    def _rank_anew(self, program: Program) -> None:
+        """Put an active program in its place again that became the last of its group, or is it no longer."""
+        if program.status is Status.ACTIVE:
+            self._lift(program)
+            self._put(program)
 
     def _set_prefix(self, program: Program, branch: Branch, cuts: Sequence[PrefixCut]) -> None:
         account = None

@@ -48,14 +48,13 @@ class Shares:
 
     def tokens_on(self, program: Program, replica_id: str) -> int:
         """Return how many tokens of a program lie on a replica because others claim them there."""
-        return sum(self.tree.shared_tokens(branch.prefix, replica_id) for branch in program.branches.values())
-
-    def own_tokens(self, program: Program, tokens: int) -> int:
-        """Return `tokens` of an active program without what it has in common with others there."""
-        others_count = 2 if program.status is Status.ACTIVE else 1
-        shared_tokens = sum(
-            self.tree.shared_tokens(branch.prefix, program.replica_id or "", with_count=others_count)
+        counted_itself = program.status is Status.ACTIVE and program.replica_id == replica_id
+        return sum(
+            self.tree.shared_tokens(branch.prefix, replica_id, with_count=2 if counted_itself else 1)
             for branch in program.branches.values()
             if branch.prefix
         )
-        return max(0, tokens - shared_tokens)
+
+    def own_tokens(self, program: Program, tokens: int) -> int:
+        """Return `tokens` of a program without what it has in common with others on its replica."""
+        return max(0, tokens - self.tokens_on(program, program.replica_id or ""))

@@ -21,7 +21,7 @@ For tools whose hazard falls with time, as most do, G is the hazard itself.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections import OrderedDict
 from math import inf
 
@@ -64,16 +64,16 @@ class _LifeTable:
         self.refresh_at_count = 0.0
         self.rates: list[float] = []
 
-    def add(self, leaves: list[float], seconds: float, weight: float) -> None:
-        leaves[bisect_right(EDGES_S, seconds)] += weight
-        self.count += weight
+    def add(self, leaves: list[float], away_s: float, count: float) -> None:
+        leaves[bisect_right(EDGES_S, away_s)] += count
+        self.count += count
         if self.count > REMEMBERED_COUNT:
             self.returned = [count / 2 for count in self.returned]
             self.away = [count / 2 for count in self.away]
             self.count /= 2
             self.refresh_at_count = 0.0
 
-    def return_ratios(self, guess: list[float], guess_weight: float) -> list[float]:
+    def return_ratios(self, guess: list[float], guess_count: float) -> list[float]:
         """Return, for each interval, which part of those still away at its start return in it."""
         at_risk = 0.0
         ratios = []
@@ -81,7 +81,7 @@ class _LifeTable:
             returned, away = self.returned[index], max(0.0, self.away[index])
             # Who left in the interval without returning was at risk for half of it, in the mean.
             exposed = at_risk + returned + away / 2
-            ratios.append((returned + guess_weight * guess[index]) / (exposed + guess_weight))
+            ratios.append((returned + guess_count * guess[index]) / (exposed + guess_count))
             at_risk += returned + away
         ratios.reverse()
         return ratios
@@ -101,21 +101,21 @@ class ToolTimes:
     def __len__(self) -> int:
         return len(self._by_name)
 
-    def returned(self, name: str, seconds: float) -> None:
+    def returned(self, name: str, away_s: float) -> None:
         """Learn that a program came back so long after its tool began."""
         for table in (self._all, self._table(name)):
-            table.add(table.returned, seconds, 1.0)
+            table.add(table.returned, away_s, 1.0)
 
-    def let_go(self, name: str, seconds: float) -> None:
+    def let_go(self, name: str, away_s: float) -> None:
         """Learn that a program was not back after so long, when its memory was given away or it ended."""
         for table in (self._all, self._table(name)):
-            table.add(table.away, seconds, 1.0)
+            table.add(table.away, away_s, 1.0)
 
-    def came_back_late(self, name: str, let_go_after_s: float, seconds: float) -> None:
+    def came_back_late(self, name: str, let_go_after_s: float, away_s: float) -> None:
         """Learn that a program that was let go came back in the end: `let_go` was not the last of it."""
         for table in (self._all, self._table(name)):
             table.add(table.away, let_go_after_s, -1.0)
-            table.add(table.returned, seconds, 1.0)
+            table.add(table.returned, away_s, 1.0)
 
     def hold_s(self, name: str, threshold_s: float) -> float:
         """Return how long after the begin of a tool it pays to hold: until G·threshold falls to 1.
@@ -131,7 +131,7 @@ class ToolTimes:
 
     def return_rate_per_s(self, name: str, elapsed_s: float) -> float:
         """Return G for a tool that has run for `elapsed_s`."""
-        return self._rates(name)[bisect_left(EDGES_S, elapsed_s)]
+        return self._rates(name)[bisect_right(EDGES_S, elapsed_s)]
 
     def _table(self, name: str) -> _LifeTable:
         table = self._by_name.get(name)

@@ -117,6 +117,11 @@ class SchedulerView:
         return self._scheduler.knowledge.break_even_s
 
     @property
+    def growth_tokens_per_s(self) -> float:
+        """See `View`."""
+        return self._scheduler.knowledge.growth.tokens_per_s
+
+    @property
     def median_residence_s(self) -> float:
         """See `View`."""
         return self._scheduler.knowledge.median_residence_s

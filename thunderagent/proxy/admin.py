@@ -14,10 +14,10 @@ from thunderagent.proxy.replicas import Replicas
 from thunderagent.proxy.reports import (
     Report,
     program_page,
-    program_story,
     queue_report,
     replica_reports,
 )
+from thunderagent.proxy.story import program_story
 from thunderagent.runtime import Runtime
 
 MAX_PAGE = 1000
@@ -89,11 +89,11 @@ class Admin:
         return _json(program_page(self._runtime, status=status, phase=phase, offset=offset, limit=limit))
 
     async def program(self, request: web.Request) -> web.Response:
-        """Tell one program's state and story."""
+        """Tell one program's state, why it waits, and its story."""
         program = self._runtime.scheduler.table.get(request.match_info["program_id"])
         if program is None:
             raise NotFoundError(f"there is no live program {request.match_info['program_id']!r}")
-        return _json(program_story(program, self._runtime.now_s()))
+        return _json(program_story(self._runtime, program))
 
     async def release(self, request: web.Request) -> web.Response:
         """End programs. Idempotent: an id that is not known is no error."""

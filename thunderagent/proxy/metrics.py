@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
+from math import isfinite
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -51,6 +52,7 @@ class StateCollector:
         yield from self._programs()
         yield from self._counts()
         yield from self._replica_sums()
+        yield from self._learned()
 
     def _programs(self) -> Iterator[Metric]:
         programs = GaugeMetricFamily(
@@ -95,6 +97,16 @@ class StateCollector:
             "capacity": GaugeMetricFamily(
                 "thunderagent_capacity_tokens", "Tokens in a replica's KV pool; absent if unknown.", labels=["replica"]
             ),
+            "limit": GaugeMetricFamily(
+                "thunderagent_replica_limit_tokens",
+                "Tokens that may be claimed on a replica: its capacity, corrected by what was lost; absent if unknown.",
+                labels=["replica"],
+            ),
+            "shared": GaugeMetricFamily(
+                "thunderagent_replica_shared_tokens",
+                "Tokens that several programs on a replica claim in common, counted once in the demand.",
+                labels=["replica"],
+            ),
             "unknown": GaugeMetricFamily(
                 "thunderagent_capacity_unknown", "1 if a replica's capacity is not known: an alarm.", labels=["replica"]
             ),
@@ -116,14 +128,35 @@ class StateCollector:
             scheduler.ledger.settle(account, self._runtime.now_s())
             gauges["up"].add_metric([replica_id], int(replica.open_to_programs))
             gauges["demand"].add_metric([replica_id], account.demand_tokens)
+            gauges["shared"].add_metric([replica_id], account.shared_tokens)
             gauges["turns"].add_metric([replica_id], account.turn_count)
             gauges["unknown"].add_metric([replica_id], int(account.capacity_tokens is None))
             if account.capacity_tokens is not None:
                 gauges["capacity"].add_metric([replica_id], account.capacity_tokens)
+                gauges["limit"].add_metric([replica_id], account.limit_tokens)
             for term, token_seconds in asdict(account.costs).items():
                 costs.add_metric([replica_id, term.removesuffix("_token_s")], token_seconds)
         yield from gauges.values()
         yield costs
+
+    def _learned(self) -> Iterator[Metric]:
+        knowledge = self._runtime.scheduler.knowledge
+        yield GaugeMetricFamily(
+            "thunderagent_break_even_seconds",
+            "Time in which the largest replica could prefill its whole memory, as learned.",
+            knowledge.break_even_s,
+        )
+        yield GaugeMetricFamily(
+            "thunderagent_prefill_seconds_per_token",
+            "Time to prefill a token of a prompt that is not cached, as learned.",
+            knowledge.prefill_speed.token_s,
+        )
+        residence_s = knowledge.median_residence_s
+        yield GaugeMetricFamily(
+            "thunderagent_median_residence_seconds",
+            "Median time between a program's first turn and its end; absent until one ended.",
+            residence_s if isfinite(residence_s) else None,
+        )
 
 
 def exposition(registry: CollectorRegistry) -> bytes:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from math import isfinite
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -16,16 +18,6 @@ class Report(BaseModel):
     """Base of all reports."""
 
     model_config = ConfigDict(frozen=True)
-
-
-class StoryReport(Report):
-    """One happening in a program's life."""
-
-    ago_s: float
-    what: str
-    why: str
-    replica_id: str | None
-    claim_tokens: int
 
 
 class ProgramReport(Report):
@@ -54,12 +46,6 @@ class ProgramReport(Report):
     held_s_total: float
 
 
-class ProgramStoryReport(ProgramReport):
-    """A program now, and how it came there."""
-
-    story: list[StoryReport]
-
-
 class ProgramPage(Report):
     """Some of the programs, the oldest first."""
 
@@ -79,12 +65,16 @@ class ReplicaReport(Report):
     draining: bool
     why_down: str
     capacity_tokens: int | None
+    capacity_ratio: float = Field(description="part of the capacity that may be claimed, as corrected by what was lost")
+    limit_tokens: int | None = Field(description="tokens that may be claimed; null if the capacity is not known")
     demand_tokens: int
     weighed_tokens: float
     reasoning_tokens: int
     acting_tokens: int
     marked_tokens: int
     other_tokens: int
+    shared_tokens: int = Field(description="claimed more than once, and in the demand once")
+    growth_tokens: int = Field(description="what programs are expected to grow by beyond their claims")
     reasoning_count: int
     acting_count: int
     turns_in_flight_count: int
@@ -105,25 +95,11 @@ class QueueReport(Report):
 
 def program_report(program: Program, now_s: float) -> ProgramReport:
     """Report on one program."""
-    return ProgramReport(**_program_fields(program, now_s))
+    return ProgramReport(**program_fields(program, now_s))
 
 
-def program_story(program: Program, now_s: float) -> ProgramStoryReport:
-    """Report on one program with its story, oldest happening first."""
-    story = [
-        StoryReport(
-            ago_s=round(now_s - entry.now_s, 3),
-            what=entry.what,
-            why=entry.why,
-            replica_id=entry.replica_id,
-            claim_tokens=entry.tokens,
-        )
-        for entry in program.story()
-    ]
-    return ProgramStoryReport(**_program_fields(program, now_s), story=story)
-
-
-def _program_fields(program: Program, now_s: float) -> dict[str, object]:
+def program_fields(program: Program, now_s: float) -> dict[str, Any]:
+    """Return the fields of a `ProgramReport`."""
     first_held: Turn | None = next(iter(program.held.values()), None)
     acting = program.phase is Phase.ACTING
     return {
@@ -189,12 +165,16 @@ def replica_reports(runtime: Runtime, replicas: Replicas) -> list[ReplicaReport]
                 draining=replica is not None and replica.draining,
                 why_down=known.why_down,
                 capacity_tokens=account.capacity_tokens,
+                capacity_ratio=round(account.capacity_ratio, 4),
+                limit_tokens=int(account.limit_tokens) if isfinite(account.limit_tokens) else None,
                 demand_tokens=account.demand_tokens,
                 weighed_tokens=round(account.weighed_tokens(now_s), 1),
                 reasoning_tokens=account.reasoning_tokens,
                 acting_tokens=account.acting_tokens,
                 marked_tokens=account.marked_tokens,
                 other_tokens=account.other_tokens,
+                shared_tokens=account.shared_tokens,
+                growth_tokens=account.growth_tokens,
                 reasoning_count=account.reasoning_count,
                 acting_count=account.acting_count,
                 turns_in_flight_count=account.turn_count,

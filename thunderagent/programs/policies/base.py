@@ -42,16 +42,14 @@ class ClaimRules:
 
     `half_life_s` is that of an acting program's weight in `AccountView.weighed_tokens`; `inf` never decays, 0 counts
     nothing. Every program claims beyond its context what its next turn is expected to add: with a `growth_quantile`
-    over 0 that quantile of what turns were seen to add, until then and else `reserve_tokens`. Apart from that,
-    `growth_tokens` say what programs will grow by in the next `growth_horizon_ratio` break-even times. With
-    `share_prefixes` what programs on a replica have in common is in its demand once. With `adapt_capacity` the capacity
+    over 0 that quantile of what turns were seen to add, until then and else `reserve_tokens`. With `share_prefixes`
+    what programs on a replica have in common is in its demand once. With `adapt_capacity` the capacity
     is corrected by what is found lost (`AccountView.limit_tokens`).
     """
 
     half_life_s: float = inf
     reserve_tokens: int = 0
     growth_quantile: float = 0.0
-    growth_horizon_ratio: float = 0.0
     share_prefixes: bool = False
     adapt_capacity: bool = False
 
@@ -109,7 +107,7 @@ class ProgramView(Protocol):
 
     @property
     def growth_tokens(self) -> int:
-        """What it is expected to grow by beyond that, within the `growth_horizon_ratio` of the policy."""
+        """What it is expected to grow by beyond that, until it is as large as programs are in the mean."""
 
 
 class AccountView(Protocol):
@@ -232,6 +230,10 @@ class View(Protocol):
     @property
     def break_even_s(self) -> float:
         """Seconds in which the largest replica could prefill its whole memory, as learned."""
+
+    @property
+    def growth_tokens_per_s(self) -> float:
+        """How fast a program grows while it is not paused, as learned; infinite until then."""
 
     @property
     def median_residence_s(self) -> float:

@@ -37,7 +37,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import inf
+from math import hypot, inf
 from typing import ClassVar
 
 from thunderagent.errors import ConfigurationError
@@ -70,7 +70,7 @@ class BreakEven:
     high_ratio: float = 1.0
     growth_quantile: float = 0.75
     reserve_tokens: int = 256
-    foresight_ratio: float = 3.0
+    foresight_ratio: float = 1.5
     share_prefixes: bool = True
     adapt_capacity: bool = True
     pass_count: int = 4
@@ -98,7 +98,6 @@ class BreakEven:
         return ClaimRules(
             reserve_tokens=self.reserve_tokens,
             growth_quantile=self.growth_quantile,
-            growth_horizon_ratio=self.foresight_ratio,
             share_prefixes=self.share_prefixes,
             adapt_capacity=self.adapt_capacity,
         )
@@ -122,11 +121,13 @@ class BreakEven:
             return Placement(home, Reason.HOME)
         head = view.first_waiting()
         if head is None or view.comes_before_all_waiting(program):
-            return self._find(view, program, candidates, make_room=True)
+            return self._find(view, program, candidates, home, make_room=True)
         if not self.pass_count:
             return Placement(None, Reason.QUEUE_AHEAD)
         others = _without(candidates, self._reserved(view, head))
-        return self._find(view, program, others, make_room=False) if others else Placement(None, Reason.QUEUE_AHEAD)
+        if not others:
+            return Placement(None, Reason.QUEUE_AHEAD)
+        return self._find(view, program, others, home, make_room=False)
 
     def balance(self, view: View, moment: Moment) -> None:
         """Pause where claims are over the capacity, and let in who fits.
@@ -144,7 +145,7 @@ class BreakEven:
     def _let_in(self, view: View, replicas: Sequence[ReplicaView]) -> None:
         """Let in those who wait, the oldest first, until it does not fit; then a few that do."""
         while (head := view.first_waiting()) is not None:
-            placement = self._find(view, head, replicas, make_room=True)
+            placement = self._find(view, head, replicas, view.replica(head.replica_id), make_room=True)
             if placement.replica is None:
                 break
             view.propose_restore(head, placement.replica, placement.reason)
@@ -156,7 +157,7 @@ class BreakEven:
         if not others:
             return
         for program in self._followers(view):
-            placement = self._find(view, program, others, make_room=False)
+            placement = self._find(view, program, others, view.replica(program.replica_id), make_room=False)
             if placement.replica is not None:
                 view.propose_restore(program, placement.replica, placement.reason)
 
@@ -175,18 +176,26 @@ class BreakEven:
         """Return the replica that takes nobody else in, once the head of the queue has waited for long enough."""
         if view.now_s - head.waiting_since_s <= self.wait_ratio * view.median_residence_s:
             return None
-        return self._roomiest(view.replicas, head)
+        return self._roomiest(view, view.replicas, head)
 
     # --- placing ----------------------------------------------------------------------------------------------------
 
     def _find(
-        self, view: View, program: ProgramView, candidates: Sequence[ReplicaView], *, make_room: bool
+        self,
+        view: View,
+        program: ProgramView,
+        candidates: Sequence[ReplicaView],
+        home: ReplicaView | None,
+        *,
+        make_room: bool,
     ) -> Placement:
-        """Return where a paused program could be active; with `make_room`, those who expired make room for it."""
-        roomiest = self._roomiest(candidates, program)
+        """Return where a paused program could be active; with `make_room`, those who expired make room for it.
+
+        `home` need not be among the candidates: it may be worth to wait for.
+        """
+        roomiest = self._roomiest(view, candidates, program)
         if self._is_oversize(view, program, roomiest):
             return Placement(roomiest, Reason.OVERSIZE)
-        home = view.replica(program.replica_id)
         if home is not None:
             if home in candidates and self._fits(view, program, home, make_room=make_room):
                 return Placement(home, Reason.FITS)
@@ -208,25 +217,40 @@ class BreakEven:
 
     def _fits(self, view: View, program: ProgramView, replica: ReplicaView, *, make_room: bool) -> bool:
         """Say whether a program fits, if need be after those went who expired; one that would be alone always does."""
-        needed_tokens = view.claim_tokens_on(program, replica) + (0 if program.turn_count else program.growth_tokens)
-        while replica.account.active_count and self._free_tokens(replica.account, program) < needed_tokens:
+        grown_tokens = self._foreseen_tokens(view, program)
+        needed_tokens = view.claim_tokens_on(program, replica) + min(program.growth_tokens, grown_tokens)
+        while replica.account.active_count and self._free_tokens(replica.account, grown_tokens) < needed_tokens:
             expired = view.first_expired(replica) if make_room else None
             if expired is None or not view.propose_pause(expired, Reason.EXPIRED):
                 return False
         return True
 
-    def _roomiest(self, candidates: Sequence[ReplicaView], program: ProgramView) -> ReplicaView:
+    def _foreseen_tokens(self, view: View, program: ProgramView) -> float:
+        """Return for how much growth of each program on a replica there must be room, if `program` is let in.
+
+        In t seconds it uses c·t + r·t²/2 of memory, and if it is to go then, c + r·t tokens are computed again, each of
+        which is worth holding for the break-even time T: until t = (r·T - c + √(c² + r²·T²)) / r that does not pay.
+        """
+        rate, claim_tokens = view.growth_tokens_per_s, program.claim_tokens
+        if program.turn_count:
+            return 0.0
+        if rate == inf or not self.foresight_ratio:
+            return rate if self.foresight_ratio else 0.0
+        grown_tokens = rate * self.foresight_ratio * view.break_even_s
+        return grown_tokens - claim_tokens + hypot(claim_tokens, grown_tokens)
+
+    def _roomiest(self, view: View, candidates: Sequence[ReplicaView], program: ProgramView) -> ReplicaView:
         """Return the replica with most room; among equals, as where no capacity is known, that with least on it."""
-        return max(candidates, key=lambda replica: self._order_of_room(replica, program))
+        grown_tokens = self._foreseen_tokens(view, program)
+        return max(candidates, key=lambda replica: self._order_of_room(replica.account, grown_tokens))
 
-    def _order_of_room(self, replica: ReplicaView, program: ProgramView) -> tuple[float, int, int]:
-        account = replica.account
-        return self._free_tokens(account, program), -account.turn_count, -account.demand_tokens
+    def _order_of_room(self, account: AccountView, grown_tokens: float) -> tuple[float, int, int]:
+        return self._free_tokens(account, grown_tokens), -account.turn_count, -account.demand_tokens
 
-    def _free_tokens(self, account: AccountView, program: ProgramView) -> float:
-        """Return what nobody claims, nor will by growing if the program comes for the first time."""
-        free_tokens = self.low_ratio * account.limit_tokens - account.demand_tokens
-        return free_tokens if program.turn_count else free_tokens - account.growth_tokens
+    def _free_tokens(self, account: AccountView, grown_tokens: float) -> float:
+        """Return what nobody claims, nor will by growing; one program grows by `grown_tokens`, as far as foreseen."""
+        growth_tokens = min(account.growth_tokens, account.active_count * grown_tokens)
+        return self.low_ratio * account.limit_tokens - account.demand_tokens - growth_tokens
 
     # --- relieving --------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,175 @@
+"""What the admin API says about one program: how it came to where it is, and what must happen for it to go on.
+
+All figures are facts of the scheduler: they hold whatever the policy is. Which of them decides is the policy's matter,
+so the sentence that is made of them says what is missing, and leaves open what a policy keeps free besides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import isfinite
+
+from pydantic import Field
+
+from thunderagent.programs.decisions import Reason
+from thunderagent.programs.lifecycle import Phase, Status
+from thunderagent.programs.program import Program
+from thunderagent.programs.scheduler import Scheduler
+from thunderagent.programs.view import SchedulerView
+from thunderagent.proxy.reports import ProgramReport, Report, program_fields
+from thunderagent.runtime import Runtime
+
+
+class StoryReport(Report):
+    """One happening in a program's life."""
+
+    ago_s: float
+    what: str
+    why: str
+    replica_id: str | None
+    claim_tokens: int
+
+
+class RoomReport(Report):
+    """A replica that a program could go to, in tokens."""
+
+    replica_id: str
+    free_tokens: int | None = Field(description="what nobody claims; less than 0 if more is claimed than there is")
+    needed_tokens: int = Field(description="what the program would add, without what others there claim already")
+    missing_tokens: int
+    growth_tokens: int = Field(
+        description="what programs there will grow by soon, and this one if it is new: 0 if the policy does not ask"
+    )
+    resident_tokens: int = Field(description="of its history, what is expected to lie in memory there")
+    is_home: bool
+
+
+class WaitingReport(Report):
+    """Why a program's turns are held."""
+
+    reason: str
+    for_s: float
+    ahead_count: int = Field(description="programs before it in the queue")
+    claim_tokens: int
+    replicas: list[RoomReport]
+    what_must_happen: str
+
+
+class HoldingReport(Report):
+    """A program that keeps its claim while its tool runs."""
+
+    tool: str
+    for_s: float
+    hold_until_in_s: float | None = Field(
+        description="less than 0: others get its room if they need it; null: for ever"
+    )
+
+
+class ProgramStoryReport(ProgramReport):
+    """A program now, why it waits or what it holds, and how it came there."""
+
+    waiting: WaitingReport | None
+    holding: HoldingReport | None
+    story: list[StoryReport]
+
+
+def program_story(runtime: Runtime, program: Program) -> ProgramStoryReport:
+    """Report on one program with its story, oldest happening first. Costs O(n log n) of n programs that wait."""
+    now_s = runtime.now_s()
+    story = [
+        StoryReport(
+            ago_s=round(now_s - entry.now_s, 3),
+            what=entry.what,
+            why=entry.why,
+            replica_id=entry.replica_id,
+            claim_tokens=entry.tokens,
+        )
+        for entry in program.story()
+    ]
+    return ProgramStoryReport(
+        **program_fields(program, now_s),
+        waiting=_waiting(runtime.scheduler, program, now_s),
+        holding=_holding(program, now_s),
+        story=story,
+    )
+
+
+def _waiting(scheduler: Scheduler, program: Program, now_s: float) -> WaitingReport | None:
+    if program.status is not Status.PAUSED or not program.held:
+        return None
+    waiting = list(scheduler.queue.reasoning)
+    ahead_count = waiting.index(program)
+    rooms = _rooms(scheduler, program)
+    return WaitingReport(
+        reason=program.hold_reason,
+        for_s=round(now_s - program.waiting_since_s, 3),
+        ahead_count=ahead_count,
+        claim_tokens=program.claim_tokens,
+        replicas=rooms,
+        what_must_happen=_what_must_happen(rooms, program, ahead_count),
+    )
+
+
+def _rooms(scheduler: Scheduler, program: Program) -> list[RoomReport]:
+    view = SchedulerView(scheduler)
+    rooms = []
+    for replica in scheduler.open_replicas:
+        account = replica.account
+        free_tokens = int(account.limit_tokens) - account.demand_tokens if isfinite(account.limit_tokens) else None
+        needed_tokens = view.claim_tokens_on(program, replica)
+        rooms.append(
+            RoomReport(
+                replica_id=replica.replica_id,
+                free_tokens=free_tokens,
+                needed_tokens=needed_tokens,
+                missing_tokens=0 if free_tokens is None else max(0, needed_tokens - free_tokens),
+                growth_tokens=account.growth_tokens + (0 if program.turn_count else program.growth_tokens),
+                resident_tokens=min(program.claim_tokens, view.resident_tokens(program, replica)),
+                is_home=replica.replica_id == program.replica_id,
+            )
+        )
+    return rooms
+
+
+def _what_must_happen(rooms: Sequence[RoomReport], program: Program, ahead_count: int) -> str:
+    """Say in one sentence what a program waits for: who is before it, and room where least is missing, or at home."""
+    if not rooms:
+        return "a replica must come up"
+    at_home = [room for room in rooms if room.is_home and program.hold_reason == Reason.HOME_SOON]
+    room = min(
+        at_home or rooms, key=lambda room: (room.missing_tokens, -room.resident_tokens, -(room.free_tokens or 0))
+    )
+    first = ""
+    if ahead_count:
+        first = f"{ahead_count:,} {'program goes' if ahead_count == 1 else 'programs go'} first; then "
+    return first + _what_is_missing(room, program, is_first=not ahead_count)
+
+
+def _what_is_missing(room: RoomReport, program: Program, *, is_first: bool) -> str:
+    where = room.replica_id
+    if room.resident_tokens:
+        where += f", where {room.resident_tokens:,} tokens of its {'history' if program.turn_count else 'prompt'} lie"
+    if room.missing_tokens:
+        patience = ", or it has waited for longer than to compute them elsewhere takes"
+        otherwise = patience if room.is_home and program.hold_reason == Reason.HOME_SOON else ""
+        return f"{room.missing_tokens:,} tokens must become free on {where}{otherwise}"
+    to_grow_tokens = room.needed_tokens + room.growth_tokens - (room.free_tokens or 0)
+    if room.free_tokens is not None and not program.turn_count and room.growth_tokens and to_grow_tokens > 0:
+        return (
+            f"{to_grow_tokens:,} tokens must become free on {where}: it fits beside what is claimed there, but not "
+            f"beside the {room.growth_tokens:,} tokens that programs there will grow by soon"
+        )
+    if is_first:
+        return f"the policy must let it in: it fits on {where}, but the policy keeps room free, or limits who is active"
+    return f"it fits on {where}"
+
+
+def _holding(program: Program, now_s: float) -> HoldingReport | None:
+    if program.status is not Status.ACTIVE or program.phase is not Phase.ACTING:
+        return None
+    until_in_s = program.hold_until_s - now_s
+    return HoldingReport(
+        tool=program.tool,
+        for_s=round(now_s - program.acting_since_s, 3),
+        hold_until_in_s=round(until_in_s, 3) if isfinite(until_in_s) else None,
+    )
