@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from zlib import crc32
 
 from thunderagent.programs.decisions import Decision, Grant, Reason, Reject, Restore
 from thunderagent.programs.events import (
@@ -13,6 +14,7 @@ from thunderagent.programs.events import (
     ReplicaDraining,
     ReplicaPolled,
     ReplicaUp,
+    ResidencyReported,
     Tick,
     TurnAbandoned,
     TurnArrived,
@@ -81,11 +83,25 @@ class Driver:
 
     # --- turns
 
-    def arrives(self, program_id: str | None, tokens: int = 0, *, branch: str = "", avoid: str | None = None) -> int:
-        """Let a turn arrive whose prompt is estimated at `tokens`; return its id."""
+    def arrives(
+        self,
+        program_id: str | None,
+        tokens: int = 0,
+        *,
+        branch: str = "",
+        avoid: str | None = None,
+        prefix: Mapping[str, int] | None = None,
+        group: str = "",
+    ) -> int:
+        """Let a turn arrive whose prompt is estimated at `tokens`; return its id.
+
+        `prefix` are places in the prompt: a name for all before it, and the tokens before it.
+        """
         self._turn_count += 1
         turn_id = self._turn_count
-        self.send(TurnArrived(self.now_s, turn_id, program_id, branch, tokens * BYTES_PER_TOKEN, avoid))
+        cuts = tuple((crc32(name.encode()), tokens * BYTES_PER_TOKEN) for name, tokens in (prefix or {}).items())
+        size_bytes = tokens * BYTES_PER_TOKEN
+        self.send(TurnArrived(self.now_s, turn_id, program_id, branch, size_bytes, avoid, cuts, group))
         return turn_id
 
     def starts(self, turn_id: int) -> list[Decision]:
@@ -95,9 +111,15 @@ class Driver:
         return self.send(TurnProgressed(self.now_s, turn_id, output))
 
     def finishes(
-        self, turn_id: int, prompt: int | None = None, output: int | None = 0, cached: int | None = None
+        self,
+        turn_id: int,
+        prompt: int | None = None,
+        output: int | None = 0,
+        cached: int | None = None,
+        *,
+        tool: str = "",
     ) -> list[Decision]:
-        return self.send(TurnFinished(self.now_s, turn_id, prompt, output, cached))
+        return self.send(TurnFinished(self.now_s, turn_id, prompt, output, cached, tool))
 
     def fails(self, turn_id: int) -> list[Decision]:
         return self.send(TurnFailed(self.now_s, turn_id))
@@ -105,11 +127,20 @@ class Driver:
     def is_abandoned(self, turn_id: int) -> list[Decision]:
         return self.send(TurnAbandoned(self.now_s, turn_id))
 
-    def takes_turn(self, program_id: str, tokens: int, *, branch: str = "") -> int:
+    def takes_turn(
+        self,
+        program_id: str,
+        tokens: int,
+        *,
+        branch: str = "",
+        prefix: Mapping[str, int] | None = None,
+        group: str = "",
+        tool: str = "",
+    ) -> int:
         """Let a turn arrive, be granted and finish with a prompt of `tokens`: the program acts then."""
-        turn_id = self.arrives(program_id, tokens, branch=branch)
+        turn_id = self.arrives(program_id, tokens, branch=branch, prefix=prefix, group=group)
         assert turn_id in self.granted_on, f"{program_id} was not granted its turn"
-        self.finishes(turn_id, tokens)
+        self.finishes(turn_id, tokens, tool=tool)
         return turn_id
 
     # --- programs and replicas
@@ -123,6 +154,20 @@ class Driver:
     def comes_up(self, replica_id: str, capacity_tokens: int | None = None) -> list[Decision]:
         self.send(ReplicaPolled(self.now_s, replica_id, capacity_tokens))
         return self.send(ReplicaUp(self.now_s, replica_id))
+
+    def is_polled(
+        self,
+        replica_id: str = "r0",
+        *,
+        hit_ratio: float | None = None,
+        query_tokens: int | None = None,
+        preemption_count: int | None = None,
+    ) -> list[Decision]:
+        return self.send(ReplicaPolled(self.now_s, replica_id, None, hit_ratio, query_tokens, preemption_count))
+
+    def reports(self, replica_id: str, **resident_tokens: int) -> list[Decision]:
+        """Let an engine say what lies in its memory of each program."""
+        return self.send(ResidencyReported(self.now_s, replica_id, tuple(resident_tokens.items())))
 
     def goes_down(self, replica_id: str) -> list[Decision]:
         return self.send(ReplicaDown(self.now_s, replica_id))

@@ -42,7 +42,8 @@ class ServeConfig(BaseSettings):
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8300, ge=0, le=65535, description="port to listen on; 0 takes a free one")
     policy: str = Field(
-        "breakeven", description="breakeven, thunderagent, passthrough, sticky, cap, or package.module:Class of your own"
+        "breakeven",
+        description="breakeven, thunderagent, thunderagent-ports, cap, ttl, sticky, passthrough, or package.module:Class",
     )
     policy_args: Annotated[dict[str, str], NoDecode] = Field(
         {}, description="settings of the policy, as name=value; docs/policies.md has them all"

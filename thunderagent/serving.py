@@ -126,9 +126,7 @@ async def proxy(config: ServeConfig, runtime: Runtime, urls: tuple[str, ...]) ->
             client,
             replicas,
             poller,
-            turn_settings=TurnSettings(
-                retries_count=config.retries_count, names_programs=bool(config.kv_events)
-            ),
+            turn_settings=TurnSettings(retries_count=config.retries_count, names_programs=bool(config.kv_events)),
             max_body_bytes=config.max_body_bytes,
         )
         loops = (runtime.run, poller.run, *_kv_events_loops(config, runtime, endpoints))

@@ -131,6 +131,48 @@ async def test_a_program_tells_its_story() -> None:
         assert report["context_tokens"] == USAGE["total_tokens"]
 
 
+async def test_a_program_says_why_it_waits_and_what_it_holds() -> None:
+    """Who waits is told what must happen; who acts, until when its memory is worth holding; nobody both."""
+    async with fake_replica() as replica, running_proxy(replica.url, **cap(1)) as proxy:
+        await ask(proxy.url, "first")
+        held = asyncio.create_task(ask(proxy.url, "second"))
+        await until(lambda: proxy.runtime.held_count == 1)
+        report = (await get(proxy.url, "/programs/first")).json()
+        assert report["waiting"] is None
+        assert report["holding"].keys() == {"tool", "for_s", "hold_until_in_s"}
+        assert (report["holding"]["tool"], report["holding"]["hold_until_in_s"]) == ("", None)
+        report = (await get(proxy.url, "/programs/second")).json()
+        assert report["holding"] is None
+        waiting = report["waiting"]
+        assert (waiting["reason"], waiting["ahead_count"]) == ("no_room", 0)
+        assert 0 < waiting["for_s"] <= report["held_for_s"]
+        assert waiting["claim_tokens"] == report["claim_tokens"]
+        (room,) = waiting["replicas"]
+        assert room["replica_id"] == replica.replica_id
+        assert room["free_tokens"] == 1_000_000 - USAGE["total_tokens"]
+        assert waiting["what_must_happen"].startswith(f"the policy must let it in: it fits on {replica.replica_id}")
+        await post(proxy.url, "/programs/release", {"program_id": "first"})
+        await held
+
+
+async def test_who_waits_for_memory_is_told_how_much() -> None:
+    """The default policy, and a replica too small for two."""
+    async with fake_replica(capacity_tokens=1000) as replica, running_proxy(replica.url) as proxy:
+        gate = replica.behaviour = Gate()
+        first = asyncio.create_task(ask(proxy.url, "first", content="a" * 3000))
+        await replica.call()
+        held = asyncio.create_task(ask(proxy.url, "second", content="b" * 3000))
+        await until(lambda: proxy.runtime.held_count == 1)
+        waiting = (await get(proxy.url, "/programs/second")).json()["waiting"]
+        (room,) = waiting["replicas"]
+        assert room["missing_tokens"] == room["needed_tokens"] - room["free_tokens"] > 0
+        assert waiting["what_must_happen"].startswith(f"{room['missing_tokens']} tokens must become free on")
+        gate.open()
+        await first
+        await post(proxy.url, "/programs/release", {"program_id": "first"})
+        assert (await held).status == 200
+
+
 async def test_a_program_that_is_not_there_is_a_404() -> None:
     async with fake_replica() as replica, running_proxy(replica.url) as proxy:
         answer = await get(proxy.url, "/programs/nobody")
@@ -147,10 +189,25 @@ async def test_replicas_report_ledger_and_engine() -> None:
         first, second = report["replicas"]
         assert (first["replica_id"], first["url"], first["up"]) == (one.replica_id, one.url, True)
         assert (first["capacity_tokens"], first["demand_tokens"]) == (1_000_000, USAGE["total_tokens"])
+        assert (first["capacity_ratio"], first["limit_tokens"]) == (1.0, 1_000_000)
+        assert first["shared_tokens"] == 0
+        assert first["growth_tokens"] >= 0
         assert (first["acting_count"], first["reasoning_count"]) == (1, 0)
         assert first["engine"]["running_count"] == 2
         assert set(first["costs_token_s"]) == {"decode", "prefill", "recompute", "unused", "caching"}
         assert (second["up"], second["why_down"]) == (False, "connection refused")
+
+
+async def test_a_replica_of_unknown_capacity_has_no_limit() -> None:
+    """Null, which JSON has in place of infinity; and no sample in the metrics."""
+    async with fake_replica() as replica:
+        replica.metrics = None
+        async with running_proxy(replica.url) as proxy:
+            (report,) = (await get(proxy.url, "/replicas")).json()["replicas"]
+            assert (report["capacity_tokens"], report["limit_tokens"]) == (None, None)
+            samples = await metrics_of(proxy.url)
+            assert "thunderagent_replica_limit_tokens" not in samples
+            assert samples["thunderagent_replica_shared_tokens"] == {(replica.replica_id,): 0}
 
 
 async def test_the_queue_lists_who_waits_and_why() -> None:
@@ -181,6 +238,10 @@ FAMILIES = {
     "thunderagent_cost_token_seconds_total": ("replica", "term"),
     "thunderagent_demand_tokens": ("replica",),
     "thunderagent_capacity_tokens": ("replica",),
+    "thunderagent_replica_limit_tokens": ("replica",),
+    "thunderagent_replica_shared_tokens": ("replica",),
+    "thunderagent_break_even_seconds": (),
+    "thunderagent_prefill_seconds_per_token": (),
     "thunderagent_hold_seconds_count": (),
     "thunderagent_added_latency_seconds_count": (),
 }
@@ -222,12 +283,19 @@ async def test_metrics_count_what_happens() -> None:
         assert samples["thunderagent_decisions_total"]["grant", "fits"] == 1
         assert samples["thunderagent_demand_tokens"][replica.replica_id,] == USAGE["total_tokens"]
         assert samples["thunderagent_capacity_tokens"][replica.replica_id,] == 1_000_000
+        assert samples["thunderagent_replica_limit_tokens"][replica.replica_id,] == 1_000_000
+        assert samples["thunderagent_prefill_seconds_per_token"][()] > 0
+        assert samples["thunderagent_break_even_seconds"][()] == pytest.approx(
+            1_000_000 * samples["thunderagent_prefill_seconds_per_token"][()]
+        )
+        assert "thunderagent_median_residence_seconds" not in samples
         assert samples["thunderagent_cost_token_seconds_total"][replica.replica_id, "caching"] > 0
         gate = replica.behaviour = Gate()
         await post(proxy.url, "/programs/release", {"program_id": "first"})
         await replica.call(1)
         samples = await metrics_of(proxy.url)
         assert (samples["thunderagent_leases_active"][()], samples["thunderagent_turns_held"][()]) == (1, 0)
+        assert samples["thunderagent_median_residence_seconds"][()] > 0
         gate.open()
         await held
         samples = await metrics_of(proxy.url)

@@ -164,7 +164,7 @@ async def test_a_client_leaves_a_side_call() -> None:
 
 async def test_the_place_of_a_client_that_left_goes_to_the_next() -> None:
     """A turn that waits for memory is granted when the client of the turn before it leaves."""
-    policy = {"policy_args": {"delta_s": "0.05", "half_life_s": "0.05"}}
+    policy = {"policy": "thunderagent", "policy_args": {"delta_s": "0.05", "half_life_s": "0.05"}}
     async with fake_replica(Gate(), capacity_tokens=1000) as replica, running_proxy(replica.url, **policy) as proxy:
         async with Wire.open(proxy.url) as first, Wire.open(proxy.url) as second:
             send(first, "first", content="x" * 2800)
@@ -239,7 +239,7 @@ async def _leave_at_random(proxy: RunningProxy, number: int) -> None:
 
 async def test_a_thousand_clients_leave_at_random() -> None:
     """48 at a time, at any moment, with memory so short that most are held: afterwards every count is zero."""
-    policy = {"policy_args": {"delta_s": "0.02", "half_life_s": "0.02"}, "tick_s": 0.01}
+    policy = {"policy": "thunderagent", "policy_args": {"delta_s": "0.02", "half_life_s": "0.02"}, "tick_s": 0.01}
     tasks_before, sockets_before = len(asyncio.all_tasks()), sockets_count()
     async with (
         fake_replica(_slow_engine, capacity_tokens=4000) as one,

@@ -162,7 +162,7 @@ LOAD = LoadSpec(
 
 async def test_every_program_finishes_though_a_replica_is_killed_and_restarted() -> None:
     """Engines as processes, one killed with -9 in mid-load and started again on its port."""
-    policy = {"policy_args": {"delta_s": "0.2"}}
+    policy = {"policy": "thunderagent", "policy_args": {"delta_s": "0.2"}}
     async with engine(kv_tokens=4000, profile="demo") as one, contextlib.AsyncExitStack() as stack:
         other = await stack.enter_async_context(engine(kv_tokens=4000, profile="demo"))
         async with running_proxy(one.url, other.url, **policy) as proxy:
@@ -185,7 +185,7 @@ async def kill(process: CommandProcess) -> None:
     await process.process.wait()
 
 
-@pytest.mark.parametrize("policy", ["thunderagent", "passthrough", "sticky", "cap"])
+@pytest.mark.parametrize("policy", ["breakeven", "thunderagent", "passthrough", "sticky", "cap"])
 async def test_a_load_leaves_no_program_and_its_log_replays(
     policy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -335,7 +335,7 @@ async def test_a_program_larger_than_every_replica_hears_the_engines_own_words()
 async def test_memory_that_is_full_holds_a_turn_until_there_is_room() -> None:
     """With the paper's policy and an engine that is full, a turn waits, and goes on when the other program ended."""
     gate = Gate()
-    policy = {"policy_args": {"delta_s": "0.05"}}
+    policy = {"policy": "thunderagent", "policy_args": {"delta_s": "0.05"}}
     async with fake_replica(gate, capacity_tokens=1000) as replica, running_proxy(replica.url, **policy) as proxy:
         first = asyncio.create_task(ask(proxy.url, "first", content="x" * 2800))
         await replica.call()

@@ -19,6 +19,7 @@ from thunderagent.programs.events import (
     ReplicaDraining,
     ReplicaPolled,
     ReplicaUp,
+    ResidencyReported,
     Tick,
     TurnAbandoned,
     TurnArrived,
@@ -31,6 +32,7 @@ from thunderagent.programs.invariants import check
 from thunderagent.programs.scheduler import Scheduler, SchedulerSettings
 
 POLICY_SETTINGS = {
+    "breakeven": {"hold_ratio": 40.0, "reserve_tokens": 100, "foresight_ratio": 20.0, "wait_ratio": 0.3},
     "passthrough": {},
     "sticky": {},
     "cap": {"n": 2},
@@ -42,6 +44,11 @@ PROGRAMS = st.sampled_from([None, "a", "b", "c", "d", "e", "f"])
 REPLICAS = st.sampled_from(["r0", "r1", "r2"])
 BRANCHES = st.sampled_from(["", "", "sub"])
 TOKENS = st.integers(0, 1500)
+TOOLS = st.sampled_from(["", "ls", "make"])
+GROUPS = st.sampled_from(["", "g", "h"])
+PREFIXES = st.sampled_from(
+    [(), ((1, 400),), ((1, 400), (2, 1200)), ((1, 420), (3, 900)), ((1, 400), (2, 1100), (4, 5000)), ((5, 800),)]
+)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -79,11 +86,27 @@ class SchedulerMachine(RuleBasedStateMachine):
     def time_passes(self, elapsed_s: float) -> None:
         self.now_s += elapsed_s
 
-    @rule(target=turns, program_id=PROGRAMS, branch_id=BRANCHES, size=TOKENS, avoid=st.none() | REPLICAS)
-    def turn_arrives(self, program_id: str | None, branch_id: str, size: int, avoid: str | None) -> int:
+    @rule(
+        target=turns,
+        program_id=PROGRAMS,
+        branch_id=BRANCHES,
+        size=TOKENS,
+        avoid=st.none() | REPLICAS,
+        prefix=PREFIXES,
+        group_id=GROUPS,
+    )
+    def turn_arrives(
+        self,
+        program_id: str | None,
+        branch_id: str,
+        size: int,
+        avoid: str | None,
+        prefix: tuple[tuple[int, int], ...] = (),
+        group_id: str = "",
+    ) -> int:
         turn_id = self.next_turn_id
         self.next_turn_id += 1
-        self.send(TurnArrived(self.now_s, turn_id, program_id, branch_id, size * 4, avoid))
+        self.send(TurnArrived(self.now_s, turn_id, program_id, branch_id, size * 4, avoid, prefix, group_id))
         return turn_id
 
     @rule(target=turns, program_id=st.sampled_from(["a", "b"]), count=st.integers(2, 8))
@@ -98,11 +121,19 @@ class SchedulerMachine(RuleBasedStateMachine):
     def turn_progresses(self, turn_id: int, output: int) -> None:
         self.send(TurnProgressed(self.now_s, turn_id, output))
 
-    @rule(turn_id=consumes(turns), prompt=st.none() | TOKENS, output=st.none() | TOKENS, cached=st.none() | TOKENS)
-    def turn_finishes(self, turn_id: int, prompt: int | None, output: int | None, cached: int | None) -> None:
+    @rule(
+        turn_id=consumes(turns),
+        prompt=st.none() | TOKENS,
+        output=st.none() | TOKENS,
+        cached=st.none() | TOKENS,
+        tool=TOOLS,
+    )
+    def turn_finishes(
+        self, turn_id: int, prompt: int | None, output: int | None, cached: int | None, tool: str
+    ) -> None:
         turn = self.scheduler.turns.get(turn_id)
         if turn is not None and turn_id in self.answered:
-            self.send(TurnFinished(self.now_s, turn_id, prompt, output, cached))
+            self.send(TurnFinished(self.now_s, turn_id, prompt, output, cached, tool))
 
     @rule(turn_id=consumes(turns), failed=st.booleans())
     def turn_is_lost(self, turn_id: int, failed: bool) -> None:
@@ -134,9 +165,21 @@ class SchedulerMachine(RuleBasedStateMachine):
     def replica_drains(self, replica_id: str) -> None:
         self.send(ReplicaDraining(self.now_s, replica_id))
 
-    @rule(replica_id=REPLICAS, capacity=st.none() | st.integers(1, 6000), hits=st.none() | st.floats(0, 1))
-    def replica_is_polled(self, replica_id: str, capacity: int | None, hits: float | None) -> None:
-        self.send(ReplicaPolled(self.now_s, replica_id, capacity, hits))
+    @rule(
+        replica_id=REPLICAS,
+        capacity=st.none() | st.integers(1, 6000),
+        hits=st.none() | st.floats(0, 1),
+        queries=st.none() | st.integers(0, 20_000),
+        preemptions=st.none() | st.integers(0, 5),
+    )
+    def replica_is_polled(
+        self, replica_id: str, capacity: int | None, hits: float | None, queries: int | None, preemptions: int | None
+    ) -> None:
+        self.send(ReplicaPolled(self.now_s, replica_id, capacity, hits, queries, preemptions))
+
+    @rule(replica_id=REPLICAS, tokens=st.lists(st.tuples(PROGRAMS.filter(bool), TOKENS), max_size=4))
+    def residency_is_reported(self, replica_id: str, tokens: list[tuple[str, int]]) -> None:
+        self.send(ResidencyReported(self.now_s, replica_id, tuple(tokens)))
 
     @rule(elapsed_s=st.floats(0, 5))
     def tick(self, elapsed_s: float) -> None:
@@ -149,6 +192,25 @@ class SchedulerMachine(RuleBasedStateMachine):
         for account in self.scheduler.ledger.accounts.values():
             costs = account.costs
             assert min(asdict(costs).values()) >= 0
+
+    @invariant()
+    def what_is_learned_makes_sense(self) -> None:
+        scheduler = self.scheduler
+        members = {group_id: set(group.programs.values()) for group_id, group in scheduler.groups.items()}
+        grouped = {program for program in scheduler.table if program.group is not None}
+        assert set().union(*members.values()) == grouped
+        assert all(members.values())
+        for replica in scheduler.replicas.values():
+            programs = replica.programs.values()
+            assert replica.account.growth_tokens == sum(program.growth_tokens for program in programs)
+            assert 0.2 <= replica.account.capacity_ratio <= 3.0
+            assert min((replica.residency.resident_tokens(each.generation) for each in programs), default=0) >= 0
+            for order, sign in ((replica.acting, 1), (replica.reasoning, 1), (replica.marked, -1)):
+                ranks = [sign * scheduler.policy.pause_rank(program) for program in order]
+                assert ranks == sorted(ranks), f"ranked as it was: {list(order)}"
+        if self.policy_name != "breakeven":
+            assert len(scheduler.shares.tree) == 0
+        assert scheduler.knowledge.prefill_speed.token_s > 0
 
     def teardown(self) -> None:
         if not hasattr(self, "log"):
@@ -166,7 +228,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not len(self.scheduler.queue)
         for replica in self.scheduler.replicas.values():
             assert replica.account.demand_tokens == 0
-            assert replica.account.turn_count == 0
+            assert replica.account.turn_count == replica.account.growth_tokens == replica.account.shared_tokens == 0
+        assert len(self.scheduler.shares.tree) == 0
+        assert not self.scheduler.groups
 
 
 @pytest.mark.parametrize("name", POLICY_SETTINGS)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 from random import Random
+from typing import Any
 
 FOLDER = Path(__file__).parent
 if str(FOLDER.parents[1]) not in sys.path:  # run as a script, Python looks for modules in this folder only
@@ -28,12 +29,15 @@ POLICIES: dict[str, dict[str, Setting]] = {
     "cap": {"n": 3},
     "thunderagent": {"delta_s": 5.0, "lambda_max": 0.95, "lambda_min": 0.8, "reserve_tokens": 100},
     "ttl": {"ttl_s": 4.0},
+    "breakeven": {"hold_ratio": 20.0, "reserve_tokens": 100, "foresight_ratio": 2.0, "wait_ratio": 0.2},
 }
+TELLING = {"breakeven"}
+"""Policies whose incident tells of prompts' prefixes, of groups and of tools: the others would not hear it."""
 
 
 def incident(policy: str) -> Driver:
     """Ten agents on two replicas with room for about six: thrashing, a lost replica, an outage, a drain, releases."""
-    random = Random(SEED)
+    random, telling = Random(SEED), policy in TELLING
     driver = Driver(load_policy(policy, POLICIES[policy]), replicas={"r0": 4000, "r1": 3000}, settings=SETTINGS)
     contexts: dict[str, int] = {}
     in_flight: dict[int, tuple[str | None, int]] = {}
@@ -44,7 +48,8 @@ def incident(policy: str) -> Driver:
         if program_id not in busy and step < 140:
             tokens = contexts.get(program_id or "", 0) + random.randrange(100, 500)
             branch = random.choice(["", "", "", "sub"])
-            in_flight[driver.arrives(program_id, tokens, branch=branch)] = (program_id, tokens)
+            turn_id = driver.arrives(program_id, tokens, branch=branch, **(told_of(program_id) if telling else {}))
+            in_flight[turn_id] = (program_id, tokens)
         for turn_id, (name, tokens) in list(in_flight.items()):
             if turn_id in driver.rejected_for:
                 del in_flight[turn_id]
@@ -56,7 +61,8 @@ def incident(policy: str) -> Driver:
                 driver.starts(turn_id)
                 driver.progresses(turn_id, 20)
                 output = random.randrange(20, 200)
-                driver.finishes(turn_id, tokens, output, random.choice([None, tokens // 2]))
+                cached = random.choice([None, tokens // 2])
+                driver.finishes(turn_id, tokens, output, cached, tool=f"tool {turn_id % 3}" if telling else "")
                 contexts[name or ""] = tokens + output
         happens(driver, step, contexts)
         if step % 4 == 3:
@@ -66,6 +72,14 @@ def incident(policy: str) -> Driver:
     driver.ticks(61.0)
     driver.ticks(240.0)
     return driver
+
+
+def told_of(program_id: str | None) -> dict[str, Any]:
+    """All agents begin alike, each half of them with the same task; and each half ends together."""
+    if program_id is None:
+        return {}
+    half = "even" if int(program_id[-1]) % 2 == 0 else "odd"
+    return {"prefix": {"system": 60, half: 90}, "group": half}
 
 
 def happens(driver: Driver, step: int, contexts: dict[str, int]) -> None:

@@ -47,10 +47,11 @@ def test_the_incidents_have_what_makes_a_policy_decide() -> None:
             for name, fields in msgspec.json.decode(line)[2]:
                 seen[name] += 1
                 reasons.add(fields["reason"])
-    assert set(seen) == {"Grant", "Hold", "Reject", "Pause", "Mark", "Restore", "Release"}
+    assert set(seen) == {"Grant", "Hold", "Reject", "Pause", "Mark", "Unmark", "Restore", "Release"}
     assert reasons >= {
         *("anonymous", "home", "fits", "policy", "no_room", "queue_ahead", "no_replica", "thrashing"),
         *("marked", "idle", "replica_down", "replica_draining", "moved", "released", "forgotten"),
+        *("expired", "relieved"),
     }
 
 

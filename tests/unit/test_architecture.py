@@ -292,6 +292,10 @@ UNIT = re.compile(r"(^|_)(tokens|bytes|ratio|count|id|total)$|_s$")
 NUMBER = re.compile(r"\b(int|float)\b")
 # Numbers that have no unit, and why.
 UNITLESS = {
+    "value": "of a histogram: in the unit of its edges",
+    "default": "of a histogram: in the unit of its edges",
+    "first": "of a histogram's edges: they are the unit",
+    "growth_quantile": "statistics' own word: a part of all turns",
     "n": "the policy cap's number of programs; the command line says --policy-arg n=6",
     "lambda_max": "the paper's symbol: a part of the capacity",
     "lambda_min": "the paper's symbol: a part of the capacity",

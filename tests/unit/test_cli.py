@@ -72,7 +72,7 @@ def test_an_option_that_was_not_given_says_nothing() -> None:
         (["serve", "--tick-s", "0"], "error: tick_s: Input should be greater than 0"),
         (["serve", "--backends", "here:80"], "'here:80' is no http or https URL"),
         (["serve", "--log-level", "loud"], "invalid choice: 'loud'"),
-        (["serve", "--policy", "fastest"], "no policy 'fastest'; there are cap, passthrough, sticky, thunderagent"),
+        (["serve", "--policy", "fastest"], "no policy 'fastest'; there are breakeven, cap, passthrough, sticky"),
         (["serve", "--policy", "cap", "--policy-arg", "m=6"], "policy cap has no setting 'm'; it has: n"),
         (["serve", "--policy", "cap", "--policy-arg", "n=0"], "cap: n must be a whole number, at least 1, not 0"),
         (["serve", "--policy-arg", "n"], "policy_args: Value error, 'n' is not name=value"),

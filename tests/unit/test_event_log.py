@@ -35,6 +35,7 @@ def every_event() -> Driver:
     driver.is_abandoned(driver.arrives(None, avoid="r0"))
     driver.releases("b", 2)
     driver.releases_all("never-was", "b")
+    driver.reports("r0", b=50)
     driver.drains("r0")
     driver.goes_down("r0")
     driver.ticks(100.0)

@@ -6,8 +6,8 @@ A program that keeps its claim should find its history cached at its next turn. 
 than fits: because the capacity was told wrong, because blocks of programs that ended lie there longer than those of
 programs whose tools run, or because programs grew. If nothing is lost while others wait, there may be room for more.
 
-So the part of the told capacity that is used goes down fast, in proportion to what was lost, and up slowly. After a step
-down some time must pass before the next: what is lost meanwhile was decided before.
+So the part of the told capacity that is used goes down fast, in proportion to what was lost, and up slowly. After a
+step down some time must pass before the next: what is lost meanwhile was decided before.
 
 What was lost is told by the usage of each turn, where the engine says what was cached, and else by the prefix-cache
 counters between two polls.
@@ -28,7 +28,7 @@ LARGEST_STEP_RATIO = 0.10
 """The capacity goes down by at most that at once."""
 
 STEP_UP_RATIO = 0.004
-"""The capacity goes up by that at first, while others wait and nothing is lost, and each time by twice as much as before."""
+"""While others wait and nothing is lost the capacity goes up: by that at first, and each time by twice as much."""
 
 LARGEST_STEP_UP_RATIO = 0.05
 """But never by more than that at once."""
@@ -98,7 +98,10 @@ class CapacityControl:
         self._lost_tokens += tokens
 
     def step(self, now_s: float, *, in_demand: bool) -> bool:
-        """Correct the ratio if it is time; say whether it changed. `in_demand`: others wait, and what may be claimed is."""
+        """Correct the ratio if it is time; say whether it changed.
+
+        `in_demand`: others wait, and what may be claimed is.
+        """
         if now_s - self._step_s < WINDOW_S or self._turn_count < WINDOW_TURNS_COUNT:
             return False
         before = self.ratio

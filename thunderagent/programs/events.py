@@ -14,9 +14,9 @@ class TurnArrived:
 
     `program_id` None is an anonymous turn: it is counted as load and never held for memory.
     `prompt_bytes` is the size of the request's body; the core learns tokens per byte from usage.
-    `avoid_replica_id` names the replica that failed the previous attempt at this turn. `prefix` are places in the prompt,
-    in their order; programs whose prompts have the same digest at a place have the same prompt up to there. Programs of
-    one `group_id` finish together.
+    `avoid_replica_id` names the replica that failed the previous attempt at this turn. `prefix` are places in the
+    prompt, in their order; programs whose prompts have the same digest at a place have the same prompt up to there.
+    Programs of one `group_id` finish together.
     """
 
     now_s: float

@@ -12,7 +12,7 @@ REMEMBERED_COUNT = 2000.0
 class LogHistogram:
     """Counts of values between edges that grow by a constant factor; values below the first edge are one bin."""
 
-    __slots__ = ("_counts", "_known_quantiles", "_edges", "_total")
+    __slots__ = ("_counts", "_edges", "_known_quantiles", "_total")
 
     def __init__(self, edges: Sequence[float]) -> None:
         """Begin empty; `edges` ascend. Bin 0 is below the first edge, the last is above the last edge."""

@@ -10,7 +10,6 @@ from thunderagent.programs.policies.base import ClaimRules
 from thunderagent.programs.program import Branch, Program, Turn
 from thunderagent.programs.tool_times import ToolTimes
 
-
 UNKNOWN_GROWTH_RATIO = 3.0
 """Until some programs ended, one is expected to become larger than its first prompt by so much of it."""
 

@@ -93,10 +93,10 @@ class PrefillSpeed:
     """Seconds for each prompt token that is not cached.
 
     A turn with many such tokens takes at least their prefill until its first token, and more where it has to wait for
-    others: a low quantile of the time for each token is near the truth, and above it where the engine is never without a
-    queue. (To err on that side is safe: programs are held for longer, less is computed twice, and the queue gets shorter.)
-    Where the first token cannot be seen, because the answer comes as a whole, the time that generating took is taken off:
-    the median time for a token of turns whose prompt was cached.
+    others: a low quantile of the time for each token is near the truth, and above it where the engine is never without
+    a queue. (To err on that side is safe: programs are held for longer, less is computed twice, and the queue gets
+    shorter.) Where the first token cannot be seen, because the answer comes as a whole, the time that generating took
+    is taken off: the median time for a token of turns whose prompt was cached.
     """
 
     __slots__ = ("_decode_s", "_prefill_s")

@@ -189,9 +189,9 @@ class Program:
         self.acting_since_s = opened_s
         self.tool = ""
         self.tool_runs = False
+        """Whether it acts because a turn of it finished: only then it is at a tool."""
         self.away_s = 0.0
         """How long the tool before its last turn ran."""
-        """Whether it acts because a turn of it finished: only then it is at a tool."""
         self.let_go_after_s: float | None = None
         """For how long its tool had run when its claim was taken."""
         self.hold_until_s = inf

@@ -71,7 +71,7 @@ class RankedSet(Generic[T]):
         return None
 
     def lowest(self, count: int) -> list[T]:
-        """Return the `count` members with the lowest ranks, in order. Cost: O((count + dead among them) log members)."""
+        """Return the `count` members with the lowest ranks, in order. Cost: O((count + dead there) log members)."""
         heap, entry_of = self._heap, self._entry_of
         entries: list[tuple[Rank, int, T]] = []
         while heap and len(entries) < count:

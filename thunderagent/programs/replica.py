@@ -12,9 +12,9 @@ from thunderagent.programs.residency import Residency
 class Replica:
     """One running engine, or one data-parallel rank of it.
 
-    `acting` and `reasoning` hold its active programs in the order in which the policy would pause them. A marked program
-    is in neither, but in `marked`, the last to be marked first. `expiring` holds acting programs by the time until which
-    they are worth holding.
+    `acting` and `reasoning` hold its active programs in the order in which the policy would pause them. A marked
+    program is in neither, but in `marked`, the last to be marked first. `expiring` holds acting programs by the time
+    until which they are worth holding.
     """
 
     __slots__ = (

@@ -38,7 +38,7 @@ class RoomReport(Report):
     needed_tokens: int = Field(description="what the program would add, without what others there claim already")
     missing_tokens: int
     growth_tokens: int = Field(
-        description="what programs there will grow by soon, and this one if it is new: 0 if the policy does not ask"
+        description="what programs there are expected to grow by, and this one if it is new: room may be kept for that"
     )
     resident_tokens: int = Field(description="of its history, what is expected to lie in memory there")
     is_home: bool
@@ -132,17 +132,25 @@ def _rooms(scheduler: Scheduler, program: Program) -> list[RoomReport]:
 
 
 def _what_must_happen(rooms: Sequence[RoomReport], program: Program, ahead_count: int) -> str:
-    """Say in one sentence what a program waits for: who is before it, and room where least is missing, or at home."""
+    """Say in one sentence what a program waits for: who is before it, and room at home or where least is missing."""
     if not rooms:
         return "a replica must come up"
-    at_home = [room for room in rooms if room.is_home and program.hold_reason == Reason.HOME_SOON]
-    room = min(
-        at_home or rooms, key=lambda room: (room.missing_tokens, -room.resident_tokens, -(room.free_tokens or 0))
-    )
+    at_home = [room for room in rooms if _is_waited_for(room, program)]
+    room = min(at_home or rooms, key=_order_of_need)
     first = ""
     if ahead_count:
         first = f"{ahead_count:,} {'program goes' if ahead_count == 1 else 'programs go'} first; then "
     return first + _what_is_missing(room, program, is_first=not ahead_count)
+
+
+def _is_waited_for(room: RoomReport, program: Program) -> bool:
+    """Say whether a program waits for its home, and what it waits for is still there."""
+    return room.is_home and bool(room.resident_tokens) and program.hold_reason == Reason.HOME_SOON
+
+
+def _order_of_need(room: RoomReport) -> tuple[bool, int, int]:
+    """Order replicas by what is missing there, less what lies there already."""
+    return room.missing_tokens > 0, room.missing_tokens - room.resident_tokens, -(room.free_tokens or 0)
 
 
 def _what_is_missing(room: RoomReport, program: Program, *, is_first: bool) -> str:
@@ -151,17 +159,15 @@ def _what_is_missing(room: RoomReport, program: Program, *, is_first: bool) -> s
         where += f", where {room.resident_tokens:,} tokens of its {'history' if program.turn_count else 'prompt'} lie"
     if room.missing_tokens:
         patience = ", or it has waited for longer than to compute them elsewhere takes"
-        otherwise = patience if room.is_home and program.hold_reason == Reason.HOME_SOON else ""
+        otherwise = patience if _is_waited_for(room, program) else ""
         return f"{room.missing_tokens:,} tokens must become free on {where}{otherwise}"
-    to_grow_tokens = room.needed_tokens + room.growth_tokens - (room.free_tokens or 0)
-    if room.free_tokens is not None and not program.turn_count and room.growth_tokens and to_grow_tokens > 0:
-        return (
-            f"{to_grow_tokens:,} tokens must become free on {where}: it fits beside what is claimed there, but not "
-            f"beside the {room.growth_tokens:,} tokens that programs there will grow by soon"
-        )
-    if is_first:
-        return f"the policy must let it in: it fits on {where}, but the policy keeps room free, or limits who is active"
-    return f"it fits on {where}"
+    if not is_first:
+        return f"it fits on {where} as far as those leave room"
+    may_grow = room.free_tokens is not None and room.growth_tokens and not program.turn_count
+    growth = f", as programs may grow there by {room.growth_tokens:,} tokens," if may_grow else ""
+    return (
+        f"the policy must let it in: it fits on {where}, but the policy keeps room free{growth} or limits who is active"
+    )
 
 
 def _holding(program: Program, now_s: float) -> HoldingReport | None:

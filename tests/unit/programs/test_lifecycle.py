@@ -42,6 +42,7 @@ LEGAL = {
         "turn_arrived": ACTIVE_REASONING,
         "turns_ended": ACTIVE_ACTING,
         "mark": ACTIVE_REASONING,
+        "unmark": ACTIVE_REASONING,
         "replica_lost": PAUSED_ACTING,
         "release": TERMINATED,
     },
@@ -50,7 +51,7 @@ LEGAL = {
 
 @pytest.mark.parametrize(("state", "trigger"), list(product(STATES, Trigger)))
 def test_every_pair_leads_where_the_table_says_or_raises(state: State, trigger: Trigger) -> None:
-    """All 42 pairs of state and trigger: an arrow of the table, or a LifecycleError with the story."""
+    """All 48 pairs of state and trigger: an arrow of the table, or a LifecycleError with the story."""
     expected = LEGAL.get(state, {}).get(trigger)
     program = Program("a", generation=1, opened_s=0.0)
     program.status, program.phase = state

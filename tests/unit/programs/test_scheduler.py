@@ -13,12 +13,14 @@ from thunderagent.programs.decisions import Grant, Hold, Mark, Pause, Reason, Re
 from thunderagent.programs.events import Tick, TurnAbandoned, TurnArrived
 from thunderagent.programs.lifecycle import Phase, Status
 from thunderagent.programs.policies.base import ClaimRules, Moment, Placement, Policy, ProgramView, ReplicaView, View
+from thunderagent.programs.policies.breakeven import BreakEven
 from thunderagent.programs.policies.cap import Cap
 from thunderagent.programs.policies.passthrough import Passthrough
 from thunderagent.programs.policies.sticky import Sticky
 from thunderagent.programs.policies.thunderagent import ThunderAgent
 from thunderagent.programs.scheduler import Scheduler, SchedulerSettings
 
+PLAIN = ClaimRules()
 LIMITS = SchedulerSettings(idle_limit_s=50.0, forget_limit_s=200.0, no_replica_limit_s=10.0)
 
 
@@ -544,7 +546,7 @@ class Stubborn:
 
     replica_id: str
     name: str = "stubborn"
-    claim_rules: ClaimRules = ClaimRules()
+    claim_rules: ClaimRules = PLAIN
     tick_s: float = 1.0
 
     def hold_s(self, view: View, program: ProgramView) -> float:
@@ -587,7 +589,9 @@ def test_a_policy_cannot_place_where_nothing_may_be_granted(replica_id: str) -> 
 
 
 @pytest.mark.parametrize(
-    "policy", [Passthrough(), Sticky(), Cap(n=2), ThunderAgent(delta_s=1.0)], ids=lambda policy: policy.name
+    "policy",
+    [BreakEven(), Passthrough(), Sticky(), Cap(n=2), ThunderAgent(delta_s=1.0)],
+    ids=lambda policy: policy.name,
 )
 def test_after_everybody_left_every_count_is_zero(policy: Policy) -> None:
     """A busy hour with failures, sub-agents, a lost replica and releases leaves nothing behind."""

@@ -36,7 +36,7 @@ def test_all_figures_are_written_as_json(tmp_path: Path, capsys: pytest.CaptureF
     capsys.readouterr()
     assert exit_status(*QUICK, "--json", "-") == 0
     assert json.loads(capsys.readouterr().out) == written
-    assert written["policy"] == "thunderagent"
+    assert written["policy"] == "breakeven"
     assert set(written["replicas"][0]["costs"]) == {
         "decode_token_s",
         "prefill_token_s",
@@ -60,7 +60,7 @@ def test_a_recorded_trace_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixt
     path.write_text('{"id": "a", "turns": [[0, 500, 20, 0, 1.0, 2.0, "tool"], [3, 700, 20, 520, 1.0, 0, "end"]]}\n')
     assert exit_status("simulate", "--trace", str(path), "--loop", "batch", "--programs", "3") == 0
     said = capsys.readouterr()
-    assert "thunderagent on day.jsonl" in said.out
+    assert "breakeven on day.jsonl" in said.out
     assert "6 turns, 3 programs" in said.out
     assert "1 programs, 2 turns" in said.err
 

@@ -1,36 +1,37 @@
-"""`breakeven`: hold memory through a tool as long as that costs less than to compute it again; the oldest program first.
+"""`breakeven`: hold memory through a tool as long as that is cheaper than to compute it again; oldest program first.
 
 Theory of operation
 ===================
-A replica's memory is claimed by programs: each claims its context, what its next turn is expected to add, and shares
-with others what their prompts have in common (`ClaimRules`). Four rules say who may claim it:
+A replica's memory is claimed by programs: each claims its context and what its next turn is expected to add, and what
+the prompts of several have in common is claimed once (`ClaimRules`). Four rules say who may claim it:
 
 **Hold or let go.** When a tool begins, its program keeps its claim: the next turn finds its history. Holding costs
 memory; letting go costs to compute the history again. Both grow with its size, so that the break-even is a time, the
 same for all: β·C, the time in which a replica could prefill its whole memory (β seconds a token, C tokens), times
-`hold_ratio`. How long a tool will run is not known, only how long tools of its name ran so far; so a program is *held*
-until its tool's rate of return falls under one in that time (`tool_times.py`). After that it is *expired*: its claim goes
-as soon as somebody else needs the room, and not before.
+`hold_ratio`. How long a tool will run is not known, only how long tools of its name ran so far; so a program is held
+until its tool's rate of return falls under one in that time (`tool_times.py`). After that it is *expired*: its claim
+goes as soon as the first in the queue needs the room, and not before.
 
 **Admission by age.** Whoever was there first goes first, on every event that frees room. That bounds waiting without a
-timer: nobody waits for more than what those before it take. If the first does not fit anywhere, a few behind it may
-pass, those whose history still lies in memory before others; but once the first has waited for `wait_ratio` of the
-median time that programs take in all, the replica where it is nearest to fitting takes nobody else in until it fits.
+timer: nobody waits for more than what those before it take. If the first does not fit anywhere, `pass_count` behind it
+may pass, those whose history still lies in memory before others; but once the first has waited for `wait_ratio` of the
+median time that programs take in all, the replica with most room takes nobody else in until it fits.
 
 **Room to grow.** Programs are small when they come. One that comes for the first time needs room not only for itself,
-but for what all on the replica will grow by in the next `foresight_ratio` break-even times (and no further than to their
-mean size): later, to pause one of them costs less than to leave memory empty until then. Up to `low_ratio` of the
-capacity programs are let in; only above `high_ratio` they are paused: first those who expired, then the youngest
-acting, at last the youngest with a turn in flight, which is marked, and unmarked if there is room again before it ends.
-The last unfinished member of a group goes last, because the whole group waits for it.
+but for what it and all others on the replica will grow by while it would pay to have let it in: to pause it too soon
+costs more than to leave memory empty until then. `foresight_ratio` scales that time, and nobody is expected to grow
+beyond the mean size of programs. Up to `low_ratio` of the capacity programs are let in; only above `high_ratio` they
+are paused: first those who expired, then the youngest acting, at last the youngest with a turn in flight, which is marked,
+and unmarked if there is room again before that ends. The last unfinished member of a group goes last, because the whole
+group waits for it.
 
-**Home.** A program goes back to the replica where its history lies, if there is room; if not, it waits there for as long
-as to compute the history again would take (times `home_wait_ratio`), and then goes where most room is. New ones go where
-most room is.
+**Home.** A program goes back to the replica where its history lies, if there is room; if not, it waits there for as
+long as to compute the history again would take (times `home_wait_ratio`), and then goes where most room is. New ones go
+where most room is.
 
 Where memory is not short none of this does anything: every turn goes at once. A program that is larger than every
-replica goes at once, too, and so does one that is alone on a replica: what the engine can do with it is the engine's to
-say. A replica whose capacity is not known has room for everyone.
+replica goes at once, too, and so does one that would be alone on a replica: what the engine can do with it is the
+engine's to say. A replica whose capacity is not known has room for everyone.
 """
 
 from __future__ import annotations
@@ -134,7 +135,8 @@ class BreakEven:
 
         Room comes only where something changed, or by time: all replicas are looked at on a tick.
         """
-        replicas = view.changed_replicas if moment is Moment.TURN_ENDED else view.replicas
+        by_time = moment in (Moment.TICK, Moment.REPLICAS_CHANGED)
+        replicas = view.replicas if by_time else view.changed_replicas
         for replica in replicas:
             self._relieve(view, replica)
         if replicas and view.first_waiting() is not None:
@@ -206,7 +208,7 @@ class BreakEven:
         return Placement(None, Reason.NO_ROOM)
 
     def _is_oversize(self, view: View, program: ProgramView, roomiest: ReplicaView) -> bool:
-        """Say whether a program is larger than every replica; the one with most room is asked first, which mostly does."""
+        """Say whether a program is larger than every replica; the one with most room, asked first, mostly is not."""
         if program.claim_tokens <= self.low_ratio * (roomiest.account.capacity_tokens or inf):
             return False
         return program.claim_tokens > self.low_ratio * largest_capacity_tokens(view.replicas)

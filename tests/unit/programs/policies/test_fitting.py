@@ -8,8 +8,18 @@ from math import inf
 
 from tests.builders import Driver, of_kind
 from thunderagent.programs.decisions import Pause
-from thunderagent.programs.policies.base import ClaimRules, Moment, Placement, ProgramView, ReplicaView, View, restore_waiting
+from thunderagent.programs.policies.base import (
+    ClaimRules,
+    Moment,
+    Placement,
+    ProgramView,
+    ReplicaView,
+    View,
+    restore_waiting,
+)
 from thunderagent.programs.policies.fitting import Fitting
+
+PLAIN = ClaimRules()
 
 
 @dataclass(frozen=True)
@@ -18,7 +28,7 @@ class Fits:
 
     fitting: Fitting
     name: str = "fits"
-    claim_rules: ClaimRules = ClaimRules()
+    claim_rules: ClaimRules = PLAIN
     tick_s: float = 1.0
 
     def hold_s(self, view: View, program: ProgramView) -> float:

@@ -1,0 +1,652 @@
+"""`breakeven`: each sentence of its theory of operation."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.builders import Driver, of_kind, restored_on
+from thunderagent.errors import ConfigurationError
+from thunderagent.programs.decisions import Grant, Hold, Mark, Pause, Reason, Restore, Unmark
+from thunderagent.programs.policies.breakeven import BreakEven
+from thunderagent.programs.scheduler import SchedulerSettings
+
+PREFILL_TOKEN_S = 5e-5
+"""What the scheduler guesses until it learns better: 1,000 tokens are computed in 50 ms. Short turns teach nothing."""
+
+LONG = SchedulerSettings(idle_limit_s=1e6, forget_limit_s=1e7)
+FOREVER = 1e12
+"""A hold ratio under which no tool ever expires."""
+
+
+def driver_with(
+    *,
+    hold_ratio: float = FOREVER,
+    low_ratio: float = 1.0,
+    foresight_ratio: float = 0.0,
+    reserve_tokens: int = 0,
+    growth_quantile: float = 0.0,
+    adapt_capacity: bool = False,
+    wait_ratio: float = FOREVER,
+    replicas: dict[str, int | None] | None = None,
+    **more: float,
+) -> Driver:
+    """A driver with every part switched off that is not asked for, but waiting for home and letting pass."""
+    policy = BreakEven(
+        hold_ratio=hold_ratio,
+        low_ratio=low_ratio,
+        foresight_ratio=foresight_ratio,
+        reserve_tokens=reserve_tokens,
+        growth_quantile=growth_quantile,
+        adapt_capacity=adapt_capacity,
+        wait_ratio=wait_ratio,
+        **more,
+    )
+    return Driver(policy, replicas=replicas or {"r0": 1000}, settings=LONG)
+
+
+def holds_for(threshold_s: float, capacity_tokens: int = 1000) -> float:
+    """Return the hold ratio that makes a threshold of it."""
+    return threshold_s / (PREFILL_TOKEN_S * capacity_tokens)
+
+
+def opens(driver: Driver, **tokens: int) -> None:
+    """Let programs take a turn each, a second apart: the first is the oldest."""
+    for name, size in tokens.items():
+        driver.takes_turn(name, size)
+        driver.passes(1.0)
+
+
+# --- Hold or let go
+
+
+def test_when_a_tool_begins_its_program_keeps_its_claim() -> None:
+    """The next turn finds its history."""
+    driver = driver_with()
+    opens(driver, a=600)
+    assert driver.home("a") == "r0"
+    assert driver.demand() == 600
+    driver.arrives("a", 650)
+    assert driver.decisions == [Grant(2, "a", "r0", Reason.HOME)]
+
+
+@pytest.mark.parametrize(("hold_s", "waits"), [(FOREVER, True), (0.0, False)])
+def test_an_expired_program_goes_when_somebody_needs_its_room(hold_s: float, waits: bool) -> None:
+    """And one that is held does not."""
+    driver = driver_with(hold_ratio=hold_s)
+    opens(driver, a=600)
+    turn = driver.arrives("b", 600)
+    assert driver.held(turn) == waits
+    assert driver.home("a") == ("r0" if waits else None)
+    if not waits:
+        assert driver.decisions == [
+            Pause("a", "r0", Reason.EXPIRED),
+            Restore("b", "r0", Reason.FITS),
+            Grant(2, "b", "r0", Reason.FITS),
+        ]
+
+
+def test_an_expired_program_stays_while_nobody_needs_its_room() -> None:
+    """Not a second more or less: an hour of ticks takes nothing from it."""
+    driver = driver_with(hold_ratio=0.0)
+    opens(driver, a=400, b=400)
+    assert [driver.ticks(10.0) for _ in range(360)] == [[]] * 360
+    opens(driver, c=200)
+    assert driver.home("a") == driver.home("b") == "r0"
+
+
+def test_no_more_of_the_expired_go_than_need_be() -> None:
+    """The one that expired first makes the room."""
+    driver = driver_with(hold_ratio=0.0)
+    opens(driver, a=300, b=300, c=300)
+    driver.arrives("d", 400)
+    assert of_kind(Pause, driver.decisions) == ["a"]
+
+
+def test_a_program_is_held_until_its_tool_returns_less_than_once_in_the_threshold() -> None:
+    """A tool of 10 s is held for 20 s at a threshold of 20 s; nobody gets the room before its rate has fallen."""
+    driver = driver_with(hold_ratio=holds_for(20.0))
+    for _ in range(100):
+        driver.scheduler.knowledge.tool_times.returned("compile", 10.0)
+    driver.takes_turn("a", 500, tool="compile")
+    hold_s = driver.program("a").hold_until_s - driver.now_s
+    assert hold_s == pytest.approx(driver.scheduler.knowledge.tool_times.hold_s("compile", 20.0))
+    assert 10.0 < hold_s < 30.0
+    turn = driver.arrives("b", 600)
+    driver.ticks(hold_s - 0.1)
+    assert driver.held(turn)
+    assert of_kind(Pause, driver.ticks(0.2)) == ["a"]
+    assert not driver.held(turn)
+
+
+def test_the_threshold_is_the_time_to_prefill_the_whole_memory() -> None:
+    """Twice the memory, twice as long: the break-even is the same for all sizes of programs."""
+    held_s = []
+    for capacity_tokens in (100_000, 1_000_000):
+        driver = driver_with(hold_ratio=1.0, replicas={"r0": capacity_tokens})
+        driver.takes_turn("small", 10)
+        driver.takes_turn("large", 500)
+        held_s.append([driver.program(name).hold_until_s - driver.now_s for name in ("small", "large")])
+    assert held_s[0][0] == held_s[0][1] < held_s[1][0] == held_s[1][1]
+
+
+def test_tools_are_held_by_their_names() -> None:
+    """One that returns after a second is held; one that takes an hour is let go at once."""
+    driver = driver_with(hold_ratio=holds_for(3.0))
+    times = driver.scheduler.knowledge.tool_times
+    for _ in range(200):
+        times.returned("ls", 1.0)
+        times.returned("train", 3600.0)
+    driver.takes_turn("a", 400, tool="ls")
+    driver.takes_turn("b", 400, tool="train")
+    driver.passes(0.5)
+    driver.arrives("c", 400)
+    assert of_kind(Pause, driver.decisions) == ["b"]
+
+
+# --- Admission by age
+
+
+def test_whoever_was_there_first_goes_first() -> None:
+    """The oldest program, not the one whose turn waits longest."""
+    driver = driver_with(pass_count=0)
+    opens(driver, old=300)
+    driver.drains("r0")
+    driver.comes_up("r0", 1000)
+    assert driver.home("old") is None
+    driver.takes_turn("x", 1000)
+    young = driver.arrives("young", 300)
+    driver.passes(5.0)
+    old = driver.arrives("old", 300)
+    assert driver.held(young)
+    assert driver.held(old)
+    driver.releases("x")
+    assert of_kind(Restore, driver.decisions) == ["old", "young"]
+
+
+def test_room_is_given_on_the_event_that_frees_it() -> None:
+    """No tick between."""
+    driver = driver_with()
+    opens(driver, a=900)
+    driver.arrives("b", 500)
+    assert restored_on(driver.releases("a")) == {"b": "r0"}
+
+
+def test_a_few_behind_the_first_may_pass_it() -> None:
+    """Where the first does not fit: with one that may pass, only the next in the queue is asked."""
+    for pass_count, passed in ((0, []), (1, []), (2, ["small"])):
+        driver = driver_with(pass_count=pass_count)
+        opens(driver, a=700, b=300)
+        for name, tokens in (("first", 900), ("second", 800), ("small", 200)):
+            assert driver.held(driver.arrives(name, tokens))
+            driver.passes(1.0)
+        assert of_kind(Restore, driver.releases("b")) == passed
+
+
+def test_a_newcomer_passes_where_it_fits_and_not_when_nobody_may() -> None:
+    """At its arrival, too; `pass_count` 0 switches it off, and the reason says so."""
+    for pass_count in (0, 4):
+        driver = driver_with(pass_count=pass_count)
+        opens(driver, a=700)
+        driver.arrives("first", 900)
+        turn = driver.arrives("small", 200)
+        assert driver.held(turn) == (pass_count == 0)
+        if not pass_count:
+            assert driver.decisions == [Hold(turn, "small", Reason.QUEUE_AHEAD)]
+
+
+def test_whoever_passes_takes_nothing_from_the_expired() -> None:
+    """Room is made for the first only."""
+    driver = driver_with(hold_ratio=holds_for(10.0))
+    driver.arrives("busy", 600)
+    driver.passes(1.0)
+    opens(driver, b=300)
+    assert driver.held(driver.arrives("first", 900))
+    driver.passes(10.0)
+    assert driver.program("b").hold_until_s < driver.now_s
+    assert driver.held(driver.arrives("small", 200))
+    assert driver.home("b") == "r0"
+
+
+def test_of_those_who_may_pass_those_whose_history_is_in_memory_go_first() -> None:
+    """A younger one that is resident goes before an older one that is not; unless that is switched off."""
+    for resident_first, passed in ((True, "resident"), (False, "cold")):
+        driver = driver_with(resident_first=resident_first)
+        opens(driver, head=250, cold=250, resident=250)
+        driver.drains("r0")
+        driver.comes_up("r0", 1000)
+        busy = driver.arrives("busy", 900)
+        assert busy in driver.granted_on
+        for name, tokens in (("head", 800), ("cold", 250), ("resident", 250)):
+            assert driver.held(driver.arrives(name, tokens))
+        driver.reports("r0", cold=0, resident=200)
+        driver.finishes(busy, 700)
+        assert of_kind(Restore, driver.decisions) == [passed]
+
+
+def test_when_the_first_has_waited_for_long_nobody_passes_it_on_its_replica() -> None:
+    """Half of the median life of programs: until then others pass, from then on the room is kept until it fits."""
+    driver = driver_with(wait_ratio=0.5, replicas={"r0": 1000})
+    driver.takes_turn("lived", 10)
+    driver.passes(100.0)
+    driver.releases("lived")
+    wait_s = 0.5 * driver.scheduler.knowledge.median_residence_s
+    assert 40.0 < wait_s < 60.0
+    opens(driver, a=400, b=300)
+    first = driver.arrives("first", 900)
+    driver.passes(wait_s - 0.1)
+    assert not driver.held(driver.arrives("passes", 100))
+    driver.passes(0.2)
+    waits = driver.arrives("waits", 100)
+    driver.releases("a")
+    assert driver.held(first)
+    assert driver.held(waits)
+    driver.releases("b")
+    assert not driver.held(first)
+
+
+def test_on_other_replicas_whoever_fits_goes_on() -> None:
+    """Only the replica where the first is nearest to fitting is kept for it."""
+    driver = driver_with(wait_ratio=0.5, replicas={"r0": 1000, "r1": 1000})
+    driver.takes_turn("lived", 10)
+    driver.passes(10.0)
+    driver.releases("lived")
+    opens(driver, a=500, b=300)
+    assert (driver.home("a"), driver.home("b")) == ("r0", "r1")
+    first = driver.arrives("first", 900)
+    driver.passes(60.0)
+    assert driver.granted_on[driver.arrives("small", 100)] == "r0"
+    assert driver.held(first)
+
+
+def test_until_a_program_ended_nobody_has_waited_for_too_long() -> None:
+    """The median is not known."""
+    driver = driver_with()
+    opens(driver, a=700)
+    driver.arrives("first", 900)
+    driver.passes(1e5)
+    assert not driver.held(driver.arrives("small", 100))
+
+
+# --- Room to grow
+
+
+def grown(driver: Driver) -> None:
+    """Teach the scheduler that programs add 100 tokens in ten seconds, and are 5,000 larger in the mean."""
+    growth = driver.scheduler.knowledge.growth
+    for _ in range(20):
+        growth.turn_finished(100, 50, 10.0)
+        growth.program_ended(5000, 1)
+
+
+def newcomers_let_in(driver: Driver) -> int:
+    """Let programs of 100 tokens come until one has to wait; say how many did not."""
+    for number in range(20):
+        turn = driver.arrives(f"new {number}", 100)
+        if driver.held(turn):
+            driver.is_abandoned(turn)
+            driver.releases(f"new {number}")
+            return number
+    raise AssertionError("twenty fit")
+
+
+def test_a_newcomer_needs_room_for_what_all_will_grow_by() -> None:
+    """Ten of 100 fit into 1,000; fewer, the further ahead one looks; and all of them where that is switched off."""
+    counts = []
+    for foresight_s in (0.0, 5.0, 20.0, 1000.0):
+        driver = driver_with(foresight_ratio=holds_for(foresight_s))
+        grown(driver)
+        counts.append(newcomers_let_in(driver))
+    assert counts[0] == 10 > counts[1] > counts[2] > counts[3] == 1
+
+
+def test_until_growth_is_known_much_of_it_is_expected() -> None:
+    """A cold start does not fill the memory to the brim: ten fit, at most half as many are let in."""
+    assert 1 <= newcomers_let_in(driver_with(foresight_ratio=1.0)) <= 5
+
+
+def test_one_that_comes_back_needs_room_for_itself_only() -> None:
+    """Where a newcomer has to wait one of the same size that was there before goes on."""
+    driver = driver_with(foresight_ratio=holds_for(20.0), pass_count=0)
+    grown(driver)
+    opens(driver, back=100)
+    driver.drains("r0")
+    driver.comes_up("r0", 1000)
+    assert driver.home("back") is None
+    assert 1 <= newcomers_let_in(driver) < 9
+    assert not driver.held(driver.arrives("back", 100))
+
+
+def test_nobody_is_expected_to_grow_beyond_the_mean() -> None:
+    """A program that is larger than most at once is not expected to grow at all."""
+    driver = driver_with(foresight_ratio=holds_for(20.0))
+    growth = driver.scheduler.knowledge.growth
+    for _ in range(20):
+        growth.turn_finished(100, 50, 10.0)
+        growth.program_ended(120, 1)
+    turn = driver.arrives("a", 300)
+    assert driver.program("a").growth_tokens == 120
+    driver.finishes(turn, 300, 0)
+    driver.takes_turn("a", 400)
+    assert driver.program("a").growth_tokens == 20
+    driver.takes_turn("a", 500)
+    assert driver.program("a").growth_tokens == 0
+
+
+def test_every_program_claims_what_its_next_turn_is_expected_to_add() -> None:
+    """The reserve, and the learned quantile once there is one."""
+    driver = driver_with(reserve_tokens=100, growth_quantile=0.75)
+    opens(driver, a=400)
+    assert driver.demand() == 500
+    for _ in range(20):
+        driver.scheduler.knowledge.growth.turn_finished(200, 40, 10.0)
+    driver.finishes(driver.arrives("a", 400), 400)
+    assert 400 + 150 <= driver.demand() <= 400 + 260
+    fixed = driver_with(reserve_tokens=100, growth_quantile=0.0)
+    for _ in range(20):
+        fixed.scheduler.knowledge.growth.turn_finished(200, 40, 10.0)
+    opens(fixed, a=400)
+    assert fixed.demand() == 500
+
+
+@pytest.mark.parametrize(("share_prefixes", "fitting_count"), [(True, 16), (False, 4)])
+def test_what_programs_have_in_common_is_claimed_once(share_prefixes: bool, fitting_count: int) -> None:
+    """200 of 250 in common: 16 of them take 200 and 16 times 50."""
+    driver = driver_with(share_prefixes=share_prefixes)
+    turns = [driver.arrives(f"p{number}", 250, prefix={"system": 200}) for number in range(20)]
+    assert sum(turn in driver.granted_on for turn in turns) == fitting_count
+    assert driver.demand() == 1000
+
+
+# --- Watermarks
+
+
+def test_up_to_the_low_watermark_programs_are_let_in_and_above_the_high_one_paused() -> None:
+    """800 and 1,000 of 1,000: between the two nobody comes and nobody goes."""
+    driver = driver_with(low_ratio=0.8)
+    opens(driver, a=400)
+    turn = driver.arrives("b", 400)
+    assert not driver.held(turn)
+    driver.is_abandoned(held := driver.arrives("c", 10))
+    assert held not in driver.granted_on
+    driver.progresses(turn, output=200)
+    assert driver.ticks(1.0) == []
+    driver.progresses(turn, output=201)
+    assert driver.ticks(1.0) == [Pause("a", "r0", Reason.THRASHING)]
+
+
+def test_first_those_go_who_expired() -> None:
+    """Though they are the oldest."""
+    driver = driver_with(hold_ratio=holds_for(3.0))
+    for _ in range(200):
+        driver.scheduler.knowledge.tool_times.returned("train", 3600.0)
+        driver.scheduler.knowledge.tool_times.returned("ls", 1.0)
+    driver.takes_turn("old", 300, tool="train")
+    driver.passes(0.1)
+    driver.takes_turn("young", 300, tool="ls")
+    turn = driver.arrives("grows", 400)
+    driver.progresses(turn, output=100)
+    assert of_kind(Pause, driver.ticks(0.1)) == ["old"]
+
+
+def test_then_the_youngest_whose_tool_runs_and_then_the_youngest_with_a_turn() -> None:
+    """Which is only marked: a turn in flight is never interrupted."""
+    driver = driver_with()
+    opens(driver, acts_old=100, acts_young=100)
+    turns = {}
+    for name in ("reasons_old", "reasons_young"):
+        turns[name] = driver.arrives(name, 400)
+        driver.passes(1.0)
+    driver.progresses(turns["reasons_old"], output=100)
+    assert driver.ticks(1.0) == [Pause("acts_young", "r0", Reason.THRASHING)]
+    driver.progresses(turns["reasons_old"], output=500)
+    assert driver.ticks(1.0) == [
+        Pause("acts_old", "r0", Reason.THRASHING),
+        Mark("reasons_young", "r0", Reason.THRASHING),
+    ]
+    assert driver.finishes(turns["reasons_young"], 400) == [Pause("reasons_young", "r0", Reason.MARKED)]
+
+
+def test_a_marked_one_is_unmarked_if_there_is_room_again_before_its_turn_ends() -> None:
+    """It keeps its claim; the oldest of several first."""
+    driver = driver_with()
+    turns = {}
+    for name in ("a", "b", "c"):
+        turns[name] = driver.arrives(name, 300)
+        driver.passes(1.0)
+    driver.progresses(turns["a"], output=500)
+    assert of_kind(Mark, driver.ticks(1.0)) == ["c", "b"]
+    driver.finishes(turns["a"], 300)
+    assert driver.decisions == [Unmark("b", "r0", Reason.RELIEVED), Unmark("c", "r0", Reason.RELIEVED)]
+    driver.finishes(turns["c"], 300)
+    assert driver.home("c") == "r0"
+
+
+def test_a_marked_one_is_not_unmarked_while_its_room_is_needed() -> None:
+    """As many as fit, and no more."""
+    driver = driver_with()
+    turns = {}
+    for name in ("a", "b", "c"):
+        turns[name] = driver.arrives(name, 300)
+        driver.passes(1.0)
+    driver.progresses(turns["a"], output=500)
+    driver.ticks(1.0)
+    driver.finishes(turns["a"], 500)
+    assert driver.decisions == [Unmark("b", "r0", Reason.RELIEVED)]
+
+
+def test_the_last_unfinished_member_of_a_group_goes_last() -> None:
+    """Though it is the youngest: the whole group waits for it."""
+    for group, paused in (("g", "a"), ("", "last")):
+        driver = driver_with()
+        driver.takes_turn("a", 300)
+        driver.passes(1.0)
+        driver.takes_turn("other", 100, group=group)
+        driver.passes(1.0)
+        driver.takes_turn("last", 300, group=group)
+        driver.releases("other")
+        driver.takes_turn("last", 300)
+        driver.progresses(driver.arrives("grows", 400), output=100)
+        assert of_kind(Pause, driver.ticks(1.0)) == [paused]
+
+
+def test_who_becomes_the_last_of_its_group_while_its_tool_runs_goes_last_too() -> None:
+    """Its place in the order changes when the others end, not only at its next turn."""
+    driver = driver_with()
+    driver.takes_turn("a", 300)
+    driver.passes(1.0)
+    driver.takes_turn("other", 100, group="g")
+    driver.passes(1.0)
+    driver.takes_turn("last", 300, group="g")
+    driver.releases("other")
+    driver.progresses(driver.arrives("grows", 400), output=100)
+    assert of_kind(Pause, driver.ticks(1.0)) == ["a"]
+
+
+def test_a_group_of_one_is_no_group() -> None:
+    """Whoever gives each program a group of its own still has the youngest paused first."""
+    driver = driver_with()
+    for name in ("a", "b"):
+        driver.takes_turn(name, 300, group=f"only {name}")
+        driver.passes(1.0)
+    driver.progresses(driver.arrives("grows", 400), output=100)
+    assert of_kind(Pause, driver.ticks(1.0)) == ["b"]
+
+
+# --- Home
+
+
+def away_from_home(driver: Driver, tokens: int) -> None:
+    """Let a program take its turn on r0 and be paused there, with its history left; r1 has the most room then."""
+    driver.takes_turn("a", tokens)
+    driver.drains("r0")
+    driver.comes_up("r0", 1000)
+    assert driver.home("a") is None
+
+
+def test_a_program_goes_back_to_where_its_history_lies() -> None:
+    """Though there is more room elsewhere."""
+    driver = driver_with(replicas={"r0": 1000, "r1": 1000})
+    away_from_home(driver, 300)
+    driver.passes(1.0)
+    driver.takes_turn("b", 300)
+    assert driver.home("b") == "r0"
+    assert driver.granted_on[driver.arrives("a", 300)] == "r0"
+
+
+def test_a_program_waits_for_its_home_for_as_long_as_to_compute_its_history_again() -> None:
+    """What is left of 500 tokens takes 20 ms: then it goes where most room is; with `home_wait_ratio` 0 at once."""
+    driver = driver_with(replicas={"r0": 1000, "r1": 1000}, home_wait_ratio=100.0)
+    away_from_home(driver, 500)
+    busy = driver.arrives("b", 600)
+    assert driver.granted_on[busy] == "r0"
+    turn = driver.arrives("a", 500)
+    assert driver.decisions == [Hold(turn, "a", Reason.HOME_SOON)]
+    resident_tokens = driver.scheduler.resident_tokens(driver.program("a"), "r0")
+    wait_s = 100.0 * resident_tokens * PREFILL_TOKEN_S
+    assert wait_s == pytest.approx(2.0)
+    assert driver.ticks(wait_s - 0.01) == []
+    assert restored_on(driver.ticks(0.02)) == {"a": "r1"}
+    at_once = driver_with(replicas={"r0": 1000, "r1": 1000}, home_wait_ratio=0.0)
+    away_from_home(at_once, 500)
+    at_once.arrives("b", 600)
+    assert at_once.granted_on[at_once.arrives("a", 500)] == "r1"
+
+
+def test_a_program_that_waits_for_its_home_goes_there_when_there_is_room() -> None:
+    """At once."""
+    driver = driver_with(replicas={"r0": 1000, "r1": 1000}, home_wait_ratio=100.0)
+    away_from_home(driver, 500)
+    opens(driver, b=400)
+    busy = driver.arrives("b", 600)
+    turn = driver.arrives("a", 500)
+    assert driver.held(turn)
+    driver.passes(0.5)
+    driver.finishes(busy, 600)
+    driver.releases("b")
+    assert driver.granted_on[turn] == "r0"
+
+
+def test_new_ones_go_where_most_room_is() -> None:
+    """In tokens, not in programs."""
+    driver = driver_with(replicas={"r0": 1000, "r1": 2000})
+    homes = []
+    for number in range(4):
+        driver.takes_turn(f"p{number}", 400)
+        homes.append(driver.home(f"p{number}"))
+    assert homes == ["r1", "r1", "r1", "r0"]
+
+
+def test_a_turn_that_its_home_failed_does_not_wait_for_it() -> None:
+    """It is tried elsewhere, at once, if there is room."""
+    driver = driver_with(replicas={"r0": 1000, "r1": 1000})
+    driver.takes_turn("a", 600)
+    assert driver.home("a") == "r0"
+    turn = driver.arrives("a", 650)
+    driver.fails(turn)
+    assert driver.granted_on[driver.arrives("a", 650, avoid="r0")] == "r1"
+
+
+# --- Where memory is not short, or not known
+
+
+def test_where_memory_is_not_short_every_turn_goes_at_once() -> None:
+    """With the settings as they are: no hold, no pause, no mark."""
+    driver = Driver(BreakEven(), replicas={"r0": 100_000}, settings=LONG)
+    for number in range(200):
+        driver.passes(0.3)
+        name = f"p{number % 10}"
+        turn = driver.arrives(name, 100 + number * 5)
+        driver.finishes(turn, 100 + number * 5, 20, tool="sh")
+        driver.ticks(0.1)
+    assert {type(decision) for _, decisions in driver.events for decision in decisions} == {Grant, Restore}
+
+
+def test_a_program_that_is_larger_than_every_replica_goes_at_once() -> None:
+    """The engine decides; though others wait, and others are there."""
+    driver = driver_with(replicas={"r0": 1000, "r1": 500})
+    opens(driver, a=600, b=450)
+    driver.arrives("waits", 900)
+    driver.arrives("huge", 1001)
+    assert of_kind(Restore, driver.decisions) == ["huge"]
+    assert {decision.reason for decision in driver.decisions} == {Reason.OVERSIZE}
+
+
+def test_one_that_is_alone_always_fits() -> None:
+    """It may grow beyond the replica, and is neither paused nor marked."""
+    driver = driver_with(low_ratio=0.5, high_ratio=0.6)
+    turn = driver.arrives("a", 490)
+    driver.progresses(turn, output=900)
+    assert driver.ticks(1.0) == []
+    driver.finishes(turn, 490, 900)
+    assert driver.ticks(1.0) == []
+    assert driver.home("a") == "r0"
+
+
+def test_one_that_would_be_alone_fits_though_its_growth_does_not() -> None:
+    """A newcomer on an empty replica needs no room to grow."""
+    driver = driver_with(foresight_ratio=holds_for(1e4))
+    grown(driver)
+    assert not driver.held(driver.arrives("a", 990))
+
+
+def test_a_replica_whose_capacity_is_not_known_has_room_for_everyone() -> None:
+    """Whatever they claim, with the settings as they are."""
+    driver = Driver(BreakEven(), replicas={"r0": None}, settings=LONG)
+    turns = [driver.arrives(f"p{number}", 10**6) for number in range(50)]
+    assert not any(driver.held(turn) for turn in turns)
+    assert driver.ticks(1.0) == []
+
+
+def test_an_idle_table_decides_nothing_in_a_thousand_ticks() -> None:
+    """Programs that act, one that is paused, one that waits: nobody bounces."""
+    driver = driver_with(hold_ratio=0.75, adapt_capacity=True, low_ratio=0.95)
+    busy = driver.arrives("busy", 600)
+    driver.takes_turn("a", 300)
+    driver.arrives("waits", 900)
+    driver.progresses(busy, output=100)
+    driver.ticks(1.0)
+    assert [driver.ticks(1.0) for _ in range(1000)] == [[]] * 1000
+
+
+# --- Settings
+
+
+def test_the_capacity_is_corrected_by_what_is_lost_unless_that_is_switched_off() -> None:
+    """A replica on which half of what programs keep is lost may be claimed less."""
+    for adapt_capacity in (True, False):
+        driver = driver_with(adapt_capacity=adapt_capacity)
+        for _ in range(60):
+            driver.finishes(driver.arrives("a", 400), 400, 0, 200)
+            driver.ticks(0.5)
+        limit_tokens = driver.scheduler.replicas["r0"].account.limit_tokens
+        assert (limit_tokens < 900) == adapt_capacity
+        assert adapt_capacity or limit_tokens == 1000
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        *[
+            ({name: bad}, f"breakeven: {name} must not be negative")
+            for name in (
+                "hold_ratio",
+                "reserve_tokens",
+                "foresight_ratio",
+                "pass_count",
+                "wait_ratio",
+                "home_wait_ratio",
+            )
+            for bad in (-1, float("nan"))
+        ],
+        ({"low_ratio": 0.0}, "0 < low_ratio <= high_ratio"),
+        ({"low_ratio": 0.9, "high_ratio": 0.8}, "0 < low_ratio <= high_ratio"),
+        ({"high_ratio": float("nan")}, "0 < low_ratio <= high_ratio"),
+        ({"growth_quantile": 1.0}, "growth_quantile is from 0 to under 1"),
+        ({"growth_quantile": -0.1}, "growth_quantile is from 0 to under 1"),
+        ({"growth_quantile": float("nan")}, "growth_quantile is from 0 to under 1"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(wrong: dict[str, float], named: str) -> None:
+    """The message names the setting."""
+    with pytest.raises(ConfigurationError, match=named):
+        BreakEven(**wrong)

@@ -1,0 +1,223 @@
+"""What the scheduler learns from events, and what it does not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+
+import pytest
+
+from tests.builders import Driver
+from thunderagent.programs.policies.base import ClaimRules
+from thunderagent.programs.policies.passthrough import Passthrough
+from thunderagent.programs.scheduler import SchedulerSettings
+
+LEARNING = ClaimRules(growth_quantile=0.75, reserve_tokens=100, share_prefixes=True)
+
+
+@dataclass(frozen=True)
+class Claiming(Passthrough):
+    """Lets everybody in, and has claims counted by the rules that a test wants."""
+
+    rules: ClaimRules = LEARNING
+
+    @property
+    def claim_rules(self) -> ClaimRules:
+        return self.rules
+
+
+def driver_with(capacity_tokens: int | None = 100_000, **rules: object) -> Driver:
+    policy = Claiming(ClaimRules(**rules)) if rules else Claiming()
+    settings = SchedulerSettings(idle_limit_s=1e6, forget_limit_s=1e7)
+    return Driver(policy, replicas={"r0": capacity_tokens}, settings=settings)
+
+
+def seen(driver: Driver, name: str) -> tuple[float, float, float]:
+    """Of a tool: how many returned, how many were let go, and its rate at the begin."""
+    table = driver.scheduler.knowledge.tool_times._by_name.get(name)
+    return (sum(table.returned), sum(table.away), table.count) if table is not None else (0.0, 0.0, 0.0)
+
+
+# --- Tools
+
+
+def test_a_tool_is_learned_when_its_program_comes_back() -> None:
+    """By the name that the turn before told, and by the time between the two."""
+    driver = driver_with()
+    driver.takes_turn("a", 100, tool="ls")
+    assert seen(driver, "ls") == (0, 0, 0)
+    driver.passes(7.0)
+    driver.arrives("a", 120)
+    assert seen(driver, "ls") == (1, 0, 1)
+    assert driver.program("a").away_s == pytest.approx(7.0)
+
+
+def test_a_first_turn_tells_of_no_tool() -> None:
+    """Nobody was away."""
+    driver = driver_with()
+    driver.arrives("a", 100)
+    assert len(driver.scheduler.knowledge.tool_times) == 0
+
+
+@pytest.mark.parametrize("end", ["fails", "is_abandoned"])
+def test_a_turn_that_is_tried_again_tells_of_no_tool(end: str) -> None:
+    """It comes back from no tool, and neither does the one after it."""
+    driver = driver_with()
+    driver.takes_turn("a", 100, tool="ls")
+    driver.passes(7.0)
+    turn = driver.arrives("a", 120)
+    getattr(driver, end)(turn)
+    for _ in range(3):
+        driver.passes(1.0)
+        getattr(driver, end)(driver.arrives("a", 120))
+    assert seen(driver, "ls") == (1, 0, 1)
+    assert len(driver.scheduler.knowledge.tool_times) == 1
+
+
+def test_a_turn_beside_another_tells_of_no_tool() -> None:
+    """The program was not away."""
+    driver = driver_with()
+    driver.takes_turn("a", 100, tool="ls")
+    driver.arrives("a", 120)
+    driver.arrives("a", 120)
+    assert seen(driver, "ls") == (1, 0, 1)
+
+
+def test_a_program_that_ends_in_its_tool_was_away_until_then() -> None:
+    """It says nothing of later."""
+    driver = driver_with()
+    driver.takes_turn("a", 100, tool="ls")
+    driver.passes(7.0)
+    driver.releases("a")
+    assert seen(driver, "ls") == (0, 1, 1)
+
+
+def test_a_program_that_ends_in_a_turn_tells_of_no_tool() -> None:
+    """It was back already."""
+    driver = driver_with()
+    driver.takes_turn("a", 100, tool="ls")
+    driver.arrives("a", 120)
+    driver.releases("a")
+    assert seen(driver, "ls") == (1, 0, 1)
+
+
+def test_a_program_that_is_let_go_and_comes_back_counts_once() -> None:
+    """First as one that was away until then, in the end as one that returned."""
+    driver = driver_with()
+    driver.takes_turn("a", 100, tool="ls")
+    driver.passes(2.0)
+    driver.drains("r0")
+    assert seen(driver, "ls") == (0, 1, 1)
+    driver.comes_up("r0", 100_000)
+    driver.passes(5.0)
+    driver.arrives("a", 120)
+    assert seen(driver, "ls") == (1, 0, 1)
+    assert driver.program("a").away_s == pytest.approx(7.0)
+
+
+def test_a_program_that_is_let_go_and_ends_was_away_until_it_was_let_go() -> None:
+    """It is not counted a second time."""
+    driver = driver_with()
+    driver.takes_turn("a", 100, tool="ls")
+    driver.passes(2.0)
+    driver.drains("r0")
+    driver.passes(5.0)
+    driver.releases("a")
+    assert seen(driver, "ls") == (0, 1, 1)
+
+
+# --- Residence, prefill, capacity
+
+
+def test_the_median_residence_is_that_of_programs_that_ended() -> None:
+    """Infinite until one did; those without a turn do not count."""
+    driver = driver_with()
+    knowledge = driver.scheduler.knowledge
+    for name in ("a", "b", "c"):
+        driver.takes_turn(name, 100)
+    assert knowledge.median_residence_s == inf
+    driver.passes(60.0)
+    driver.releases_all("a", "b", "c")
+    assert 40.0 < knowledge.median_residence_s < 90.0
+
+
+def test_the_break_even_is_the_time_to_prefill_the_largest_memory() -> None:
+    """0 until a capacity is known: nothing can be said then."""
+    driver = driver_with(None)
+    assert driver.scheduler.knowledge.break_even_s == 0
+    driver.comes_up("r1", 100_000)
+    driver.comes_up("r2", 40_000)
+    assert driver.scheduler.knowledge.break_even_s == pytest.approx(5.0)
+
+
+def test_prefill_is_learned_from_what_was_not_cached() -> None:
+    """10,000 tokens, of which 8,000 were cached, in two tenths of a second."""
+    driver = driver_with()
+    for number in range(10):
+        turn = driver.arrives(f"p{number}", 10_000)
+        driver.passes(0.2)
+        driver.starts(turn)
+        driver.passes(3.0)
+        driver.finishes(turn, 10_000, 200, 8000)
+    assert driver.scheduler.knowledge.prefill_speed.token_s == pytest.approx(1e-4, rel=0.2)
+
+
+def test_an_engine_that_does_not_say_what_was_cached_is_taken_to_have_what_is_resident() -> None:
+    """A program's second turn finds its first prompt; a first one finds nothing, whatever its prefix."""
+    driver = driver_with()
+    turn = driver.arrives("a", 400, prefix={"system": 300})
+    assert driver.scheduler.turns[turn].resident_tokens == 0
+    driver.finishes(turn, 400, 20)
+    turn = driver.arrives("a", 500, prefix={"system": 300})
+    assert driver.scheduler.turns[turn].resident_tokens == 420
+    turn = driver.arrives("b", 500, prefix={"system": 300})
+    assert driver.scheduler.turns[turn].resident_tokens == 300
+
+
+# --- Claims
+
+
+def test_a_claim_holds_what_the_next_turn_is_expected_to_add() -> None:
+    """The reserve first, then what three in four turns added at most."""
+    driver = driver_with(growth_quantile=0.75, reserve_tokens=100)
+    turn = driver.arrives("a", 400)
+    assert driver.demand() == 500
+    driver.finishes(turn, 400, 20)
+    assert driver.program("a").claim_tokens == 420 + 100
+    for tokens in range(600, 3000, 200):
+        driver.finishes(driver.arrives("a", tokens), tokens, 20)
+    reserve_tokens = driver.program("a").reserve_tokens
+    assert 140 <= reserve_tokens <= 290
+    assert driver.demand() == 2800 + 20 + reserve_tokens
+
+
+def test_a_claim_in_flight_holds_what_the_answer_is_expected_to_be() -> None:
+    """And less of it, the more was generated already: the claim grows only beyond that."""
+    driver = driver_with(growth_quantile=0.75, reserve_tokens=100)
+    for number in range(20):
+        driver.finishes(driver.arrives(f"p{number}", 200), 200, 64)
+        driver.releases(f"p{number}")
+    turn = driver.arrives("a", 400)
+    expected_tokens = driver.demand() - 400
+    assert 45 <= expected_tokens <= 91
+    driver.progresses(turn, output=40)
+    assert driver.demand() == 400 + expected_tokens
+    driver.progresses(turn, output=500)
+    assert driver.demand() == 900
+
+
+def test_without_a_quantile_the_reserve_stays() -> None:
+    """As the policies of the paper have it."""
+    driver = driver_with(reserve_tokens=100)
+    for tokens in (400, 800, 1600):
+        driver.finishes(driver.arrives("a", tokens), tokens, 50)
+    assert driver.demand() == 1650 + 100
+
+
+def test_a_failed_turn_teaches_no_growth() -> None:
+    """Nothing is learned from it."""
+    driver = driver_with()
+    driver.takes_turn("a", 400)
+    for _ in range(5):
+        driver.fails(driver.arrives("a", 4000))
+    assert driver.scheduler.knowledge.growth.turn_tokens(0.75, 77) == 77

@@ -1,0 +1,125 @@
+"""The prefix tree against a union that is counted anew each time."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from thunderagent.programs.prefixes import Chain, PrefixTree, chain_of
+
+REPLICAS = ("r0", "r1")
+PATHS = st.lists(st.integers(0, 2), max_size=4).map(tuple)
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("enter"), PATHS, st.sampled_from(REPLICAS), st.just(0)),
+        st.tuples(st.just("leave"), st.integers(0, 20), st.just(""), st.just(0)),
+        st.tuples(st.just("resize"), PATHS, st.just(""), st.integers(0, 50)),
+    ),
+    max_size=60,
+)
+
+
+class Union:
+    """Chains on replicas as a list, and how large the part of each cut is."""
+
+    def __init__(self) -> None:
+        self.sizes_tokens: dict[tuple[int, ...], int] = {}
+        self.chains: list[tuple[tuple[int, ...], str]] = []
+
+    def size_tokens(self, path: tuple[int, ...]) -> int:
+        return self.sizes_tokens.setdefault(path, 7 * len(path) + sum(path))
+
+    def cuts_of(self, path: tuple[int, ...]) -> list[tuple[int, ...]]:
+        return [path[: length + 1] for length in range(len(path))]
+
+    def chain(self, path: tuple[int, ...]) -> Chain:
+        tokens, chain = 0, []
+        for cut in self.cuts_of(path):
+            tokens += self.size_tokens(cut)
+            chain.append((hash(cut), tokens))
+        return tuple(chain)
+
+    def shared_tokens(self, replica_id: str) -> int:
+        paths = [path for path, where in self.chains if where == replica_id]
+        union = {cut for path in paths for cut in self.cuts_of(path)}
+        claimed_tokens = sum(self.size_tokens(cut) for path in paths for cut in self.cuts_of(path))
+        return claimed_tokens - sum(self.size_tokens(cut) for cut in union)
+
+    def tokens_of_others(self, path: tuple[int, ...], replica_id: str, count: int) -> int:
+        paths = [other for other, where in self.chains if where == replica_id]
+        tokens = 0
+        for cut in self.cuts_of(path):
+            if sum(other[: len(cut)] == cut for other in paths) >= count:
+                tokens += self.size_tokens(cut)
+        return tokens
+
+
+@given(STEPS)
+def test_what_is_shared_is_the_sum_of_claims_without_their_union(steps: list[tuple]) -> None:
+    """Whoever enters, leaves or changes in size, on every replica; and nothing is left in the end."""
+    tree, union = PrefixTree(), Union()
+    shared_tokens = dict.fromkeys(REPLICAS, 0)
+    for kind, what, replica_id, size_tokens in steps:
+        if kind == "enter":
+            shared_tokens[replica_id] += tree.enter(union.chain(what), replica_id)
+            union.chains.append((what, replica_id))
+        elif kind == "leave" and union.chains:
+            path, where = union.chains.pop(what % len(union.chains))
+            shared_tokens[where] -= tree.leave(union.chain(path), where)
+        elif kind == "resize" and what:
+            union.sizes_tokens[what] = size_tokens
+            for where, grown_tokens in tree.resize(union.chain(what)).items():
+                shared_tokens[where] += grown_tokens
+        assert shared_tokens == {each: union.shared_tokens(each) for each in REPLICAS}
+        assert len(tree) == len({cut for path, _ in union.chains for cut in union.cuts_of(path)})
+    for path, where in union.chains:
+        shared_tokens[where] -= tree.leave(union.chain(path), where)
+    assert len(tree) == 0
+    assert set(shared_tokens.values()) == {0}
+
+
+@given(st.lists(st.tuples(PATHS, st.sampled_from(REPLICAS)), max_size=12), PATHS, st.integers(1, 3))
+def test_what_others_claim_of_a_chain(chains: list[tuple], path: tuple[int, ...], count: int) -> None:
+    """As many of its tokens as so many chains there begin with."""
+    tree, union = PrefixTree(), Union()
+    for each, where in chains:
+        tree.enter(union.chain(each), where)
+        union.chains.append((each, where))
+    for where in REPLICAS:
+        expected_tokens = union.tokens_of_others(path, where, count)
+        assert tree.shared_tokens(union.chain(path), where, with_count=count) == expected_tokens
+
+
+def test_three_programs_with_one_system_prompt_by_hand() -> None:
+    """100 tokens for all, 50 more for two of them: 250 are claimed too much."""
+    tree = PrefixTree()
+    two, one = ((1, 100), (2, 150)), ((1, 100), (3, 180))
+    assert [tree.enter(chain, "r0") for chain in (two, two, one)] == [0, 150, 100]
+    assert tree.enter(one, "r1") == 0
+    assert tree.shared_tokens(((1, 100), (2, 150), (9, 900)), "r0") == 150
+    assert tree.leave(two, "r0") == 150
+    assert tree.leave(two, "r0") == 100
+    assert tree.leave(one, "r0") == 0
+
+
+def test_a_cut_has_the_size_that_it_was_counted_with_first() -> None:
+    """Two estimates of one prefix: what enters with the one leaves with the same, whoever leaves first."""
+    tree = PrefixTree()
+    first, second = ((1, 100),), ((1, 140),)
+    tree.enter(first, "r0")
+    assert tree.enter(second, "r0") == 100
+    assert tree.sized(second) == first
+    assert tree.leave(first, "r0") == 100
+    assert tree.leave(second, "r0") == 0
+
+
+def test_cuts_that_do_not_ascend_have_no_size() -> None:
+    """An estimate that shrinks makes no negative tokens."""
+    tree = PrefixTree()
+    tree.enter(((1, 100), (2, 60)), "r0")
+    assert tree.enter(((1, 100), (2, 60)), "r0") == 100
+
+
+def test_cuts_come_in_bytes() -> None:
+    """And are counted in tokens."""
+    assert chain_of([(7, 400), (8, 1000)], 0.25) == ((7, 100), (8, 250))

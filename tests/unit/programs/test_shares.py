@@ -1,0 +1,105 @@
+"""What programs have in common, while they come, go and send other prompts."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from thunderagent.programs.ledger import Account
+from thunderagent.programs.lifecycle import Trigger
+from thunderagent.programs.program import MAIN_BRANCH, Branch, Program
+from thunderagent.programs.shares import Shares
+
+CUTS = {"": (), "a": ((1, 100),), "ab": ((1, 100), (2, 250)), "ac": ((1, 100), (3, 150)), "d": ((4, 80),)}
+SIZES_TOKENS = {1: 100, 2: 150, 3: 50, 4: 80}
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["activate", "pause", "prompt", "branch", "end_branch"]),
+        st.integers(0, 3),
+        st.sampled_from(["r0", "r1"]),
+        st.sampled_from(sorted(CUTS)),
+    ),
+    max_size=60,
+)
+
+
+def activate(shares: Shares, program: Program, replica_id: str, account: Account) -> None:
+    program.replica_id = replica_id
+    if program.status == "paused":
+        program.advance(Trigger.RESTORE)
+    shares.enter(program, account)
+
+
+def shared_tokens(programs: list[Program], replica_id: str) -> int:
+    chains = [
+        [digest for digest, _ in branch.prefix]
+        for program in programs
+        if program.status == "active" and program.replica_id == replica_id
+        for branch in program.branches.values()
+    ]
+    union = {digest for chain in chains for digest in chain}
+    claimed_tokens = sum(SIZES_TOKENS[digest] for chain in chains for digest in chain)
+    return claimed_tokens - sum(SIZES_TOKENS[digest] for digest in union)
+
+
+@given(STEPS)
+def test_an_account_knows_what_is_claimed_more_than_once(steps: list[tuple[str, int, str, str]]) -> None:
+    """Chains are replaced while active, branches come and go: the sum is that of a count from scratch."""
+    shares, programs = Shares(), [Program(f"p{number}", number, 0.0) for number in range(4)]
+    accounts = {replica_id: Account(1.0, 0.0) for replica_id in ("r0", "r1")}
+    for kind, number, replica_id, prompt in steps:
+        program = programs[number]
+        active = program.status == "active"
+        account = accounts[program.replica_id or ""] if active else None
+        if kind == "activate" and not active:
+            activate(shares, program, replica_id, accounts[replica_id])
+        elif kind == "pause" and account is not None:
+            shares.leave(program, account)
+            program.advance(Trigger.PAUSE)
+        elif kind in {"prompt", "branch"}:
+            name = MAIN_BRANCH if kind == "prompt" else "sub"
+            shares.set_prefix(program, program.branches.setdefault(name, Branch()), CUTS[prompt], 1.0, account)
+        elif kind == "end_branch" and "sub" in program.branches:
+            ended = program.branches.pop("sub")
+            if account is not None:
+                shares.leave(program, account, [ended])
+        for where, each in accounts.items():
+            assert each.shared_tokens == shared_tokens(programs, where)
+    for program in programs:
+        if program.status == "active":
+            shares.leave(program, accounts[program.replica_id or ""])
+    assert len(shares.tree) == 0
+    assert {account.shared_tokens for account in accounts.values()} == {0}
+
+
+def two_programs() -> tuple[Shares, Program, Program, Account]:
+    shares, account = Shares(), Account(1.0, 0.0)
+    here, comes = Program("here", 1, 0.0), Program("comes", 2, 0.0)
+    shares.set_prefix(here, here.branches[MAIN_BRANCH], CUTS["ab"], 1.0, None)
+    shares.set_prefix(comes, comes.branches[MAIN_BRANCH], CUTS["ac"], 1.0, None)
+    activate(shares, here, "r0", account)
+    return shares, here, comes, account
+
+
+def test_a_paused_program_finds_what_others_claim() -> None:
+    """100 tokens on the replica where the other is, none elsewhere."""
+    shares, _, comes, _ = two_programs()
+    assert shares.tokens_on(comes, "r0") == 100
+    assert shares.tokens_on(comes, "r1") == 0
+
+
+def test_what_a_program_claims_itself_is_not_what_others_claim() -> None:
+    """An active one finds what it has in common with another, and alone nothing."""
+    shares, here, comes, account = two_programs()
+    assert shares.tokens_on(here, "r0") == 0
+    activate(shares, comes, "r0", account)
+    assert shares.tokens_on(here, "r0") == shares.tokens_on(comes, "r0") == 100
+
+
+def test_a_programs_own_tokens_are_what_no_other_shares() -> None:
+    """400 without the 100 in common, once both are there."""
+    shares, here, comes, account = two_programs()
+    assert shares.own_tokens(here, 400) == 400
+    activate(shares, comes, "r0", account)
+    assert shares.own_tokens(here, 400) == 300
+    assert shares.own_tokens(here, 40) == 0
