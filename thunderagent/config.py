@@ -43,7 +43,7 @@ class ServeConfig(BaseSettings):
     port: int = Field(8300, ge=0, le=65535, description="port to listen on; 0 takes a free one")
     policy: str = Field(
         "breakeven",
-        description="breakeven, thunderagent, thunderagent-ports, cap, ttl, sticky, passthrough, or package.module:Class",
+        description="breakeven, thunderagent, thunderagent-ports, cap, ttl, sticky, passthrough, package.module:Class",
     )
     policy_args: Annotated[dict[str, str], NoDecode] = Field(
         {}, description="settings of the policy, as name=value; docs/policies.md has them all"

@@ -18,6 +18,10 @@ Chain = tuple[tuple[int, int], ...]
 """Cuts of a prompt: digest of all before it, tokens before it."""
 
 
+SIZE_SLACK_RATIO = 0.2
+"""Sizes of a cut that differ by less are taken for the same: each program estimates them from its own prompts."""
+
+
 class _Cut:
     __slots__ = ("counts", "own_tokens")
 
@@ -75,7 +79,7 @@ class PrefixTree:
             cut = self._cuts.get(digest)
             own_tokens = max(0, tokens - previous_tokens)
             previous_tokens = tokens
-            if cut is None or cut.own_tokens == own_tokens:
+            if cut is None or abs(cut.own_tokens - own_tokens) <= SIZE_SLACK_RATIO * own_tokens:
                 continue
             for replica_id, count in cut.counts.items():
                 grown[replica_id] = grown.get(replica_id, 0) + (own_tokens - cut.own_tokens) * (count - 1)

@@ -452,6 +452,11 @@ class Scheduler:
             self.ledger.settle(account, self._now_s)
         ratio = branch.tokens_per_byte_ratio or self._tokens_per_byte_ratio
         self.shares.set_prefix(program, branch, cuts, ratio, account)
+        if branch.tokens_per_byte_ratio is not None:  # the size of what is shared was a guess before
+            for replica_id, tokens in self.shares.tree.resize(branch.prefix).items():
+                account = self.replicas[replica_id].account
+                self.ledger.settle(account, self._now_s)
+                account.shared_tokens += tokens
 
     def _forget_branches(self, program: Program, ended: Turn, *, finished: bool) -> None:
         """Drop side branches of a program, whose claim is lifted, that are not used again."""

@@ -65,6 +65,11 @@ class SchedulerView:
         first = self._scheduler.replicas[replica.replica_id].expiring.first()
         return first if first is not None and first.hold_until_s <= self._scheduler.now_s else None
 
+    def first_expired_few(self, replica: ReplicaView, count: int) -> Sequence[ProgramView]:
+        """See `View`."""
+        expiring = self._scheduler.replicas[replica.replica_id].expiring.lowest(count)
+        return [program for program in expiring if program.hold_until_s <= self._scheduler.now_s]
+
     def last_marked(self, replica: ReplicaView) -> ProgramView | None:
         """See `View`."""
         return self._scheduler.replicas[replica.replica_id].marked.first()

@@ -196,6 +196,9 @@ class View(Protocol):
     def first_expired(self, replica: ReplicaView) -> ProgramView | None:
         """Return an acting program there that is held for longer than is worth it, if there is one."""
 
+    def first_expired_few(self, replica: ReplicaView, count: int) -> Sequence[ProgramView]:
+        """Return at most `count` such programs, the one first that is held too long for longest."""
+
     def last_marked(self, replica: ReplicaView) -> ProgramView | None:
         """Return the marked program with the highest pause rank there."""
 

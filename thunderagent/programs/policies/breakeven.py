@@ -13,17 +13,18 @@ until its tool's rate of return falls under one in that time (`tool_times.py`). 
 goes as soon as the first in the queue needs the room, and not before.
 
 **Admission by age.** Whoever was there first goes first, on every event that frees room. That bounds waiting without a
-timer: nobody waits for more than what those before it take. If the first does not fit anywhere, `pass_count` behind it
-may pass, those whose history still lies in memory before others; but once the first has waited for `wait_ratio` of the
-median time that programs take in all, the replica with most room takes nobody else in until it fits.
+timer: nobody waits for more than what those before it take. If the first does not fit anywhere, newcomers and the
+`pass_count` behind it may pass, those whose history still lies in memory before others; but once the first has waited
+for `wait_ratio` of the median time that programs take in all, the replica with most room takes nobody else in until it
+fits.
 
 **Room to grow.** Programs are small when they come. One that comes for the first time needs room not only for itself,
 but for what it and all others on the replica will grow by while it would pay to have let it in: to pause it too soon
 costs more than to leave memory empty until then. `foresight_ratio` scales that time, and nobody is expected to grow
 beyond the mean size of programs. Up to `low_ratio` of the capacity programs are let in; only above `high_ratio` they
-are paused: first those who expired, then the youngest acting, at last the youngest with a turn in flight, which is marked,
-and unmarked if there is room again before that ends. The last unfinished member of a group goes last, because the whole
-group waits for it.
+are paused: first those who expired, then the youngest acting, at last the youngest with a turn in flight, which is
+marked, and unmarked if there is room again before that ends. The last unfinished member of a group goes last, because
+the whole group waits for it.
 
 **Home.** A program goes back to the replica where its history lies, if there is room; if not, it waits there for as
 long as to compute the history again would take (times `home_wait_ratio`), and then goes where most room is. New ones go
@@ -60,6 +61,9 @@ RESIDENT_RATIO = 0.1
 """A program is resident if so much of its claim is expected to lie in its replica's memory."""
 
 LAST_OF_GROUP_RANK = inf
+
+MOST_EXPIRED_COUNT = 64
+"""So many at most go to make room for one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,13 +223,17 @@ class BreakEven:
 
     def _fits(self, view: View, program: ProgramView, replica: ReplicaView, *, make_room: bool) -> bool:
         """Say whether a program fits, if need be after those went who expired; one that would be alone always does."""
+        account = replica.account
         grown_tokens = self._foreseen_tokens(view, program)
         needed_tokens = view.claim_tokens_on(program, replica) + min(program.growth_tokens, grown_tokens)
-        while replica.account.active_count and self._free_tokens(replica.account, grown_tokens) < needed_tokens:
-            expired = view.first_expired(replica) if make_room else None
-            if expired is None or not view.propose_pause(expired, Reason.EXPIRED):
-                return False
-        return True
+        if not account.active_count or self._free_tokens(account, grown_tokens) >= needed_tokens:
+            return True
+        if not make_room:
+            return False
+        missing_tokens = needed_tokens - self._free_tokens(account, grown_tokens)
+        for expired in _enough(view.first_expired_few(replica, MOST_EXPIRED_COUNT), missing_tokens):
+            view.propose_pause(expired, Reason.EXPIRED)
+        return not account.active_count or self._free_tokens(account, grown_tokens) >= needed_tokens
 
     def _foreseen_tokens(self, view: View, program: ProgramView) -> float:
         """Return for how much growth of each program on a replica there must be room, if `program` is let in.
@@ -275,6 +283,16 @@ class BreakEven:
         """Yield who goes first, as it is after the one before went."""
         while program := view.first_expired(replica) or view.first_to_pause(replica) or view.first_to_mark(replica):
             yield program
+
+
+def _enough(expired: Sequence[ProgramView], tokens: float) -> Sequence[ProgramView]:
+    """Return the first of them whose claims are `tokens` together; nobody if those of all are less."""
+    claimed_tokens = 0
+    for count, program in enumerate(expired, start=1):
+        claimed_tokens += program.claim_tokens
+        if claimed_tokens >= tokens:
+            return expired[:count]
+    return ()
 
 
 def _without(replicas: Sequence[ReplicaView], reserved: ReplicaView | None) -> Sequence[ReplicaView]:
