@@ -646,7 +646,8 @@ async def running_proxy(*urls: str, up: int | None = None, **config: Any) -> Asy
             "event_log": Path(folder, "events"),
         }
         if "policy" not in config:
-            defaults["policy_args"] = {"reserve_tokens": "0"}  # so that a claim is a context, to the token
+            # So that a claim is a context, to the token.
+            defaults["policy_args"] = {"reserve_tokens": "0", "growth_quantile": "0"}
         settings = ServeConfig.load(**{**defaults, **config})
         runtime, event_log = build_runtime(settings)
         assert event_log is not None

@@ -24,7 +24,7 @@ LOSS_SLACK_RATIO = 0.10
 STEP_DOWN_RATIO = 0.5
 """Of the part that was lost, so much goes from the capacity at once."""
 
-LARGEST_STEP_RATIO = 0.10
+LARGEST_STEP_RATIO = 0.25
 """The capacity goes down by at most that at once."""
 
 STEP_UP_RATIO = 0.004
