@@ -29,7 +29,13 @@ POLICIES: dict[str, dict[str, Setting]] = {
     "cap": {"n": 3},
     "thunderagent": {"delta_s": 5.0, "lambda_max": 0.95, "lambda_min": 0.8, "reserve_tokens": 100},
     "ttl": {"ttl_s": 4.0},
-    "breakeven": {"hold_ratio": 20.0, "reserve_tokens": 100, "foresight_ratio": 2.0, "wait_ratio": 0.2},
+    "breakeven": {
+        "hold_ratio": 20.0,
+        "low_ratio": 0.8,
+        "reserve_tokens": 100,
+        "foresight_ratio": 2.0,
+        "wait_ratio": 0.2,
+    },
 }
 TELLING = {"breakeven"}
 """Policies whose incident tells of prompts' prefixes, of groups and of tools: the others would not hear it."""
