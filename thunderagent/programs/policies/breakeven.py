@@ -132,7 +132,7 @@ class BreakEven:
         others = _without(candidates, self._reserved(view, head))
         if not others:
             return Placement(None, Reason.QUEUE_AHEAD)
-        return self._find(view, program, others, home, make_room=False)
+        return self._find(view, program, others, home_of(program, others), make_room=False)
 
     def balance(self, view: View, moment: Moment) -> None:
         """Pause where claims are over the capacity, and let in who fits.
@@ -159,11 +159,13 @@ class BreakEven:
             self._let_pass(view, head, replicas)
 
     def _let_pass(self, view: View, head: ProgramView, replicas: Sequence[ReplicaView]) -> None:
-        others = _without(replicas, self._reserved(view, head))
+        reserved = self._reserved(view, head)
+        others = _without(replicas, reserved)
         if not others:
             return
         for program in self._followers(view):
-            placement = self._find(view, program, others, view.replica(program.replica_id), make_room=False)
+            home = view.replica(program.replica_id)
+            placement = self._find(view, program, others, home if home is not reserved else None, make_room=False)
             if placement.replica is not None:
                 view.propose_restore(program, placement.replica, placement.reason)
 
@@ -197,13 +199,13 @@ class BreakEven:
     ) -> Placement:
         """Return where a paused program could be active; with `make_room`, those who expired make room for it.
 
-        `home` need not be among the candidates: it may be worth to wait for.
+        `home` need not be among the candidates, which may be those only where something changed.
         """
         roomiest = self._roomiest(view, candidates, program)
         if self._is_oversize(view, program, roomiest):
             return Placement(roomiest, Reason.OVERSIZE)
         if home is not None:
-            if home in candidates and self._fits(view, program, home, make_room=make_room):
+            if self._fits(view, program, home, make_room=make_room):
                 return Placement(home, Reason.FITS)
             if home is not roomiest and self._waits_for_home(view, program, home):
                 return Placement(None, Reason.HOME_SOON)
