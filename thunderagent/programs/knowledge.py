@@ -62,13 +62,8 @@ class Knowledge:
         program.larger_tokens_total += max(0, context_tokens - program.first_prompt_tokens)
         grown_tokens = context_tokens - branch.context_tokens if branch.context_tokens else None
         self.growth.turn_finished(grown_tokens, output_tokens, duration_s + program.away_s)
-        streamed = turn.started_s is not None and turn.started_s < now_s
-        self.prefill_speed.learn(
-            (turn.started_s or 0.0) - turn.granted_s if streamed else None,
-            duration_s,
-            max(0, prompt_tokens - cached_tokens),
-            output_tokens,
-        )
+        uncached_tokens = max(0, prompt_tokens - cached_tokens)
+        self.prefill_speed.learn(turn.first_token_s(now_s), duration_s, uncached_tokens, output_tokens)
 
     def tool_returned(self, program: Program, now_s: float) -> None:
         """Learn how long a program was away, whose turn arrives."""
@@ -93,7 +88,7 @@ class Knowledge:
             self.growth.program_ended(program.larger_tokens_total, program.turn_count)
 
     def measure_claim(self, program: Program, rules: ClaimRules) -> None:
-        """Measure what a program claims: its context, what its next turn adds, and what it will grow by soon after."""
+        """Measure what a program claims: its context, what its next turn adds, and apart its further growth."""
         program.reserve_tokens = self._reserve_tokens(program, rules)
         program.claim_tokens = program.measure_claim() + program.reserve_tokens
         first_tokens = program.first_prompt_tokens or program.claim_tokens

@@ -229,9 +229,8 @@ class Ledger:
         computed_tokens = max(0, prompt_tokens - cached_tokens)
         recomputed_tokens = min(computed_tokens, max(0, known_tokens - cached_tokens))
         duration_s = now_s - turn.granted_s
-        if turn.started_s is not None and turn.started_s < now_s:
-            prefill_s = turn.started_s - turn.granted_s
-        else:
+        prefill_s = turn.first_token_s(now_s)
+        if prefill_s is None:
             prefill_weight = computed_tokens * PREFILL_TO_DECODE_RATIO
             prefill_s = duration_s * (prefill_weight / (prefill_weight + output_tokens or 1.0))
         recompute_ratio = recomputed_tokens / computed_tokens if computed_tokens else 0.0

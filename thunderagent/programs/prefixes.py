@@ -3,7 +3,7 @@
 Theory of operation
 ===================
 A prompt comes with a chain of cuts (`TurnArrived.prefix`); two programs whose chains have the same digest at a cut have
-the same prompt up to there. A cut stands for a cut: for the tokens between it and the cut before. Each chain that is
+the same prompt up to there. A cut stands for the tokens between it and the one before. Each chain that is
 active on a replica counts on every cut of it. A cut that n chains count on lies in memory once, but is in the claims
 of n programs: (n - 1) times its tokens are claimed too much, and the sum of that over all cuts is the replica's
 `shared_tokens`. A cut that no chain counts on is dropped, so the tree is as large as what is active.

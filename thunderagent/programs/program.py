@@ -92,6 +92,12 @@ class Turn:
         self.kept_tokens = 0
         """The same, where its program had kept its claim since its last turn: 0 where it had not."""
 
+    def first_token_s(self, now_s: float) -> float | None:
+        """Return the time from its grant to its first token; None where that was not seen apart from its end, now."""
+        if self.started_s is None or self.started_s >= now_s:
+            return None
+        return self.started_s - self.granted_s
+
     def __repr__(self) -> str:
         where = f"on {self.account_id}" if self.account_id else "held"
         return f"<Turn {self.turn_id} {where}, {self.prompt_tokens} prompt tokens>"

@@ -7,8 +7,8 @@ first. So what is left of a program after a while depends on how much was touche
 run, whose tools run, that are paused, or that have ended: the engine does not know the difference. A list of programs
 in the order of their last turns, with their tokens, is all it takes to follow that: one entry a turn, O(1) each.
 
-It is an estimate: blocks that programs share are counted with each of them, and a request that the engine preempts is
-not seen. Where an engine reports what it holds, that replaces the estimate.
+It is an estimate: what programs share is left out of it as far as it is known, and a request that the engine preempts
+is not seen. Where an engine reports what it holds, that replaces the estimate.
 """
 
 from __future__ import annotations

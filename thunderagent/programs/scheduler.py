@@ -550,23 +550,20 @@ class Scheduler:
 
     def mark(self, program: Program, reason: Reason) -> None:
         """Have an active program with a turn in flight pause when that ends. For the view: it checks first."""
-        self._lift(program)
-        program.advance(Trigger.MARK)
-        program.marked = True
-        self._put(program)
-        replica_id = program.replica_id or ""
-        program.note(self._now_s, "mark", reason, replica_id)
-        self._decisions.append(Mark(program.program_id, replica_id, reason))
+        self._set_mark(program, Trigger.MARK, Mark, reason)
 
     def unmark(self, program: Program, reason: Reason) -> None:
         """Let a marked program keep its claim when its turn ends. For the view: it checks first."""
+        self._set_mark(program, Trigger.UNMARK, Unmark, reason)
+
+    def _set_mark(self, program: Program, trigger: Trigger, decision: type[Mark | Unmark], reason: Reason) -> None:
         self._lift(program)
-        program.advance(Trigger.UNMARK)
-        program.marked = False
+        program.advance(trigger)
+        program.marked = trigger is Trigger.MARK
         self._put(program)
         replica_id = program.replica_id or ""
-        program.note(self._now_s, "unmark", reason, replica_id)
-        self._decisions.append(Unmark(program.program_id, replica_id, reason))
+        program.note(self._now_s, trigger.value, reason, replica_id)
+        self._decisions.append(decision(program.program_id, replica_id, reason))
 
     def restore(self, program: Program, replica: Replica, reason: Reason) -> None:
         """Give a paused program a claim on a replica, and a lease to each of its held turns. For the view."""

@@ -120,7 +120,7 @@ class ToolTimes:
     def hold_s(self, name: str, threshold_s: float) -> float:
         """Return how long after the begin of a tool it pays to hold: until G·threshold falls to 1.
 
-        `inf` if it never does. Cost: O(log intervals); now and then O(intervals²) to compute the rates.
+        `inf` if it never does. Cost: O(intervals); now and then O(intervals²) to compute the rates.
         """
         rates = self._rates(name)
         needed_per_s = 1.0 / threshold_s if threshold_s > 0 else inf

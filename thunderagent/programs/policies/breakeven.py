@@ -184,7 +184,7 @@ class BreakEven:
         """Return the replica that takes nobody else in, once the head of the queue has waited for long enough."""
         if view.now_s - head.waiting_since_s <= self.wait_ratio * view.median_residence_s:
             return None
-        return self._roomiest(view, view.replicas, head)
+        return self._roomiest(view.replicas, self._foreseen_tokens(view, head))
 
     # --- placing ----------------------------------------------------------------------------------------------------
 
@@ -201,15 +201,16 @@ class BreakEven:
 
         `home` need not be among the candidates, which may be those only where something changed.
         """
-        roomiest = self._roomiest(view, candidates, program)
+        grown_tokens = self._foreseen_tokens(view, program)
+        roomiest = self._roomiest(candidates, grown_tokens)
         if self._is_oversize(view, program, roomiest):
             return Placement(roomiest, Reason.OVERSIZE)
         if home is not None:
-            if self._fits(view, program, home, make_room=make_room):
+            if self._fits(view, program, home, grown_tokens, make_room=make_room):
                 return Placement(home, Reason.FITS)
             if home is not roomiest and self._waits_for_home(view, program, home):
                 return Placement(None, Reason.HOME_SOON)
-        if roomiest is not home and self._fits(view, program, roomiest, make_room=make_room):
+        if roomiest is not home and self._fits(view, program, roomiest, grown_tokens, make_room=make_room):
             return Placement(roomiest, Reason.FITS)
         return Placement(None, Reason.NO_ROOM)
 
@@ -223,16 +224,17 @@ class BreakEven:
         recompute_s = view.resident_tokens(program, home) * view.prefill_token_s
         return view.now_s - program.waiting_since_s < self.home_wait_ratio * recompute_s
 
-    def _fits(self, view: View, program: ProgramView, replica: ReplicaView, *, make_room: bool) -> bool:
+    def _fits(
+        self, view: View, program: ProgramView, replica: ReplicaView, grown_tokens: float, *, make_room: bool
+    ) -> bool:
         """Say whether a program fits, if need be after those went who expired; one that would be alone always does."""
         account = replica.account
-        grown_tokens = self._foreseen_tokens(view, program)
         needed_tokens = view.claim_tokens_on(program, replica) + min(program.growth_tokens, grown_tokens)
-        if not account.active_count or self._free_tokens(account, grown_tokens) >= needed_tokens:
+        missing_tokens = needed_tokens - self._free_tokens(account, grown_tokens)
+        if not account.active_count or missing_tokens <= 0:
             return True
         if not make_room:
             return False
-        missing_tokens = needed_tokens - self._free_tokens(account, grown_tokens)
         for expired in _enough(view.first_expired_few(replica, MOST_EXPIRED_COUNT), missing_tokens):
             view.propose_pause(expired, Reason.EXPIRED)
         return not account.active_count or self._free_tokens(account, grown_tokens) >= needed_tokens
@@ -244,16 +246,15 @@ class BreakEven:
         which is worth holding for the break-even time T: until t = (r·T - c + √(c² + r²·T²)) / r that does not pay.
         """
         rate, claim_tokens = view.growth_tokens_per_s, program.claim_tokens
-        if program.turn_count:
+        if program.turn_count or not self.foresight_ratio:
             return 0.0
-        if rate == inf or not self.foresight_ratio:
-            return rate if self.foresight_ratio else 0.0
+        if rate == inf:
+            return inf
         grown_tokens = rate * self.foresight_ratio * view.break_even_s
         return grown_tokens - claim_tokens + hypot(claim_tokens, grown_tokens)
 
-    def _roomiest(self, view: View, candidates: Sequence[ReplicaView], program: ProgramView) -> ReplicaView:
+    def _roomiest(self, candidates: Sequence[ReplicaView], grown_tokens: float) -> ReplicaView:
         """Return the replica with most room; among equals, as where no capacity is known, that with least on it."""
-        grown_tokens = self._foreseen_tokens(view, program)
         return max(candidates, key=lambda replica: self._order_of_room(replica.account, grown_tokens))
 
     def _order_of_room(self, account: AccountView, grown_tokens: float) -> tuple[float, int, int]:
