@@ -6,8 +6,9 @@ A program that keeps its claim should find its history cached at its next turn. 
 than fits: because the capacity was told wrong, because blocks of programs that ended lie there longer than those of
 programs whose tools run, or because programs grew. If nothing is lost while others wait, there may be room for more.
 
-So the part of the told capacity that is used goes down fast, in proportion to what was lost, and up slowly. After a
-step down some time must pass before the next: what is lost meanwhile was decided before.
+So the part of the told capacity that is used goes down fast, in proportion to what was lost, and up slowly, and not
+before the memory was once full. Between two steps every program must have had its turns, and what a program may have
+lost before a step down is not counted after it: else each overshoot is followed by a slump that lasts for hours.
 
 What was lost is told by the usage of each turn, where the engine says what was cached, and else by the prefix-cache
 counters between two polls.
@@ -45,7 +46,10 @@ WINDOW_S = 5.0
 """Time between two steps, at least."""
 
 WINDOW_TURNS_COUNT = 20
-"""Turns between two steps, at least: what a single one lost says little."""
+"""Turns that tell between two steps, at least: what a single one lost says little."""
+
+WINDOW_TURNS_RATIO = 2.0
+"""And so many of each active program: before, most have not noticed the last step."""
 
 LOSS_FREE_RATIO = 0.005
 """So little is lost that more may be tried."""
@@ -56,20 +60,27 @@ class CapacityControl:
 
     __slots__ = (
         "_ceiling_ratio",
+        "_down_s",
         "_expected_tokens",
+        "_granted_count",
         "_lost_tokens",
         "_step_s",
         "_turn_count",
         "_turns_expected_tokens",
         "_up_ratio",
+        "computed_tokens",
         "ratio",
     )
 
     def __init__(self, now_s: float) -> None:
         """Begin by believing what is told."""
         self.ratio = 1.0
+        self.computed_tokens = 0
+        """Put into its memory so far: before it was once full, that nothing is lost says nothing."""
         self._step_s = now_s
+        self._down_s = 0.0
         self._turn_count = 0
+        self._granted_count = 0
         self._ceiling_ratio = HIGHEST_RATIO
         self._up_ratio = STEP_UP_RATIO
         self._expected_tokens = 0.0
@@ -79,16 +90,28 @@ class CapacityControl:
     def turn_granted(self, expected_tokens: int) -> None:
         """Note that a turn was sent of which so many tokens should be cached there."""
         self._turns_expected_tokens += expected_tokens
-        self._turn_count += 1
+        self._granted_count += 1
 
-    def turn_ended(self, expected_tokens: int, cached_tokens: int) -> None:
-        """Note what was cached of a turn of a program that had kept its claim."""
+    def computed(self, tokens: int) -> None:
+        """Note that so many tokens were put into its memory."""
+        self.computed_tokens += tokens
+
+    def turn_ended(self, expected_tokens: int, cached_tokens: int, kept_since_s: float) -> None:
+        """Note what was cached of a turn of a program that had kept its claim since then.
+
+        What may have been lost before the last step down is not counted again.
+        """
+        if not expected_tokens or kept_since_s < self._down_s:
+            return
+        self._turn_count += 1
         self._expected_tokens += expected_tokens
         self._lost_tokens += max(0, expected_tokens - cached_tokens - BLOCK_TOKENS)
 
     def polled(self, hit_tokens: int) -> None:
         """Note how many prompt tokens were cached in all since the poll before."""
         expected_tokens, self._turns_expected_tokens = self._turns_expected_tokens, 0
+        self._turn_count += self._granted_count
+        self._granted_count = 0
         self._expected_tokens += expected_tokens
         self._lost_tokens += max(0, expected_tokens - hit_tokens)
 
@@ -97,12 +120,13 @@ class CapacityControl:
         self._expected_tokens += tokens
         self._lost_tokens += tokens
 
-    def step(self, now_s: float, *, in_demand: bool) -> bool:
+    def step(self, now_s: float, *, active_count: int, wanted: bool) -> bool:
         """Correct the ratio if it is time; say whether it changed.
 
-        `in_demand`: others wait, and what may be claimed is.
+        `wanted`: others wait, what may be claimed is, and the memory was once full.
         """
-        if now_s - self._step_s < WINDOW_S or self._turn_count < WINDOW_TURNS_COUNT:
+        turns_count = max(WINDOW_TURNS_COUNT, WINDOW_TURNS_RATIO * active_count)
+        if now_s - self._step_s < WINDOW_S or self._turn_count < turns_count:
             return False
         before = self.ratio
         lost_ratio = self._lost_tokens / self._expected_tokens if self._expected_tokens else 0.0
@@ -111,7 +135,8 @@ class CapacityControl:
             self._up_ratio = STEP_UP_RATIO
             self._ceiling_ratio = CEILING_RATIO * before
             self.ratio = max(LOWEST_RATIO, self.ratio * (1.0 - down_ratio))
-        elif in_demand and self._expected_tokens and lost_ratio < LOSS_FREE_RATIO:
+            self._down_s = now_s
+        elif wanted and self._expected_tokens and lost_ratio < LOSS_FREE_RATIO:
             up_ratio = self._up_ratio if self.ratio < self._ceiling_ratio else NEAR_CEILING_STEP_RATIO
             self.ratio = min(HIGHEST_RATIO, self.ratio * (1.0 + up_ratio))
             self._up_ratio = min(LARGEST_STEP_UP_RATIO, 2 * self._up_ratio)

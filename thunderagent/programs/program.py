@@ -58,6 +58,7 @@ class Turn:
         "branch_id",
         "claim_tokens",
         "granted_s",
+        "kept_since_s",
         "kept_tokens",
         "output_tokens",
         "program",
@@ -91,6 +92,8 @@ class Turn:
         """Of its prompt, what was expected to lie in the replica's memory when it was granted."""
         self.kept_tokens = 0
         """The same, where its program had kept its claim since its last turn: 0 where it had not."""
+        self.kept_since_s = 0.0
+        """When that last turn ended."""
 
     def first_token_s(self, now_s: float) -> float | None:
         """Return the time from its grant to its first token; None where that was not seen apart from its end, now."""

@@ -221,6 +221,7 @@ class Scheduler:
             self.table.acting_ends(program)
             program.advance(Trigger.TURN_ARRIVED)
             self._begin_flight(program, turn)
+            turn.kept_since_s = program.acting_since_s
             turn.kept_tokens = min(turn.prompt_tokens, program.branches[turn.branch_id].prompt_tokens)
             target.control.turn_granted(turn.kept_tokens)
             self._put(program)
@@ -344,7 +345,8 @@ class Scheduler:
             cached_tokens = turn.resident_tokens
         else:
             replica.tells_cached = True
-            replica.control.turn_ended(min(turn.kept_tokens, prompt_tokens), cached_tokens)
+            replica.control.turn_ended(min(turn.kept_tokens, prompt_tokens), cached_tokens, turn.kept_since_s)
+            replica.control.computed(prompt_tokens - cached_tokens + output_tokens)
         if branch is not None:
             self.knowledge.turn_finished(
                 turn,
@@ -721,7 +723,9 @@ class Scheduler:
         if event.hit_ratio is not None:
             account.hit_ratio = event.hit_ratio
             if event.query_tokens is not None and not replica.tells_cached:
-                replica.control.polled(int(event.hit_ratio * event.query_tokens))
+                hit_tokens = int(event.hit_ratio * event.query_tokens)
+                replica.control.polled(hit_tokens)
+                replica.control.computed(event.query_tokens - hit_tokens)
         if event.preemption_count:
             mean_tokens = account.reasoning_tokens // max(1, account.reasoning_count)
             replica.control.preempted(event.preemption_count * mean_tokens)
@@ -754,7 +758,8 @@ class Scheduler:
         for replica in self._open_replicas:
             account, control = replica.account, replica.control
             in_demand = others_wait and account.demand_tokens >= IN_DEMAND_RATIO * account.limit_tokens
-            if control.step(self._now_s, in_demand=in_demand):
+            full = control.computed_tokens >= account.limit_tokens
+            if control.step(self._now_s, active_count=account.active_count, wanted=in_demand and full):
                 account.capacity_ratio = control.ratio
 
     def _enforce_limits(self) -> None:

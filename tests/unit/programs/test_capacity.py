@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from math import inf
 
 import pytest
 from hypothesis import given
@@ -24,7 +25,7 @@ CONTEXT_TOKENS = 10_000
 
 
 def runs(
-    control: CapacityControl, true_ratio: float, *, from_s: float, to_s: float, in_demand: bool = True
+    control: CapacityControl, true_ratio: float, *, from_s: float, to_s: float, wanted: bool = True
 ) -> list[float]:
     """Five turns a second on an engine that holds `true_ratio` of what it says; all that may be claimed is."""
     ratios = []
@@ -32,8 +33,8 @@ def runs(
         for _ in range(5):
             kept_ratio = min(1.0, true_ratio / control.ratio)
             control.turn_granted(CONTEXT_TOKENS)
-            control.turn_ended(CONTEXT_TOKENS, int(CONTEXT_TOKENS * kept_ratio))
-        control.step(second + 1.0, in_demand=in_demand)
+            control.turn_ended(CONTEXT_TOKENS, int(CONTEXT_TOKENS * kept_ratio), inf)
+        control.step(second + 1.0, active_count=1, wanted=wanted)
         ratios.append(control.ratio)
     return ratios
 
@@ -42,7 +43,7 @@ def told(control: CapacityControl, lost_tokens: int, expected_tokens: int = CONT
     """A window of turns of each of which so much was lost."""
     for _ in range(WINDOW_TURNS_COUNT):
         control.turn_granted(expected_tokens)
-        control.turn_ended(expected_tokens, expected_tokens - lost_tokens - BLOCK_TOKENS)
+        control.turn_ended(expected_tokens, expected_tokens - lost_tokens - BLOCK_TOKENS, inf)
 
 
 # --- Closed loops
@@ -75,20 +76,20 @@ def test_it_stays_when_it_is_right() -> None:
 
 def test_it_does_not_go_up_while_nobody_waits() -> None:
     """Nothing is lost where nothing is claimed: that says nothing."""
-    assert set(runs(CapacityControl(0.0), 3.0, from_s=0, to_s=600, in_demand=False)) == {1.0}
+    assert set(runs(CapacityControl(0.0), 3.0, from_s=0, to_s=600, wanted=False)) == {1.0}
 
 
 def test_it_goes_up_slowly_near_to_where_much_was_lost() -> None:
     """From the ceiling on in steps of a two-thousandth."""
     control = CapacityControl(0.0)
     told(control, 4000)
-    control.step(10.0, in_demand=True)
+    control.step(10.0, active_count=1, wanted=True)
     assert control.ratio == pytest.approx(0.8)
     now_s, ratios = 10.0, [control.ratio]
     for _ in range(20):
         now_s += WINDOW_S
         told(control, 0)
-        control.step(now_s, in_demand=True)
+        control.step(now_s, active_count=1, wanted=True)
         ratios.append(control.ratio)
     steps = [after / before - 1 for before, after in pairwise(ratios)]
     assert steps[:3] == pytest.approx([STEP_UP_RATIO, 2 * STEP_UP_RATIO, 4 * STEP_UP_RATIO])
@@ -105,7 +106,7 @@ def test_a_step_down_is_half_of_what_was_lost(lost_tokens: int, ratio: float) ->
     """From a tenth on, and by a quarter at most."""
     control = CapacityControl(0.0)
     told(control, lost_tokens)
-    assert control.step(10.0, in_demand=True) == (ratio != 1.0)
+    assert control.step(10.0, active_count=1, wanted=True) == (ratio != 1.0)
     assert control.ratio == pytest.approx(ratio)
 
 
@@ -113,7 +114,7 @@ def test_a_little_loss_changes_nothing() -> None:
     """Between a two-hundredth and a tenth it neither goes up nor down."""
     control = CapacityControl(0.0)
     told(control, 300)
-    assert not control.step(10.0, in_demand=True)
+    assert not control.step(10.0, active_count=1, wanted=True)
     assert control.ratio == 1.0
 
 
@@ -121,24 +122,46 @@ def test_between_two_steps_lie_some_time_and_some_turns() -> None:
     """Neither is enough alone."""
     control = CapacityControl(0.0)
     told(control, 5000)
-    assert not control.step(WINDOW_S - 0.1, in_demand=True)
-    assert control.step(WINDOW_S, in_demand=True)
+    assert not control.step(WINDOW_S - 0.1, active_count=1, wanted=True)
+    assert control.step(WINDOW_S, active_count=1, wanted=True)
     for _ in range(WINDOW_TURNS_COUNT - 1):
         control.turn_granted(1000)
-        control.turn_ended(1000, 0)
-    assert not control.step(100.0, in_demand=True)
-    control.turn_granted(1000)
-    assert control.step(100.0, in_demand=True)
+        control.turn_ended(1000, 0, inf)
+    assert not control.step(100.0, active_count=1, wanted=True)
+    control.turn_ended(1000, 0, inf)
+    assert control.step(100.0, active_count=1, wanted=True)
 
 
 def test_a_step_begins_anew() -> None:
     """What was lost before it is not counted twice."""
     control = CapacityControl(0.0)
     told(control, 5000)
-    control.step(10.0, in_demand=False)
+    control.step(10.0, active_count=1, wanted=False)
     told(control, 0)
-    assert not control.step(20.0, in_demand=False)
+    assert not control.step(20.0, active_count=1, wanted=False)
     assert control.ratio == pytest.approx(1 - LARGEST_STEP_RATIO)
+
+
+def test_what_was_lost_before_a_step_down_is_not_counted_after_it() -> None:
+    """Programs that had been held since before then notice only now."""
+    control = CapacityControl(0.0)
+    told(control, 5000)
+    control.step(10.0, active_count=1, wanted=True)
+    ratio = control.ratio
+    for kept_since_s in (9.0, 11.0):
+        for _ in range(WINDOW_TURNS_COUNT):
+            control.turn_ended(1000, 0, kept_since_s)
+        assert control.step(30.0, active_count=1, wanted=True) == (kept_since_s > 10.0)
+    assert control.ratio == pytest.approx(ratio * (1 - LARGEST_STEP_RATIO))
+
+
+def test_many_programs_need_more_turns_to_notice_a_step() -> None:
+    """Two of each that is active."""
+    control = CapacityControl(0.0)
+    told(control, 5000)
+    assert not control.step(10.0, active_count=11, wanted=True)
+    told(control, 5000)
+    assert control.step(10.0, active_count=11, wanted=True)
 
 
 def test_the_end_of_a_block_is_not_lost() -> None:
@@ -146,8 +169,8 @@ def test_the_end_of_a_block_is_not_lost() -> None:
     control = CapacityControl(0.0)
     for _ in range(WINDOW_TURNS_COUNT):
         control.turn_granted(500)
-        control.turn_ended(500, 500 - BLOCK_TOKENS)
-    assert not control.step(10.0, in_demand=False)
+        control.turn_ended(500, 500 - BLOCK_TOKENS, inf)
+    assert not control.step(10.0, active_count=1, wanted=False)
     assert control.ratio == 1.0
 
 
@@ -157,7 +180,7 @@ def test_without_turns_there_is_no_reaction() -> None:
     for second in range(100):
         control.polled(0)
         control.preempted(10_000)
-        assert not control.step(float(second), in_demand=True)
+        assert not control.step(float(second), active_count=1, wanted=True)
     assert control.ratio == 1.0
 
 
@@ -166,8 +189,8 @@ def test_turns_of_programs_that_had_kept_nothing_change_nothing() -> None:
     control = CapacityControl(0.0)
     for _ in range(100):
         control.turn_granted(0)
-        control.turn_ended(0, 0)
-    assert not control.step(100.0, in_demand=True)
+        control.turn_ended(0, 0, inf)
+    assert not control.step(100.0, active_count=1, wanted=True)
     assert control.ratio == 1.0
 
 
@@ -178,7 +201,7 @@ def test_counters_stand_in_where_turns_do_not_say_what_was_cached() -> None:
         control.turn_granted(100)
     control.polled(1700)
     control.polled(0)
-    assert control.step(10.0, in_demand=True)
+    assert control.step(10.0, active_count=1, wanted=True)
     assert control.ratio == pytest.approx(0.925)
 
 
@@ -187,9 +210,9 @@ def test_what_running_requests_lose_is_lost() -> None:
     control = CapacityControl(0.0)
     for _ in range(WINDOW_TURNS_COUNT):
         control.turn_granted(1000)
-        control.turn_ended(1000, 1000)
+        control.turn_ended(1000, 1000, inf)
     control.preempted(5000)
-    control.step(10.0, in_demand=True)
+    control.step(10.0, active_count=1, wanted=True)
     assert control.ratio == pytest.approx(0.9)
 
 
@@ -197,11 +220,11 @@ def test_what_running_requests_lose_is_lost() -> None:
 def test_the_ratio_stays_within_its_limits(windows: list[tuple[int, int, bool]]) -> None:
     """Whatever is expected and cached, and though more is cached than expected."""
     control = CapacityControl(0.0)
-    for number, (expected_tokens, cached_tokens, in_demand) in enumerate(windows):
+    for number, (expected_tokens, cached_tokens, wanted) in enumerate(windows):
         for _ in range(WINDOW_TURNS_COUNT):
             control.turn_granted(expected_tokens)
-            control.turn_ended(expected_tokens, cached_tokens)
+            control.turn_ended(expected_tokens, cached_tokens, inf)
         before = control.ratio
-        changed = control.step(10.0 * (number + 1), in_demand=in_demand)
+        changed = control.step(10.0 * (number + 1), active_count=1, wanted=wanted)
         assert LOWEST_RATIO <= control.ratio <= HIGHEST_RATIO
         assert changed == (control.ratio != before)
