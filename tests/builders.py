@@ -8,6 +8,7 @@ from zlib import crc32
 from thunderagent.programs.decisions import Decision, Grant, Reason, Reject, Restore
 from thunderagent.programs.events import (
     Event,
+    ProgramOpened,
     ProgramReleased,
     ProgramsReleased,
     ReplicaDown,
@@ -15,6 +16,9 @@ from thunderagent.programs.events import (
     ReplicaPolled,
     ReplicaUp,
     ResidencyReported,
+    SandboxesMeasured,
+    SandboxFailed,
+    SandboxReady,
     Tick,
     TurnAbandoned,
     TurnArrived,
@@ -143,7 +147,22 @@ class Driver:
         self.finishes(turn_id, tokens, tool=tool)
         return turn_id
 
-    # --- programs and replicas
+    # --- programs, their sandboxes, and replicas
+
+    def opens(self, program_id: str, group: str = "") -> list[Decision]:
+        """Announce a program that has no turn yet."""
+        return self.send(ProgramOpened(self.now_s, program_id, group))
+
+    def sandbox_is_ready(self, program_id: str, sandbox_id: str = "box", prepare_s: float = 1.5) -> list[Decision]:
+        return self.send(SandboxReady(self.now_s, program_id, sandbox_id, prepare_s))
+
+    def sandbox_fails(self, program_id: str, why: str, sandbox_id: str = "box") -> list[Decision]:
+        return self.send(SandboxFailed(self.now_s, program_id, sandbox_id, why))
+
+    def sandboxes_take(
+        self, count: int, disk_bytes: int | None = None, memory_bytes: int | None = None
+    ) -> list[Decision]:
+        return self.send(SandboxesMeasured(self.now_s, count, disk_bytes, memory_bytes))
 
     def releases_all(self, *program_ids: str) -> list[Decision]:
         return self.send(ProgramsReleased(self.now_s, program_ids))

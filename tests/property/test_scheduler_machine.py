@@ -13,6 +13,7 @@ from thunderagent.policy_loader import load_policy
 from thunderagent.programs.decisions import Grant, Reject
 from thunderagent.programs.events import (
     Event,
+    ProgramOpened,
     ProgramReleased,
     ProgramsReleased,
     ReplicaDown,
@@ -20,6 +21,9 @@ from thunderagent.programs.events import (
     ReplicaPolled,
     ReplicaUp,
     ResidencyReported,
+    SandboxesMeasured,
+    SandboxFailed,
+    SandboxReady,
     Tick,
     TurnAbandoned,
     TurnArrived,
@@ -112,6 +116,16 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(target=turns, program_id=st.sampled_from(["a", "b"]), count=st.integers(2, 8))
     def many_turns_arrive(self, program_id: str, count: int) -> object:
         return multiple(*[self.turn_arrives(program_id, "", 100, None) for _ in range(count)])
+
+    @rule(program_id=st.sampled_from(["a", "b", "c"]), group_id=GROUPS)
+    def program_is_opened(self, program_id: str, group_id: str) -> None:
+        self.send(ProgramOpened(self.now_s, program_id, group_id))
+
+    @rule(program_id=st.sampled_from(["a", "z"]))
+    def sandboxes_come_and_fail(self, program_id: str) -> None:
+        self.send(SandboxReady(self.now_s, program_id, "box", 1.0))
+        self.send(SandboxFailed(self.now_s, program_id, "box", "it died"))
+        self.send(SandboxesMeasured(self.now_s, 1, 100))
 
     @rule(turn_id=turns)
     def turn_starts(self, turn_id: int) -> None:

@@ -9,6 +9,15 @@ PrefixCut = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
+class ProgramOpened:
+    """A program is announced before its first turn; one that lives already stays as it is."""
+
+    now_s: float
+    program_id: str
+    group_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class TurnArrived:
     """A turn wants a lease.
 
@@ -152,6 +161,36 @@ class ResidencyReported:
 
 
 @dataclass(frozen=True, slots=True)
+class SandboxReady:
+    """A sandbox of a program is usable; making it took `prepare_s`."""
+
+    now_s: float
+    program_id: str
+    sandbox_id: str
+    prepare_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxFailed:
+    """A sandbox of a program could not be made, or ended by itself; `why` is a sentence for its story."""
+
+    now_s: float
+    program_id: str
+    sandbox_id: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxesMeasured:
+    """What all sandboxes take. None is *not known*, never zero."""
+
+    now_s: float
+    sandbox_count: int
+    disk_bytes: int | None = None
+    memory_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time passed. A safety net: whatever can be decided earlier is decided on the event itself."""
 
@@ -159,7 +198,8 @@ class Tick:
 
 
 Event = (
-    TurnArrived
+    ProgramOpened
+    | TurnArrived
     | TurnStarted
     | TurnProgressed
     | TurnFinished
@@ -172,5 +212,8 @@ Event = (
     | ReplicaDraining
     | ReplicaPolled
     | ResidencyReported
+    | SandboxReady
+    | SandboxFailed
+    | SandboxesMeasured
     | Tick
 )

@@ -21,6 +21,9 @@ def check(scheduler: Scheduler) -> None:
     assert scheduler.ledger.waiting_count == len(held) + len(scheduler.anonymous_held), "waiting turns miscounted"
     active = [program for program in scheduler.table if program.status is Status.ACTIVE]
     assert scheduler.active_count == len(active), "active programs miscounted"
+    at_tools = [program for program in scheduler.table if program.tool_runs]
+    assert all(program.phase is Phase.ACTING for program in at_tools), "a tool runs while a turn is with us"
+    assert scheduler.knowledge.tools_running_count == len(at_tools), "running tools miscounted"
     if scheduler.open_replicas:
         assert not scheduler.anonymous_held, "an anonymous turn is held though a replica is usable"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import inf
 
+from thunderagent.programs.admission import Admission
 from thunderagent.programs.histogram import LogHistogram
 from thunderagent.programs.learning import RESIDENCE_EDGES_S, Growth, PrefillSpeed
 from thunderagent.programs.policies.base import ClaimRules
@@ -13,17 +14,34 @@ from thunderagent.programs.tool_times import ToolTimes
 UNKNOWN_GROWTH_RATIO = 3.0
 """Until some programs ended, one is expected to become larger than its first prompt by so much of it."""
 
+TOOL_LEARNING_RATIO = 0.05
+"""Weight of the newest tool's time in the mean."""
+
 
 class Knowledge:
     """Everything that is learned, over all programs and replicas."""
 
-    __slots__ = ("_residences_s", "capacity_tokens", "growth", "prefill_speed", "tool_times")
+    __slots__ = (
+        "_residences_s",
+        "admission",
+        "capacity_tokens",
+        "growth",
+        "mean_tool_s",
+        "prefill_speed",
+        "tool_times",
+        "tools_running_count",
+    )
 
     def __init__(self) -> None:
         """Begin with first guesses."""
         self.tool_times = ToolTimes()
         self.prefill_speed = PrefillSpeed()
         self.growth = Growth()
+        self.admission = Admission()
+        self.tools_running_count = 0
+        """Programs whose tool runs."""
+        self.mean_tool_s = 0.0
+        """How long tools took lately, the last one weighing `TOOL_LEARNING_RATIO`; 0 until one came back."""
         self.capacity_tokens = 0
         """Of the largest replica that said its own."""
         self._residences_s = LogHistogram(RESIDENCE_EDGES_S)
@@ -65,9 +83,18 @@ class Knowledge:
         uncached_tokens = max(0, prompt_tokens - cached_tokens)
         self.prefill_speed.learn(turn.first_token_s(now_s), duration_s, uncached_tokens, output_tokens)
 
+    def tool_began(self, program: Program) -> None:
+        """Note that a program is at a tool from now on."""
+        program.tool_runs = True
+        program.let_go_after_s = None
+        self.tools_running_count += 1
+
     def tool_returned(self, program: Program, now_s: float) -> None:
         """Learn how long a program was away, whose turn arrives."""
         program.away_s = now_s - program.acting_since_s
+        self.tools_running_count -= 1
+        learning_ratio = TOOL_LEARNING_RATIO if self.mean_tool_s else 1.0
+        self.mean_tool_s += learning_ratio * (program.away_s - self.mean_tool_s)
         if program.let_go_after_s is None:
             self.tool_times.returned(program.tool, program.away_s)
         else:
@@ -83,6 +110,8 @@ class Knowledge:
     def program_ended(self, program: Program, now_s: float) -> None:
         """Learn how long a program was there."""
         self.tool_let_go(program, now_s)
+        self.tools_running_count -= program.tool_runs
+        program.tool_runs = False
         if program.turn_count:
             self._residences_s.add(now_s - program.opened_s)
             self.growth.program_ended(program.larger_tokens_total, program.turn_count)

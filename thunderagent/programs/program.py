@@ -156,6 +156,7 @@ class Program:
 
     __slots__ = (
         "acting_since_s",
+        "announced",
         "away_s",
         "branches",
         "cached_tokens_total",
@@ -196,6 +197,8 @@ class Program:
         self.status = Status.PAUSED
         self.phase = Phase.ACTING
         self.acting_since_s = opened_s
+        self.announced = False
+        """Opened by its client's word; no turn of it came yet."""
         self.tool = ""
         self.tool_runs = False
         """Whether it acts because a turn of it finished: only then it is at a tool."""

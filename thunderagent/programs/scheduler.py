@@ -43,6 +43,7 @@ from thunderagent.programs.decisions import (
 from thunderagent.programs.events import (
     Event,
     PrefixCut,
+    ProgramOpened,
     ProgramReleased,
     ProgramsReleased,
     ReplicaDown,
@@ -50,6 +51,9 @@ from thunderagent.programs.events import (
     ReplicaPolled,
     ReplicaUp,
     ResidencyReported,
+    SandboxesMeasured,
+    SandboxFailed,
+    SandboxReady,
     Tick,
     TurnAbandoned,
     TurnArrived,
@@ -62,7 +66,7 @@ from thunderagent.programs.knowledge import Knowledge
 from thunderagent.programs.ledger import Ledger
 from thunderagent.programs.lifecycle import Phase, Status, Trigger
 from thunderagent.programs.paused_queue import PausedQueue
-from thunderagent.programs.policies.base import Moment, Policy, ReplicaView, least_loaded
+from thunderagent.programs.policies.base import Moment, Policy, ReplicaView, SandboxSums, least_loaded
 from thunderagent.programs.program import MAIN_BRANCH, Branch, Group, Program, Turn
 from thunderagent.programs.replica import Replica
 from thunderagent.programs.shares import Shares
@@ -118,6 +122,8 @@ class Scheduler:
         self.changed_replicas: dict[str, Replica] = {}
         """On which programs came, went or changed in size since the policy was asked to balance."""
         self.previous_tick_s = 0.0
+        self.sandboxes = SandboxSums()
+        """As last measured."""
         self._open_replicas: list[Replica] = []
         self._no_replica_since_s: float | None = None
         self._tokens_per_byte_ratio = FIRST_TOKENS_PER_BYTE_RATIO
@@ -125,6 +131,7 @@ class Scheduler:
         self._now_s = 0.0
         self._view = SchedulerView(self)
         self._handlers: dict[type[Any], Callable[[Any], None]] = {
+            ProgramOpened: self._program_opened,
             TurnArrived: self._turn_arrived,
             TurnStarted: self._turn_started,
             TurnProgressed: self._turn_progressed,
@@ -138,6 +145,9 @@ class Scheduler:
             ReplicaDraining: self._replica_draining,
             ReplicaPolled: self._replica_polled,
             ResidencyReported: self._residency_reported,
+            SandboxReady: self._sandbox_ready,
+            SandboxFailed: self._sandbox_failed,
+            SandboxesMeasured: self._sandboxes_measured,
             Tick: self._tick,
         }
 
@@ -163,6 +173,7 @@ class Scheduler:
         self._now_s = max(self._now_s, event.now_s)
         decisions = self._decisions = []
         self._handlers[type(event)](event)
+        self.knowledge.admission.settle(self._now_s, waiting=bool(self.queue.reasoning))
         return decisions
 
     # --- turns ------------------------------------------------------------------------------------------------------
@@ -178,6 +189,9 @@ class Scheduler:
             self._join_group(program, event.group_id)
         elif program.tool_runs:
             self.knowledge.tool_returned(program, self._now_s)
+        elif program.announced:
+            program.announced = False
+            program.opened_s = self._now_s
         turn = Turn(event.turn_id, program, event.branch_id, event.prompt_bytes, self._now_s)
         turn.prompt_tokens = program.estimate_prompt_tokens(turn, self._tokens_per_byte_ratio)
         self.turns[turn.turn_id] = turn
@@ -394,8 +408,8 @@ class Scheduler:
         if program.phase is Phase.REASONING and not program.in_flight and not program.held:
             program.advance(Trigger.TURNS_ENDED)
             program.acting_since_s = self._now_s
-            program.tool_runs = outcome == "finished"
-            program.let_go_after_s = None
+            if outcome == "finished":
+                self.knowledge.tool_began(program)
             program.hold_until_s = self._now_s + self.policy.hold_s(self._view, program)
             self.table.acting_begins(program)
             # Its only turns were held and left: there is no memory to restore it to until another turn comes.
@@ -570,6 +584,8 @@ class Scheduler:
     def restore(self, program: Program, replica: Replica, reason: Reason) -> None:
         """Give a paused program a claim on a replica, and a lease to each of its held turns. For the view."""
         self.queue.remove(program)
+        if program.held and program.waiting_since_s < self._now_s:
+            self.knowledge.admission.restored()
         program.advance(Trigger.RESTORE)
         program.replica_id = replica.replica_id
         program.hold_reason = ""
@@ -585,6 +601,41 @@ class Scheduler:
             self._begin_flight(program, turn)
             self._decisions.append(Grant(turn.turn_id, program.program_id, replica.replica_id, reason))
         self._put(program)
+
+    # --- what a program is told of outside its turns ----------------------------------------------------------------
+
+    def _program_opened(self, event: ProgramOpened) -> None:
+        if self.table.get(event.program_id) is not None:
+            return
+        program = self.table.open(event.program_id, self._now_s)
+        program.announced = program.idle = True
+        self._join_group(program, event.group_id)
+        self.table.acting_begins(program)
+        self._measure_claim(program)
+        program.note(self._now_s, "opened", "", None)
+
+    def _sandbox_ready(self, event: SandboxReady) -> None:
+        program = self.table.get(event.program_id)
+        if program is not None:
+            why = f"{event.sandbox_id} after {event.prepare_s:.1f} s"
+            program.note(self._now_s, "sandbox ready", why, program.replica_id)
+
+    def _sandbox_failed(self, event: SandboxFailed) -> None:
+        program = self.table.get(event.program_id)
+        if program is not None:
+            program.note(self._now_s, "sandbox failed", f"{event.sandbox_id}: {event.why}", program.replica_id)
+
+    def _sandboxes_measured(self, event: SandboxesMeasured) -> None:
+        self.sandboxes = SandboxSums(event.sandbox_count, event.disk_bytes, event.memory_bytes)
+
+    def expected_holds_s(self, count: int) -> dict[str, float]:
+        """Return for the first `count` programs that wait in how many seconds each is expected to be restored.
+
+        Cost: O(count log waiting).
+        """
+        interval_s = self.knowledge.admission.interval_s
+        waiting = self.queue.reasoning.lowest(count)
+        return {program.program_id: place * interval_s for place, program in enumerate(waiting, start=1)}
 
     # --- the end of a program ---------------------------------------------------------------------------------------
 

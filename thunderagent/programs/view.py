@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from thunderagent.programs.decisions import Reason
 from thunderagent.programs.lifecycle import Phase, Status
-from thunderagent.programs.policies.base import ProgramView, ReplicaView
+from thunderagent.programs.policies.base import ProgramView, ReplicaView, SandboxSums
 
 if TYPE_CHECKING:
     from thunderagent.programs.scheduler import Scheduler
@@ -130,6 +130,21 @@ class SchedulerView:
     def median_residence_s(self) -> float:
         """See `View`."""
         return self._scheduler.knowledge.median_residence_s
+
+    @property
+    def tools_running_count(self) -> int:
+        """See `View`."""
+        return self._scheduler.knowledge.tools_running_count
+
+    @property
+    def mean_tool_s(self) -> float:
+        """See `View`."""
+        return self._scheduler.knowledge.mean_tool_s
+
+    @property
+    def sandboxes(self) -> SandboxSums:
+        """See `View`."""
+        return self._scheduler.sandboxes
 
     def propose_pause(self, program: ProgramView, reason: Reason) -> bool:
         """See `View`. Accepted for an active program whose tool runs."""

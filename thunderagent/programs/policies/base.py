@@ -161,6 +161,14 @@ class ReplicaView(Protocol):
         """Its sums."""
 
 
+class SandboxSums(NamedTuple):
+    """What all sandboxes take, as last measured; None is *not known*."""
+
+    sandbox_count: int = 0
+    disk_bytes: int | None = None
+    memory_bytes: int | None = None
+
+
 class View(Protocol):
     """What a policy sees, and the proposals it may make."""
 
@@ -241,6 +249,18 @@ class View(Protocol):
     @property
     def median_residence_s(self) -> float:
         """Median time between a program's first turn and its end, as learned; infinite until one ended."""
+
+    @property
+    def tools_running_count(self) -> int:
+        """Programs whose tool runs, with or without a claim."""
+
+    @property
+    def mean_tool_s(self) -> float:
+        """How long tools took lately, in the mean; 0 until one came back."""
+
+    @property
+    def sandboxes(self) -> SandboxSums:
+        """What their sandboxes take."""
 
     def propose_pause(self, program: ProgramView, reason: Reason) -> bool:
         """Take an acting program's claim away."""
