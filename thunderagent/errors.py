@@ -146,3 +146,55 @@ class ReplicaTimeoutError(ReplicaError):
 
     status = 504
     code = "replica_timeout"
+
+
+class SandboxError(ThunderAgentError):
+    """A sandbox cannot be made, reached or removed. `may_recover` says whether trying again makes sense."""
+
+    status = 502
+    code = "sandbox_error"
+    may_recover = True
+
+
+class SandboxEngineError(SandboxError):
+    """The engine that makes sandboxes does not answer; it may come back."""
+
+    status = 503
+    code = "sandbox_engine_unreachable"
+    retry_after_s = 10
+
+
+class SandboxImageError(SandboxError):
+    """There is no such image, here or where it would be pulled from."""
+
+    code = "sandbox_image_missing"
+    may_recover = False
+
+
+class SandboxSpaceError(SandboxError):
+    """The engine's disk or memory is full."""
+
+    status = 503
+    code = "sandbox_no_space"
+    retry_after_s = 30
+
+
+class SandboxSetupError(SandboxError):
+    """A sandbox was made, but a setup command failed, it ended by itself, or it did not become ready in time."""
+
+    code = "sandbox_setup_failed"
+
+
+class SandboxRefusedError(SandboxError):
+    """The engine will not make what the template asks for."""
+
+    status = 422
+    code = "sandbox_refused"
+    may_recover = False
+
+
+class SandboxConflictError(SandboxError):
+    """Something else has that name or port."""
+
+    status = 409
+    code = "sandbox_conflict"

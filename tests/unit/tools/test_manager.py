@@ -1,0 +1,394 @@
+"""The manager: what it does with engines that fail, die, and know more than it does; and that nothing leaks."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+import pytest
+
+from tests.unit.tools.fakes import FakeDriver, FakePrograms, given_labels, labels_of
+from thunderagent.errors import (
+    NotFoundError,
+    RequestError,
+    SandboxConflictError,
+    SandboxEngineError,
+    SandboxImageError,
+    SandboxRefusedError,
+    SandboxSetupError,
+)
+from thunderagent.programs.decisions import Grant, Reason, Release
+from thunderagent.programs.events import Tick
+from thunderagent.tools.base import Owner, Usage
+from thunderagent.tools.contact import ContactSettings
+from thunderagent.tools.manager import Manager, ManagerSettings
+from thunderagent.tools.sandbox import Caps, Stage
+from thunderagent.tools.template import Template
+
+OWNER = Owner("here", "run-2")
+FAST = ManagerSettings(
+    plan_interval_s=0.01,
+    shutdown_s=1.0,
+    reclaim_timeout_s=1.0,
+    contact=ContactSettings(resync_interval_s=0.05, measure_interval_s=0.02, retry_s=0.01, retry_limit_s=0.02),
+)
+TEMPLATES = {
+    "plain": Template(image="plain", program_classes=("coder",)),
+    "slow": Template(image="slow", prepare_timeout_s=0.05),
+}
+
+
+class World:
+    """A manager, its engine and its programs."""
+
+    def __init__(self, manager: Manager, driver: FakeDriver, programs: FakePrograms) -> None:
+        self.manager = manager
+        self.driver = driver
+        self.programs = programs
+
+    async def asks(self, program_id: str, **wanted: Any) -> dict[str, Any]:
+        (report,) = await self.manager.request(program_id, json.dumps(wanted or {"template": "plain"}).encode())
+        return report
+
+    async def has_ready(self, program_id: str, **wanted: Any) -> dict[str, Any]:
+        report = await self.asks(program_id, **wanted)
+        await self.until(lambda: self.stage_of(report["sandbox_id"]) in ("ready", "in_use"))
+        return next(each for each in self.manager.all() if each["sandbox_id"] == report["sandbox_id"])
+
+    def stage_of(self, sandbox_id: str) -> str:
+        sandbox = self.manager.table.sandboxes.get(sandbox_id)
+        return "gone" if sandbox is None else sandbox.stage.value
+
+    def admits(self, program_id: str) -> None:
+        self.programs.running.add(program_id)
+        self.manager.observe(Tick(0.0), [Grant(1, program_id, "r0", Reason.FITS)])
+
+    def releases(self, program_id: str) -> None:
+        self.manager.observe(Tick(0.0), [Release(program_id, 1, Reason.RELEASED)])
+
+    async def until(self, condition: Callable[[], object], within_s: float = 5.0) -> None:
+        async with asyncio.timeout(within_s):
+            while not condition():
+                await asyncio.sleep(0.002)
+
+
+@asynccontextmanager
+async def running(
+    *,
+    settings: ManagerSettings = FAST,
+    caps: Caps | None = None,
+    before: Callable[[FakeDriver], None] = lambda driver: None,
+    templates: dict[str, Template] | None = None,
+) -> AsyncIterator[World]:
+    """Run a manager; afterwards no task is left and its driver is closed."""
+    ids = count(1)
+    driver, programs = FakeDriver(OWNER), FakePrograms()
+    before(driver)
+    manager = Manager(
+        OWNER,
+        {"docker": driver},
+        programs,
+        caps=caps or Caps(backoff_s=0.01),
+        templates=TEMPLATES if templates is None else templates,
+        new_id=lambda: f"s{next(ids)}",
+        settings=settings,
+    )
+    tasks_before = asyncio.all_tasks()
+    task = asyncio.create_task(manager.run())
+    await asyncio.sleep(0)
+    try:
+        yield World(manager, driver, programs)
+        assert not task.done(), task.result()
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+    assert driver.closed
+    assert asyncio.all_tasks() == tasks_before
+    assert not task.cancelled() or driver.preparing_count == 0
+
+
+async def test_a_requested_sandbox_becomes_ready_and_goes_with_its_program() -> None:
+    async with running() as world:
+        report = await world.has_ready("p")
+        assert (report["handle"], report["ports"]) == ("s1", {"8000": ["127.0.0.1", 4000]})
+        assert world.programs.opened == ["p"]
+        assert world.programs.story == [("p", "ready", "s1")]
+        world.admits("p")
+        assert world.stage_of("s1") == "in_use"
+        world.releases("p")
+        await world.until(lambda: world.stage_of("s1") == "gone")
+        assert (world.driver.there, world.manager.reclaimed_count) == ({}, 1)
+
+
+async def test_a_class_of_programs_gets_its_sandbox_at_first_sight() -> None:
+    async with running() as world:
+        for _ in range(3):
+            world.manager.program_seen("p", "coder")
+        world.manager.program_seen("q", "unheard of")
+        await world.until(lambda: world.stage_of("s1") == "ready")
+        assert len(world.driver.orders) == 1
+
+
+async def test_releasing_stops_a_preparation() -> None:
+    async with running() as world:
+        world.driver.hold = asyncio.Event()
+        await world.asks("p")
+        await world.until(lambda: world.driver.preparing_count)
+        world.releases("p")
+        await world.until(lambda: world.stage_of("s1") == "gone")
+        assert world.driver.cancelled == ["s1"]
+        assert not world.driver.there
+
+
+@pytest.mark.parametrize("yields", range(12))
+async def test_releasing_at_any_moment_leaves_nothing(yields: int) -> None:
+    """However far a preparation has come when its program ends."""
+    async with running() as world:
+        await world.asks("p")
+        for _ in range(yields):
+            await asyncio.sleep(0)
+        world.releases("p")
+        await world.until(lambda: world.stage_of("s1") == "gone")
+        await asyncio.sleep(0.02)
+        assert not world.driver.there
+
+
+async def test_fifty_releases_at_once() -> None:
+    async with running(caps=Caps(sandbox_count=64, hands_count=16)) as world:
+        for number in range(50):
+            await world.asks(f"p{number}")
+        await world.until(lambda: len(world.driver.there) == 50)
+        assert world.driver.most_preparing_count <= 16
+        for number in range(50):
+            world.releases(f"p{number}")
+        await world.until(lambda: not world.manager.table.sandboxes)
+        assert not world.driver.there
+
+
+async def test_a_failure_is_tried_again_and_told() -> None:
+    async with running() as world:
+        world.driver.errors = [SandboxConflictError("the name is in use"), SandboxSetupError("make failed")]
+        report = await world.has_ready("p")
+        names = [order.sandbox_id for order in world.driver.orders]
+        assert names == ["s1", "s1-1", "s1-2"], "each attempt has a name of its own"
+        assert [what for _, what, _ in world.programs.story] == ["failed", "failed", "ready"]
+        assert report["attempt_count"] == 2
+        assert world.manager.failure_counts == {"sandbox_conflict": 1, "sandbox_setup_failed": 1}
+
+
+async def test_a_missing_image_fails_at_once_with_its_reason() -> None:
+    async with running() as world:
+        world.driver.errors = [SandboxImageError("no image 'plain'")]
+        await world.asks("p")
+        await world.until(lambda: world.stage_of("s1") == "failed")
+        (report,) = world.manager.of_program("p")
+        assert report["why"] == "no image 'plain'"
+        assert world.programs.story == [("p", "failed", "no image 'plain'")]
+        world.releases("p")
+        assert not world.manager.table.sandboxes
+
+
+async def test_a_preparation_has_a_deadline() -> None:
+    async with running(caps=Caps(attempts_count=1)) as world:
+        world.driver.hold = asyncio.Event()
+        await world.asks("p", template="slow")
+        await world.until(lambda: world.stage_of("s1") == "failed")
+        assert "not ready after 0.05 s" in world.programs.story[0][2]
+
+
+async def test_an_engine_that_stops_loses_nothing_but_what_ran_on_it() -> None:
+    """Who waits is served when it is back; what was unused is made again, what was in use is told of."""
+    async with running() as world:
+        await world.has_ready("used")
+        world.admits("used")
+        await world.has_ready("unused")
+        world.driver.stop()
+        await world.asks("new")
+        await world.until(lambda: "docker" in world.manager.engine_errors)
+        await asyncio.sleep(0.1)
+        world.driver.reachable = True
+        await world.until(lambda: world.stage_of("s1") == "failed")
+        await world.until(lambda: world.stage_of("s3") == world.stage_of("s2") == "ready")
+        await world.until(lambda: not world.manager.engine_errors)
+        assert any(each[:2] == ("used", "failed") for each in world.programs.story)
+
+
+async def test_a_reclaiming_is_tried_until_it_succeeds() -> None:
+    async with running() as world:
+        await world.has_ready("p")
+        world.driver.reclaim_error = SandboxEngineError("away")
+        world.releases("p")
+        await asyncio.sleep(0.05)
+        assert world.stage_of("s1") == "reclaiming"
+        assert world.manager.all()[0]["why"] == "away"
+        world.driver.reclaim_error = None
+        await world.until(lambda: world.stage_of("s1") == "gone")
+
+
+async def test_orphans_of_earlier_runs_go_at_the_start_and_nobody_elses() -> None:
+    def before(driver: FakeDriver) -> None:
+        driver.put("orphan", labels_of(Owner("here", "run-1"), "s0"))
+        driver.put("other", labels_of(Owner("elsewhere", "run-1"), "s0"))
+        driver.put("foreign", {})
+
+    async with running(before=before) as world:
+        await world.until(lambda: world.driver.reclaimed)
+        await asyncio.sleep(0.1)
+        assert world.driver.reclaimed == ["orphan"]
+        assert set(world.driver.there) == {"other", "foreign"}
+        assert world.manager.orphan_count == 1
+
+
+async def test_given_sandboxes_are_found_and_go_with_their_program() -> None:
+    """By the engine's word when they appear, and by a look at what was there before."""
+    async with running(before=lambda driver: driver.put("early", given_labels("p")) and None) as world:
+        await world.until(lambda: world.manager.of_program("p"))
+        world.driver.put("late", given_labels("p"))
+        await world.until(lambda: len(world.manager.of_program("p")) == 2)
+        world.releases("p")
+        await world.until(lambda: not world.driver.there)
+        assert sorted(world.driver.reclaimed) == ["early", "late"]
+
+
+async def test_a_sandbox_may_be_registered_by_its_name() -> None:
+    async with running() as world:
+        world.driver.put("mine", {}, tell=False)
+        report = await world.asks("p", handle="mine")
+        assert (report["given"], report["stage"], report["address"]) == (True, "in_use", "10.0.0.9")
+        with pytest.raises(NotFoundError, match="there is no other"):
+            await world.asks("p", handle="other")
+        world.releases("p")
+        await world.until(lambda: "mine" not in world.driver.there)
+
+
+async def test_a_sandbox_that_dies_is_told_of() -> None:
+    async with running() as world:
+        await world.has_ready("p")
+        world.admits("p")
+        world.driver.kill("s1", "it exited with 137")
+        await world.until(lambda: world.stage_of("s1") == "failed")
+        assert world.programs.story[-1] == ("p", "failed", "it exited with 137")
+        assert world.manager.failure_counts["sandbox_died"] == 1
+
+
+async def test_one_that_died_unheard_is_missed() -> None:
+    async with running() as world:
+        await world.has_ready("p")
+        world.admits("p")
+        world.driver.kill("s1", tell=False)
+        await world.until(lambda: world.stage_of("s1") == "failed")
+        assert "no longer there" in world.programs.story[-1][2]
+
+
+async def test_idle_programs_lose_their_sandboxes_if_that_is_wanted() -> None:
+    settings = replace(FAST, idle_limit_s=60.0)
+    async with running(settings=settings) as world:
+        await world.has_ready("p")
+        world.programs.idle_s["p"] = 61.0
+        await world.until(lambda: not world.driver.there)
+
+
+@pytest.mark.parametrize(("wanted", "left"), [(True, set()), (False, {"s1"})])
+async def test_a_shutdown_reclaims_by_choice(wanted: bool, left: set[str]) -> None:
+    settings = replace(FAST, reclaim_on_shutdown=wanted)
+    async with running(settings=settings) as world:
+        await world.has_ready("p")
+        world.driver.put("given", given_labels("q"))
+        await world.until(lambda: world.manager.of_program("q"))
+        driver = world.driver
+    assert set(driver.there) == left | {"given"}, "what an agent made itself is left to it"
+
+
+async def test_a_shutdown_ends_though_the_engine_is_away() -> None:
+    settings = replace(FAST, shutdown_s=0.1)
+    async with running(settings=settings) as world:
+        await world.has_ready("p")
+        world.driver.reachable = False
+
+
+async def test_the_hidden_part_of_a_preparation_is_measured() -> None:
+    """From the admission of a program until its sandbox is usable: nothing where it was ready before."""
+    waited_s: list[float] = []
+    async with running() as world:
+        world.manager.hear_times(lambda _: None, waited_s.append)
+        await world.has_ready("early")
+        world.admits("early")
+        assert waited_s == [0.0]
+        world.driver.hold = asyncio.Event()
+        await world.asks("late")
+        world.admits("late")
+        await asyncio.sleep(0.05)
+        world.driver.hold.set()
+        await world.until(lambda: len(waited_s) == 2)
+        assert 0.04 < waited_s[1] < 2.0
+        assert world.stage_of("s2") == "in_use"
+
+
+async def test_what_sandboxes_take_is_measured_and_told() -> None:
+    async with running() as world:
+        await world.has_ready("p")
+        world.driver.usage = Usage({"s1": 20_000_000}, {"s1": 1_000_000})
+        await world.until(lambda: world.programs.sums == (1, 20_000_000, 1_000_000))
+        assert world.manager.all()[0]["disk_bytes"] == 20_000_000
+
+
+async def test_the_feed_tells_each_change() -> None:
+    async with running() as world, world.manager.feed() as queue:
+        await world.has_ready("p")
+        world.releases("p")
+        await world.until(lambda: world.stage_of("s1") == "gone")
+        told = [queue.get_nowait() for _ in range(queue.qsize())]
+        assert [report["stage"] for report in told if report] == [
+            *("requested", "preparing", "ready", "reclaiming", "gone")
+        ]
+        assert all(report and report["program_ids"] == ["p"] for report in told)
+
+
+@pytest.mark.parametrize(
+    ("body", "error", "says"),
+    [
+        (b"", RequestError, "body"),
+        (b"[1]", RequestError, "sandboxes.0"),
+        (b"{}", RequestError, "one of template, spec and handle"),
+        (b'{"template": "none"}', NotFoundError, "there are: plain, slow"),
+        (b'{"template": "plain", "handle": "x"}', RequestError, "one of"),
+        (b'{"spec": {"driver": "kubernetes", "image": "i"}}', RequestError, "--sandboxes has: docker"),
+        (b'{"spec": {"image": ""}}', RequestError, "needs an image"),
+        (b'{"spec": {"image": "i", "ports": [1], "ready_port": 2}}', RequestError, "not among ports"),
+        (b'{"spec": {"image": "i", "what": 1}}', RequestError, "what"),
+        (b'{"handle": "x", "driver": "nobody"}', RequestError, "driver"),
+        (b'{"handle": "x", "reclaim_url": "http://h"}', RequestError, "goes with"),
+        (b'[{"template": "plain"}, {"template": "none"}]', NotFoundError, "no template"),
+        (b'{"spec": {"image": "i", "memory_bytes": 999}}', SandboxRefusedError, "the cap is 100"),
+    ],
+)
+async def test_what_makes_no_sense_is_refused_and_leaves_nothing(
+    body: bytes, error: type[Exception], says: str
+) -> None:
+    async with running(caps=Caps(memory_bytes=100)) as world:
+        with pytest.raises(error, match=says):
+            await world.manager.request("p", body)
+        assert not world.manager.table.sandboxes
+        assert not world.programs.opened
+
+
+async def test_clients_templates_can_be_refused() -> None:
+    async with running(settings=replace(FAST, takes_specs=False)) as world:
+        with pytest.raises(SandboxRefusedError, match="of their own"):
+            await world.asks("p", spec={"image": "i", "mounts": [{"target": "/host", "source": "/"}]})
+        assert await world.asks("p", template="plain")
+
+
+async def test_only_its_own_programs_can_let_a_sandbox_go() -> None:
+    async with running() as world:
+        await world.has_ready("p")
+        assert not world.manager.reclaim("q", "s1")
+        assert world.manager.reclaim("p", "s1")
+        assert not world.manager.reclaim("p", "s1")
+        await world.until(lambda: not world.driver.there)
+        assert Stage.GONE.value == world.stage_of("s1")

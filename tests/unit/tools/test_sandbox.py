@@ -1,0 +1,400 @@
+"""The sandbox table: what is prepared when, who shares, who gives way, and that nothing is forgotten."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import count
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from thunderagent.errors import (
+    LifecycleError,
+    SandboxEngineError,
+    SandboxImageError,
+    SandboxRefusedError,
+    SandboxSetupError,
+)
+from thunderagent.tools.base import Place
+from thunderagent.tools.sandbox import (
+    ALIVE,
+    FAILED_KEPT_COUNT,
+    STEPS,
+    Action,
+    Caps,
+    Prepare,
+    Reclaim,
+    Sandbox,
+    SandboxTable,
+    Stage,
+    Step,
+)
+from thunderagent.tools.template import Template
+
+PLAIN = Template(image="plain")
+
+
+def table_with(**caps: float) -> SandboxTable:
+    ids = count(1)
+    return SandboxTable(Caps(**caps), lambda: f"s{next(ids)}")  # type: ignore[arg-type]
+
+
+def plan(table: SandboxTable, now_s: float = 0.0, needed: Mapping[str, float] | None = None) -> list[Action]:
+    return table.plan(now_s, lambda program_id: (needed or {}).get(program_id, 0.0))
+
+
+def prepared_ids(actions: list[Action]) -> list[str]:
+    return [action.sandbox.sandbox_id for action in actions if isinstance(action, Prepare)]
+
+
+def reclaimed_ids(actions: list[Action]) -> list[str]:
+    return [action.sandbox.sandbox_id for action in actions if isinstance(action, Reclaim)]
+
+
+def ready(table: SandboxTable, program_id: str, template: Template = PLAIN, *, took_s: float = 1.0) -> Sandbox:
+    sandbox = table.request(0.0, template, "", program_id)
+    if sandbox.stage is Stage.REQUESTED:
+        assert sandbox.sandbox_id in prepared_ids(plan(table))
+        table.prepared(took_s, sandbox, Place(f"handle of {sandbox.sandbox_id}"))
+    return sandbox
+
+
+def test_a_sandbox_lives_from_its_request_to_its_programs_end() -> None:
+    table = table_with()
+    sandbox = ready(table, "p")
+    assert (sandbox.stage, sandbox.prepare_s) == (Stage.READY, 1.0)
+    table.used(2.0, "p")
+    assert sandbox.stage is Stage.IN_USE
+    table.program_ended("p", "released")
+    assert table.of_program("p") == []
+    assert reclaimed_ids(plan(table)) == ["s1"]
+    assert list(sandbox.program_ids) == ["p"], "it says to its end whose it was"
+    table.reclaimed(sandbox)
+    assert sandbox.stage is Stage.GONE
+    assert not table.sandboxes
+    assert table.with_handle("docker", "handle of s1") is None
+
+
+def test_nothing_is_made_for_who_left_before() -> None:
+    """A request that was not begun leaves nothing to reclaim."""
+    table = table_with()
+    table.request(0.0, PLAIN, "", "p")
+    table.program_ended("p", "released")
+    assert plan(table) == []
+    assert not table.sandboxes
+
+
+def test_who_leaves_during_the_preparation_is_reclaimed() -> None:
+    table = table_with()
+    sandbox = table.request(0.0, PLAIN, "", "p")
+    plan(table)
+    table.program_ended("p", "released")
+    assert reclaimed_ids(plan(table)) == ["s1"]
+    assert sandbox.stage is Stage.RECLAIMING
+
+
+@pytest.mark.parametrize("stage", list(Stage))
+def test_an_illegal_step_raises(stage: Stage) -> None:
+    """Every pair that is not in the table is a bug, and says so."""
+    for step in Step:
+        sandbox = Sandbox("s", PLAIN, "", 0.0)
+        sandbox.stage = stage
+        if (stage, step) in STEPS:
+            sandbox.advance(step)
+            assert sandbox.stage is STEPS[stage, step]
+        else:
+            with pytest.raises(LifecycleError, match="knows no"):
+                sandbox.advance(step)
+
+
+# --- order and caps
+
+
+def test_who_is_needed_first_is_prepared_first() -> None:
+    table = table_with(hands_count=2)
+    for program_id in ("late", "now", "soon"):
+        table.request(0.0, PLAIN, "", program_id)
+    assert prepared_ids(plan(table, needed={"late": 60.0, "soon": 5.0})) == ["s2", "s3"]
+
+
+def test_hands_bound_how_many_are_prepared_at_a_time() -> None:
+    table = table_with(hands_count=3)
+    for number in range(10):
+        table.request(0.0, PLAIN, "", f"p{number}")
+    assert len(prepared_ids(plan(table))) == 3
+    assert prepared_ids(plan(table)) == []
+    table.prepared(1.0, table.sandboxes["s1"], Place("h"))
+    assert prepared_ids(plan(table)) == ["s4"]
+
+
+def test_who_is_not_due_leaves_room_for_who_will_be() -> None:
+    """Of four places three may be taken early; the fourth waits for somebody who is due."""
+    table = table_with(sandbox_count=4, early_ratio=0.75, hands_count=8)
+    ready(table, "first", took_s=2.0)  # preparations take 2 s
+    for number in range(4):
+        table.request(0.0, PLAIN, "", f"p{number}")
+    far = {f"p{number}": 60.0 for number in range(4)}
+    assert prepared_ids(plan(table, needed=far)) == ["s2", "s3"]
+    assert prepared_ids(plan(table, needed={**far, "p3": 1.0})) == ["s5"]
+    assert prepared_ids(plan(table, needed=dict.fromkeys(far, 0.0))) == []
+
+
+@pytest.mark.parametrize(
+    ("what", "caps"), [("memory_bytes", {"memory_bytes": 100}), ("disk_bytes", {"disk_bytes": 100})]
+)
+def test_memory_and_disk_are_capped(what: str, caps: dict[str, float]) -> None:
+    template = Template(image="i", **{what: 40})  # type: ignore[arg-type]
+    table = table_with(**caps)
+    for number in range(3):
+        table.request(0.0, template, "", f"p{number}")
+    assert prepared_ids(plan(table)) == ["s1", "s2"]
+    with pytest.raises(SandboxRefusedError, match="the cap is 100"):
+        table.request(0.0, Template(image="i", **{what: 101}), "", "q")  # type: ignore[arg-type]
+
+
+def test_what_was_measured_counts_where_it_is_more() -> None:
+    table = table_with(disk_bytes=100)
+    sandbox = ready(table, "p", Template(image="i", disk_bytes=10))
+    sandbox.disk_bytes = 95
+    table.request(0.0, Template(image="i", disk_bytes=10), "", "q")
+    assert prepared_ids(plan(table)) == []
+
+
+# --- sharing and warmth
+
+
+def test_a_shared_sandbox_goes_with_the_last_program() -> None:
+    table = table_with()
+    one = table.request(0.0, PLAIN, "", "a", share_key="k")
+    assert table.request(0.0, PLAIN, "", "b", share_key="k") is one
+    assert prepared_ids(plan(table)) == ["s1"]
+    table.prepared(1.0, one, Place("h"))
+    table.program_ended("a", "released")
+    assert plan(table) == []
+    assert [each.sandbox_id for each in table.of_program("b")] == ["s1"]
+    table.program_ended("b", "released")
+    assert reclaimed_ids(plan(table)) == ["s1"]
+    assert table.request(0.0, PLAIN, "", "c", share_key="k") is not one, "who comes then gets a new one"
+
+
+def test_another_template_cannot_share() -> None:
+    table = table_with()
+    table.request(0.0, PLAIN, "", "a", share_key="k")
+    with pytest.raises(SandboxRefusedError, match="another template"):
+        table.request(0.0, Template(image="other"), "", "b", share_key="k")
+
+
+def test_warm_sandboxes_go_to_who_asks_and_are_replaced() -> None:
+    table = table_with()
+    table.keep_warm({"t": (PLAIN, 2)})
+    assert prepared_ids(plan(table)) == ["s1", "s2"]
+    for name in ("s1", "s2"):
+        table.prepared(1.0, table.sandboxes[name], Place(name))
+    assert table.request(2.0, PLAIN, "t", "p").sandbox_id == "s1"
+    assert prepared_ids(plan(table)) == ["s3"]
+    own = Template(image="plain", network="own")
+    assert table.request(2.0, own, "", "q").stage is Stage.REQUESTED, "another template gets none of them"
+
+
+def test_a_warm_sandbox_gives_way_to_who_is_due() -> None:
+    table = table_with(sandbox_count=2, early_ratio=1.0)
+    table.keep_warm({"t": (PLAIN, 2)})
+    plan(table)
+    for name in ("s1", "s2"):
+        table.prepared(1.0, table.sandboxes[name], Place(name))
+    table.request(2.0, Template(image="other"), "", "p")
+    actions = plan(table)
+    assert (prepared_ids(actions), reclaimed_ids(actions)) == ([], ["s1"]), "there is no room yet"
+    assert plan(table) == [], "one is enough"
+    table.reclaimed(table.sandboxes["s1"])
+    assert prepared_ids(plan(table, 5.0)) == ["s3"]
+    assert prepared_ids(plan(table, 6.0)) == [], "and no warm one takes its place"
+
+
+# --- what goes wrong
+
+
+def test_a_failed_preparation_is_tried_again_later_each_time() -> None:
+    table = table_with(attempts_count=3, backoff_s=1.0)
+    sandbox = table.request(0.0, PLAIN, "", "p")
+    times_s = []
+    now_s = 0.0
+    while sandbox.stage is not Stage.FAILED:
+        assert prepared_ids(plan(table, now_s)) == ["s1"]
+        table.failed(now_s, sandbox, SandboxSetupError("make failed"))
+        assert plan(table, now_s) == []
+        times_s.append(sandbox.retry_at_s - now_s)
+        now_s = sandbox.retry_at_s
+    assert times_s[:2] == [1.0, 2.0]
+    assert (sandbox.attempt_count, sandbox.why) == (3, "make failed")
+    assert [each.sandbox_id for each in table.of_program("p")] == ["s1"], "its program can read why"
+    table.program_ended("p", "released")
+    assert not table.sandboxes
+
+
+def test_what_cannot_recover_is_not_tried_again() -> None:
+    table = table_with()
+    sandbox = table.request(0.0, PLAIN, "", "p")
+    plan(table)
+    assert table.failed(0.0, sandbox, SandboxImageError("no such image")) is False
+    assert sandbox.stage is Stage.FAILED
+
+
+def test_an_engine_that_is_away_costs_no_attempt() -> None:
+    table = table_with(attempts_count=1)
+    sandbox = table.request(0.0, PLAIN, "", "p")
+    now_s = 0.0
+    for _ in range(10):
+        now_s = max(now_s, sandbox.retry_at_s)
+        assert prepared_ids(plan(table, now_s)) == ["s1"]
+        assert table.failed(now_s, sandbox, SandboxEngineError("away"))
+
+
+def test_one_that_dies_unused_is_made_again_and_one_in_use_is_not() -> None:
+    table = table_with(backoff_s=1.0)
+    unused, used = ready(table, "a"), ready(table, "b")
+    table.used(2.0, "b")
+    assert table.died(2.0, unused, "killed")
+    assert not table.died(2.0, used, "killed")
+    assert (unused.stage, used.stage) == (Stage.REQUESTED, Stage.FAILED)
+    assert prepared_ids(plan(table, 3.0)) == ["s1"]
+    assert table.died(3.0, used, "again") is False
+
+
+def test_a_given_sandbox_is_taken_once_and_forgotten_when_it_dies() -> None:
+    table = table_with()
+    one = table.register(0.0, "docker", "p", Place("c1"))
+    assert table.register(0.0, "docker", "p", Place("c1")) is one
+    table.died(1.0, one, "exited")
+    assert not table.sandboxes
+    two = table.register(2.0, "docker", "p", Place("c2"))
+    table.program_ended("p", "released")
+    assert reclaimed_ids(plan(table)) == [two.sandbox_id]
+
+
+def test_failed_ones_are_not_remembered_for_ever() -> None:
+    table = table_with(hands_count=10_000, sandbox_count=10_000)
+    for number in range(FAILED_KEPT_COUNT + 5):
+        sandbox = table.request(0.0, PLAIN, "", f"p{number}")
+        plan(table)
+        table.failed(0.0, sandbox, SandboxImageError("none"))
+    assert len(table.sandboxes) == FAILED_KEPT_COUNT
+
+
+def test_preparation_times_are_learned_for_each_template() -> None:
+    table = table_with()
+    slow = Template(image="slow")
+    assert table.expected_prepare_s(slow) == 0.0
+    for number in range(20):
+        ready(table, f"p{number}", took_s=1.0)
+        ready(table, f"q{number}", slow, took_s=30.0)
+    assert table.expected_prepare_s(PLAIN) == pytest.approx(1.0, rel=0.2)
+    assert table.expected_prepare_s(slow) == pytest.approx(30.0, rel=0.2)
+
+
+# --- whatever happens
+
+
+PROGRAMS = st.sampled_from(["a", "b", "c", "d"])
+TEMPLATES = st.sampled_from([PLAIN, Template(image="big", memory_bytes=60), Template(image="own", network="own")])
+
+
+class TableMachine(RuleBasedStateMachine):
+    """Caps hold, indexes agree with the table, and once all programs ended and all is carried out nothing is left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = table_with(sandbox_count=5, memory_bytes=150, hands_count=3, attempts_count=2)
+        self.table.keep_warm({"plain": (PLAIN, 1)})
+        self.now_s = 0.0
+        self.handles = count(1)
+        self.reclaims: list[Sandbox] = []
+
+    def preparing(self) -> list[Sandbox]:
+        return [each for each in self.table if each.stage is Stage.PREPARING]
+
+    @rule(program_id=PROGRAMS, template=TEMPLATES, share_key=st.sampled_from(["", "", "k"]))
+    def request(self, program_id: str, template: Template, share_key: str) -> None:
+        try:
+            self.table.request(self.now_s, template, "", program_id, share_key)
+        except SandboxRefusedError:
+            assert share_key
+
+    @rule(program_id=PROGRAMS)
+    def give(self, program_id: str) -> None:
+        self.table.register(self.now_s, "docker", program_id, Place(f"given {next(self.handles)}"))
+
+    @rule(program_id=PROGRAMS)
+    def end(self, program_id: str) -> None:
+        self.table.program_ended(program_id, "released")
+        assert self.table.of_program(program_id) == []
+
+    @rule(program_id=PROGRAMS)
+    def run(self, program_id: str) -> None:
+        self.table.used(self.now_s, program_id)
+
+    @rule(elapsed_s=st.floats(0, 10), needed_s=st.floats(0, 20))
+    def plan(self, elapsed_s: float, needed_s: float) -> None:
+        self.now_s += elapsed_s
+        for action in self.table.plan(self.now_s, lambda program_id: needed_s if program_id > "b" else 0.0):
+            if isinstance(action, Reclaim):
+                self.reclaims.append(action.sandbox)
+
+    @precondition(lambda self: self.preparing())
+    @rule(data=st.data(), error=st.sampled_from([None, SandboxSetupError("s"), SandboxImageError("i")]))
+    def preparation_ends(self, data: st.DataObject, error: SandboxSetupError | None) -> None:
+        sandbox = data.draw(st.sampled_from(self.preparing()))
+        if error is None:
+            self.table.prepared(self.now_s, sandbox, Place(f"handle {next(self.handles)}"))
+        else:
+            self.table.failed(self.now_s, sandbox, error)
+
+    @precondition(lambda self: self.reclaims)
+    @rule()
+    def reclaiming_ends(self) -> None:
+        self.table.reclaimed(self.reclaims.pop())
+
+    @rule(data=st.data())
+    def one_dies(self, data: st.DataObject) -> None:
+        if self.table.sandboxes:
+            self.table.died(self.now_s, data.draw(st.sampled_from(list(self.table))), "killed")
+
+    @invariant()
+    def all_agrees(self) -> None:
+        table = self.table
+        made = [each for each in table if each.stage in ALIVE and not each.given]
+        assert len(made) <= 5
+        assert sum(each.template.memory_bytes or 0 for each in made) <= 150
+        assert len(self.preparing()) <= 3
+        for program_id in ("a", "b", "c", "d"):
+            for sandbox in table.of_program(program_id):
+                assert program_id in sandbox.program_ids
+                assert table.sandboxes[sandbox.sandbox_id] is sandbox
+        for sandbox in table:
+            assert sandbox.stage is not Stage.GONE
+            if sandbox.stage is not Stage.RECLAIMING:
+                assert all(sandbox in table.of_program(program_id) for program_id in sandbox.program_ids)
+            if sandbox.place is not None:
+                assert table.with_handle("docker", sandbox.place.handle) is sandbox
+
+    def teardown(self) -> None:
+        table = self.table
+        table.keep_warm({"plain": (PLAIN, 0)})
+        for program_id in ("a", "b", "c", "d"):
+            table.program_ended(program_id, "released")
+        for action in table.plan(self.now_s + 1000, lambda program_id: 0.0):
+            assert isinstance(action, Reclaim), "nothing is made for nobody"
+            self.reclaims.append(action.sandbox)
+        for sandbox in self.reclaims:
+            table.reclaimed(sandbox)
+        assert not table.sandboxes
+        assert not table._of_program
+        assert not table._by_handle
+        assert not table._by_share_key
+        assert not table._failed
+
+
+TestTable = TableMachine.TestCase
+TestTable.settings = settings(max_examples=60, stateful_step_count=40)

@@ -1,0 +1,79 @@
+"""What clients hear of sandboxes: a report of each, and a feed of changes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from thunderagent.tools.sandbox import Sandbox
+
+MAX_BEHIND_COUNT = 1000
+"""Changes that a slow reader may be behind; beyond, it is cut off and asks anew."""
+
+Report = dict[str, Any]
+
+
+def report_of(sandbox: Sandbox, now_s: float) -> Report:
+    """Return what a client may know of a sandbox, as a JSON object."""
+    place = sandbox.place
+    return {
+        "sandbox_id": sandbox.sandbox_id,
+        "template": sandbox.template_name or None,
+        "driver": sandbox.template.driver,
+        "stage": sandbox.stage.value,
+        "program_ids": list(sandbox.program_ids),
+        "given": sandbox.given,
+        "handle": place.handle if place else None,
+        "address": place.address if place else None,
+        "ports": {str(inside): list(outside) for inside, outside in place.ports.items()} if place else {},
+        "details": dict(place.details) if place else {},
+        "age_s": round(now_s - sandbox.requested_s, 3),
+        "prepare_s": None if sandbox.prepare_s is None else round(sandbox.prepare_s, 3),
+        "attempt_count": sandbox.attempt_count,
+        "why": sandbox.why or None,
+        "disk_bytes": sandbox.disk_bytes,
+        "memory_bytes": sandbox.memory_bytes,
+    }
+
+
+class Feed:
+    """Everybody who follows changes."""
+
+    def __init__(self) -> None:
+        """Begin with nobody."""
+        self._readers: set[asyncio.Queue[Report | None]] = set()
+
+    def __repr__(self) -> str:
+        return f"<Feed of {len(self._readers)} readers>"
+
+    @asynccontextmanager
+    async def read(self) -> AsyncIterator[asyncio.Queue[Report | None]]:
+        """Give a queue of reports, one for each change from now on; None ends it: at the end, and for a slow reader."""
+        queue: asyncio.Queue[Report | None] = asyncio.Queue()
+        self._readers.add(queue)
+        try:
+            yield queue
+        finally:
+            self._readers.discard(queue)
+
+    def tell(self, sandbox: Sandbox, now_s: float) -> None:
+        """Tell everybody what became of a sandbox."""
+        if not self._readers:
+            return
+        report = report_of(sandbox, now_s)
+        for queue in list(self._readers):
+            if queue.qsize() < MAX_BEHIND_COUNT:
+                queue.put_nowait(report)
+            else:
+                self._end(queue)
+
+    def close(self) -> None:
+        """End it for everybody."""
+        for queue in list(self._readers):
+            self._end(queue)
+
+    def _end(self, queue: asyncio.Queue[Report | None]) -> None:
+        self._readers.discard(queue)
+        queue.put_nowait(None)

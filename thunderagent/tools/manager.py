@@ -1,0 +1,531 @@
+"""Carry out the sandbox table's plan: prepare and reclaim through the drivers, and hear what happens at the engines.
+
+Theory of operation
+===================
+The table (`sandbox.py`) decides, this carries out. Everything here runs on one event loop; a driver's work runs in
+threads of its own. `_plan` is called whenever something changed and at least every `plan_interval_s`; each of its
+actions becomes a task of one group, so that nothing outlives `run`.
+
+A preparation that fails goes back to the table, which tries again or gives up. A preparation that is no longer wanted
+is cancelled; the driver then removes what it had begun. A reclaiming that fails is tried until it succeeds, because
+what it removes is ours. What the engines know is compared with the table after each loss of contact and now and then;
+what bears our name and an earlier run's is an orphan and is removed at the start.
+
+Programs come from the scheduler: `observe` sees every event with its decisions. Each program that has a sandbox is in
+the scheduler's table, opened if need be, so that one that never comes is forgotten, and its sandboxes with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, suppress
+from dataclasses import dataclass, field
+from math import inf
+from typing import Protocol
+
+import structlog
+
+from thunderagent.errors import (
+    NotFoundError,
+    RequestError,
+    SandboxEngineError,
+    SandboxError,
+    SandboxRefusedError,
+    SandboxSetupError,
+    ShuttingDownError,
+)
+from thunderagent.programs.decisions import Decision, Grant, Release, Restore
+from thunderagent.programs.events import Event
+from thunderagent.tools.base import Driver, Found, Order, Owner, Place, Usage
+from thunderagent.tools.contact import Contact, ContactSettings
+from thunderagent.tools.feed import Feed, Report, report_of
+from thunderagent.tools.requests import SandboxRequest, read_requests
+from thunderagent.tools.sandbox import Caps, Prepare, Reclaim, Sandbox, SandboxTable, Stage
+from thunderagent.tools.template import Template
+
+log = structlog.get_logger("thunderagent.sandboxes")
+
+COMING = (Stage.REQUESTED, Stage.PREPARING)
+
+
+class Programs(Protocol):
+    """What the manager asks and tells the scheduler."""
+
+    def open(self, program_id: str) -> None:
+        """Open a program that did not have a turn yet; one that lives stays as it is. Raises `RequestError`."""
+
+    def runs(self, program_id: str) -> bool:
+        """Say whether it was admitted: it holds a claim on a replica."""
+
+    def acting_for_s(self, program_id: str) -> float:
+        """Return for how long no turn of it is with us; 0 while one is."""
+
+    def expected_holds_s(self) -> Mapping[str, float]:
+        """Return of those that wait in how many seconds each is expected to be admitted."""
+
+    def sandbox_ready(self, program_id: str, sandbox_id: str, prepare_s: float) -> None:
+        """Write it into the program's story."""
+
+    def sandbox_failed(self, program_id: str, sandbox_id: str, why: str) -> None:
+        """Write it into the program's story."""
+
+    def measured(self, sandbox_count: int, disk_bytes: int | None, memory_bytes: int | None) -> None:
+        """Tell what all sandboxes take."""
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerSettings:
+    """How the manager works; times in seconds."""
+
+    plan_interval_s: float = 1.0
+    idle_limit_s: float = inf
+    """Sandboxes of a program without a turn for so long go, though the program stays."""
+    adopt_timeout_s: float = 10.0
+    reclaim_timeout_s: float = 60.0
+    reclaims_count: int = 8
+    """Reclaimings at a time."""
+    contact: ContactSettings = field(default_factory=ContactSettings)
+    shutdown_s: float = 20.0
+    """How long a shutdown waits for its reclaimings."""
+    reclaim_on_shutdown: bool = True
+    takes_specs: bool = True
+    """Whether clients may bring templates and callbacks of their own."""
+
+
+class Manager:
+    """Owner of the sandbox table. All methods belong to one event loop."""
+
+    def __init__(
+        self,
+        owner: Owner,
+        drivers: Mapping[str, Driver],
+        programs: Programs,
+        *,
+        caps: Caps,
+        templates: Mapping[str, Template],
+        new_id: Callable[[], str],
+        settings: ManagerSettings | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Begin with nothing; `clock` is that of the scheduler, `wall_clock` returns Unix time."""
+        self.table = SandboxTable(caps, new_id)
+        self.templates = templates
+        self.settings = settings or ManagerSettings()
+        self.failure_counts: Counter[str] = Counter()
+        """Failed preparations and sandboxes that died, by the error's code."""
+        self.reclaimed_count = 0
+        self.orphan_count = 0
+        """Left by earlier runs and removed."""
+        self._on_prepared: Callable[[float], None] = lambda _: None
+        self._on_waited: Callable[[float], None] = lambda _: None
+        self._owner = owner
+        self._drivers = drivers
+        self._programs = programs
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._classes = {name: template_name for template_name, t in templates.items() for name in t.program_classes}
+        self._waiting_since_s: dict[str, float] = {}
+        """Programs that were admitted before all of their sandboxes were ready, and when."""
+        self._preparing: dict[str, asyncio.Task[None]] = {}
+        self._changed = asyncio.Event()
+        self._contacts = {kind: Contact(d, self, self.settings.contact) for kind, d in drivers.items()}
+        self._group: asyncio.TaskGroup | None = None
+        self._feed = Feed()
+        self._reclaim_hands = asyncio.Semaphore(self.settings.reclaims_count)
+        self._closing = False
+        self.table.keep_warm({name: (t, t.warm_count) for name, t in templates.items() if t.warm_count})
+
+    def __repr__(self) -> str:
+        return f"<Manager of {self.table!r}>"
+
+    # --- what clients ask for ---------------------------------------------------------------------------------------
+
+    async def request(self, program_id: str, body: bytes) -> list[Report]:
+        """Do what a request's body asks for, one thing or a list of them; return what each has become so far.
+
+        Raises `RequestError`, `NotFoundError` for a template or a handle that there is not, `SandboxError`.
+        """
+        wanted = read_requests(body)
+        for each in wanted:  # all or none
+            self._check(each)
+        places = [await self._adopt(each) for each in wanted]
+        if self._closing:
+            raise ShuttingDownError("the proxy is shutting down; no sandbox was asked for")
+        self._programs.open(program_id)
+        made = [
+            self._ask(program_id, each) if place is None else self._register(each.driver, program_id, place)
+            for each, place in zip(wanted, places, strict=True)
+        ]
+        self._changed.set()
+        return [self._report(sandbox) for sandbox in made]
+
+    def _check(self, wanted: SandboxRequest) -> None:
+        if wanted.template is not None and wanted.template not in self.templates:
+            raise NotFoundError(f"there is no template {wanted.template!r}; there are: {', '.join(self.templates)}")
+        if not self.settings.takes_specs and (wanted.spec is not None or wanted.reclaim_url):
+            raise SandboxRefusedError("clients may not bring templates or callbacks of their own here")
+        kind = self._template_of(wanted).driver if wanted.handle is None else wanted.driver
+        if kind not in self._drivers:
+            raise RequestError(
+                f"sandboxes by {kind!r} are not switched on; --sandboxes has: {', '.join(self._drivers)}"
+            )
+        if bool(wanted.reclaim_url) != (kind == "callback" and wanted.handle is not None):
+            raise RequestError("a reclaim_url goes with a handle and the driver callback, and they with it")
+        if wanted.handle is None:
+            self.table.check(self._template_of(wanted))
+
+    def _template_of(self, wanted: SandboxRequest) -> Template:
+        if wanted.spec is not None:
+            return wanted.spec
+        assert wanted.template is not None
+        return self.templates[wanted.template]
+
+    async def _adopt(self, wanted: SandboxRequest) -> Place | None:
+        if wanted.handle is None:
+            return None
+        try:
+            async with asyncio.timeout(self.settings.adopt_timeout_s):
+                return await self._drivers[wanted.driver].adopt(wanted.handle, wanted.reclaim_url)
+        except TimeoutError:
+            raise SandboxEngineError(f"{wanted.driver} gave no answer in time") from None
+
+    def _ask(self, program_id: str, wanted: SandboxRequest) -> Sandbox:
+        template = self._template_of(wanted)
+        sandbox = self.table.request(self._clock(), template, wanted.template or "", program_id, wanted.share)
+        self._tell(sandbox)
+        return sandbox
+
+    def _register(self, kind: str, program_id: str, place: Place) -> Sandbox:
+        sandbox = self.table.register(self._clock(), kind, program_id, place)
+        self._tell(sandbox)
+        return sandbox
+
+    def program_seen(self, program_id: str, program_class: str) -> None:
+        """Prepare what programs of that class get, at the first sight of one; an unknown class gets none."""
+        name = self._classes.get(program_class)
+        if name is None or self.table.of_program(program_id) or self._closing:
+            return
+        self._programs.open(program_id)
+        try:
+            self._tell(self.table.request(self._clock(), self.templates[name], name, program_id))
+        except SandboxError as error:  # the turn goes on: a sandbox is help, not leave
+            log.warning("sandbox_failed", program_ids=[program_id], template=name, code=error.code, why=error.message)
+        self._changed.set()
+
+    def of_program(self, program_id: str) -> list[Report]:
+        """Report on a program's sandboxes, the oldest first."""
+        return [self._report(sandbox) for sandbox in self.table.of_program(program_id)]
+
+    def all(self) -> list[Report]:
+        """Report on every sandbox."""
+        return [self._report(sandbox) for sandbox in self.table]
+
+    def reclaim(self, program_id: str, sandbox_id: str) -> bool:
+        """Take a program off one of its sandboxes, which goes if nobody else uses it; False if there is none such."""
+        sandbox = self.table.sandboxes.get(sandbox_id)
+        if sandbox is None or sandbox not in self.table.of_program(program_id):
+            return False
+        self.table.leave(sandbox, program_id, "its program asked")
+        self._changed.set()
+        return True
+
+    def feed(self) -> AbstractAsyncContextManager[asyncio.Queue[Report | None]]:
+        """Give a queue of reports, one for each change from now on; None ends it."""
+        return self._feed.read()
+
+    def _report(self, sandbox: Sandbox) -> Report:
+        return report_of(sandbox, self._clock())
+
+    def _tell(self, sandbox: Sandbox) -> None:
+        self._feed.tell(sandbox, self._clock())
+
+    # --- what the scheduler decides -----------------------------------------------------------------------------------
+
+    def observe(self, event: Event, decisions: Sequence[Decision]) -> None:  # noqa: ARG002 - a listener's signature
+        """Follow programs as they are admitted and end."""
+        for decision in decisions:
+            if type(decision) is Release:
+                self._waiting_since_s.pop(decision.program_id, None)
+                if self.table.of_program(decision.program_id):
+                    self.table.program_ended(decision.program_id, f"its program ended: {decision.reason.value}")
+                    self._changed.set()
+            elif type(decision) in (Grant, Restore) and decision.program_id is not None:
+                self._admitted(decision.program_id)
+
+    def _admitted(self, program_id: str) -> None:
+        sandboxes = self.table.of_program(program_id)
+        if not sandboxes:
+            return
+        now_s = self._clock()
+        for sandbox in sandboxes:
+            if sandbox.stage is Stage.READY:
+                self._on_waited(0.0)
+            elif sandbox.stage in COMING:
+                self._waiting_since_s.setdefault(program_id, now_s)
+                self._changed.set()
+        self.table.used(now_s, program_id)
+
+    # --- carrying out -----------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Carry out plans until cancelled; then, if the settings say so, reclaim everything, and let go of engines."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                self._group = group
+                for driver in self._drivers.values():
+                    await driver.open()
+                for contact in self._contacts.values():
+                    group.create_task(contact.run())
+                while True:
+                    self._plan(group)
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(self.settings.plan_interval_s):
+                            await self._changed.wait()
+        finally:
+            self._closing = True
+            if self.settings.reclaim_on_shutdown:
+                await self._reclaim_all()
+            self._feed.close()
+            for driver in self._drivers.values():
+                await driver.close()
+
+    def _plan(self, group: asyncio.TaskGroup) -> None:
+        self._changed.clear()
+        self._let_idle_go()
+        expected_s = self._programs.expected_holds_s()
+
+        def needed_in_s(program_id: str) -> float:
+            if self._programs.runs(program_id):
+                return 0.0
+            # Who has no turn yet, or is behind those that were looked at, comes after them.
+            return expected_s.get(program_id, max(expected_s.values(), default=0.0))
+
+        for action in self.table.plan(self._clock(), needed_in_s):
+            sandbox = action.sandbox
+            if isinstance(action, Prepare):
+                self._preparing[sandbox.sandbox_id] = group.create_task(self._prepare(sandbox))
+            else:
+                group.create_task(self._reclaim(action))
+            self._tell(sandbox)
+
+    def _let_idle_go(self) -> None:
+        limit_s = self.settings.idle_limit_s
+        if limit_s == inf:
+            return
+        for sandbox in list(self.table):
+            for program_id in list(sandbox.program_ids):
+                if self._programs.acting_for_s(program_id) > limit_s:
+                    self.table.leave(sandbox, program_id, "its program has had no turn for too long")
+
+    async def _prepare(self, sandbox: Sandbox) -> None:
+        template = sandbox.template
+        driver = self._drivers[template.driver]
+        order = Order(
+            sandbox_id=f"{sandbox.sandbox_id}-{sandbox.attempt_count}" if sandbox.attempt_count else sandbox.sandbox_id,
+            template=template,
+            template_name=sandbox.template_name,
+            program_id=next(iter(sandbox.program_ids), ""),
+            expires_at_s=self._wall_clock() + template.ttl_s,
+        )
+        try:
+            try:
+                async with asyncio.timeout(template.prepare_timeout_s):
+                    place = await driver.prepare(order)
+            except TimeoutError:
+                raise SandboxSetupError(f"it was not ready after {template.prepare_timeout_s:g} s") from None
+        except SandboxError as error:
+            self._prepare_failed(sandbox, error)
+            return
+        finally:
+            self._preparing.pop(sandbox.sandbox_id, None)
+        self._prepared(sandbox, place)
+
+    def _prepared(self, sandbox: Sandbox, place: Place) -> None:
+        now_s = self._clock()
+        if sandbox.stage is not Stage.PREPARING:  # it was let go in the same moment: `_reclaim` removes it
+            sandbox.place = place
+            return
+        self.table.prepared(now_s, sandbox, place)
+        assert sandbox.prepare_s is not None
+        self._on_prepared(sandbox.prepare_s)
+        log.info(
+            "sandbox_ready",
+            sandbox_id=sandbox.sandbox_id,
+            template=sandbox.template_name,
+            program_ids=list(sandbox.program_ids),
+            prepare_s=round(sandbox.prepare_s, 3),
+        )
+        for program_id in sandbox.program_ids:
+            self._programs.sandbox_ready(program_id, sandbox.sandbox_id, sandbox.prepare_s)
+            if self._programs.runs(program_id):
+                self._on_waited(now_s - self._waiting_since_s.get(program_id, now_s))
+                self.table.used(now_s, program_id)
+            if all(each.stage not in COMING for each in self.table.of_program(program_id)):
+                self._waiting_since_s.pop(program_id, None)
+        self._tell(sandbox)
+        self._changed.set()
+
+    def _prepare_failed(self, sandbox: Sandbox, error: SandboxError) -> None:
+        if sandbox.stage is not Stage.PREPARING:
+            return
+        self.failure_counts[error.code] += 1
+        again = self.table.failed(self._clock(), sandbox, error)
+        log.warning(
+            "sandbox_failed",
+            sandbox_id=sandbox.sandbox_id,
+            template=sandbox.template_name,
+            program_ids=list(sandbox.program_ids),
+            code=error.code,
+            why=error.message,
+            again=again,
+        )
+        self._tell_programs(sandbox, error.message, again=again)
+        self._tell(sandbox)
+        self._changed.set()
+
+    def _tell_programs(self, sandbox: Sandbox, why: str, *, again: bool) -> None:
+        for program_id in sandbox.program_ids:
+            self._programs.sandbox_failed(program_id, sandbox.sandbox_id, f"{why}{' (tried again)' if again else ''}")
+
+    async def _reclaim(self, action: Reclaim) -> None:
+        """Remove a sandbox, however often that takes; a preparation that runs is stopped first."""
+        sandbox = action.sandbox
+        preparing = self._preparing.get(sandbox.sandbox_id)
+        if preparing is not None:
+            preparing.cancel()
+            await asyncio.wait([preparing])
+        if sandbox.place is not None:
+            kind, handle = sandbox.template.driver, sandbox.place.handle
+            await self._reclaim_for_certain(kind, handle, sandbox)
+        self.reclaimed_count += 1
+        self.table.reclaimed(sandbox)
+        log.info("sandbox_reclaimed", sandbox_id=sandbox.sandbox_id, why=action.why)
+        self._tell(sandbox)
+        self._changed.set()
+
+    async def _reclaim_for_certain(self, kind: str, handle: str, sandbox: Sandbox | None) -> None:
+        """Try until it is gone: what is ours must not stay."""
+        contact = self.settings.contact
+        delay_s = contact.retry_s
+        while not await self._try_to_reclaim(kind, handle, sandbox):
+            await asyncio.sleep(delay_s)
+            delay_s = min(2 * delay_s, contact.retry_limit_s)
+
+    async def _try_to_reclaim(self, kind: str, handle: str, sandbox: Sandbox | None) -> bool:
+        why = f"not reclaimed after {self.settings.reclaim_timeout_s:g} s"
+        try:
+            async with self._reclaim_hands, asyncio.timeout(self.settings.reclaim_timeout_s):
+                await self._drivers[kind].reclaim(handle)
+                return True
+        except SandboxError as error:
+            why = error.message
+        except TimeoutError:
+            pass
+        if sandbox is not None:
+            sandbox.why = why
+        log.warning("sandbox_not_reclaimed", driver=kind, handle=handle, why=why)
+        return False
+
+    async def _reclaim_all(self) -> None:
+        """At a shutdown: remove what we made, as far as the time reaches; what is left ends with its time to live."""
+        for sandbox in list(self.table):
+            if not sandbox.given:
+                self.table.let_go(sandbox, "shutdown")
+        left = [each for each in self.table if each.place is not None and not each.given]
+        if not left:
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self.settings.shutdown_s):
+                done = await asyncio.gather(
+                    *(
+                        self._try_to_reclaim(each.template.driver, each.place.handle, each)
+                        for each in left
+                        if each.place
+                    )
+                )
+                left = [each for each, gone in zip(left, done, strict=True) if not gone]
+        log.info("sandboxes_reclaimed_at_shutdown", left_count=sum(each.stage is not Stage.GONE for each in left))
+
+    # --- what the engines say: `thunderagent.tools.contact.Listener` --------------------------------------------------
+
+    def found(self, kind: str, found: Sequence[Found], *, first: bool) -> None:
+        """Take over what was given, take in what died while nobody looked; at the first time remove orphans."""
+        for each in found:
+            if each.running:
+                self.appeared(kind, each)
+            if first and each.is_orphan_of(self._owner):
+                assert self._group is not None
+                self._group.create_task(self._remove_orphan(kind, each))
+        running = {each.handle for each in found if each.running}
+        for handle in self.handles(kind):
+            if handle not in running:
+                self.ended(kind, handle, "it is no longer there")
+
+    async def _remove_orphan(self, kind: str, orphan: Found) -> None:
+        await self._reclaim_for_certain(kind, orphan.handle, None)
+        self.orphan_count += 1
+        log.info("orphan_reclaimed", driver=kind, handle=orphan.handle, sandbox_id=orphan.sandbox_id)
+
+    def appeared(self, kind: str, found: Found) -> None:
+        """Take over a sandbox that an agent made and labelled."""
+        if not found.is_given or self.table.with_handle(kind, found.handle) is not None:
+            return
+        try:
+            self._programs.open(found.program_id)
+        except RequestError as error:
+            log.warning("sandbox_not_taken", driver=kind, handle=found.handle, why=error.message)
+            return
+        self._register(kind, found.program_id, found.place)
+        log.info("sandbox_given", driver=kind, handle=found.handle, program_id=found.program_id)
+
+    def ended(self, kind: str, handle: str, why: str) -> None:
+        """Take in that a sandbox ended by itself; that of one that we removed is no news."""
+        sandbox = self.table.with_handle(kind, handle)
+        if sandbox is None or sandbox.stage not in (Stage.READY, Stage.IN_USE):
+            return
+        program_ids = list(sandbox.program_ids)
+        again = self.table.died(self._clock(), sandbox, why)
+        log.warning("sandbox_died", sandbox_id=sandbox.sandbox_id, program_ids=program_ids, why=why, again=again)
+        if not sandbox.given:
+            self.failure_counts["sandbox_died"] += 1
+            self._tell_programs(sandbox, why, again=again)
+        self._tell(sandbox)
+        self._changed.set()
+
+    def handles(self, kind: str) -> list[str]:
+        """Return the handles of those that are there; not of those elsewhere, which nobody can look at."""
+        placed = [each for each in self.table if each.template.driver == kind and each.place is not None]
+        return [] if kind == "callback" else [each.place.handle for each in placed if each.place is not None]
+
+    def measured(self, kind: str, usage: Usage) -> None:
+        """Take in what sandboxes take, and tell the scheduler."""
+        for handle in {*usage.disk_bytes, *usage.memory_bytes}:
+            sandbox = self.table.with_handle(kind, handle)
+            if sandbox is not None:
+                sandbox.disk_bytes = usage.disk_bytes.get(handle, sandbox.disk_bytes)
+                sandbox.memory_bytes = usage.memory_bytes.get(handle, sandbox.memory_bytes)
+        self._programs.measured(*self.sums())
+
+    @property
+    def engine_errors(self) -> dict[str, str]:
+        """Drivers whose engine does not answer, and what it said last."""
+        return {kind: contact.why_lost for kind, contact in self._contacts.items() if contact.why_lost}
+
+    def stage_counts(self) -> Mapping[tuple[str, str], int]:
+        """Return how many sandboxes there are, by driver and stage."""
+        return Counter((sandbox.template.driver, sandbox.stage.value) for sandbox in self.table)
+
+    def hear_times(self, on_prepared: Callable[[float], None], on_waited: Callable[[float], None]) -> None:
+        """Call these with the time of each preparation, and that which an admitted program waited for one."""
+        self._on_prepared, self._on_waited = on_prepared, on_waited
+
+    def sums(self) -> tuple[int, int | None, int | None]:
+        """Return how many sandboxes there are, and what they take on disk and in memory as far as it was measured."""
+        alive = [sandbox for sandbox in self.table if sandbox.place is not None]
+        disk = [sandbox.disk_bytes for sandbox in alive if sandbox.disk_bytes is not None]
+        memory = [sandbox.memory_bytes for sandbox in alive if sandbox.memory_bytes is not None]
+        return len(alive), sum(disk) if disk or not alive else None, sum(memory) if memory or not alive else None

@@ -1,0 +1,44 @@
+"""What a client may ask of sandboxes, as it comes off the network."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from thunderagent.errors import RequestError
+from thunderagent.tools.template import DriverKind, Template
+
+
+class SandboxRequest(BaseModel):
+    """What a client asks for: a template by name, one of its own, or that one which it made itself be taken over."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    template: str | None = Field(None, description="name of a template in the configuration")
+    spec: Template | None = Field(None, description="a template of its own")
+    handle: str | None = Field(None, description="a sandbox that is there already: the engine's name or id of it")
+    driver: DriverKind = Field("docker", description="with handle: whose name that is")
+    reclaim_url: str = Field("", description="with handle, for one that runs elsewhere: gets a POST at the end")
+    share: str = Field("", max_length=256, description="programs that ask with the same word share one sandbox")
+
+    @model_validator(mode="after")
+    def _asks_for_one_thing(self) -> SandboxRequest:
+        if sum(each is not None for each in (self.template, self.spec, self.handle)) != 1:
+            raise ValueError("give one of template, spec and handle")
+        return self
+
+
+class _Several(BaseModel):
+    sandboxes: tuple[SandboxRequest, ...]
+
+
+def read_requests(body: bytes) -> tuple[SandboxRequest, ...]:
+    """Read one request or a list of them. Raises `RequestError` that names what is wrong first."""
+    text = body.strip()
+    try:
+        if text.startswith(b"["):
+            return _Several.model_validate_json(b'{"sandboxes":' + text + b"}").sandboxes
+        return (SandboxRequest.model_validate_json(text),)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"]) or "body"
+        raise RequestError(f"{place}: {first['msg']}") from error

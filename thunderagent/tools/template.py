@@ -1,0 +1,88 @@
+"""What a sandbox is made from: a template, from the configuration file or from a request."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+DriverKind = Literal["docker", "kubernetes", "callback"]
+Network = Literal["default", "own", "none"]
+
+
+class Mount(BaseModel):
+    """Something that appears in the sandbox at `target`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    target: str = Field(pattern="^/", description="absolute path inside")
+    source: str | None = Field(
+        None, description="path on the engine's machine; none makes an empty volume that goes with the sandbox"
+    )
+    read_only: bool = False
+
+
+class Template(BaseModel):
+    """How to make a sandbox, and when it is usable."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    driver: DriverKind = Field("docker", description="who makes it: docker, kubernetes or callback")
+    image: str = Field("", description="image to run; docker and kubernetes need one")
+    command: tuple[str, ...] = Field(
+        (), description="what runs in it, as docker run and a pod's command take it; none waits for commands"
+    )
+    environment: dict[str, str] = Field({}, description="environment variables")
+    working_dir: str = Field("", description="folder that commands start in; none is the image's")
+    mounts: tuple[Mount, ...] = ()
+    ports: tuple[int, ...] = Field((), description="TCP ports inside that must be reachable from outside")
+    network: Network = Field(
+        "default",
+        description="default: the engine's; own: one for all sandboxes of a program, gone with them; none: no network",
+    )
+    memory_bytes: int | None = Field(None, gt=0, description="most memory, in bytes; counted against the cap")
+    cpus_count: float | None = Field(None, gt=0, description="most processors")
+    pids_count: int | None = Field(None, gt=0, description="most processes")
+    disk_bytes: int | None = Field(
+        None, ge=0, description="what it is expected to write, in bytes; counted against the cap until it is measured"
+    )
+    setup: tuple[str, ...] = Field((), description="shell commands, run inside in this order once it has started")
+    ready_command: str = Field("", description="shell command that succeeds inside when the sandbox is usable")
+    ready_port: int | None = Field(None, gt=0, le=65535, description="port of `ports` that accepts when it is usable")
+    ready_interval_s: float = Field(0.2, gt=0, description="time between two readiness checks, in seconds")
+    prepare_timeout_s: float = Field(
+        300.0, gt=0, description="a preparation that takes longer, pull and setup included, has failed, in seconds"
+    )
+    stop_grace_s: float = Field(
+        0.0, ge=0, description="time between the request to stop and the kill when it is reclaimed, in seconds"
+    )
+    ttl_s: float = Field(
+        14_400.0, gt=0, description="longest life: it ends by itself after so long, whatever happens to us, in seconds"
+    )
+    program_classes: tuple[str, ...] = Field(
+        (), description="programs of these classes (X-Program-Class) get such a sandbox at first sight"
+    )
+    warm_count: int = Field(0, ge=0, description="how many to keep ready that belong to nobody yet")
+    kubernetes_kind: Literal["job", "pod"] = Field("job", description="kubernetes: what to make")
+    namespace: str = Field("", description="kubernetes: where; none is that of the configuration")
+    prepare_url: str = Field("", description="callback: gets a POST for each preparation, answers where it is")
+    reclaim_url: str = Field("", description="callback: gets a POST for each reclaiming")
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Self:
+        if self.driver == "callback":
+            if not self.prepare_url or not self.reclaim_url:
+                raise ValueError("a callback template needs prepare_url and reclaim_url")
+        elif not self.image:
+            raise ValueError(f"a {self.driver} template needs an image")
+        if self.warm_count and self.network == "own":
+            raise ValueError("a network of a program's own cannot be kept warm: nobody knows yet whose it is")
+        if self.ready_port is not None and self.ready_port not in self.ports:
+            raise ValueError(f"ready_port {self.ready_port} is not among ports")
+        return self
+
+    def digest(self) -> str:
+        """Return what two templates have in common that make the same sandbox."""
+        same = self.model_dump_json(exclude={"program_classes", "warm_count"})
+        return hashlib.sha256(same.encode()).hexdigest()[:16]
