@@ -1,0 +1,229 @@
+"""A private Docker engine for tests: a `dockerd` with its own socket, data, bridge and containers' namespace.
+
+It shares nothing with an engine that runs on the machine already, and leaves nothing: no rule in the firewall, no
+process, no mount. It needs root, and Debian's packages, which `ensure_docker` installs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tarfile
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+import docker
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+READY_S = 60.0
+STOP_S = 30.0
+IMAGE = "thunderagent-test:latest"
+
+
+class DockerEngineError(RuntimeError):
+    """There can be no engine here; the text says why."""
+
+
+def ensure_docker() -> None:
+    """Install what is missing. Raises DockerEngineError."""
+    missing = [package for package, program in PACKAGES.items() if shutil.which(program, path=_PATH) is None]
+    if os.geteuid() != 0:
+        raise DockerEngineError("a Docker engine of the tests' own needs root")
+    if not missing:
+        return
+    if shutil.which("apt-get") is None:
+        raise DockerEngineError(f"no {', '.join(missing)}, and no apt-get to install it")
+    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    for command in (["update"], ["install", "--yes", "--no-install-recommends", *missing]):
+        done = subprocess.run(
+            ["apt-get", "--quiet", *command], env=environment, capture_output=True, text=True, check=False
+        )
+        if done.returncode != 0 and command[0] == "install":
+            raise DockerEngineError(f"apt-get install {' '.join(missing)}: {done.stderr[-500:]}")
+
+
+PACKAGES = {"docker.io": "dockerd", "busybox-static": "busybox", "iproute2": "ip"}
+_PATH = os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"))
+
+
+class DockerEngine:
+    """One engine, from `start` to `stop`; its containers end with it, its images and data go with `stop`."""
+
+    def __init__(self, *, disk_bytes: int = 512 * 1024 * 1024) -> None:
+        """Keep its data on a file system of its own of `disk_bytes`, in memory."""
+        self.root = Path(tempfile.mkdtemp(prefix="thunderagent-docker-"))
+        self.url = f"unix://{self.root / 'docker.sock'}"
+        self.data_root = self.root / "data"
+        self.log_path = self.root / "dockerd.log"
+        self._disk_bytes = disk_bytes
+        self._name = f"ta{os.getpid() % 100_000}{os.urandom(2).hex()}"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @property
+    def pid(self) -> int:
+        """Return the process id of `dockerd`."""
+        assert self._process is not None
+        return self._process.pid
+
+    def client(self) -> docker.APIClient:
+        """Return a client of the tests' own; close it."""
+        return docker.APIClient(base_url=self.url, timeout=30)
+
+    def start(self) -> None:
+        """Start it and wait until it answers. Raises DockerEngineError with the end of its log."""
+        if not self.data_root.exists():
+            self.data_root.mkdir()
+            _run("mount", "-t", "tmpfs", "-o", f"size={self._disk_bytes}", "thunderagent-test", str(self.data_root))
+        subnet = self._make_bridge()
+        with self.log_path.open("ab") as log:
+            self._process = subprocess.Popen(
+                [
+                    *("dockerd", f"--host={self.url}", f"--data-root={self.data_root}"),
+                    *(f"--exec-root={self.root / 'exec'}", f"--pidfile={self.root / 'docker.pid'}"),
+                    *(f"--bridge={self._name}", f"--default-address-pool=base={subnet}.128.0/17,size=24"),
+                    *("--iptables=false", "--ip6tables=false", "--ip-masq=false", "--ip-forward=false"),
+                    *(f"--containerd-namespace={self._name}", f"--containerd-plugins-namespace={self._name}p"),
+                    *("--shutdown-timeout=1", "--log-level=warn"),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "PATH": _PATH},
+                start_new_session=True,
+            )
+        give_up_s = time.monotonic() + READY_S
+        while not self._answers():
+            if self._process.poll() is not None or time.monotonic() > give_up_s:
+                raise DockerEngineError(f"dockerd did not start:\n{self.log_path.read_text()[-2000:]}")
+            time.sleep(0.05)
+
+    def end(self) -> None:
+        """End its process, and with it the containers; its data stay."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def restart(self) -> None:
+        """End it and start it again, with its data."""
+        self.end()
+        self.start()
+
+    def stop(self) -> None:
+        """End it and remove all that it left."""
+        self.end()
+        for mount in sorted(_mounts_under(self.root), reverse=True):
+            subprocess.run(["umount", "--lazy", mount], capture_output=True, check=False)
+        environment = {**os.environ, "PATH": _PATH}
+        subprocess.run(["ip", "link", "delete", self._name], capture_output=True, env=environment, check=False)
+        shutil.rmtree(self.root, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def full_disk(self) -> Iterator[None]:
+        """Leave no byte on its file system, for as long as the block lasts."""
+        filling = self.data_root / "filling"
+        try:
+            with filling.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+                while True:
+                    file.write(bytes(1024 * 1024))
+            with filling.open("ab", buffering=0) as file, contextlib.suppress(OSError):
+                while True:
+                    file.write(bytes(4096))
+            yield
+        finally:
+            filling.unlink()
+
+    def _answers(self) -> bool:
+        with socket.socket(socket.AF_UNIX) as probe:
+            try:
+                probe.settimeout(5)
+                probe.connect(self.url.removeprefix("unix://"))
+                probe.sendall(b"GET /_ping HTTP/1.0\r\n\r\n")
+                return b" 200 OK" in probe.recv(100)
+            except OSError:
+                return False
+
+    def _make_bridge(self) -> str:
+        """Make a bridge with a network that the machine does not use; return the network's first half."""
+        environment = {**os.environ, "PATH": _PATH}
+        subprocess.run(["ip", "link", "delete", self._name], capture_output=True, env=environment, check=False)
+        used = _run("ip", "-4", "route")
+        subnet = next((f"10.{n}" for n in range(213, 255) if f"10.{n}." not in used), None)
+        if subnet is None:
+            raise DockerEngineError("no network is free for a bridge")
+        _run("ip", "link", "add", self._name, "type", "bridge")
+        _run("ip", "address", "add", f"{subnet}.0.1/24", "dev", self._name)
+        _run("ip", "link", "set", self._name, "up")
+        return subnet
+
+
+def import_busybox_image(engine: DockerEngine, name: str = IMAGE, config: tuple[str, ...] = ()) -> str:
+    """Make an image of some 2 MB that has a shell and busybox's applets; `config` are lines of a Dockerfile."""
+    repository, _, tag = name.partition(":")
+    with contextlib.closing(engine.client()) as client:
+        client.import_image_from_data(busybox_root(), repository=repository, tag=tag, changes=list(config))
+    return name
+
+
+def busybox_root() -> bytes:
+    """Return the root folder of that image, as a tar file."""
+    busybox = Path(shutil.which("busybox", path=_PATH) or "busybox").read_bytes()
+    applets = subprocess.run(["busybox", "--list"], capture_output=True, text=True, check=True).stdout.split()
+    root = io.BytesIO()
+    with tarfile.open(fileobj=root, mode="w") as tar:
+        for folder in ("bin", "etc", "tmp", "proc", "dev", "root"):
+            entry = tarfile.TarInfo(folder)
+            entry.type, entry.mode = tarfile.DIRTYPE, 0o1777 if folder == "tmp" else 0o755
+            tar.addfile(entry)
+        _add(tar, "bin/busybox", busybox, 0o755)
+        _add(tar, "etc/passwd", b"root:x:0:0:root:/root:/bin/sh\nuser:x:1000:1000:user:/tmp:/bin/sh\n", 0o644)
+        for applet in applets:
+            if applet != "busybox":
+                entry = tarfile.TarInfo(f"bin/{applet}")
+                entry.type, entry.linkname = tarfile.SYMTYPE, "busybox"
+                tar.addfile(entry)
+    return root.getvalue()
+
+
+def _add(tar: tarfile.TarFile, name: str, data: bytes, mode: int) -> None:
+    entry = tarfile.TarInfo(name)
+    entry.size, entry.mode = len(data), mode
+    tar.addfile(entry, io.BytesIO(data))
+
+
+def _mounts_under(root: Path) -> list[str]:
+    mounts = [line.split()[1] for line in Path("/proc/mounts").read_text().splitlines()]
+    return [mount for mount in mounts if mount.startswith(f"{root}/")]
+
+
+def _run(*command: str) -> str:
+    environment = {**os.environ, "PATH": _PATH}
+    try:
+        return subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise DockerEngineError(f"{' '.join(command)}: {getattr(error, 'stderr', '') or error}") from error

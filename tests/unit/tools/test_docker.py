@@ -1,0 +1,319 @@
+"""The Docker driver without an engine: the process that ends a sandbox in time, errors, readiness, events."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import socket
+import subprocess
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import docker
+import pytest
+import requests
+
+from thunderagent.errors import (
+    SandboxConflictError,
+    SandboxEngineError,
+    SandboxError,
+    SandboxImageError,
+    SandboxRefusedError,
+    SandboxSpaceError,
+)
+from thunderagent.tools.base import EXPIRES_LABEL, OWNER_LABEL, PROGRAM_LABEL, SANDBOX_LABEL, Order, Owner
+from thunderagent.tools.docker import DockerDriver
+from thunderagent.tools.docker_engine import mapped
+from thunderagent.tools.docker_scripts import FIRST_PROCESS, UNTIL_COMMAND, UNTIL_PORT
+from thunderagent.tools.template import Template
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+SHELLS = [shell for shell in (["dash"], ["bash", "--posix"], ["busybox", "sh"]) if shutil.which(shell[0])]
+in_each_shell = pytest.mark.parametrize("shell", SHELLS, ids=lambda shell: str(shell[0]))
+
+
+@contextlib.contextmanager
+def first_process(
+    shell: list[str], *command: str, ttl_s: float = 30, ask: str = "TERM"
+) -> Iterator[subprocess.Popen[str]]:
+    """Run what is the first process of a sandbox, here as an ordinary one."""
+    with subprocess.Popen(
+        [*shell, "-c", FIRST_PROCESS, "thunderagent", str(int(ttl_s)), ask, *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            # What a kernel does when the first process of a container ends.
+            subprocess.run(["pkill", "-KILL", "-s", str(process.pid)], check=False)
+
+
+# --- the first process ------------------------------------------------------------------------------------------------
+
+
+@in_each_shell
+def test_the_first_process_ends_with_its_command(shell: list[str]) -> None:
+    """Its exit code is the command's, which gets its arguments whole; what it said is followed by a word of why."""
+    with first_process(shell, "sh", "-c", 'echo "$1"; exit 7', "sh", "a  b'$c") as process:
+        assert process.wait(5) == 7
+        assert process.stdout is not None
+        assert process.stdout.readline() == "a  b'$c\n"
+
+
+@in_each_shell
+@pytest.mark.parametrize("command", [(), ("sh", "-c", "trap '' TERM ALRM; while :; do sleep 1; done")])
+def test_the_first_process_ends_when_its_time_is_over(shell: list[str], command: tuple[str, ...]) -> None:
+    """Whatever the command does, or if there is none."""
+    started_s = time.monotonic()
+    with first_process(shell, *command, ttl_s=1) as process:
+        assert process.wait(5) == 124
+    assert 0.9 < time.monotonic() - started_s < 3.0
+
+
+@in_each_shell
+def test_the_watchdog_cannot_be_asked_to_end(shell: list[str]) -> None:
+    """A program that sends TERM to every sleep and every shell delays nothing."""
+    started_s = time.monotonic()
+    with first_process(shell, "sh", "-c", "trap '' TERM; while :; do :; done", ttl_s=1) as process:
+        time.sleep(0.3)
+        for name in ("INT", "HUP", "TERM"):
+            subprocess.run(["pkill", f"-{name}", "-s", str(process.pid), "-x", "sleep"], check=False)
+        assert process.wait(8) == 124
+    assert 0.9 < time.monotonic() - started_s < 4.0
+
+
+@in_each_shell
+def test_output_that_nobody_reads_keeps_nothing_alive(shell: list[str]) -> None:
+    """Neither the end of the time nor that of the command waits for a reader."""
+    with first_process(shell, "sh", "-c", "while :; do echo much >&2; done", ttl_s=1) as process:
+        assert process.wait(5) == 124
+    flood = "(while :; do echo much >&2; done) & sleep 0.3; exit 3"
+    with first_process(shell, "sh", "-c", flood, ttl_s=1) as process:
+        assert process.wait(5) == 124
+
+
+@in_each_shell
+def test_the_command_is_asked_to_end(shell: list[str]) -> None:
+    """TERM reaches it, and it may take its time; the exit code is its own."""
+    polite = "trap 'sleep 0.3; exit 9' TERM; echo ready; while :; do sleep 0.05; done"
+    with first_process(shell, "sh", "-c", polite) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.terminate()
+        assert process.wait(5) == 9
+
+
+@in_each_shell
+def test_an_image_may_choose_the_signal(shell: list[str]) -> None:
+    """TERM for the first process becomes what the image's own command expects."""
+    with first_process(
+        shell, "sh", "-c", "trap 'exit 8' USR1; echo ready; while :; do sleep 0.05; done", ask="USR1"
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.terminate()
+        assert process.wait(5) == 8
+
+
+@in_each_shell
+def test_a_command_that_ignores_term_goes_on(shell: list[str]) -> None:
+    """Asking twice neither ends it nor is an error; KILL ends all."""
+    with first_process(shell, "sh", "-c", "trap '' TERM; echo ready; while :; do sleep 0.05; done") as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        for _ in range(2):
+            process.terminate()
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(0.3)
+        process.kill()
+        assert process.wait(5) == -9
+
+
+@in_each_shell
+def test_a_waiting_sandbox_ends_at_once_when_asked(shell: list[str]) -> None:
+    """Without a command there is nothing to wait for."""
+    with first_process(shell) as process:
+        time.sleep(0.2)
+        process.terminate()
+        assert process.wait(5) == 143
+
+
+# --- readiness --------------------------------------------------------------------------------------------------------
+
+
+@in_each_shell
+def test_it_waits_until_a_command_succeeds(shell: list[str], tmp_path: Path) -> None:
+    """Looking at the given interval, without a word of the command's on its output."""
+    there = tmp_path / "there"
+    arguments = ["sh", f"echo looking; test -f {there}", "0.05"]
+    with subprocess.Popen([*shell, "-c", UNTIL_COMMAND, *arguments], stdout=subprocess.PIPE) as process:
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.3)
+        there.touch()
+        assert process.wait(10) == 0
+        assert process.stdout is not None
+        assert process.stdout.read() == b""
+
+
+@in_each_shell
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_it_waits_until_somebody_listens(shell: list[str], host: str) -> None:
+    """Who listens on loopback alone cannot be reached from outside; who is only bound does not listen."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket() as local, socket.socket(family) as outside:
+        local.bind(("127.0.0.1", 0))
+        local.listen()
+        outside.bind((host, 0))
+        for each, is_reachable in ((local, False), (outside, True)):
+            port = f"{each.getsockname()[1]:04X}"
+            with subprocess.Popen([*shell, "-c", UNTIL_PORT, "sh", port, "0.05"]) as process:
+                with pytest.raises(subprocess.TimeoutExpired):
+                    process.wait(0.3)
+                if is_reachable:
+                    each.listen()
+                    assert process.wait(20) == 0
+                process.kill()
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+def answer(status: int, message: str) -> docker.errors.APIError:
+    """Return the library's error for an answer of the engine's."""
+    response = requests.Response()
+    response.status_code = status
+    kind = docker.errors.ImageNotFound if "No such image" in message else docker.errors.APIError
+    return kind("error", response=response, explanation=message)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (answer(404, "No such image: nonesuch:latest"), SandboxImageError),
+        (
+            answer(404, "pull access denied for x, repository does not exist or may require docker login"),
+            SandboxImageError,
+        ),
+        (answer(404, "manifest for x:y not found: manifest unknown"), SandboxImageError),
+        (answer(500, 'Get "http://localhost:1/v2/": dial tcp: connect: connection refused'), SandboxError),
+        (answer(500, "mkdir /var/lib/docker/overlay2/1: no space left on device"), SandboxSpaceError),
+        (
+            answer(500, "could not find an available, non-overlapping IPv4 address pool among the defaults"),
+            SandboxSpaceError,
+        ),
+        (answer(409, 'Conflict. The container name "/x" is already in use'), SandboxConflictError),
+        (answer(500, "Bind for 127.0.0.1:80 failed: port is already allocated"), SandboxConflictError),
+        (answer(400, "Minimum memory limit allowed is 6MB"), SandboxRefusedError),
+        (answer(503, "upstream"), SandboxEngineError),
+        (answer(500, "something else"), SandboxError),
+        (docker.errors.APIError("x", explanation="write /x: no space left on device"), SandboxSpaceError),
+        (docker.errors.InvalidArgument("x"), SandboxError),
+        (requests.ConnectionError("refused"), SandboxEngineError),
+        (requests.ReadTimeout("slow"), SandboxEngineError),
+        (ConnectionResetError(), SandboxEngineError),
+        (TimeoutError(), SandboxEngineError),
+    ],
+)
+def test_errors_are_mapped(error: Exception, kind: type[SandboxError]) -> None:
+    """Each to its place in the tree, with the engine's own words."""
+    ours = mapped(error)
+    assert type(ours) is kind
+    if isinstance(error, docker.errors.APIError):
+        assert str(error.explanation) in ours.message
+
+
+# --- an engine that is made up ----------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def engine(tmp_path: Path, *answers: bytes) -> Iterator[str]:
+    """Answer each connection's first request with the next of the answers, and close it; give the URL."""
+    path = str(tmp_path / "docker.sock")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(path)
+        server.listen()
+
+        def serve() -> None:
+            for each in (http(b'{"ApiVersion": "1.43"}'), *answers):
+                with contextlib.suppress(OSError):
+                    connection, _ = server.accept()
+                    with connection:
+                        connection.recv(65536)
+                        connection.sendall(each)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield f"unix://{path}"
+        finally:
+            with contextlib.suppress(OSError):
+                server.shutdown(socket.SHUT_RDWR)
+            thread.join(5)
+
+
+def http(body: bytes) -> bytes:
+    return b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+
+
+def event(action: str, handle: str, **attributes: str) -> bytes:
+    text = ", ".join(f'"{key}": "{value}"' for key, value in attributes.items())
+    return b'{"Type": "container", "Action": "%s", "Actor": {"ID": "%s", "Attributes": {%s}}, "time": 1}\n' % (
+        action.encode(),
+        handle.encode(),
+        text.encode(),
+    )
+
+
+async def test_an_end_is_told_once(tmp_path: Path) -> None:
+    """OOM, die and destroy are one change; what is not ours is none; the stream's end is an error."""
+    ours = {SANDBOX_LABEL: "s-1", OWNER_LABEL: "me"}
+    stream = http(
+        event("start", "a", **ours)
+        + event("die", "b", exitCode="1")
+        + event("die", "b", exitCode="1", **{**ours, OWNER_LABEL: "another"})
+        + event("oom", "a", **ours)
+        + event("die", "a", exitCode="137", **ours)
+        + event("destroy", "a", **ours)
+        + event("destroy", "c", **{PROGRAM_LABEL: "p-1"})
+        + event("die", "d", exitCode="124", **{**ours, EXPIRES_LABEL: "1"})
+    )
+    with engine(tmp_path, stream) as url:
+        driver = DockerDriver(Owner("me", "run"), url=url, concurrency_count=2)
+        changes = driver.watch()
+        told = [await anext(changes) for _ in range(3)]
+        with pytest.raises(SandboxEngineError):
+            await anext(changes)
+        await driver.close()
+    assert [(change.found.handle, change.ended, change.why) for change in told] == [
+        ("a", True, "it ended with exit code 137: out of memory"),
+        ("c", True, "it was removed"),
+        ("d", True, "its time to live is over"),
+    ]
+
+
+async def test_an_answer_that_is_none_is_an_error_of_the_engine(tmp_path: Path) -> None:
+    """Cut off, or not what was asked for: nothing of the library's leaves the driver."""
+    with engine(tmp_path, http(b'{"not": "a list"}'), b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n[") as url:
+        driver = DockerDriver(Owner("me", "run"), url=url, concurrency_count=2)
+        for _ in range(2):
+            with pytest.raises(SandboxError):
+                await driver.find()
+        await driver.close()
+
+
+async def test_an_engine_that_is_not_there_is_told_of(tmp_path: Path) -> None:
+    """Making a driver for it is no error, asking it is."""
+    driver = DockerDriver(Owner("me", "run"), url=f"unix://{tmp_path}/nonesuch", concurrency_count=2)
+    order = Order("s-1", Template(image="x"), "", "p-1", time.time() + 10)
+    asks: list[Any] = [driver.prepare(order), driver.find(), driver.reclaim("x"), anext(driver.watch())]
+    for ask in asks:
+        with pytest.raises(SandboxEngineError):
+            await ask
+    await driver.close()
