@@ -1,0 +1,1061 @@
+"""The Kubernetes driver, through the real client and HTTP, against an API server of the tests' own.
+
+Every request needs the rights that `deploy/kubernetes/sandboxes-rbac.yaml` gives: without them it fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import yaml
+
+from tests.integration.kubernetes_api import ApiError, KubernetesApi, rights_of
+from tests.integration.support import DEADLINE_S, until
+from thunderagent.errors import (
+    NotFoundError,
+    SandboxConflictError,
+    SandboxEngineError,
+    SandboxError,
+    SandboxImageError,
+    SandboxRefusedError,
+    SandboxSetupError,
+    SandboxSpaceError,
+)
+from thunderagent.tools.base import PROGRAM_LABEL, Change, Order, Owner, Place
+from thunderagent.tools.kubernetes import KubernetesDriver, _Errand, _Following, _Stage
+from thunderagent.tools.template import Template
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+RIGHTS = rights_of(Path(__file__).parents[2] / "deploy/kubernetes/sandboxes-rbac.yaml")
+OWNER = Owner("proxy at example.org/east", "run-1")
+KINDS = pytest.mark.parametrize("kind", ["job", "pod"])
+PATIENCE_S = 1.0
+"""How long a request may take: enough on loopback, and short where nobody answers."""
+
+
+@pytest.fixture
+async def api() -> AsyncIterator[KubernetesApi]:
+    server = KubernetesApi(RIGHTS)
+    await server.start()
+    yield server
+    await server.stop()
+
+
+@asynccontextmanager
+async def driver_of(api: KubernetesApi, owner: Owner = OWNER, **settings: Any) -> AsyncIterator[KubernetesDriver]:
+    settings = {"concurrency_count": 8, "request_timeout_s": PATIENCE_S, **settings}
+    driver = KubernetesDriver(owner, api_url=api.url, **settings)
+    try:
+        yield driver
+    finally:
+        await driver.close()
+
+
+@pytest.fixture
+async def driver(api: KubernetesApi) -> AsyncIterator[KubernetesDriver]:
+    async with driver_of(api) as made:
+        yield made
+
+
+def order(sandbox_id: str = "a1", program_id: str = "program one", ttl_s: float = 3600.0, **template: Any) -> Order:
+    template = {"driver": "kubernetes", "image": "tool", "prepare_timeout_s": 30.0, **template}
+    return Order(sandbox_id, Template(**template), "coding", program_id, time.time() + ttl_s)
+
+
+def given(name: str, program_id: str = "p", **spec: Any) -> dict[str, Any]:
+    """A pod of a user's own."""
+    return {
+        "metadata": {"name": name, "labels": {PROGRAM_LABEL: program_id}},
+        "spec": {"containers": [{"name": "main", "image": "users", **spec}]},
+    }
+
+
+def given_set(name: str, *, is_labelled: bool = True, **spec: Any) -> dict[str, Any]:
+    """A Job of a user's own; the label is on its pods, and on itself if `is_labelled`."""
+    pod = given("unnamed")
+    labels = pod["metadata"]["labels"]
+    template = {"metadata": {"labels": labels}, "spec": {**pod["spec"], "restartPolicy": "Never"}}
+    return {"metadata": {"name": name, "labels": labels if is_labelled else {}}, "spec": {"template": template, **spec}}
+
+
+class Watching:
+    """What a watch told, as it comes."""
+
+    def __init__(self) -> None:
+        self.changes: list[Change] = []
+        self.error: SandboxError | None = None
+        self._heard = asyncio.Event()
+
+    async def run(self, driver: KubernetesDriver) -> None:
+        try:
+            async with aclosing(driver.watch()) as changes:
+                async for change in changes:
+                    self.changes.append(change)
+                    self._heard.set()
+        except SandboxError as error:
+            self.error = error
+            self._heard.set()
+
+    async def next_changes(self, count: int = 1) -> list[tuple[str, bool]]:
+        """Return handle and `ended` of the next changes."""
+        async with asyncio.timeout(DEADLINE_S):
+            while len(self.changes) < count and self.error is None:
+                self._heard.clear()
+                await self._heard.wait()
+        taken, self.changes = self.changes[:count], self.changes[count:]
+        return [(change.found.handle, change.ended) for change in taken]
+
+
+@asynccontextmanager
+async def watching(api: KubernetesApi, driver: KubernetesDriver) -> AsyncIterator[Watching]:
+    """Watch from now on."""
+    watched = Watching()
+    task = asyncio.create_task(watched.run(driver))
+    await until(lambda: len(api.watchers) == 2)
+    try:
+        yield watched
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def threads_count() -> int:
+    return sum(thread.name.startswith("kubernetes-watch") for thread in threading.enumerate())
+
+
+# --- prepare ----------------------------------------------------------------------------------------------------------
+
+
+@KINDS
+async def test_a_sandbox_is_made_and_is_where_it_says(api: KubernetesApi, driver: KubernetesDriver, kind: str) -> None:
+    """What prepare returns is a pod that runs, at its own address."""
+    place = await driver.prepare(order(kubernetes_kind=kind, ports=(8000,)))
+    [pod] = api.all_of("pods")
+    ip = pod["status"]["podIP"]
+    assert place == Place(
+        handle=f"{kind}/default/thunderagent-a1",
+        address=ip,
+        ports={8000: (ip, 8000)},
+        details={"pod": pod["metadata"]["name"], "namespace": "default"},
+    )
+    assert [len(api.all_of(each)) for each in ("jobs", "pods", "networkpolicies")] == [kind == "job", 1, 0]
+
+
+async def test_it_is_ready_when_its_probe_says_so(api: KubernetesApi, driver: KubernetesDriver) -> None:
+    """A pod that runs is no usable sandbox before its own check has succeeded."""
+    api.behave("tool", is_ready=False)
+    preparing = asyncio.create_task(driver.prepare(order(ready_command="test -e /done")))
+    await until(lambda: any(pod["status"]["phase"] == "Running" for pod in api.all_of("pods")))
+    await asyncio.sleep(0.1)
+    assert not preparing.done()
+    api.behave("tool", is_ready=True)
+    assert (await preparing).address
+
+
+async def test_waiting_asks_no_questions(api: KubernetesApi, driver: KubernetesDriver) -> None:
+    """However long a pod takes, it is waited for with one list and one watch."""
+    api.behave("tool", is_ready=False)
+    preparing = asyncio.create_task(driver.prepare(order(ready_command="true")))
+    await until(lambda: api.watchers)
+    await asyncio.sleep(0.3)
+    api.behave("tool", is_ready=True)
+    await preparing
+    assert api.requests == {("batch", "jobs", "create"): 1, ("", "pods", "list"): 1, ("", "pods", "watch"): 1}
+
+
+async def test_a_watch_that_breaks_while_a_pod_starts_is_taken_up(api: KubernetesApi, driver: KubernetesDriver) -> None:
+    """Neither a broken connection, nor a stream's end, nor a forgotten history loses what happens to the pod."""
+    api.behave("tool", is_ready=False)
+    preparing = asyncio.create_task(driver.prepare(order(ready_command="true")))
+    for lose in (api.drop_watches, api.end_watches, api.expire_watches):
+        await until(lambda: api.watchers)
+        lose()
+        await until(lambda: not api.watchers)
+    api.compact()
+    api.behave("tool", is_ready=True)
+    assert (await preparing).address
+
+
+async def test_two_namespaces(api: KubernetesApi, driver: KubernetesDriver) -> None:
+    """A template's namespace is where it is made, found and removed."""
+    place = await driver.prepare(order(namespace="elsewhere"))
+    assert place.handle == "job/elsewhere/thunderagent-a1"
+    assert [found.handle for found in await driver.find()] == [place.handle]
+    await driver.reclaim(place.handle)
+    await until(lambda: not api.objects)
+
+
+async def test_ids_that_no_label_can_hold(api: KubernetesApi, driver: KubernetesDriver) -> None:
+    """Program and owner ids may be any text: they come back as they were, and differ where they differ."""
+    program_ids = ["x" * 256, "x" * 255 + "y", "ünï/çødé id\n!"]
+    for number, program_id in enumerate(program_ids):
+        await driver.prepare(order(f"id{number}", program_id))
+    found = await driver.find()
+    assert sorted(each.program_id for each in found) == sorted(program_ids)
+    assert all(each.is_of(OWNER) and each.labels["thunderagent.run"] == "run-1" and each.running for each in found)
+
+
+async def test_a_warm_sandbox_belongs_to_nobody(api: KubernetesApi, driver: KubernetesDriver) -> None:
+    """It is ours, and no program's: neither found as one, nor taken for one that was given to us."""
+    await driver.prepare(order(program_id=""))
+    [found] = await driver.find()
+    assert (found.sandbox_id, found.program_id, found.is_given, found.is_of(OWNER)) == ("a1", "", False, True)
+
+
+@KINDS
+@pytest.mark.parametrize(
+    ("behaviour", "error_class", "words"),
+    [
+        ({"has_image": False}, SandboxImageError, "ErrImagePull|ImagePullBackOff"),
+        ({"outcome": "crash", "message": "pip: no such package"}, SandboxSetupError, "status 3: pip: no such package"),
+        ({"outcome": "complete"}, SandboxSetupError, "ended by itself"),
+        ({"outcome": "evict", "message": "low on memory"}, SandboxSpaceError, "Evicted: low on memory"),
+    ],
+)
+async def test_what_will_never_be_usable_fails_and_is_removed(
+    api: KubernetesApi, driver: KubernetesDriver, kind: str, behaviour: Any, error_class: type, words: str
+) -> None:
+    """Each way of failing is told apart, with the cluster's own words, and leaves nothing there."""
+    api.behave("tool", **behaviour)
+    with pytest.raises(error_class, match=words):
+        await driver.prepare(order(kubernetes_kind=kind, network="own"))
+    await until(lambda: not api.objects)
+
+
+async def test_no_room_says_so_before_the_time_is_over(api: KubernetesApi, driver: KubernetesDriver) -> None:
+    """A pod that no machine has room for is waited for, and the error says what was missing."""
+    api.behave("tool", has_room=False)
+    with pytest.raises(SandboxSpaceError, match="Unschedulable: 0/3 nodes are available: 3 Insufficient memory"):
+        await driver.prepare(order(prepare_timeout_s=0.3))
+    await until(lambda: not api.objects)
+
+
+async def test_a_sandbox_without_a_pod_says_so(api: KubernetesApi, driver: KubernetesDriver) -> None:
+    """Where the cluster makes no pod at all, that is what the error says."""
+    api.makes_pods = False
+    with pytest.raises(SandboxSetupError, match="made no pod"):
+        await driver.prepare(order(prepare_timeout_s=0.3))
+    await until(lambda: not api.objects)
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+async def test_a_pod_that_somebody_removes_is_not_waited_for(
+    api: KubernetesApi, driver: KubernetesDriver, *, has_begun: bool
+) -> None:
+    """A preparation fails as soon as its pod is gone, or has only its grace left."""
+    api.behave("tool", is_ready=False, has_room=has_begun)
+    preparing = asyncio.create_task(driver.prepare(order(kubernetes_kind="pod", ready_command="true")))
+    await until(lambda: api.watchers and "conditions" in api.get("pods", "thunderagent-a1")["status"])
+    api.delete("pods", "thunderagent-a1")
+    with pytest.raises(SandboxSetupError, match="removed"):
+        await preparing
+
+
+@KINDS
+async def test_a_name_that_is_taken_is_a_conflict(api: KubernetesApi, driver: KubernetesDriver, kind: str) -> None:
+    """What has the name already is left as it is."""
+    foreign = given_set("thunderagent-a1", is_labelled=False) if kind == "job" else given("thunderagent-a1")
+    before = api.create(f"{kind}s", foreign)
+    with pytest.raises(SandboxConflictError, match="already exists"):
+        await driver.prepare(order(kubernetes_kind=kind, network="own"))
+    assert api.get(f"{kind}s", "thunderagent-a1")["metadata"]["uid"] == before["metadata"]["uid"]
+    assert not api.all_of("networkpolicies")
+    assert not api.requests["", "pods", "delete"] + api.requests["batch", "jobs", "delete"]
+
+
+async def test_a_quota_that_is_used_up(api: KubernetesApi, driver: KubernetesDriver) -> None:
+    """A quota is a lack of room, not of rights."""
+    api.quota["jobs"] = 0
+    with pytest.raises(SandboxSpaceError, match="exceeded quota"):
+        await driver.prepare(order())
+
+
+async def test_a_quota_counted_twice_at_once_is_tried_again(api: KubernetesApi, driver: KubernetesDriver) -> None:
+    """Of two that count against one quota at the same moment, the second only needs to ask again."""
+    conflict = ApiError(409, "Conflict", "Operation cannot be fulfilled on resourcequotas: please try again")
+    api.errors["batch", "jobs", "create"] = [conflict]
+    assert (await driver.prepare(order())).address
+
+
+async def test_what_is_refused(api: KubernetesApi, driver: KubernetesDriver) -> None:
+    """What the server does not take is refused with its words; a right that is missing is named."""
+    with pytest.raises(SandboxRefusedError, match=r"env.*1=2"):
+        await driver.prepare(order(environment={"1=2": "x"}))
+    api.rights = RIGHTS - {("batch", "jobs", "create")}
+    with pytest.raises(SandboxRefusedError, match="lack the right to create jobs"):
+        await driver.prepare(order())
+    with pytest.raises(SandboxRefusedError, match="no names"):
+        await driver.prepare(order(namespace="../kube-system"))
+    assert not api.objects
+
+
+async def test_a_namespace_that_is_refused_is_not_looked_into(api: KubernetesApi, driver: KubernetesDriver) -> None:
+    """A template that names a namespace we have no business in does no harm to other templates."""
+    api.errors["", "pods", "list"] = [ApiError(403, "Forbidden", "not there")]
+    with pytest.raises(SandboxRefusedError):
+        await driver.prepare(order(namespace="elsewhere"))
+    assert "elsewhere" not in repr(driver)
+
+
+@pytest.mark.parametrize("status", [401, 429, 500, 503])
+async def test_an_api_that_cannot_answer_now(api: KubernetesApi, driver: KubernetesDriver, status: int) -> None:
+    """Answers that may be others in a while are the engine's trouble."""
+    api.errors["", "pods", "list"] = [ApiError(status, "Whatever", "not now")]
+    with pytest.raises(SandboxEngineError, match="not now"):
+        await driver.find()
+
+
+# --- network ----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_network_of_its_own_goes_with_the_last_sandbox(api: KubernetesApi, driver: KubernetesDriver) -> None:
+    """The sandboxes of one program share a policy; it stays while one of them does."""
+    places = [await driver.prepare(order(f"n{number}", network="own")) for number in range(2)]
+    other = await driver.prepare(order("other", "program two", network="own"))
+    assert len(api.all_of("networkpolicies")) == 2
+    await driver.reclaim(places[0].handle)
+    assert len(api.all_of("networkpolicies")) == 2
+    await driver.reclaim(places[1].handle)
+    [policy] = api.all_of("networkpolicies")
+    [pod] = api.all_of("pods", "thunderagent.sandbox-id=other")
+    selected = policy["spec"]["podSelector"]["matchLabels"]
+    assert selected.items() <= pod["metadata"]["labels"].items()
+    await driver.reclaim(other.handle)
+    await until(lambda: not api.objects)
+
+
+async def test_no_network_is_denied_everything(api: KubernetesApi, driver: KubernetesDriver) -> None:
+    """A sandbox without network is selected by a policy that allows nothing."""
+    place = await driver.prepare(order(network="none"))
+    [policy] = api.all_of("networkpolicies")
+    [pod] = api.all_of("pods")
+    assert policy["spec"]["podSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+    assert set(policy["spec"]) == {"podSelector", "policyTypes"}
+    await driver.reclaim(place.handle)
+    await until(lambda: not api.objects)
+
+
+async def test_a_network_is_kept_for_who_is_just_moving_in(api: KubernetesApi, driver: KubernetesDriver) -> None:
+    """The last one's end never takes a policy away from a sandbox that begins at that moment."""
+    await asyncio.gather(*(churn(api, driver, number) for number in range(6)))
+    await until(lambda: not api.objects)
+
+
+async def churn(api: KubernetesApi, driver: KubernetesDriver, number: int) -> None:
+    for turn in range(4):
+        place = await driver.prepare(order(f"c{number}-{turn}", network="own", kubernetes_kind="pod"))
+        assert api.all_of("networkpolicies")
+        await driver.reclaim(place.handle)
+
+
+async def test_sweep_removes_what_no_sandbox_is_left_for(api: KubernetesApi, driver: KubernetesDriver) -> None:
+    """Policies of a run that died are removed if their sandboxes are gone, and kept if not; others' are not touched."""
+    async with driver_of(api, Owner(OWNER.owner_id, "run-0")) as earlier, driver_of(api, Owner("else", "x")) as foreign:
+        await earlier.prepare(order("gone", "one", network="own"))
+        await earlier.prepare(order("there", "two", network="own"))
+        await foreign.prepare(order("foreign", "three", network="own"))
+    for name in ("gone", "foreign"):
+        api.delete("jobs", f"thunderagent-{name}")
+    await driver.sweep()
+    left = api.all_of("networkpolicies")
+    assert sorted(each["metadata"]["annotations"]["thunderagent.owner"] for each in left) == ["else", OWNER.owner_id]
+
+
+# --- the end ----------------------------------------------------------------------------------------------------------
+
+
+async def test_it_ends_by_its_own_time_with_nobody_s_help(api: KubernetesApi) -> None:
+    """When its life is over the cluster removes it, with the driver long gone."""
+    async with driver_of(api) as driver:
+        await driver.prepare(order(ttl_s=60))
+    requests_count = api.requests.total()
+    api.pass_time(50)
+    await asyncio.sleep(0.01)
+    assert api.all_of("jobs")
+    api.pass_time(15)
+    await until(lambda: not api.objects)
+    assert api.requests.total() == requests_count
+
+
+async def test_a_pod_stops_by_its_own_time(api: KubernetesApi, driver: KubernetesDriver) -> None:
+    """A bare pod is stopped by the cluster, which is told; what remains of it is found, and not as running."""
+    place = await driver.prepare(order(ttl_s=60, kubernetes_kind="pod"))
+    async with watching(api, driver) as watched:
+        api.pass_time(61)
+        assert await watched.next_changes() == [(place.handle, True)]
+    assert [found.running for found in await driver.find()] == [False]
+    await driver.reclaim(place.handle)
+    assert not api.objects
+
+
+async def test_networks_of_what_ended_by_itself_are_left(api: KubernetesApi, driver: KubernetesDriver) -> None:
+    """A sandbox that nobody reclaims, for it ended, takes its network along at the next look."""
+    await driver.prepare(order(ttl_s=60, network="own"))
+    api.pass_time(61)
+    await until(lambda: not api.all_of("pods"))
+    assert api.all_of("networkpolicies")
+    assert await driver.find() == []
+    assert not api.objects
+
+
+@KINDS
+async def test_reclaiming_removes_all_of_it_and_is_idempotent(
+    api: KubernetesApi, driver: KubernetesDriver, kind: str
+) -> None:
+    """It is gone with its pod; that it is gone already is no error, for a driver that never knew it neither."""
+    place = await driver.prepare(order(kubernetes_kind=kind, network="own", stop_grace_s=2.5))
+    [pod] = api.all_of("pods")
+    assert pod["spec"]["terminationGracePeriodSeconds"] == 3
+    await driver.reclaim(place.handle)
+    await until(lambda: not api.objects)
+    await driver.reclaim(place.handle)
+    async with driver_of(api) as other:
+        await other.reclaim(place.handle)
+
+
+async def test_a_later_run_reclaims_what_an_earlier_one_made(api: KubernetesApi, driver: KubernetesDriver) -> None:
+    """After a restart a handle is enough, and the network goes too."""
+    async with driver_of(api, Owner(OWNER.owner_id, "run-0")) as earlier:
+        place = await earlier.prepare(order(network="own"))
+    await driver.reclaim(place.handle)
+    await until(lambda: not api.objects)
+
+
+async def test_one_that_needs_its_grace_counts_as_removed(api: KubernetesApi, driver: KubernetesDriver) -> None:
+    """Who is reclaimed may take its time to stop; nobody waits for that, and it is not found any more."""
+    api.behave("tool", stops_at_once=False)
+    place = await driver.prepare(order(kubernetes_kind="pod", stop_grace_s=20))
+    await driver.reclaim(place.handle)
+    assert await driver.find() == []
+    assert api.has("pods", "thunderagent-a1")
+    api.pass_time(20)
+    await until(lambda: not api.objects)
+
+
+@KINDS
+async def test_a_finalizer_that_hangs_counts_as_removed(
+    api: KubernetesApi, driver: KubernetesDriver, kind: str
+) -> None:
+    """What somebody else's finalizer keeps is removed for us: reclaiming returns, even twice, and its end is told."""
+    place = await driver.prepare(order(kubernetes_kind=kind))
+    api.patch(f"{kind}s", "thunderagent-a1", {"metadata": {"finalizers": ["example.org/hangs"]}})
+    async with watching(api, driver) as watched:
+        await driver.reclaim(place.handle)
+        conflict = ApiError(409, "Conflict", "the object is being deleted")
+        api.errors["batch" if kind == "job" else "", f"{kind}s", "delete"] = [conflict] * 3
+        await driver.reclaim(place.handle)
+        assert await watched.next_changes() == [(place.handle, True)]
+    assert api.has(f"{kind}s", "thunderagent-a1")
+    assert await driver.find() == []
+    api.patch(f"{kind}s", "thunderagent-a1", {"metadata": {"finalizers": None}})
+    await until(lambda: not api.objects)
+
+
+@KINDS
+async def test_another_object_of_the_same_name_is_left_alone(
+    api: KubernetesApi, driver: KubernetesDriver, kind: str
+) -> None:
+    """A name that was taken over since belongs to somebody else, even if that one bears the label of a program."""
+    place = await driver.prepare(order(kubernetes_kind=kind))
+    api.delete(f"{kind}s", "thunderagent-a1", {"gracePeriodSeconds": 0})
+    api.create(f"{kind}s", given_set("thunderagent-a1") if kind == "job" else given("thunderagent-a1"))
+    await driver.reclaim(place.handle)
+    assert api.has(f"{kind}s", "thunderagent-a1")
+    assert "deletionTimestamp" not in api.get(f"{kind}s", "thunderagent-a1")["metadata"]
+
+
+async def test_conflicts_without_end_are_an_error(api: KubernetesApi, driver: KubernetesDriver) -> None:
+    """A conflict about the very object that is meant is tried again, and told if it stays."""
+    place = await driver.prepare(order())
+    api.errors["batch", "jobs", "delete"] = [ApiError(409, "Conflict", "try again")]
+    await driver.reclaim(place.handle)
+    await until(lambda: not api.objects)
+    place = await driver.prepare(order())
+    api.errors["batch", "jobs", "delete"] = [ApiError(409, "Conflict", "try again") for _ in range(3)]
+    with pytest.raises(SandboxEngineError, match="conflicts only"):
+        await driver.reclaim(place.handle)
+    await driver.reclaim(place.handle)
+    await until(lambda: not api.objects)
+
+
+async def test_what_is_not_ours_is_never_touched(api: KubernetesApi, driver: KubernetesDriver) -> None:
+    """Pods without our labels, and sandboxes of other proxies, are not found, not told of, and not removed."""
+    plain = given("plain")
+    plain["metadata"]["labels"] = {"app": "db"}
+    async with driver_of(api, Owner("another proxy", "run-1")) as other:
+        theirs = await other.prepare(order("theirs", network="own"))
+        async with watching(api, driver) as watched:
+            api.create("pods", plain)
+            await driver.sweep()
+            for handle in (theirs.handle, "pod/default/plain"):
+                await driver.reclaim(handle)
+            assert await driver.find() == []
+            api.create("pods", given("mark"))
+            assert await watched.next_changes() == [("pod/default/mark", False)]
+        assert api.has("pods", "plain")
+        assert len(api.all_of("jobs")) == len(api.all_of("networkpolicies")) == 1
+    with pytest.raises(SandboxRefusedError):
+        await driver.reclaim("pod/default/..")
+
+
+async def test_all_goes_with_our_own_pod(api: KubernetesApi) -> None:
+    """Sandboxes belong to the proxy's pod: the cluster removes them when it is deleted, for whatever reason."""
+    proxy = api.create("pods", {"metadata": {"name": "proxy"}, "spec": {"containers": [{"name": "m", "image": "p"}]}})
+    async with driver_of(api, owner_pod=("proxy", proxy["metadata"]["uid"])) as driver:
+        await driver.prepare(order("j", kubernetes_kind="job", network="own"))
+        await driver.prepare(order("p", kubernetes_kind="pod", network="none"))
+        assert [len(api.all_of(each)) for each in ("jobs", "pods", "networkpolicies")] == [1, 3, 2]
+    api.delete("pods", "proxy")
+    await until(lambda: not api.objects)
+
+
+async def test_a_pod_elsewhere_owns_nothing(api: KubernetesApi) -> None:
+    """A pod of another namespace cannot own anything: what named it as its owner would be collected at once."""
+    spec = {"containers": [{"name": "m", "image": "p"}]}
+    proxy = api.create("pods", {"metadata": {"name": "proxy"}, "spec": spec}, "system")
+    api.create("pods", {"metadata": {"name": "proxy"}, "spec": spec})
+    async with driver_of(api, owner_pod=("proxy", proxy["metadata"]["uid"])) as driver:
+        for number in range(2):
+            await driver.prepare(order(f"o{number}", network="own"))
+        assert len(await driver.find()) == 2
+    assert not any("ownerReferences" in each["metadata"] for each in api.all_of("jobs") + api.all_of("networkpolicies"))
+    assert api.requests["", "pods", "get"] == 1
+
+
+# --- cancellation -----------------------------------------------------------------------------------------------------
+
+
+@KINDS
+async def test_a_cancelled_preparation_leaves_nothing(api: KubernetesApi, driver: KubernetesDriver, kind: str) -> None:
+    """Who gives up while the pod starts leaves no pod, no policy, and no watch."""
+    api.behave("tool", has_room=False)
+    preparing = asyncio.create_task(driver.prepare(order(kubernetes_kind=kind, network="own")))
+    await until(lambda: api.watchers and api.all_of("pods"))
+    await asyncio.sleep(0.05)
+    preparing.cancel()
+    with pytest.raises(asyncio.CancelledError) as caught:
+        await preparing
+    assert any("Unschedulable" in note for note in caught.value.__notes__)
+    await until(lambda: not api.objects and not api.watchers)
+
+
+async def test_a_create_that_is_answered_too_late_is_undone(api: KubernetesApi, driver: KubernetesDriver) -> None:
+    """If the server answers only after the caller left, what it made is removed all the same; even if it left twice."""
+    for times in (1, 2):
+        held = api.held["batch", "jobs", "create"] = asyncio.Event()
+        preparing = asyncio.create_task(driver.prepare(order(network="own")))
+        await until(lambda: api.all_of("jobs"))
+        for _ in range(times):
+            preparing.cancel()
+            await asyncio.sleep(0.01)
+        assert preparing.done() == (times == 2)
+        held.set()
+        with pytest.raises(asyncio.CancelledError):
+            await preparing
+        await until(lambda: not api.objects)
+
+
+async def test_cancelled_at_every_moment(api: KubernetesApi, driver: KubernetesDriver) -> None:
+    """Whenever it is cancelled, either the caller has the place, or nothing is there."""
+    for number in range(30):
+        preparing = asyncio.create_task(driver.prepare(order(f"m{number}", network="own")))
+        await asyncio.sleep(number * 0.001)
+        preparing.cancel()
+        result = (await asyncio.gather(preparing, return_exceptions=True))[0]
+        if isinstance(result, Place):
+            await driver.reclaim(result.handle)
+        await until(lambda: not api.objects)
+
+
+def test_what_is_finished_belongs_to_one_side_only() -> None:
+    """Whoever comes first, caller that leaves or thread that is done: exactly one of them removes what was made."""
+    left_first, done_first = _Errand(), _Errand()
+    for errand in (left_first, done_first):
+        errand.begin()
+    assert left_first.give_up() is _Stage.BEGUN
+    with pytest.raises(SandboxSetupError, match="nobody waits"):
+        left_first.finish()
+    done_first.finish()
+    assert done_first.give_up() is _Stage.DONE
+
+
+async def test_one_that_waits_for_its_turn_is_cancelled_at_once(api: KubernetesApi) -> None:
+    """Beyond the number of preparations at once they wait, and may leave without a request having been made."""
+    api.behave("tool", has_room=False)
+    async with driver_of(api, concurrency_count=1) as driver:
+        first = asyncio.create_task(driver.prepare(order("first")))
+        await until(lambda: api.watchers)
+        second = asyncio.create_task(driver.prepare(order("second")))
+        await asyncio.sleep(0.05)
+        second.cancel()
+        first.cancel()
+        await asyncio.gather(first, second, return_exceptions=True)
+    assert api.requests["batch", "jobs", "create"] == 1
+    await until(lambda: not api.objects)
+
+
+async def test_a_create_without_an_answer_is_undone(api: KubernetesApi, driver: KubernetesDriver) -> None:
+    """If the answer to a create never comes, what was made is found by its labels and removed."""
+    held = api.held["batch", "jobs", "create"] = asyncio.Event()
+    with pytest.raises(SandboxEngineError):
+        await driver.prepare(order(network="own"))
+    held.set()
+    await until(lambda: not api.objects)
+
+
+async def test_closing_lets_preparations_fail_and_clean_up(api: KubernetesApi) -> None:
+    """A driver that is closed keeps no caller waiting, and what was begun is removed."""
+    api.behave("tool", has_room=False)
+    async with driver_of(api, concurrency_count=1) as driver:
+        preparing = asyncio.create_task(driver.prepare(order()))
+        await until(lambda: api.watchers)
+        waiting = asyncio.create_task(driver.prepare(order("b")))
+        await asyncio.sleep(0.05)
+    with pytest.raises(SandboxError):
+        await preparing
+    with pytest.raises(SandboxEngineError, match="closed"):
+        await waiting
+    await until(lambda: not api.objects)
+
+
+async def test_one_that_waits_for_its_turn_too_long_says_so(api: KubernetesApi) -> None:
+    """Its time runs while others have theirs; it does not begin when that is over."""
+    api.behave("tool", is_ready=False)
+    async with driver_of(api, concurrency_count=1) as driver:
+        first = asyncio.create_task(driver.prepare(order("first", ready_command="true")))
+        await until(lambda: api.watchers)
+        second = asyncio.create_task(driver.prepare(order("second", prepare_timeout_s=0.1)))
+        await asyncio.sleep(0.2)
+        api.behave("tool", is_ready=True)
+        with pytest.raises(SandboxSetupError, match="too many others"):
+            await second
+        await first
+    assert api.requests["batch", "jobs", "create"] == 1
+
+
+# --- find and measure -------------------------------------------------------------------------------------------------
+
+
+async def test_what_a_client_made_itself_is_adopted(api: KubernetesApi, driver: KubernetesDriver) -> None:
+    """A pod by its name or namespace, a Job by its handle or its pod: it is found from then on, and can be removed."""
+    for namespace in ("default", "elsewhere"):
+        plain = given("lone", ports=[{"containerPort": 80}])
+        plain["metadata"]["labels"] = {}
+        api.create("pods", plain, namespace)
+    plain_set = given_set("some", is_labelled=False)
+    plain_set["spec"]["template"]["metadata"]["labels"] = {}
+    api.create("jobs", plain_set)
+    await until(lambda: sum("podIP" in pod["status"] for pod in api.all_of("pods")) == 3)
+    [pod] = api.all_of("pods", "job-name=some")
+    assert await driver.find() == []
+    places = [
+        await driver.adopt(name, "") for name in ("lone", "elsewhere/lone", pod["metadata"]["name"], "job/default/some")
+    ]
+    handles = ["pod/default/lone", "pod/elsewhere/lone", "job/default/some", "job/default/some"]
+    assert [place.handle for place in places] == handles
+    assert places[3] == places[2]
+    assert places[2].address == pod["status"]["podIP"]
+    assert set(places[0].ports) == {80}
+    for _ in range(2):
+        found = await driver.find()
+        assert sorted(each.handle for each in found) == sorted(set(handles))
+        assert all(each.running and not each.is_given for each in found)
+    for handle in set(handles):
+        await driver.reclaim(handle)
+    await until(lambda: not api.objects)
+    assert await driver.find() == []
+
+
+async def test_what_cannot_be_adopted(api: KubernetesApi) -> None:
+    """What is not there or has ended, what is a sandbox already, and the proxy's own pod."""
+    api.behave("users", outcome="complete")
+    api.create("pods", given("ended"))
+    proxy = api.create("pods", {"metadata": {"name": "proxy"}, "spec": {"containers": [{"name": "m", "image": "p"}]}})
+    async with driver_of(api, owner_pod=("proxy", proxy["metadata"]["uid"])) as driver:
+        place = await driver.prepare(order())
+        await until(lambda: api.get("pods", "ended")["status"]["phase"] == "Succeeded")
+        for name in ("absent", "ended", "job/default/absent"):
+            with pytest.raises(NotFoundError):
+                await driver.adopt(name, "")
+        for name in (place.handle, place.details["pod"], "proxy", "a/b/c/d", "../x"):
+            with pytest.raises(SandboxRefusedError):
+                await driver.adopt(name, "")
+        with pytest.raises(SandboxRefusedError, match="reclaim_url"):
+            await driver.adopt("proxy", "http://127.0.0.1/")
+
+
+async def test_another_pod_under_an_adopted_name_is_not_ours(api: KubernetesApi, driver: KubernetesDriver) -> None:
+    """Adopted is the one that was there: what has its name later is neither found nor removed."""
+    plain = given("lone")
+    plain["metadata"]["labels"] = {}
+    api.create("pods", plain)
+    place = await driver.adopt("lone", "")
+    api.delete("pods", "lone", {"gracePeriodSeconds": 0})
+    api.create("pods", plain)
+    assert await driver.find() == []
+    await driver.reclaim(place.handle)
+    assert api.has("pods", "lone")
+
+
+async def test_many_are_found_page_by_page(api: KubernetesApi) -> None:
+    """A list of many pages is whole; if it expires while it is read, it is read again."""
+    for number in range(7):
+        api.create("pods", given(f"g{number}"))
+    async with driver_of(api, page_items_count=3) as driver:
+        assert len(await driver.find()) == 7
+        assert api.requests["", "pods", "list"] == 3
+        api.errors["", "pods", "list"] = [ApiError(410, "Expired", "the provided continue parameter is too old")]
+        assert len(await driver.find()) == 7
+
+
+async def test_what_was_given_to_us_is_found_and_reclaimed(api: KubernetesApi, driver: KubernetesDriver) -> None:
+    """A pod is found as itself; one of a Job as that Job, which would make another pod otherwise."""
+    api.create("pods", given("lone", ports=[{"containerPort": 80}]))
+    api.create("jobs", given_set("labelled"))
+    api.create("jobs", given_set("unlabelled", is_labelled=False))
+    await until(lambda: sum("podIP" in pod["status"] for pod in api.all_of("pods")) == 3)
+    found = {each.handle: each for each in await driver.find()}
+    assert set(found) == {"pod/default/lone", "job/default/labelled", "job/default/unlabelled"}
+    assert all(
+        each.is_given and each.program_id == "p" and each.running and each.place.address for each in found.values()
+    )
+    assert set(found["pod/default/lone"].place.ports) == {80}
+    async with driver_of(api) as other:
+        for handle in found:
+            await other.reclaim(handle)
+    await until(lambda: not api.objects)
+
+
+async def test_a_pod_that_its_job_left_behind_is_on_its_way(api: KubernetesApi, driver: KubernetesDriver) -> None:
+    """Between a Job's end and its pod's, for which the cluster cares, nothing of ours is found, nor a policy kept."""
+    place = await driver.prepare(order(network="own"))
+    api.collects_garbage = False
+    await driver.reclaim(place.handle)
+    assert [len(api.all_of(each)) for each in ("jobs", "pods", "networkpolicies")] == [0, 1, 0]
+    assert await driver.find() == []
+
+
+async def test_a_program_id_that_no_label_can_hold_is_given_by_annotation(
+    api: KubernetesApi, driver: KubernetesDriver
+) -> None:
+    """A user's annotation of the label's name says what the label cannot."""
+    pod = given("lone", "anything")
+    pod["metadata"]["annotations"] = {PROGRAM_LABEL: "a program/with slashes"}
+    api.create("pods", pod)
+    assert [each.program_id for each in await driver.find()] == ["a program/with slashes"]
+
+
+async def test_memory_is_measured_where_the_cluster_tells(api: KubernetesApi, driver: KubernetesDriver) -> None:
+    """Each handle gets the memory of its pod; a cluster that does not tell is not asked again and again."""
+    places = [await driver.prepare(order(f"u{number}")) for number in range(2)]
+    api.metrics = dict(zip((place.details["pod"] for place in places), ("1Mi", "5000Ki"), strict=True))
+    usage = await driver.measure([places[1].handle])
+    assert (usage.memory_bytes, usage.disk_bytes) == ({places[1].handle: 5_120_000}, {})
+    assert not (await driver.measure([])).memory_bytes
+    api.metrics = None
+    for _ in range(3):
+        assert not (await driver.measure([places[1].handle])).memory_bytes
+    assert api.requests["metrics.k8s.io", "pods", "list"] == 2
+
+
+# --- watch ------------------------------------------------------------------------------------------------------------
+
+
+async def test_what_appears_and_ends_is_told_once(api: KubernetesApi, driver: KubernetesDriver) -> None:
+    """Each sandbox appears once, and ends once, whatever else is reported of it; what was there before is not told."""
+    api.create("pods", given("before"))
+    async with watching(api, driver) as watched:
+        place = await driver.prepare(order())
+        api.create("pods", given("lone"))
+        assert sorted(await watched.next_changes(2)) == [(place.handle, False), ("pod/default/lone", False)]
+        api.patch("pods", "before", {"metadata": {"labels": {"changed": "yes"}}})
+        api.behave("users", outcome="crash", message="out of luck")
+        first, second = sorted([*await watched.next_changes(2)])
+        assert (first, second) == (("pod/default/before", True), ("pod/default/lone", True))
+        api.delete("pods", "lone")
+        api.delete("pods", "before")
+        await driver.reclaim(place.handle)
+        assert await watched.next_changes() == [(place.handle, True)]
+        api.create("pods", given("lone", image="other"))
+        assert await watched.next_changes() == [("pod/default/lone", False)]
+        api.patch("pods", "lone", {"metadata": {"labels": {PROGRAM_LABEL: None}}})
+        assert await watched.next_changes() == [("pod/default/lone", True)]
+
+
+LABELS = {"thunderagent.sandbox-id": "a1", PROGRAM_LABEL: "p"}
+LABELS_OF_OURS = {"labels": LABELS, "annotations": {"thunderagent.owner": OWNER.owner_id}}
+LABELS_OF_GIVEN = {"labels": {PROGRAM_LABEL: "p"}}
+
+
+def job_event(event: str, marks: Any, reason: str = "", uid: str = "u1") -> tuple[str, str, Any]:
+    conditions = [{"type": "Failed", "status": "True", "reason": reason}] if reason else []
+    metadata = {"name": "j", "namespace": "default", "uid": uid, **marks}
+    return "job", event, {"metadata": metadata, "status": {"conditions": conditions}}
+
+
+def pod_event(event: str, marks: Any, phase: str = "Running", uid: str = "u1", **metadata: str) -> tuple[str, str, Any]:
+    references = [{"kind": "Job", "name": "j", "uid": uid, "controller": True}]
+    metadata = {"name": "j-x", "namespace": "default", "uid": "u2", "ownerReferences": references, **marks, **metadata}
+    return "pod", event, {"metadata": metadata, "status": {"phase": phase, "reason": "OOM"}}
+
+
+GOING = {"deletionTimestamp": "2026-01-01T00:00:00Z"}
+CASES = [
+    # The Job fails, and its pod says why: before, after, or never.
+    (
+        [
+            job_event("MODIFIED", LABELS_OF_OURS, "BackoffLimitExceeded"),
+            pod_event("MODIFIED", LABELS_OF_OURS, "Failed"),
+        ],
+        "OOM",
+    ),
+    (
+        [
+            pod_event("MODIFIED", LABELS_OF_OURS, "Failed"),
+            job_event("MODIFIED", LABELS_OF_OURS, "BackoffLimitExceeded"),
+        ],
+        "OOM",
+    ),
+    ([job_event("MODIFIED", LABELS_OF_OURS, "BackoffLimitExceeded")], "BackoffLimitExceeded"),
+    # The pod is removed, and its Job says why: before, after, or never.
+    (
+        [pod_event("MODIFIED", LABELS_OF_OURS, **GOING), job_event("MODIFIED", LABELS_OF_OURS, "DeadlineExceeded")],
+        "DeadlineExceeded",
+    ),
+    (
+        [job_event("MODIFIED", LABELS_OF_OURS, "DeadlineExceeded"), pod_event("DELETED", LABELS_OF_OURS)],
+        "DeadlineExceeded",
+    ),
+    ([pod_event("DELETED", LABELS_OF_OURS), job_event("DELETED", LABELS_OF_OURS)], "removed"),
+    # A pod of an earlier Job of the same name ends, and then this one.
+    ([pod_event("DELETED", LABELS_OF_OURS, uid="u0"), job_event("DELETED", LABELS_OF_OURS)], "removed"),
+    # A Job of a user's own goes on with another pod; the last one explains its end, and is no new sandbox after it.
+    ([pod_event("MODIFIED", LABELS_OF_GIVEN, "Failed"), job_event("DELETED", LABELS_OF_GIVEN)], "removed"),
+    ([job_event("DELETED", LABELS_OF_GIVEN), pod_event("MODIFIED", LABELS_OF_GIVEN)], "removed"),
+]
+
+
+@pytest.mark.parametrize(("events", "why"), CASES)
+async def test_a_sandbox_ends_once_and_for_the_best_reason(events: list[tuple[str, str, Any]], why: str) -> None:
+    """A Job and its pod are heard of in any order: what is told is one end, with what explains it."""
+    marks = {key: events[0][2]["metadata"][key] for key in ("labels", "annotations") if key in events[0][2]["metadata"]}
+    following = _Following(None, OWNER)  # type: ignore[arg-type]
+    for event in (job_event("ADDED", marks), pod_event("ADDED", marks), *events):
+        following._put(event)
+    assert not (await following.next_change()).ended
+    change = await following.next_change()
+    assert (change.found.handle, change.ended, change.why) == ("job/default/j", True, why)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await following.next_change()
+
+
+async def test_a_name_that_is_used_again_ends_first(api: KubernetesApi) -> None:
+    """An end that waits for its reason is told before the next sandbox of that name appears."""
+    following = _Following(None, OWNER)  # type: ignore[arg-type]
+    events = [
+        job_event("ADDED", LABELS_OF_OURS),
+        job_event("MODIFIED", LABELS_OF_OURS, "BackoffLimitExceeded"),
+        job_event("ADDED", LABELS_OF_OURS, uid="u9"),
+    ]
+    for event in events:
+        following._put(event)
+    assert [(await following.next_change()).ended for _ in range(3)] == [False, True, False]
+
+
+@KINDS
+async def test_why_a_sandbox_ended_is_told(api: KubernetesApi, driver: KubernetesDriver, kind: str) -> None:
+    """A pod that dies is told with what it left as explanation."""
+    place = await driver.prepare(order(kubernetes_kind=kind))
+    async with watching(api, driver) as watched:
+        api.behave("tool", outcome="crash", message="killed by the dragon")
+        await until(lambda: watched.changes)
+        assert "killed by the dragon" in watched.changes[0].why
+        assert await watched.next_changes() == [(place.handle, True)]
+
+
+async def test_a_given_job_ends_when_it_does_and_not_with_a_pod(api: KubernetesApi, driver: KubernetesDriver) -> None:
+    """A Job of a user's own may try again: the end of one pod is not its end."""
+    async with watching(api, driver) as watched:
+        api.create("jobs", given_set("stubborn", backoffLimit=1))
+        assert await watched.next_changes() == [("job/default/stubborn", False)]
+        await until(lambda: any("podIP" in pod["status"] for pod in api.all_of("pods")))
+        api.delete("pods", api.all_of("pods")[0]["metadata"]["name"], {"gracePeriodSeconds": 0})
+        await until(lambda: any("podIP" in pod["status"] for pod in api.all_of("pods")))
+        api.create("pods", given("mark"))
+        assert await watched.next_changes() == [("pod/default/mark", False)]
+        api.behave("users", outcome="crash")
+        assert sorted(await watched.next_changes(2)) == [("job/default/stubborn", True), ("pod/default/mark", True)]
+
+
+@pytest.mark.parametrize("in_stream", [False, True])
+async def test_a_forgotten_history_is_made_up_by_a_list(
+    api: KubernetesApi, driver: KubernetesDriver, *, in_stream: bool
+) -> None:
+    """What happened while nobody watched is told once the list is made again (410, as status or as event)."""
+    api.says_gone_in_stream = in_stream
+    api.create("pods", given("stays"))
+    api.create("pods", given("goes"))
+    api.create("pods", given("replaced"))
+    async with watching(api, driver) as watched:
+        api.drop_watches()
+        api.delete("pods", "goes", {"gracePeriodSeconds": 0})
+        api.delete("pods", "replaced", {"gracePeriodSeconds": 0})
+        api.create("pods", given("comes"))
+        api.create("pods", given("replaced"))
+        api.compact()
+        expected = [("pod/default/comes", False), ("pod/default/goes", True)]
+        expected += [("pod/default/replaced", False), ("pod/default/replaced", True)]
+        assert sorted(await watched.next_changes(4)) == expected
+
+
+async def test_an_event_that_says_gone_in_the_middle_of_a_watch(api: KubernetesApi, driver: KubernetesDriver) -> None:
+    """A stream that says that it expired is followed by a list, and nothing is told twice."""
+    async with watching(api, driver) as watched:
+        api.create("pods", given("one"))
+        assert await watched.next_changes() == [("pod/default/one", False)]
+        api.expire_watches()
+        api.create("pods", given("two"))
+        assert await watched.next_changes() == [("pod/default/two", False)]
+    assert api.requests["", "pods", "list"] == 2
+
+
+async def test_a_stream_that_breaks_is_taken_up_where_it_was(api: KubernetesApi, driver: KubernetesDriver) -> None:
+    """After a broken or ended stream nothing is lost, and no list is needed."""
+    async with watching(api, driver) as watched:
+        for number, lose in enumerate((api.drop_watches, api.end_watches)):
+            await until(lambda: len(api.watchers) == 2)
+            lose()
+            await until(lambda: not api.watchers)
+            api.create("pods", given(f"p{number}"))
+            assert await watched.next_changes() == [(f"pod/default/p{number}", False)]
+    assert api.requests["", "pods", "list"] == 1
+
+
+async def test_bookmarks_save_a_list(api: KubernetesApi, driver: KubernetesDriver) -> None:
+    """A watch that heard nothing for long goes on from the last bookmark, though what came before is forgotten."""
+    async with watching(api, driver) as watched:
+        for number in range(5):
+            api.create("networkpolicies", {"metadata": {"name": f"n{number}"}, "spec": {"podSelector": {}}})
+        api.send_bookmarks()
+        await asyncio.sleep(0.05)
+        api.compact()
+        api.end_watches()
+        await until(lambda: not api.watchers)
+        api.create("pods", given("one"))
+        assert await watched.next_changes() == [("pod/default/one", False)]
+    assert api.requests["", "pods", "list"] == 1
+
+
+async def test_a_lost_api_ends_the_watch(api: KubernetesApi, driver: KubernetesDriver) -> None:
+    """Who watches hears that the API server is gone, and may watch again when it is back."""
+    async with watching(api, driver) as watched:
+        await api.stop()
+        await watched.next_changes()
+        assert isinstance(watched.error, SandboxEngineError)
+    for call in (driver.find, driver.sweep):
+        with pytest.raises(SandboxEngineError, match="does not answer"):
+            await call()
+    await api.start()
+    async with watching(api, driver) as watched:
+        api.create("pods", given("one"))
+        assert await watched.next_changes() == [("pod/default/one", False)]
+
+
+async def test_a_preparation_bears_with_an_api_that_is_away_for_a_moment(api: KubernetesApi) -> None:
+    """The pod starts meanwhile; one that stays away fails the preparation, and what was begun is left to its time."""
+    api.behave("tool", is_ready=False)
+    async with driver_of(api, request_timeout_s=10.0) as driver:
+        preparing = asyncio.create_task(driver.prepare(order(ready_command="true")))
+        await until(lambda: api.watchers)
+        await api.stop()
+        api.behave("tool", is_ready=True)
+        await asyncio.sleep(0.2)
+        assert not preparing.done()
+        await api.start()
+        assert (await preparing).address
+    async with driver_of(api, request_timeout_s=0.2) as driver:
+        api.behave("tool", is_ready=False)
+        preparing = asyncio.create_task(driver.prepare(order("b", ready_command="true")))
+        await until(lambda: api.watchers)
+        await api.stop()
+        with pytest.raises(SandboxEngineError):
+            await preparing
+
+
+async def test_an_api_that_is_down_from_the_start(api: KubernetesApi) -> None:
+    """A driver can be made without an API server, and works as soon as there is one."""
+    await api.stop()
+    async with driver_of(api) as driver:
+        with pytest.raises(SandboxEngineError):
+            await driver.prepare(order())
+        await api.start()
+        assert (await driver.prepare(order())).address
+
+
+async def test_the_configuration_of_kubectl_is_read(api: KubernetesApi, tmp_path: Path) -> None:
+    """Where the API is, and who we are, may stand in a file as kubectl has it."""
+    named = {"name": "here"}
+    configuration = {
+        "current-context": "here",
+        "contexts": [{**named, "context": {"cluster": "here", "user": "here"}}],
+        "clusters": [{**named, "cluster": {"server": api.url}}],
+        "users": [{**named, "user": {"token": "secret"}}],
+    }
+    path = tmp_path / "config"
+    path.write_text(yaml.safe_dump(configuration))
+    driver = KubernetesDriver(OWNER, kubeconfig=path, concurrency_count=1)
+    assert (await driver.prepare(order())).address
+    await driver.close()
+
+
+async def test_a_driver_without_a_configuration(tmp_path: Path) -> None:
+    """A configuration that cannot be read is the engine's trouble when it is needed, not before."""
+    driver = KubernetesDriver(OWNER, kubeconfig=tmp_path / "none", concurrency_count=1)
+    with pytest.raises(SandboxEngineError, match="no usable configuration"):
+        await driver.find()
+    await driver.close()
+
+
+async def test_leaving_a_watch_ends_its_threads(api: KubernetesApi, driver: KubernetesDriver) -> None:
+    """No thread and no connection is left of a watch, within a moment."""
+    async with watching(api, driver):
+        assert threads_count() == 2
+    await until(lambda: threads_count() == 0, within_s=1.0)
+    await until(lambda: not api.watchers, within_s=1.0)
+
+
+async def test_a_new_namespace_is_watched_too(api: KubernetesApi, driver: KubernetesDriver) -> None:
+    """A namespace that a template brings while somebody watches is watched from then on."""
+    async with watching(api, driver) as watched:
+        await driver.prepare(order(namespace="elsewhere"))
+        await until(lambda: len(api.watchers) == 4)
+        api.create("pods", given("later"), "elsewhere")
+        while ("pod/elsewhere/later", False) not in await watched.next_changes():
+            pass
+
+
+# --- rights -----------------------------------------------------------------------------------------------------------
+
+
+async def test_the_rights_are_those_that_are_used(api: KubernetesApi, driver: KubernetesDriver) -> None:
+    """All that the driver does needs every right in the manifest, and no other."""
+    async with watching(api, driver):
+        for kind in ("job", "pod"):
+            place = await driver.prepare(order(kind, kubernetes_kind=kind, network="own"))
+            api.metrics = {place.details["pod"]: "1Mi"}
+            assert (await driver.measure([place.handle])).memory_bytes
+            async with driver_of(api) as other:
+                await other.find()
+                await other.sweep()
+            async with driver_of(api) as other:
+                await other.reclaim(place.handle)
+    assert set(api.requests) == RIGHTS
