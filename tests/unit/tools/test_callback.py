@@ -1,0 +1,799 @@
+"""What the callback driver asks of a real service elsewhere, and what it makes of all that one may answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import structlog
+from aiohttp import web
+
+from thunderagent.errors import (
+    ConfigurationError,
+    SandboxConflictError,
+    SandboxEngineError,
+    SandboxError,
+    SandboxRefusedError,
+    SandboxSetupError,
+    SandboxSpaceError,
+)
+from thunderagent.tools.base import Order, Owner, Place, Usage
+from thunderagent.tools.callback import MAX_ANSWER_BYTES, CallbackDriver
+from thunderagent.tools.template import Template
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+
+    from thunderagent.tools.base import Driver
+
+    Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+OWNER = Owner(owner_id="proxy-1", run_id="run-7")
+EXPIRES_AT_S = 2_000_000_000.5
+READY = {"handle": "sb 1/ä#@", "address": "10.1.2.3", "ports": {"8000": ["10.1.2.3", 41234]}, "details": {"zone": "a"}}
+
+
+async def eventually(condition: Callable[[], object]) -> None:
+    """Wait for what no event announces, up to the test's own time limit."""
+    while not condition():
+        await asyncio.sleep(0.005)
+
+
+def answer(body: object = None, status: int = 200, **headers: str) -> Handler:
+    """Answer with JSON, or with text or bytes as they are."""
+
+    async def handle(request: web.Request) -> web.Response:
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        if isinstance(body, bytes):
+            return web.Response(body=body, status=status, headers=named)
+        return web.json_response(body, status=status, headers=named)
+
+    return handle
+
+
+async def never(request: web.Request) -> web.Response:
+    """Answer nothing."""
+    await asyncio.sleep(3600)
+    return web.Response()
+
+
+@dataclass
+class Asked:
+    """One request that came."""
+
+    method: str
+    path: str
+    headers: dict[str, str]
+    body: dict[str, Any]
+
+
+@dataclass
+class Elsewhere:
+    """A service on loopback. Of the lists of answers each is given once, the last for ever."""
+
+    prepare: list[Handler] = field(default_factory=lambda: [answer(READY)])
+    status: list[Handler] = field(default_factory=lambda: [answer(READY)])
+    reclaim: list[Handler] = field(default_factory=lambda: [answer({})])
+    asked: list[Asked] = field(default_factory=list)
+    in_flight_count: int = 0
+    most_in_flight_count: int = 0
+    runner: web.AppRunner | None = None
+    port: int = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def connections_count(self) -> int:
+        assert self.runner is not None
+        assert self.runner.server is not None
+        return len(self.runner.server.connections)
+
+    def asks_of(self, path: str) -> list[Asked]:
+        return [each for each in self.asked if each.path == path]
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[Elsewhere]:
+        app = web.Application()
+        app.router.add_route("*", "/{name}", self._answer)
+        self.runner = web.AppRunner(app, shutdown_timeout=0, handler_cancellation=True)
+        await self.runner.setup()
+        site = web.TCPSite(self.runner, "127.0.0.1", 0)
+        await site.start()
+        self.port = self.runner.addresses[0][1]
+        try:
+            yield self
+        finally:
+            await self.runner.cleanup()
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        data = await request.read()
+        body = json.loads(data) if data else {}
+        self.asked.append(Asked(request.method, request.path, dict(request.headers), body))
+        handlers: list[Handler] = getattr(self, request.match_info["name"])
+        handler = handlers.pop(0) if len(handlers) > 1 else handlers[0]
+        self.in_flight_count += 1
+        self.most_in_flight_count = max(self.most_in_flight_count, self.in_flight_count)
+        try:
+            return await handler(request)
+        finally:
+            self.in_flight_count -= 1
+
+
+@pytest.fixture
+async def elsewhere() -> AsyncIterator[Elsewhere]:
+    async with Elsewhere().running() as service:
+        yield service
+
+
+@asynccontextmanager
+async def driver_of(**options: Any) -> AsyncIterator[CallbackDriver]:
+    """Give a driver, and see that it leaves no task behind."""
+    tasks = _tasks_but_the_servers()
+    driver = CallbackDriver(OWNER, **{"concurrency_count": 4, "request_timeout_s": 5.0, **options})
+    try:
+        yield driver
+        assert repr(driver) == "<CallbackDriver 0 requests in flight>"
+    finally:
+        await driver.close()
+    await eventually(lambda: _tasks_but_the_servers() <= tasks)
+
+
+def _tasks_but_the_servers() -> set[asyncio.Task[Any]]:
+    """Return what runs beside the caller; the server of a test has a task for each open connection."""
+    everything = asyncio.all_tasks() - {asyncio.current_task()}
+    return {task for task in everything if "RequestHandler" not in repr(task.get_coro())}
+
+
+@pytest.fixture
+async def driver() -> AsyncIterator[CallbackDriver]:
+    async with driver_of() as driver:
+        yield driver
+
+
+def order_at(service: Elsewhere | str, sandbox_id: str = "sandbox-1", **fields: Any) -> Order:
+    url = service if isinstance(service, str) else service.url
+    template = Template(
+        **{
+            "driver": "callback",
+            "prepare_url": f"{url}/prepare",
+            "reclaim_url": f"{url}/reclaim",
+            "ready_interval_s": 0.01,
+            **fields,
+        }
+    )
+    return Order(
+        sandbox_id=sandbox_id,
+        template=template,
+        template_name="tools",
+        program_id="task-1",
+        expires_at_s=EXPIRES_AT_S,
+    )
+
+
+def test_it_is_a_driver() -> None:
+    """It has the shape that the manager asks for."""
+    driver: Driver = CallbackDriver(OWNER, concurrency_count=1)
+    assert driver.kind == "callback"
+
+
+async def test_what_is_asked_for(elsewhere: Elsewhere, driver: CallbackDriver) -> None:
+    """The other side learns all that a template says of a sandbox, whose it is, and until when it may live."""
+    fields: dict[str, Any] = {
+        "image": "debian",
+        "command": ["sleep", "inf"],
+        "environment": {"A": "b"},
+        "ports": [8000],
+        "setup": ["make"],
+        "memory_bytes": 1000,
+        "ttl_s": 60.0,
+    }
+    await driver.prepare(order_at(elsewhere, **fields))
+    [asked] = elsewhere.asked
+    assert (asked.method, asked.path) == ("POST", "/prepare")
+    assert asked.headers["Idempotency-Key"] == "sandbox-1"
+    assert "Authorization" not in asked.headers
+    expected = {
+        **fields,
+        "sandbox_id": "sandbox-1",
+        "program_id": "task-1",
+        "template": "tools",
+        "expires_at": 2_000_000_000,
+        "labels": {
+            "thunderagent.sandbox-id": "sandbox-1",
+            "thunderagent.program-id": "task-1",
+            "thunderagent.template": "tools",
+            "thunderagent.expires": "2000000000",
+            "thunderagent.owner": "proxy-1",
+            "thunderagent.run": "run-7",
+        },
+    }
+    assert expected.items() <= asked.body.items()
+    assert not {"prepare_url", "reclaim_url", "driver", "warm_count", "namespace"} & asked.body.keys()
+
+
+@pytest.mark.parametrize("status", [200, 201])
+async def test_where_it_is(elsewhere: Elsewhere, driver: CallbackDriver, status: int) -> None:
+    """The answer says where the sandbox is reached."""
+    elsewhere.prepare = [answer(READY, status)]
+    place = await driver.prepare(order_at(elsewhere))
+    assert place.address == "10.1.2.3"
+    assert place.ports == {8000: ("10.1.2.3", 41234)}
+    assert place.details == {"remote_handle": "sb 1/ä#@", "zone": "a"}
+
+
+async def test_only_the_handle_is_needed(elsewhere: Elsewhere, driver: CallbackDriver) -> None:
+    """All else may be left out, or be null, and what is not known is left alone."""
+    elsewhere.prepare = [answer({"handle": "h", "address": None, "ports": None, "details": None, "more": [1]})]
+    place = await driver.prepare(order_at(elsewhere))
+    assert place == Place(place.handle, details={"remote_handle": "h"})
+
+
+async def test_waiting_until_it_is_ready(elsewhere: Elsewhere, driver: CallbackDriver) -> None:
+    """A 202 is asked after at its status URL until that says ready; what was said before holds."""
+    elsewhere.prepare = [answer({"status_url": "/status"}, 202)]
+    elsewhere.status = [
+        answer(b"", 202),
+        answer({"handle": "h", "address": "10.0.0.9", "ready": False, "status_url": f"{elsewhere.url}/status"}),
+        answer({"ready": True}),
+    ]
+    place = await driver.prepare(order_at(elsewhere))
+    assert place.address == "10.0.0.9"
+    assert place.details == {"remote_handle": "h"}
+    assert [each.method for each in elsewhere.asks_of("/status")] == ["GET"] * 3
+    await driver.reclaim(place.handle)
+    assert elsewhere.asked[-1].body == {"handle": "h", "sandbox_id": "sandbox-1"}
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        answer({"handle": "h", "ready": False, "status_url": "/status"}, 201),
+        answer({"handle": "h"}, 202, Location="/status"),
+        answer(b"", 202, Location="/status"),
+        answer(b"<html>", 303, Location="/status?call=1"),
+    ],
+    ids=["201", "202 with a handle", "202 with a location", "303"],
+)
+async def test_ways_to_say_not_yet(elsewhere: Elsewhere, driver: CallbackDriver, first: Handler) -> None:
+    """Each of these leads to the status URL."""
+    elsewhere.prepare = [first]
+    place = await driver.prepare(order_at(elsewhere))
+    assert place.address == READY["address"]
+    assert len(elsewhere.asks_of("/status")) == 1
+
+
+async def test_a_status_that_fails_now_and_then(elsewhere: Elsewhere, driver: CallbackDriver) -> None:
+    """A failure to ask says nothing of the sandbox."""
+    elsewhere.prepare = [answer({"status_url": "/status"}, 202)]
+    elsewhere.status = [answer({}, 503), answer({}, 429), answer({"ready": False}), answer({}, 500), answer(READY)]
+    await driver.prepare(order_at(elsewhere))
+    assert elsewhere.asks_of("/reclaim") == []
+
+
+async def test_a_status_that_fails_for_long(elsewhere: Elsewhere) -> None:
+    """After the time that one request has, the engine counts as gone, and what was begun is given back."""
+    elsewhere.prepare = [answer({"handle": "h", "ready": False, "status_url": "/status"})]
+    elsewhere.status = [answer({"message": "broken"}, 500)]
+    async with driver_of(request_timeout_s=0.5) as driver:
+        with pytest.raises(SandboxEngineError, match="broken"):
+            await driver.prepare(order_at(elsewhere))
+    assert len(elsewhere.asks_of("/status")) > 1
+    assert [each.body for each in elsewhere.asks_of("/reclaim")] == [{"handle": "h", "sandbox_id": "sandbox-1"}]
+
+
+async def test_a_status_that_fails_again_after_it_was_heard(elsewhere: Elsewhere) -> None:
+    """Each answer begins that time anew."""
+    start_s = time.monotonic()
+
+    async def status(request: web.Request) -> web.StreamResponse:
+        since_s = time.monotonic() - start_s
+        if since_s > 1.5:
+            return await answer(READY)(request)
+        return await answer({"ready": False}, 200 if 0.7 < since_s < 0.8 else 500)(request)
+
+    elsewhere.prepare, elsewhere.status = [answer({"status_url": "/status"}, 202)], [status]
+    async with driver_of(request_timeout_s=1.0) as driver:
+        await driver.prepare(order_at(elsewhere))
+
+
+@pytest.mark.parametrize("status", [404, 410])
+async def test_a_sandbox_that_ended_before_it_was_ready(
+    elsewhere: Elsewhere, driver: CallbackDriver, status: int
+) -> None:
+    """The status URL knows it no more: its set-up failed."""
+    elsewhere.prepare = [answer({"status_url": "/status"}, 202)]
+    elsewhere.status = [answer({"detail": "make: *** [all] Error 2"}, status)]
+    with pytest.raises(SandboxSetupError, match="Error 2"):
+        await driver.prepare(order_at(elsewhere))
+    assert len(elsewhere.asks_of("/reclaim")) == 1
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "error"),
+    [
+        (400, {"message": "no such image"}, SandboxRefusedError),
+        (401, {"error": "no such image"}, SandboxRefusedError),
+        (404, {"detail": "no such image"}, SandboxRefusedError),
+        (422, {"error": {"message": "no such image", "code": "x"}}, SandboxRefusedError),
+        (403, "no such image", SandboxRefusedError),
+        (400, b"no such\r\n \x1bimage", SandboxRefusedError),
+        (409, {"message": "no such image"}, SandboxConflictError),
+        (408, {"message": "no such image"}, SandboxEngineError),
+        (429, {"message": "no such image"}, SandboxEngineError),
+        (500, {"message": "no such image"}, SandboxEngineError),
+        (503, {"message": "no such image"}, SandboxEngineError),
+        (507, {"message": "no such image"}, SandboxSpaceError),
+        (503, {"error": {"message": "no such image", "code": "insufficient_capacity"}}, SandboxSpaceError),
+        (400, {"message": "no such image", "code": "INSUFFICIENT_RESOURCES"}, SandboxSpaceError),
+    ],
+)
+async def test_errors(
+    elsewhere: Elsewhere, driver: CallbackDriver, status: int, body: object, error: type[SandboxError]
+) -> None:
+    """Each status has its error, and the other side's words are in it."""
+    elsewhere.prepare = [answer(body, status)]
+    with pytest.raises(SandboxError, match=rf"^127\.0\.0\.1 answered {status}: no such image$") as raised:
+        await driver.prepare(order_at(elsewhere))
+    assert type(raised.value) is error
+    # What was refused made nothing; else nobody knows.
+    assert len(elsewhere.asks_of("/reclaim")) == (error is not SandboxRefusedError)
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"\xff\xfe", b"[" * 100_000, {"message": 5}, {"error": {"message": None}}, [1], None, 7]
+)
+async def test_errors_that_say_nothing(elsewhere: Elsewhere, driver: CallbackDriver, body: object) -> None:
+    """A refusal is one whatever its body holds, and its message stays short."""
+    elsewhere.prepare = [answer(body, 400)]
+    with pytest.raises(SandboxRefusedError) as raised:
+        await driver.prepare(order_at(elsewhere))
+    assert raised.value.message.startswith("127.0.0.1 answered 400")
+    assert len(raised.value.message) < 400
+
+
+async def test_a_long_message_is_cut(elsewhere: Elsewhere, driver: CallbackDriver) -> None:
+    """A message of ours has a bounded part of theirs."""
+    elsewhere.prepare = [answer({"message": "x" * 10_000}, 400)]
+    with pytest.raises(SandboxRefusedError, match=r"x{300}$") as raised:
+        await driver.prepare(order_at(elsewhere))
+    assert len(raised.value.message) < 400
+
+
+@pytest.mark.parametrize(
+    ("status", "body"),
+    [
+        (200, b""),
+        (200, b"not JSON"),
+        (200, b"\xff"),
+        (200, b"[" * 100_000),
+        (200, []),
+        (200, {}),
+        (200, {"handle": ""}),
+        (200, {"handle": 5}),
+        (200, {"handle": "h" * 1025}),
+        (200, {"handle": "h", "ports": {"http": ["a", 1]}}),
+        (200, {"handle": "h", "ports": {"80": ["a", 70000]}}),
+        (200, {"handle": "h", "ports": {"80": ["a"]}}),
+        (200, {"handle": "h", "ports": {"80": "a:1"}}),
+        (200, {"handle": "h", "details": {"a": 1}}),
+        (200, {"handle": "h", "ready": False}),
+        (200, {"handle": "h", "ready": "later"}),
+        (202, {"handle": "h"}),
+        (202, b""),
+        (202, b"soon"),
+        (204, b""),
+        (206, {"handle": "h"}),
+        (200, b'{"handle": "' + b"h" * MAX_ANSWER_BYTES + b'"}'),
+        (202, {"status_url": "http://xn--a/"}),
+        (202, {"status_url": "http://127.0.0.1:notaport/"}),
+    ],
+)
+async def test_rubbish(elsewhere: Elsewhere, driver: CallbackDriver, status: int, body: object) -> None:
+    """What is not understood is an error of its own; whatever was made is given back."""
+    elsewhere.prepare = [answer(body, status)]
+    with pytest.raises(SandboxError) as raised:
+        await driver.prepare(order_at(elsewhere))
+    assert type(raised.value) is SandboxError
+    assert len(raised.value.message) < 500
+    assert [each.body["sandbox_id"] for each in elsewhere.asks_of("/reclaim")] == ["sandbox-1"]
+
+
+async def test_an_answer_without_end(elsewhere: Elsewhere, driver: CallbackDriver) -> None:
+    """No more is read than an answer may have."""
+    written_bytes = 0
+
+    async def endless(request: web.Request) -> web.StreamResponse:
+        nonlocal written_bytes
+        response = web.StreamResponse()
+        await response.prepare(request)
+        while True:
+            await response.write(b" " * 65536)
+            written_bytes += 65536
+
+    elsewhere.prepare = [endless]
+    with pytest.raises(SandboxError, match="more than"):
+        await driver.prepare(order_at(elsewhere))
+    assert written_bytes < 32 * MAX_ANSWER_BYTES
+    await eventually(lambda: elsewhere.in_flight_count == 0)
+
+
+@pytest.mark.parametrize("status", [301, 302, 307, 308])
+async def test_redirects_are_not_followed(elsewhere: Elsewhere, driver: CallbackDriver, status: int) -> None:
+    """Not even to the same place: a POST that is sent twice is one too many."""
+    elsewhere.prepare = [answer({}, status, Location=f"{elsewhere.url}/status")]
+    with pytest.raises(SandboxRefusedError, match="redirects are not followed"):
+        await driver.prepare(order_at(elsewhere))
+    assert [each.path for each in elsewhere.asked] == ["/prepare"]
+    elsewhere.reclaim = elsewhere.prepare
+    with pytest.raises(SandboxRefusedError, match="redirects are not followed"):
+        await driver.reclaim((await driver.adopt("h", f"{elsewhere.url}/reclaim")).handle)
+
+
+@pytest.mark.parametrize("how", ["202", "202 with a location", "303", "ready: false"])
+async def test_nothing_leads_to_another_origin(elsewhere: Elsewhere, how: str) -> None:
+    """Whom a template does not name is not asked, and sees no token."""
+    async with Elsewhere().running() as other, driver_of(token="secret") as driver:
+        there = f"{other.url}/status"
+        elsewhere.prepare = [
+            {
+                "202": answer({"status_url": there}, 202),
+                "202 with a location": answer(b"", 202, Location=there),
+                "303": answer(b"", 303, Location=there),
+                "ready: false": answer({"handle": "h", "ready": False, "status_url": f"//127.0.0.1:{other.port}/"}),
+            }[how]
+        ]
+        with pytest.raises(SandboxError, match="another origin"):
+            await driver.prepare(order_at(elsewhere))
+        assert other.asked == []
+        assert len(elsewhere.asks_of("/reclaim")) == 1  # it was begun
+
+
+async def test_a_status_may_not_lead_elsewhere_later(elsewhere: Elsewhere, driver: CallbackDriver) -> None:
+    """That holds for the answers there, too; then the sandbox is given back."""
+    elsewhere.prepare = [answer({"status_url": "/status"}, 202)]
+    elsewhere.status = [answer({"ready": False, "status_url": "http://localhost:1/status"})]
+    with pytest.raises(SandboxError, match="another origin"):
+        await driver.prepare(order_at(elsewhere))
+    assert len(elsewhere.asks_of("/reclaim")) == 1
+
+
+async def test_a_try_again(elsewhere: Elsewhere, driver: CallbackDriver) -> None:
+    """A try again bears the same key, and ends in the same handle."""
+    elsewhere.prepare = [answer({}, 503), answer(READY), answer(READY, 200)]
+    with pytest.raises(SandboxEngineError) as raised:
+        await driver.prepare(order_at(elsewhere))
+    assert raised.value.may_recover
+    first = await driver.prepare(order_at(elsewhere))
+    second = await driver.prepare(order_at(elsewhere))
+    assert first == second
+    assert {each.headers["Idempotency-Key"] for each in elsewhere.asks_of("/prepare")} == {"sandbox-1"}
+
+
+async def test_nobody_there(driver: CallbackDriver) -> None:
+    """A connection that cannot be made may be made later; nothing was begun, so nothing is reclaimed or warned of."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{probe.getsockname()[1]}"
+        with structlog.testing.capture_logs() as logs:
+            with pytest.raises(SandboxEngineError, match="cannot be reached"):
+                await driver.prepare(order_at(url))
+            with pytest.raises(SandboxEngineError, match="cannot be reached"):
+                await driver.reclaim((await driver.adopt("h", f"{url}/reclaim")).handle)
+    assert logs == []
+
+
+async def test_the_environment_names_no_proxy(elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A template's URL is asked itself, whatever HTTP_PROXY says."""
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    async with driver_of() as driver:
+        await driver.prepare(order_at(elsewhere))
+
+
+async def test_a_connection_that_breaks(elsewhere: Elsewhere, driver: CallbackDriver) -> None:
+    """An answer that breaks off leaves open what was made, so that is given back."""
+
+    async def cut(request: web.Request) -> web.StreamResponse:
+        assert request.transport is not None
+        request.transport.abort()
+        return web.Response()
+
+    elsewhere.prepare = [cut]
+    with pytest.raises(SandboxEngineError, match="cannot be reached"):
+        await driver.prepare(order_at(elsewhere))
+    assert [each.body for each in elsewhere.asks_of("/reclaim")] == [{"handle": "", "sandbox_id": "sandbox-1"}]
+
+
+async def test_silence(elsewhere: Elsewhere) -> None:
+    """A request without an answer ends, on both sides."""
+    elsewhere.prepare = [never]
+    async with driver_of(request_timeout_s=0.5) as driver:
+        with pytest.raises(SandboxEngineError, match=r"within 0\.5 s"):
+            await driver.prepare(order_at(elsewhere))
+        await eventually(lambda: elsewhere.in_flight_count == 0)
+    assert len(elsewhere.asks_of("/reclaim")) == 1
+
+
+async def test_a_slow_answer_has_one_time_limit(elsewhere: Elsewhere) -> None:
+    """A byte now and then does not make it wait longer."""
+
+    async def drip(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        while True:
+            await response.write(b" ")
+            await asyncio.sleep(0.02)
+
+    elsewhere.prepare = [drip]
+    async with driver_of(request_timeout_s=0.2) as driver:
+        with pytest.raises(SandboxEngineError, match="within"):
+            await driver.prepare(order_at(elsewhere))
+
+
+# --- Reclaiming -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("status", [200, 202, 204, 404, 410])
+async def test_reclaiming(elsewhere: Elsewhere, driver: CallbackDriver, status: int) -> None:
+    """It is told once; that it is gone already is fine, and the body does not matter."""
+    elsewhere.reclaim = [answer(b"" if status == 204 else b"whatever", status)]
+    place = await driver.prepare(order_at(elsewhere))
+    await driver.reclaim(place.handle)
+    await driver.reclaim(place.handle)
+    asked = elsewhere.asks_of("/reclaim")
+    assert [each.body for each in asked] == [{"handle": "sb 1/ä#@", "sandbox_id": "sandbox-1"}] * 2
+
+
+@pytest.mark.parametrize(
+    ("status", "error"), [(400, SandboxRefusedError), (429, SandboxEngineError), (500, SandboxEngineError)]
+)
+async def test_reclaiming_that_fails(
+    elsewhere: Elsewhere, driver: CallbackDriver, status: int, error: type[SandboxError]
+) -> None:
+    """It is the manager who tries again."""
+    elsewhere.reclaim = [answer({"message": "no"}, status)]
+    with pytest.raises(error, match="no"):
+        await driver.reclaim((await driver.adopt("h", f"{elsewhere.url}/reclaim")).handle)
+
+
+async def test_a_handle_outlives_the_driver(elsewhere: Elsewhere, driver: CallbackDriver) -> None:
+    """Another run of the proxy reclaims it by the handle alone."""
+    handle = (await driver.prepare(order_at(elsewhere, "a@b#c/d"))).handle
+    async with driver_of(token="secret") as later:
+        await later.reclaim(handle)
+    [asked] = elsewhere.asks_of("/reclaim")
+    assert asked.body == {"handle": "sb 1/ä#@", "sandbox_id": "a@b#c/d"}
+    assert asked.headers["Authorization"] == "Bearer secret"
+
+
+async def test_a_sandbox_that_a_client_registered(elsewhere: Elsewhere) -> None:
+    """It is reclaimed at the URL that the client gave, which does not see our token."""
+    async with driver_of(token="secret") as driver:
+        place = await driver.adopt("their/1", f"{elsewhere.url}/reclaim?key=a@b")
+        assert place.details == {"remote_handle": "their/1"}
+        await driver.reclaim(place.handle)
+    [asked] = elsewhere.asked
+    assert asked.body == {"handle": "their/1", "sandbox_id": ""}
+    assert "Authorization" not in asked.headers
+
+
+async def test_a_sandbox_without_a_name(driver: CallbackDriver) -> None:
+    """A client that registers one says which."""
+    with pytest.raises(SandboxRefusedError):
+        await driver.adopt("", "http://127.0.0.1:1/reclaim")
+
+
+@pytest.mark.parametrize("handle", ["", "sandbox-1", "a@b", "a@file:///x#h", "a@http://#h", "@#"])
+async def test_a_handle_that_is_none(driver: CallbackDriver, handle: str) -> None:
+    """What this driver did not write is refused."""
+    with pytest.raises(SandboxRefusedError):
+        await driver.reclaim(handle)
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["", "x", "ftp://h/", "http://", "http://u:p@h/", "http://h/#f", "http://xn--a/", "http://h:x/", "http://h:99999/"],
+)
+async def test_a_url_that_is_none(driver: CallbackDriver, url: str) -> None:
+    """A URL that could not be asked, or whose password would be seen in the handle, is refused beforehand."""
+    with pytest.raises(SandboxRefusedError):
+        await driver.adopt("h", url)
+    with pytest.raises(SandboxRefusedError):
+        await driver.prepare(order_at("http://127.0.0.1:1", reclaim_url=url or "x"))
+
+
+# --- The token ------------------------------------------------------------------------------------------------
+
+
+async def test_the_token_goes_along(elsewhere: Elsewhere) -> None:
+    """Every request for a sandbox of ours bears it."""
+    elsewhere.prepare = [answer({"status_url": "/status"}, 202)]
+    async with driver_of(token="secret") as driver:
+        await driver.reclaim((await driver.prepare(order_at(elsewhere))).handle)
+    assert [each.path for each in elsewhere.asked] == ["/prepare", "/status", "/reclaim"]
+    assert {each.headers.get("Authorization") for each in elsewhere.asked} == {"Bearer secret"}
+
+
+async def test_the_token_goes_only_where_it_is_meant_to(elsewhere: Elsewhere) -> None:
+    """With the URLs of the operator's own templates given, one that a request names does not see it."""
+    async with (
+        Elsewhere().running() as other,
+        driver_of(token="secret", token_urls=[f"{elsewhere.url}/prepare"]) as driver,
+    ):
+        for service in (elsewhere, other):
+            await driver.reclaim((await driver.prepare(order_at(service))).handle)
+        assert all("Authorization" in each.headers for each in elsewhere.asked)
+        assert not any("Authorization" in each.headers for each in other.asked)
+
+
+@pytest.mark.parametrize("token", ["a\r\nX: y", "ä", "a\0"])
+def test_a_token_that_is_none(token: str) -> None:
+    """It has to fit into a header."""
+    with pytest.raises(ConfigurationError):
+        CallbackDriver(OWNER, concurrency_count=1, token=token)
+
+
+# --- Cancellation, and how much at once -----------------------------------------------------------------------
+
+
+async def test_cancelled_while_the_other_side_prepares(elsewhere: Elsewhere, driver: CallbackDriver) -> None:
+    """The request ends, and what it may have made is given back before the caller goes on."""
+    elsewhere.prepare = [never]
+    preparing = asyncio.ensure_future(driver.prepare(order_at(elsewhere)))
+    await eventually(lambda: elsewhere.in_flight_count)
+    preparing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await preparing
+    assert [each.body for each in elsewhere.asks_of("/reclaim")] == [{"handle": "", "sandbox_id": "sandbox-1"}]
+    await eventually(lambda: elsewhere.in_flight_count == 0)
+
+
+@pytest.mark.parametrize("status", [never, answer({"ready": False})], ids=["asking", "waiting"])
+async def test_cancelled_while_it_waits_for_ready(
+    elsewhere: Elsewhere, driver: CallbackDriver, status: Handler
+) -> None:
+    """The same holds between the answers, with the handle that is known by then."""
+    elsewhere.prepare = [answer({"handle": "h", "ready": False, "status_url": "/status"})]
+    elsewhere.status = [status]
+    preparing = asyncio.ensure_future(driver.prepare(order_at(elsewhere)))
+    await eventually(lambda: len(elsewhere.asks_of("/status")) > (status is not never))
+    preparing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await preparing
+    assert [each.body for each in elsewhere.asks_of("/reclaim")] == [{"handle": "h", "sandbox_id": "sandbox-1"}]
+    await eventually(lambda: elsewhere.in_flight_count == 0)
+
+
+async def test_cancelled_before_anything_was_sent(elsewhere: Elsewhere) -> None:
+    """Who waited for its turn leaves nothing to be given back, and its place to the next."""
+    elsewhere.prepare = [never, answer(READY)]
+    async with driver_of(concurrency_count=1) as driver:
+        first = asyncio.ensure_future(driver.prepare(order_at(elsewhere, "sandbox-1")))
+        await eventually(lambda: elsewhere.in_flight_count)
+        second = asyncio.ensure_future(driver.prepare(order_at(elsewhere, "sandbox-2")))
+        await asyncio.sleep(0.02)
+        second.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await second
+        assert elsewhere.asks_of("/reclaim") == []
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        await driver.prepare(order_at(elsewhere, "sandbox-3"))
+    assert [each.body["sandbox_id"] for each in elsewhere.asks_of("/reclaim")] == ["sandbox-1"]
+
+
+async def test_giving_back_takes_no_longer_than_it_may(elsewhere: Elsewhere) -> None:
+    """A reclaiming that hangs holds nobody up for long, and is told in the log."""
+    elsewhere.prepare, elsewhere.reclaim = [answer({}, 500)], [never]
+    async with driver_of(request_timeout_s=0.5) as driver:
+        with structlog.testing.capture_logs() as logs, pytest.raises(SandboxEngineError):
+            await driver.prepare(order_at(elsewhere))
+    [log] = logs
+    assert log["log_level"] == "warning"
+    assert (log["sandbox_id"], log["program_id"]) == ("sandbox-1", "task-1")
+    await eventually(lambda: elsewhere.in_flight_count == 0)
+
+
+async def test_giving_back_that_fails(elsewhere: Elsewhere, driver: CallbackDriver) -> None:
+    """The error of the preparation is what the caller hears; the other one is in the log."""
+    elsewhere.prepare, elsewhere.reclaim = [answer({"message": "first"}, 500)], [answer({"message": "then"}, 500)]
+    with structlog.testing.capture_logs() as logs, pytest.raises(SandboxEngineError, match="first"):
+        await driver.prepare(order_at(elsewhere))
+    assert ["then" in each["why"] for each in logs] == [True]
+
+
+async def test_many_cancelled_leave_nothing(elsewhere: Elsewhere) -> None:
+    """Cancelled at any time, each that was asked for is given back, and no socket stays open."""
+
+    async def slow(request: web.Request) -> web.StreamResponse:
+        await asyncio.sleep(0.02)
+        return await answer({"status_url": "/status"}, 202)(request)
+
+    elsewhere.prepare, elsewhere.status = [slow], [answer({"ready": False})]
+    async with driver_of(concurrency_count=8) as driver:
+        preparing = [asyncio.ensure_future(driver.prepare(order_at(elsewhere, f"s-{n}"))) for n in range(60)]
+        for each in preparing:
+            await asyncio.sleep(0.002)
+            each.cancel()
+        results = await asyncio.gather(*preparing, return_exceptions=True)
+        assert all(isinstance(each, asyncio.CancelledError) for each in results)
+        asked = {each.body["sandbox_id"] for each in elsewhere.asks_of("/prepare")}
+        # One that was cancelled while its request was written may be given back without having arrived.
+        assert asked <= {each.body["sandbox_id"] for each in elsewhere.asks_of("/reclaim")}
+    await eventually(lambda: elsewhere.connections_count == 0)
+    assert elsewhere.in_flight_count == 0
+
+
+async def test_so_many_requests_at_once_and_no_more(elsewhere: Elsewhere) -> None:
+    """Preparations beyond the bound wait; a reclaiming does not wait for them."""
+    gate = asyncio.Event()
+
+    async def gated(request: web.Request) -> web.StreamResponse:
+        await gate.wait()
+        return await answer(READY)(request)
+
+    elsewhere.prepare = [gated]
+    async with driver_of(concurrency_count=3) as driver:
+        preparing = [asyncio.ensure_future(driver.prepare(order_at(elsewhere, f"s-{n}"))) for n in range(20)]
+        await eventually(lambda: elsewhere.in_flight_count == 3)
+        assert repr(driver) == "<CallbackDriver 3 requests in flight>"
+        await driver.reclaim((await driver.adopt("h", f"{elsewhere.url}/reclaim")).handle)
+        assert elsewhere.most_in_flight_count == 4
+        gate.set()
+        places = await asyncio.gather(*preparing)
+    assert len({place.handle for place in places}) == 20
+    assert elsewhere.most_in_flight_count == 4
+
+
+async def test_waiting_for_ready_takes_no_place(elsewhere: Elsewhere) -> None:
+    """Many may become ready at the same time, with few requests."""
+    ready_s = time.monotonic() + 0.3
+
+    async def status(request: web.Request) -> web.StreamResponse:
+        await asyncio.sleep(0.005)
+        return await answer(READY if time.monotonic() > ready_s else {"ready": False})(request)
+
+    elsewhere.prepare, elsewhere.status = [answer({"status_url": "/status"}, 202)], [status]
+    async with driver_of(concurrency_count=1) as driver:
+        await asyncio.gather(*(driver.prepare(order_at(elsewhere, f"s-{n}")) for n in range(10)))
+    assert len(elsewhere.asks_of("/prepare")) == 10
+    assert elsewhere.most_in_flight_count == 1
+
+
+# --- What there is nothing to do for --------------------------------------------------------------------------
+
+
+async def test_nothing_is_found(driver: CallbackDriver) -> None:
+    """The other side keeps its own books."""
+    assert list(await driver.find()) == []
+    assert await driver.measure(["h"]) == Usage()
+    await driver.sweep()
+
+
+async def test_watching(driver: CallbackDriver) -> None:
+    """It tells nothing, and ends with the driver."""
+    watching = asyncio.ensure_future(anext(driver.watch(), None))
+    await asyncio.sleep(0.02)
+    assert not watching.done()
+    await driver.close()
+    assert await watching is None
+
+
+async def test_watching_can_be_cancelled(driver: CallbackDriver) -> None:
+    """As every await of a driver."""
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(anext(driver.watch()), 0.02)
+
+
+async def test_closing_twice(driver: CallbackDriver) -> None:
+    """It is closing once."""
+    await driver.close()

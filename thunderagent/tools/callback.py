@@ -1,0 +1,420 @@
+"""The driver for sandboxes that run elsewhere: a service of the operator's is asked to make and remove them.
+
+Theory of operation
+===================
+Whoever runs sandboxes in Modal, e2b, Daytona or a system of their own puts two HTTP endpoints in front of it, and a
+template names them. What they get and what they answer is the whole contract:
+
+`POST prepare_url`, with the header `Idempotency-Key: SANDBOX_ID` and a JSON object: `sandbox_id`, `program_id` (empty
+if it is kept warm), `template` (its name), `labels`, `expires_at` (whole seconds of Unix time), `ttl_s`, `image`,
+`command`, `environment`, `ports`, and every other field of the template that says how the sandbox shall be.
+
+- 200 or 201: `{"handle": "sb-1", "address": "10.1.2.3", "ports": {"8000": ["10.1.2.3", 41234]}, "details": {...}}`, all
+  but the handle optional. It is usable.
+- 202, or the same with `"ready": false`: ask again, with GET, at `status_url` (or `Location`), every
+  `ready_interval_s`; the answers there are the same. 303 with a `Location` means that too. Neither may lead to another
+  origin, and other redirects are not followed.
+- 4xx: no such sandbox will be made; 409: not now, something is in the way; 507, or an error whose `code` has
+  "insufficient" in it: no room; 429 and 5xx: not now. At the status URL 404 and 410 say that it ended before it was
+  usable. Text for people is read from `message`, `detail` or `error`.
+
+`POST reclaim_url` with `{"handle", "sandbox_id"}`: any 2xx, or 404 and 410 if it is gone. The handle is empty if the
+preparation failed or was given up before one was known, so `sandbox_id` alone must do. It is empty in turn for a
+sandbox that a client registered by itself.
+
+What the other side must do for nothing to be left there:
+
+- A preparation with a known `Idempotency-Key` answers with that sandbox and makes no second one; after it was
+  reclaimed, it makes it anew.
+- A reclaiming may come while the preparation still runs: then what it makes must go too.
+- It ends the sandbox at `expires_at`, by itself. Nothing here can find or end one that we have forgotten.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+from urllib.parse import quote, unquote
+
+import httpx
+import structlog
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from thunderagent.errors import (
+    ConfigurationError,
+    SandboxConflictError,
+    SandboxEngineError,
+    SandboxError,
+    SandboxRefusedError,
+    SandboxSetupError,
+    SandboxSpaceError,
+)
+from thunderagent.tools.base import OWNER_LABEL, RUN_LABEL, Change, Found, Order, Owner, Place, Usage
+
+_log = structlog.get_logger(__name__)
+
+MAX_ANSWER_BYTES = 1024 * 1024
+# So much of what the other side says goes into a message of ours.
+_MAX_SAID_CHARACTERS = 300
+# A preparation that failed or was cancelled waits so long for what it began to be removed.
+_CLEAN_UP_S = 5.0
+# Of a template: what is ours to keep to, and nothing to the other side.
+_OUR_FIELDS = {
+    *("driver", "prepare_url", "reclaim_url", "prepare_timeout_s", "ready_interval_s"),
+    *("program_classes", "warm_count", "kubernetes_kind", "namespace"),
+}
+
+_Port = Annotated[int, Field(gt=0, le=65535)]
+
+
+class _Answer(BaseModel):
+    """What the other side says of a sandbox that it makes."""
+
+    model_config = ConfigDict(frozen=True)
+
+    handle: str = Field("", max_length=1024)
+    address: str = ""
+    ports: dict[_Port, tuple[str, _Port]] = {}
+    details: dict[str, str] = {}
+    ready: bool = True
+    status_url: str = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_absent(cls, data: object) -> object:
+        return {key: each for key, each in data.items() if each is not None} if isinstance(data, dict) else data
+
+
+_NOTHING_KNOWN = _Answer()
+
+
+@dataclass(frozen=True, slots=True)
+class _Reply:
+    """An answer as it came: `location` is empty if it has none."""
+
+    url: httpx.URL
+    status: int
+    location: str
+    body: bytes
+
+
+class CallbackDriver:
+    """Ask a service for sandboxes over HTTP.
+
+    There are at most `concurrency_count` requests at a time to prepare, and as many to reclaim: neither waits for the
+    other. A request that has no whole answer after `request_timeout_s` has failed, and so has a preparation whose
+    status URL fails for so long. `token` goes along as `Authorization: Bearer`: to the URLs of templates, or, with
+    `token_urls`, to the origins of these alone; never to a URL that a client registered.
+    """
+
+    kind = "callback"
+
+    def __init__(
+        self,
+        owner: Owner,
+        *,
+        request_timeout_s: float = 30.0,
+        concurrency_count: int,
+        token: str = "",
+        token_urls: Collection[str] | None = None,
+    ) -> None:
+        if not (token.isascii() and token.isprintable()):
+            raise ConfigurationError("the callback token must be printable ASCII")
+        self._owner = owner
+        self._request_timeout_s = request_timeout_s
+        self._token = token
+        self._token_origins = None if token_urls is None else {_origin_of(_url_of(each)) for each in token_urls}
+        self._preparing = asyncio.Semaphore(concurrency_count)
+        self._reclaiming = asyncio.Semaphore(concurrency_count)
+        self._in_flight_count = 0
+        self._closed = asyncio.Event()
+        # The semaphores bound requests; and httpx's timeouts are for each read, where ours is for the whole answer.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=concurrency_count)
+        headers = {"Accept": "application/json", "Accept-Encoding": "identity", "User-Agent": "thunderagent"}
+        self._client = httpx.AsyncClient(
+            trust_env=False,
+            follow_redirects=False,
+            timeout=None,  # noqa: S113
+            limits=limits,
+            headers=headers,
+        )
+
+    def __repr__(self) -> str:
+        return f"<CallbackDriver {self._in_flight_count} requests in flight>"
+
+    async def open(self) -> None:
+        """Begin nothing: it connects when it is asked for something."""
+
+    async def prepare(self, order: Order) -> Place:
+        """Ask for a sandbox and return once the other side says that it is usable.
+
+        A try again with the same order is safe. Raises `SandboxRefusedError` for a 4xx, `SandboxSpaceError`,
+        `SandboxConflictError` and `SandboxSetupError` as told above, `SandboxEngineError` if there is no answer or it
+        is 429 or 5xx, and `SandboxError` for one that is not understood. Unless nothing can have been made, the other
+        side is then told to reclaim it; that is tried once, for a few seconds.
+        """
+        prepare_url, reclaim_url = _url_of(order.template.prepare_url), _url_of(order.template.reclaim_url)
+        headers = {"Idempotency-Key": order.sandbox_id, **self._authorization(prepare_url)}
+        is_sent, answer = False, None
+        try:
+            async with self._preparing:
+                is_sent = True
+                reply = await self._send("POST", prepare_url, headers, self._wish(order))
+            answer = _read_answer(reply, prepare_url, _NOTHING_KNOWN)
+            answer = await self._until_ready(order, answer, prepare_url)
+        except (SandboxError, asyncio.CancelledError) as error:
+            if is_sent and (answer is not None or not _made_nothing(error)):
+                await self._clean_up(order, reclaim_url, answer.handle if answer is not None else "")
+            raise
+        return Place(
+            handle=_handle(order.sandbox_id, reclaim_url, answer.handle),
+            address=answer.address,
+            ports=answer.ports,
+            details={"remote_handle": answer.handle, **answer.details},
+        )
+
+    async def adopt(self, name: str, reclaim_url: str) -> Place:
+        """Return the place of a sandbox that a client made itself; nobody is asked whether it is there.
+
+        Raises `SandboxRefusedError` for what is no http or https URL, or an empty name.
+        """
+        if not name:
+            raise SandboxRefusedError("a sandbox that runs elsewhere needs a name there")
+        return Place(_handle("", _url_of(reclaim_url), name), details={"remote_handle": name})
+
+    async def reclaim(self, handle: str) -> None:
+        """Ask for a sandbox to be removed; 404 and 410 say that it is gone already. Raises `SandboxError`."""
+        sandbox_id, url, remote_handle = _read_handle(handle)
+        await self._reclaim(sandbox_id, url, remote_handle)
+
+    async def find(self) -> Sequence[Found]:
+        """Return nothing: the other side cannot be asked what it has."""
+        return ()
+
+    async def sweep(self) -> None:
+        """Do nothing: what is left elsewhere ends when it expires."""
+
+    async def watch(self) -> AsyncGenerator[Change, None]:
+        """Yield nothing until the driver is closed: the other side tells nothing by itself."""
+        await self._closed.wait()
+        changes: tuple[Change, ...] = ()
+        for change in changes:
+            yield change
+
+    async def measure(self, handles: Sequence[str]) -> Usage:  # noqa: ARG002
+        """Return nothing: what sandboxes take elsewhere is the other side's."""
+        return Usage()
+
+    async def close(self) -> None:
+        """Close the connections; sandboxes stay."""
+        self._closed.set()
+        await self._client.aclose()
+
+    def _wish(self, order: Order) -> dict[str, Any]:
+        return {
+            **order.template.model_dump(mode="json", exclude=_OUR_FIELDS),
+            "sandbox_id": order.sandbox_id,
+            "program_id": order.program_id,
+            "template": order.template_name,
+            "expires_at": int(order.expires_at_s),
+            "labels": {**order.labels, OWNER_LABEL: self._owner.owner_id, RUN_LABEL: self._owner.run_id},
+        }
+
+    async def _until_ready(self, order: Order, answer: _Answer, prepare_url: httpx.URL) -> _Answer:
+        """Ask for the status until the sandbox is usable, for as long as the caller waits.
+
+        A single failure to ask says nothing about the sandbox: only failing for the length of a request's timeout does.
+        """
+        loop = asyncio.get_running_loop()
+        headers = self._authorization(prepare_url)
+        heard_s = loop.time()
+        while not answer.ready:
+            await asyncio.sleep(order.template.ready_interval_s)
+            status_url = _joined(prepare_url, answer.status_url)
+            try:
+                async with self._preparing:
+                    reply = await self._send("GET", status_url, headers)
+                answer = _read_answer(reply, prepare_url, answer)
+            except SandboxEngineError:
+                if loop.time() - heard_s >= self._request_timeout_s:
+                    raise
+            else:
+                heard_s = loop.time()
+        return answer
+
+    async def _clean_up(self, order: Order, reclaim_url: httpx.URL, remote_handle: str) -> None:
+        """Tell the other side that nobody wants that sandbox. Whatever hinders that is logged: its life is limited."""
+        try:
+            async with asyncio.timeout(_CLEAN_UP_S):
+                await self._reclaim(order.sandbox_id, reclaim_url, remote_handle)
+        except (SandboxError, TimeoutError) as error:
+            _log.warning(
+                "sandbox may be left elsewhere until it expires",
+                sandbox_id=order.sandbox_id,
+                program_id=order.program_id,
+                why=str(error) or "no answer in time",
+            )
+
+    async def _reclaim(self, sandbox_id: str, url: httpx.URL, remote_handle: str) -> None:
+        # Only what we made ourselves has a name of ours: the token is for nobody else.
+        headers = self._authorization(url) if sandbox_id else {}
+        async with self._reclaiming:
+            reply = await self._send("POST", url, headers, {"handle": remote_handle, "sandbox_id": sandbox_id})
+        if not (200 <= reply.status < 300 or reply.status in {404, 410}):
+            raise _error_of(reply)
+
+    def _authorization(self, url: httpx.URL) -> dict[str, str]:
+        is_meant = self._token_origins is None or _origin_of(url) in self._token_origins
+        return {"Authorization": f"Bearer {self._token}"} if self._token and is_meant else {}
+
+    async def _send(
+        self, method: str, url: httpx.URL, headers: Mapping[str, str], body: dict[str, Any] | None = None
+    ) -> _Reply:
+        """Send one request and read the whole answer, whatever its status."""
+        received = bytearray()
+        self._in_flight_count += 1
+        try:
+            async with (
+                asyncio.timeout(self._request_timeout_s),
+                self._client.stream(method, url, headers=headers, json=body) as response,
+            ):
+                async for chunk in response.aiter_raw():
+                    received += chunk
+                    if len(received) > MAX_ANSWER_BYTES:
+                        raise SandboxError(f"{url.host} answered more than {MAX_ANSWER_BYTES} bytes")
+        except TimeoutError as error:
+            raise SandboxEngineError(f"{url.host} did not answer within {self._request_timeout_s:g} s") from error
+        except httpx.HTTPError as error:
+            raise SandboxEngineError(f"{url.host} cannot be reached: {str(error) or type(error).__name__}") from error
+        finally:
+            self._in_flight_count -= 1
+        return _Reply(url, response.status_code, response.headers.get("Location", ""), bytes(received))
+
+
+def _made_nothing(error: BaseException) -> bool:
+    """Say whether a request to prepare surely made nothing: it was refused, or did not reach the other side."""
+    return isinstance(error, SandboxRefusedError) or isinstance(error.__cause__, httpx.ConnectError)
+
+
+def _read_answer(reply: _Reply, prepare_url: httpx.URL, known: _Answer) -> _Answer:
+    """Return what the other side says, with what it said before (`known`) where it says nothing now."""
+    is_asked_again = known != _NOTHING_KNOWN
+    if is_asked_again and reply.status in {404, 410}:
+        raise SandboxSetupError(f"the sandbox ended before it was usable: {_told(reply)}")
+    if reply.status not in {200, 201, 202, 303}:
+        raise _error_of(reply)
+    said: dict[str, Any] = {}
+    if reply.status != 303 and (reply.body or reply.status != 202):
+        try:
+            said = _Answer.model_validate_json(reply.body).model_dump(exclude_unset=True)
+        except ValidationError as error:
+            raise SandboxError(f"{reply.url.host} answered what is not understood: {_faults(error)}") from error
+    is_ready = reply.status in {200, 201} and said.get("ready", True)
+    if reply.location and not is_ready:
+        said = {"status_url": str(_joined(reply.url, reply.location)), **said}
+    answer = known.model_copy(update={**said, "ready": is_ready})
+    if is_ready and not answer.handle:
+        raise SandboxError(f"{reply.url.host} made a sandbox but gave no handle")
+    if not is_ready:
+        if not answer.status_url:
+            raise SandboxError(f"{reply.url.host} has no sandbox ready, and gave no status_url to ask at")
+        _joined(prepare_url, answer.status_url)
+    return answer
+
+
+def _faults(error: ValidationError) -> str:
+    """Say what is wrong with an answer, without what it holds."""
+    found = error.errors(include_url=False, include_context=False, include_input=False)
+    text = "; ".join(f"{'.'.join(map(str, each['loc'])) or 'body'}: {each['msg']}" for each in found)
+    return text[:_MAX_SAID_CHARACTERS]
+
+
+class _Complaint(BaseModel):
+    """The text for people, and the word for programs, of an error answer in one of the usual shapes."""
+
+    message: str = ""
+    code: str = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _usual_shapes(cls, data: object) -> object:
+        if isinstance(data, dict) and isinstance(data.get("error"), dict):
+            data = data["error"]
+        if not isinstance(data, dict):
+            return {"message": data} if isinstance(data, str) else {}
+        text = next((data[key] for key in ("message", "detail", "error") if isinstance(data.get(key), str)), "")
+        return {"message": text, "code": data["code"] if isinstance(data.get("code"), str) else ""}
+
+
+def _complaint_of(reply: _Reply) -> _Complaint:
+    try:
+        return _Complaint.model_validate_json(reply.body)
+    except ValidationError:
+        return _Complaint(message=reply.body.decode(errors="replace"))
+
+
+def _told(reply: _Reply) -> str:
+    """Return one short line of what an error answer says."""
+    line = " ".join(_complaint_of(reply).message.split())
+    text = "".join(each for each in line if each.isprintable())[:_MAX_SAID_CHARACTERS]
+    return f"{reply.url.host} answered {reply.status}" + (f": {text}" if text else "")
+
+
+def _error_of(reply: _Reply) -> SandboxError:
+    status, told = reply.status, _told(reply)
+    if status == 507 or (status >= 400 and "insufficient" in _complaint_of(reply).code.lower()):
+        return SandboxSpaceError(told)
+    if status >= 500 or status in {408, 425, 429}:
+        return SandboxEngineError(told)
+    if status == 409:
+        return SandboxConflictError(told)
+    if status >= 400:
+        return SandboxRefusedError(told)
+    if status >= 300:
+        return SandboxRefusedError(f"{told}; redirects are not followed")
+    return SandboxError(told)
+
+
+def _url_of(text: str) -> httpx.URL:
+    try:
+        url = httpx.URL(text)
+        is_usable = url.scheme in {"http", "https"} and bool(url.host) and 0 < _origin_of(url)[2] <= 65535
+    except (httpx.InvalidURL, ValueError) as error:
+        raise SandboxRefusedError(f"a callback URL cannot be read: {error}") from error
+    if not is_usable or url.userinfo or url.fragment:
+        raise SandboxRefusedError("a callback URL must be http or https, with a host, and without user and fragment")
+    return url
+
+
+def _origin_of(url: httpx.URL) -> tuple[str, str, int]:
+    return url.scheme, url.host, (443 if url.scheme == "https" else 80) if url.port is None else url.port
+
+
+def _joined(base: httpx.URL, reference: str) -> httpx.URL:
+    """Return the URL that a reference leads to from `base`; refuse one to another origin: the token is for this one."""
+    try:
+        url = base.join(reference)
+        is_same_origin = _origin_of(url) == _origin_of(base)
+    except (httpx.InvalidURL, ValueError) as error:
+        raise SandboxError(f"{base.host} gave a URL that cannot be read: {error}") from error
+    if not is_same_origin:
+        raise SandboxError(f"{base.host} leads to another origin, {url.scheme}://{url.netloc.decode()}")
+    return url
+
+
+def _handle(sandbox_id: str, reclaim_url: httpx.URL, remote_handle: str) -> str:
+    """Return a handle that tells all that reclaiming needs, so that it does after a restart too.
+
+    Written `SANDBOX_ID@RECLAIM_URL#REMOTE_HANDLE`; the first and the last are percent-escaped.
+    """
+    return f"{quote(sandbox_id, safe='')}@{reclaim_url}#{quote(remote_handle, safe='')}"
+
+
+def _read_handle(handle: str) -> tuple[str, httpx.URL, str]:
+    sandbox_id, at, rest = handle.partition("@")
+    url, mark, remote_handle = rest.rpartition("#")
+    if not at or not mark:
+        raise SandboxRefusedError("that is no handle of a callback sandbox")
+    return unquote(sandbox_id), _url_of(url), unquote(remote_handle)
