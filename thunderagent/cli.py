@@ -47,6 +47,9 @@ Examples:
       at most six programs at once
 """
 
+FILE_FIELDS = frozenset({"sandbox_templates"})
+"""Fields that only the configuration file has."""
+
 LIST_FIELDS = {"policy_args": "policy-arg"}
 """Fields that are given one item at a time, by an option of another name."""
 
@@ -149,7 +152,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def run_serve(args: argparse.Namespace) -> int:
     """Serve until a signal."""
-    given = {name: value for name in ServeConfig.model_fields if (value := getattr(args, name)) is not None}
+    given = {name: value for name in ServeConfig.model_fields if (value := getattr(args, name, None)) is not None}
     config = ServeConfig.load(args.config, **given)
     configure_logging(config.log_level, as_json=config.logs_json)
 
@@ -228,6 +231,8 @@ def _add_serve_options(parser: argparse.ArgumentParser) -> None:
     """Add an option for every field of the configuration, with its description, default and environment name."""
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with the names below, - written as _")
     for name, field in ServeConfig.model_fields.items():
+        if name in FILE_FIELDS:
+            continue
         option = LIST_FIELDS.get(name, name.replace("_", "-"))
         help_text = f"{field.description}"
         if field.default not in (None, (), {}):

@@ -22,6 +22,7 @@ from pydantic_settings import (
 )
 
 from thunderagent.errors import ConfigurationError
+from thunderagent.tools.template import DriverKind, Template
 
 ENVIRONMENT_PREFIX = "THUNDERAGENT_"
 
@@ -83,6 +84,60 @@ class ServeConfig(BaseSettings):
         2, ge=0, description="tries on another replica after a connection failed before the first byte"
     )
     max_body_bytes: int = Field(64 * 2**20, gt=0, description="largest request body, in bytes; more gets 413")
+    sandboxes: Annotated[tuple[DriverKind, ...], NoDecode] = Field(
+        (), description="who makes programs' sandboxes: docker, kubernetes, callback, separated by commas; none: off"
+    )
+    sandbox_templates: dict[str, Template] = Field(
+        {}, description="what sandboxes are made from, by name; in the file only, as [sandbox_templates.NAME]"
+    )
+    warm: int = Field(
+        0, ge=0, description="how many sandboxes to keep ready of each template that is for a class of programs"
+    )
+    sandbox_specs: bool = Field(
+        True,
+        description="whether clients may bring templates of their own, which may mount any folder of the engine's "
+        "machine and name any URL",
+    )
+    sandbox_owner: str = Field(
+        "",
+        max_length=128,
+        description="name in the labels of all that is made; the same after a restart, and of no other proxy; "
+        "by default host and port",
+    )
+    sandbox_max_count: int = Field(64, ge=1, description="most sandboxes at a time")
+    sandbox_max_memory_bytes: int | None = Field(
+        None, gt=0, description="most memory that sandboxes may take together, in bytes"
+    )
+    sandbox_max_disk_bytes: int | None = Field(
+        None, gt=0, description="most that sandboxes may write together, in bytes"
+    )
+    sandbox_hands_count: int = Field(4, ge=1, le=64, description="preparations of sandboxes at a time")
+    sandbox_pulls_count: int = Field(2, ge=1, description="pulls of images at a time")
+    sandbox_attempts_count: int = Field(3, ge=1, description="tries to prepare a sandbox before it has failed")
+    sandbox_idle_limit_s: float | None = Field(
+        None, gt=0, description="sandboxes of a program that had no turn for so long are reclaimed, in seconds"
+    )
+    sandbox_reclaim_on_shutdown: bool = Field(
+        True, description="whether a shutdown reclaims sandboxes; else they stay until their time to live is over"
+    )
+    sandbox_reclaim_images: bool = Field(
+        False, description="whether images that were pulled for sandboxes are removed with the last that uses them"
+    )
+    sandbox_keep_images: Annotated[tuple[str, ...], NoDecode] = Field(
+        (), description="images that are never removed, separated by commas"
+    )
+    sandbox_callback_token: str = Field(
+        "", description="bearer token that callbacks are sent with, to the URLs of templates in the file only"
+    )
+    sandbox_callback_timeout_s: float = Field(30.0, gt=0, description="for the answer to a callback, in seconds")
+    docker_url: str = Field(
+        "", description="address of the Docker engine, as unix:///var/run/docker.sock; by default as the docker command"
+    )
+    kubernetes_namespace: str = Field("default", description="namespace of sandboxes on Kubernetes")
+    kubernetes_config: Path | None = Field(
+        None, description="kubeconfig file; by default that of the pod this runs in, else that of kubectl"
+    )
+    kubernetes_url: str = Field("", description="address of a Kubernetes API that needs no login, as kubectl proxy's")
     event_log: Path | None = Field(
         None,
         description="file for every event and decision, for `thunderagent replay`; an old one is kept as FILE.1",
@@ -115,9 +170,9 @@ class ServeConfig(BaseSettings):
             raise ValueError("a URL is named twice")
         return urls
 
-    @field_validator("kv_events", "kv_events_replay", mode="before")
+    @field_validator("kv_events", "kv_events_replay", "sandboxes", "sandbox_keep_images", mode="before")
     @classmethod
-    def _split_addresses(cls, value: object) -> object:
+    def _split_list(cls, value: object) -> object:
         parts = value.split(",") if isinstance(value, str) else value
         if not isinstance(parts, list | tuple):
             return value

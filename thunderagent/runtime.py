@@ -30,6 +30,7 @@ from thunderagent.programs.decisions import Decision, Grant, Hold, Reason, Rejec
 from thunderagent.programs.events import (
     Event,
     PrefixCut,
+    ProgramOpened,
     ProgramReleased,
     ProgramsReleased,
     ReplicaDown,
@@ -57,6 +58,9 @@ class RuntimeSettings:
     """Longest time between two ticks; a policy may want them more often."""
     grace_s: float = 30.0
     """How long a shutdown waits for turns in flight."""
+
+
+Observer = Callable[[Event, Sequence[Decision]], None]
 
 
 class Lease:
@@ -147,6 +151,7 @@ class Runtime:
         """Turns by how they ended."""
         self.leases_count = 0
         self._event_log = event_log
+        self._observers: list[Observer] = []
         self._turn_ids = count(1)
         self._waiters: dict[int, asyncio.Future[Grant]] = {}
         self._closing = False
@@ -208,6 +213,17 @@ class Runtime:
         finally:
             self._waiters.pop(turn_id, None)
         return self._begin(grant, self.now_s() - arrived_s)
+
+    def open_program(self, program_id: str, group_id: str = "") -> bool:
+        """Open a program before its first turn; False if it lives already."""
+        if self.scheduler.table.get(program_id) is not None:
+            return False
+        self.dispatch(ProgramOpened(self.now_s(), program_id, group_id))
+        return True
+
+    def observe(self, observer: Observer) -> None:
+        """Have `observer` called with each event and what was decided on it, once that was carried out."""
+        self._observers.append(observer)
 
     def release(self, program_id: str, generation: int | None = None) -> bool:
         """End a program; False if there is none of that id, or not of that generation. Idempotent."""
@@ -282,6 +298,8 @@ class Runtime:
                     waiter.set_result(decision)
             else:
                 self._carry_out(decision)
+        for observer in self._observers:
+            observer(event, decisions)
         if self._event_log is not None:
             self._log_events(lambda event_log: event_log.write(event, decisions))
         return decisions

@@ -31,6 +31,7 @@ from thunderagent.proxy.app import build_app
 from thunderagent.proxy.replicas import Replicas
 from thunderagent.proxy.turns import TurnSettings
 from thunderagent.runtime import Runtime, RuntimeSettings
+from thunderagent.sandboxes import build_manager
 
 log = structlog.get_logger("thunderagent")
 
@@ -120,6 +121,7 @@ async def proxy(config: ServeConfig, runtime: Runtime, urls: tuple[str, ...]) ->
     client_settings = ClientSettings(
         connect_timeout_s=config.connect_timeout_s, silence_timeout_s=config.silence_timeout_s
     )
+    sandboxes = build_manager(config, runtime)
     async with open_client(client_settings) as client:
         app = build_app(
             runtime,
@@ -128,8 +130,11 @@ async def proxy(config: ServeConfig, runtime: Runtime, urls: tuple[str, ...]) ->
             poller,
             turn_settings=TurnSettings(retries_count=config.retries_count, names_programs=bool(config.kv_events)),
             max_body_bytes=config.max_body_bytes,
+            sandboxes=sandboxes,
         )
-        loops = (runtime.run, poller.run, *_kv_events_loops(config, runtime, endpoints))
+        loops = [runtime.run, poller.run, *_kv_events_loops(config, runtime, endpoints)]
+        if sandboxes is not None:
+            loops.append(sandboxes.run)
         async with _background(*loops), _listening(app, config) as url:
             yield url
 

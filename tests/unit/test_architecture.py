@@ -76,7 +76,7 @@ def is_under(dotted: str, prefix: str) -> bool:
 EVERY_ROOM = frozenset(
     {
         *("errors", "programs", "policy_loader", "backends", "tools", "simulator"),
-        *("event_log", "runtime", "proxy", "client"),
+        *("event_log", "runtime", "proxy", "client", "sandboxes"),
     }
 )
 
@@ -99,6 +99,8 @@ ARROWS: dict[str, frozenset[str]] = {
     "calibrate": frozenset({"errors", "simulator"}),
     # Built once by the command line and handed down in slices: nobody else may reach for it.
     "config": EVERY_ROOM,
+    # Lets the sandbox manager and the scheduler hear of each other.
+    "sandboxes": frozenset({"errors", "programs", "tools", "runtime", "proxy", "config"}),
     # Wires everything up; the command line starts it.
     "serving": EVERY_ROOM | {"config"},
     "cli": EVERY_ROOM | {"config", "serving", "status", "calibrate"},
@@ -259,7 +261,7 @@ def synonyms(module: Module) -> Iterator[str]:
 
 # --- Docstrings -----------------------------------------------------------------------------------------------
 
-DOCUMENTED = ("thunderagent.programs", "thunderagent.backends", "thunderagent.runtime", "thunderagent.proxy")
+DOCUMENTED = tuple(f"thunderagent.{room}" for room in ("programs", "tools", "backends", "runtime", "proxy"))
 
 
 def missing_docstrings(module: Module) -> Iterator[str]:

@@ -26,7 +26,10 @@ from thunderagent.programs.policies.breakeven import BreakEven
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.proxy.metrics import StateCollector, TurnMetrics
 from thunderagent.proxy.replicas import Replicas
+from thunderagent.proxy.sandboxes import SandboxCollector
 from thunderagent.runtime import Runtime
+from thunderagent.sandboxes import build_manager
+from thunderagent.tools.template import Template
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -49,6 +52,7 @@ HOSTS = {
 # The first part of every path that begins with a slash: endpoints, and no place on somebody's machine.
 ENDPOINTS = {
     *("v1", "p", "sessions", "programs", "finish_session", "replicas", "queue", "health", "ready", "metrics"),
+    *("sandboxes", "work", "NAMESPACE"),
     *("tokenize", "detokenize", "version", "reset_prefix_cache"),
     "min",  # a column of a benchmark's table
 }
@@ -81,6 +85,10 @@ def metric_names() -> set[str]:
     TurnMetrics(registry)
     runtime = Runtime(Scheduler(load_policy("passthrough", {})))
     registry.register(StateCollector(runtime, Replicas(runtime, [])))
+    manager = build_manager(ServeConfig(sandboxes=("callback",)), runtime)
+    assert manager is not None
+    manager.failure_counts["x"] = 1
+    registry.register(SandboxCollector(manager, registry))
     return {family.name + ("_total" if family.type == "counter" else "") for family in registry.collect()}
 
 
@@ -133,11 +141,12 @@ def test_every_option_is_documented() -> None:
     rows = {
         cells[1].strip("` "): cells for row in page("configuration.md").splitlines() if len(cells := row.split("|")) > 5
     }
+    assert set(Template.model_fields) <= set(re.findall(r"^\| `(\w+)` \|", page("sandboxes.md"), re.MULTILINE))
     for name, field in ServeConfig.model_fields.items():
         option = {"policy_args": "--policy-arg"}.get(name, f"--{name.replace('_', '-')}")
         assert option in rows, option
         assert rows[option][2].strip("` ") == f"{ENVIRONMENT_PREFIX}{name.upper()}"
-        if field.default not in (None, (), {}):
+        if field.default not in (None, (), {}, ""):
             said, default = rows[option][3].strip("` "), field.default
             assert said == str(default) or float(said) == default, option
 
@@ -156,6 +165,13 @@ def test_the_configuration_file_of_the_page_is_one(tmp_path: Path) -> None:
     path.write_text(code_blocks("configuration.md", "toml")[0])
     config = ServeConfig.load(path)
     assert config.policy_args == {"hold_ratio": "1.5", "pass_count": "8", "share_prefixes": "False"}
+
+
+def test_the_templates_of_the_page_are_some(tmp_path: Path) -> None:
+    """The example is taken as it stands."""
+    path = tmp_path / "thunderagent.toml"
+    path.write_text(code_blocks("sandboxes.md", "toml")[0])
+    assert ServeConfig.load(path).sandbox_templates["coder"].program_classes == ("coder",)
 
 
 def test_every_metric_is_documented_and_every_documented_one_is_there() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any, TypeVar
+
 from aiohttp import web
 from prometheus_client import CollectorRegistry
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from thunderagent.errors import NotFoundError, RequestError
 from thunderagent.programs.lifecycle import Phase, Status
@@ -17,6 +20,7 @@ from thunderagent.proxy.reports import (
     queue_report,
     replica_reports,
 )
+from thunderagent.proxy.sandboxes import SANDBOXES_OFF, Sandboxes
 from thunderagent.proxy.story import program_story
 from thunderagent.runtime import Runtime
 
@@ -35,11 +39,28 @@ class ReleaseRequest(BaseModel):
     generation: int | None = None
 
 
+class OpenRequest(BaseModel):
+    """A program that is about to begin; `sandboxes` are requests for them, as `POST /programs/{id}/sandboxes` takes."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True, coerce_numbers_to_str=True)
+
+    program_id: str
+    group_id: str = Field("", max_length=256)
+    program_class: str = ""
+    sandboxes: list[dict[str, Any]] | None = None
+
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
 class Admin:
     """Handlers of the admin API."""
 
-    def __init__(self, runtime: Runtime, replicas: Replicas, registry: CollectorRegistry) -> None:
-        """Report on `runtime` and `replicas`."""
+    def __init__(
+        self, runtime: Runtime, replicas: Replicas, registry: CollectorRegistry, sandboxes: Sandboxes | None = None
+    ) -> None:
+        """Report on `runtime` and `replicas`; ask `sandboxes` for those of programs."""
+        self._sandboxes = sandboxes
         self._runtime = runtime
         self._replicas = replicas
         self._registry = registry
@@ -51,6 +72,7 @@ class Admin:
             web.get("/ready", self.ready),
             web.get("/metrics", self.metrics),
             web.get("/programs", self.programs),
+            web.post("/programs", self.open),
             web.post("/programs/release", self.release),
             web.get("/programs/{program_id:.+}", self.program),
             web.delete("/programs/{program_id:.+}", self.delete_program),
@@ -87,6 +109,22 @@ class Admin:
         limit = _whole_number(request, "limit", 100, least=1, most=MAX_PAGE)
         offset = _whole_number(request, "offset", 0)
         return _json(program_page(self._runtime, status=status, phase=phase, offset=offset, limit=limit))
+
+    async def open(self, request: web.Request) -> web.Response:
+        """Open a program before its first turn, so that its sandboxes are made meanwhile. Idempotent."""
+        wanted = _read_model(OpenRequest, await request.read())
+        program_id = check_program_id(wanted.program_id)
+        if wanted.sandboxes is not None and self._sandboxes is None:
+            raise RequestError(SANDBOXES_OFF)
+        opened = self._runtime.open_program(program_id, wanted.group_id)
+        made: list[dict[str, Any]] = []
+        if self._sandboxes is not None:
+            if wanted.program_class:
+                self._sandboxes.program_seen(program_id, wanted.program_class)
+            if wanted.sandboxes is not None:
+                await self._sandboxes.request(program_id, json.dumps(wanted.sandboxes).encode())
+            made = self._sandboxes.of_program(program_id)
+        return web.json_response({"program_id": program_id, "opened": opened, "sandboxes": made})
 
     async def program(self, request: web.Request) -> web.Response:
         """Tell one program's state, why it waits, and its story."""
@@ -138,11 +176,15 @@ class Admin:
         body = await request.read()
         if not body and "program_id" in request.query:
             return ReleaseRequest(program_id=request.query["program_id"])
-        try:
-            return ReleaseRequest.model_validate_json(body)
-        except ValidationError as error:
-            first = error.errors()[0]
-            raise RequestError(f"{'.'.join(map(str, first['loc'])) or 'body'}: {first['msg']}") from error
+        return _read_model(ReleaseRequest, body)
+
+
+def _read_model(model: type[Model], body: bytes) -> Model:
+    try:
+        return model.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise RequestError(f"{'.'.join(map(str, first['loc'])) or 'body'}: {first['msg']}") from error
 
 
 def _json(report: Report) -> web.Response:

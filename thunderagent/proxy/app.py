@@ -15,6 +15,7 @@ from thunderagent.proxy.identity import split_path
 from thunderagent.proxy.metrics import StateCollector, TurnMetrics
 from thunderagent.proxy.models import Models
 from thunderagent.proxy.replicas import Replicas, Watcher
+from thunderagent.proxy.sandboxes import SandboxCollector, Sandboxes, SandboxHandlers
 from thunderagent.proxy.turns import Turns, TurnSettings
 from thunderagent.runtime import Runtime
 
@@ -40,15 +41,19 @@ def build_app(
     *,
     turn_settings: TurnSettings,
     max_body_bytes: int,
+    sandboxes: Sandboxes | None = None,
 ) -> web.Application:
     """Put the proxy together. The caller owns what it is made of."""
     registry = CollectorRegistry()
-    turns = Turns(runtime, client, replicas, watcher, TurnMetrics(registry), turn_settings)
+    turns = Turns(runtime, client, replicas, watcher, TurnMetrics(registry), turn_settings, sandboxes)
     models = Models(runtime, client, replicas)
     registry.register(StateCollector(runtime, replicas))
+    if sandboxes is not None:
+        registry.register(SandboxCollector(sandboxes, registry))
     app = web.Application(client_max_size=max_body_bytes)
     routes = [
-        *Admin(runtime, replicas, registry).routes(),
+        *SandboxHandlers(sandboxes).routes(),
+        *Admin(runtime, replicas, registry, sandboxes).routes(),
         *(web.post(path, turns.handle) for path in TURN_PATHS),
         web.get("/v1/models", models.handle),
         web.route("*", "/{path:.*}", _by_inner_path(turns, models)),

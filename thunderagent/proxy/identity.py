@@ -28,6 +28,8 @@ PROGRAM_HEADERS = ("X-Program-ID", "X-Session-ID")
 
 BRANCH_HEADER = "X-Program-Branch"
 GROUP_HEADER = "X-Program-Group"
+CLASS_HEADER = "X-Program-Class"
+"""What sort of program it is: says which sandboxes it gets."""
 
 _PROGRAM_PATH = re.compile(r"^/(?:p|sessions)/(?P<program_id>.+)(?P<rest>/v1(?:/.*)?)$", re.DOTALL)
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")

@@ -80,6 +80,13 @@ class StateCollector:
         for outcome in ("finished", "refused", "failed", "abandoned", "rejected"):
             turns.add_metric([outcome], runtime.outcome_counts[outcome])
         yield turns
+        knowledge = runtime.scheduler.knowledge
+        yield GaugeMetricFamily(
+            "thunderagent_tools_running", "Programs whose tool runs.", knowledge.tools_running_count
+        )
+        yield GaugeMetricFamily(
+            "thunderagent_tool_mean_seconds", "How long tools took lately, in the mean.", knowledge.mean_tool_s
+        )
         decisions = CounterMetricFamily(
             "thunderagent_decisions", "Decisions of the scheduler.", labels=["decision", "reason"]
         )

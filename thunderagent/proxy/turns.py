@@ -25,9 +25,10 @@ from multidict import CIMultiDict
 from thunderagent.backends.client import ReplicaClient
 from thunderagent.errors import ReplicaError, ReplicaRefusedError, ReplicaTimeoutError, ThunderAgentError
 from thunderagent.proxy.headers import forwarded_request_headers, forwarded_response_headers
-from thunderagent.proxy.identity import PROGRAM_HEADERS, TurnRequest, identify, split_path
+from thunderagent.proxy.identity import CLASS_HEADER, PROGRAM_HEADERS, TurnRequest, identify, split_path
 from thunderagent.proxy.metrics import TurnMetrics
 from thunderagent.proxy.replicas import Replicas, Watcher
+from thunderagent.proxy.sandboxes import Sandboxes
 from thunderagent.proxy.tool_calls import StreamToolCalls, tool_of_answer
 from thunderagent.proxy.usage import NO_USAGE, StreamUsage, usage_of_answer
 from thunderagent.runtime import Lease, Runtime
@@ -89,8 +90,10 @@ class Turns:
         watcher: Watcher,
         metrics: TurnMetrics,
         settings: TurnSettings,
+        sandboxes: Sandboxes | None = None,
     ) -> None:
         """Forward with `client` to `replicas`, under leases of `runtime`."""
+        self._sandboxes = sandboxes
         self._runtime = runtime
         self._client = client
         self._replicas = replicas
@@ -107,6 +110,8 @@ class Turns:
         turn = identify(path_id, request.headers, body)
         if turn is None:
             return await self.forward(request)
+        if self._sandboxes is not None and turn.program_id is not None and CLASS_HEADER in request.headers:
+            self._sandboxes.program_seen(turn.program_id, request.headers[CLASS_HEADER])
         record = Record(turn, arrived_s)
         try:
             return await self._try_replicas(request, path, len(body), record)

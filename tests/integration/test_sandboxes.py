@@ -1,0 +1,207 @@
+"""Sandboxes over HTTP: asked for, found out about, followed and let go, made by a service of the test's own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+
+from tests.integration.support import DEADLINE_S, Wire, ask, cap, exchange, fake_replica, get, post, running_proxy, turn
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from tests.integration.support import RunningProxy
+
+
+class Elsewhere:
+    """A service that makes sandboxes; `hold` keeps it from answering."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.there: set[str] = set()
+        self.prepared: list[dict[str, Any]] = []
+        self.hold: asyncio.Event | None = None
+        self.refusal = 0
+
+    async def prepare(self, request: web.Request) -> web.Response:
+        order = await request.json()
+        self.prepared.append(order)
+        if self.hold is not None:
+            await self.hold.wait()
+        if self.refusal:
+            return web.Response(status=self.refusal, text="there is no such thing")
+        self.there.add(order["sandbox_id"])
+        return web.json_response({"handle": order["sandbox_id"], "address": "10.1.1.1", "ports": {"80": ["h", 8080]}})
+
+    async def reclaim(self, request: web.Request) -> web.Response:
+        self.there.discard((await request.json())["handle"])
+        return web.json_response({})
+
+    def template(self, **more: Any) -> dict[str, Any]:
+        urls = {"prepare_url": f"{self.url}/prepare", "reclaim_url": f"{self.url}/reclaim"}
+        return {"driver": "callback", **urls, **more}
+
+
+@asynccontextmanager
+async def elsewhere() -> AsyncIterator[Elsewhere]:
+    service = Elsewhere()
+    app = web.Application()
+    app.add_routes([web.post("/prepare", service.prepare), web.post("/reclaim", service.reclaim)])
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        host, port = runner.addresses[0][:2]
+        service.url = f"http://{host}:{port}"
+        yield service
+    finally:
+        await runner.cleanup()
+
+
+@asynccontextmanager
+async def proxy_with_sandboxes(**config: Any) -> AsyncIterator[tuple[RunningProxy, Elsewhere]]:
+    """Run a proxy whose programs of class `coder` get a sandbox elsewhere; afterwards none is left there."""
+    async with elsewhere() as service, fake_replica() as replica:
+        templates = {"plain": service.template(), "coder": service.template(program_classes=["coder"])}
+        more = {"sandboxes": ("callback",), "sandbox_templates": templates, **config}
+        async with running_proxy(replica.url, **more) as proxy:
+            yield proxy, service
+        assert not service.there, "left behind by the shutdown"
+
+
+async def sandboxes_of(proxy: RunningProxy, program_id: str) -> list[dict[str, Any]]:
+    answer = await get(proxy.url, f"/programs/{program_id}/sandboxes")
+    assert answer.status == 200
+    return list(answer.json()["sandboxes"])
+
+
+async def has_stage(proxy: RunningProxy, program_id: str, stage: str) -> dict[str, Any]:
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            for report in await sandboxes_of(proxy, program_id):
+                if report["stage"] == stage:
+                    return report
+            await asyncio.sleep(0.01)
+
+
+async def until_gone(service: Elsewhere) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while service.there:
+            await asyncio.sleep(0.01)
+
+
+async def test_a_sandbox_is_made_told_of_and_goes_with_its_program() -> None:
+    async with proxy_with_sandboxes() as (proxy, service):
+        answer = await post(proxy.url, "/programs/task/7/sandboxes", {"template": "plain"})
+        assert answer.status == 202
+        assert answer.json()["program_id"] == "task/7"
+        report = await has_stage(proxy, "task/7", "ready")
+        assert (report["address"], report["ports"]) == ("10.1.1.1", {"80": ["h", 8080]})
+        await ask(proxy.url, "task/7")
+        assert (await has_stage(proxy, "task/7", "in_use"))["program_ids"] == ["task/7"]
+        story = (await get(proxy.url, "/programs/task/7")).json()["story"]
+        assert "sandbox ready" in [entry["what"] for entry in story]
+        assert len((await get(proxy.url, "/sandboxes")).json()["sandboxes"]) == 1
+        await post(proxy.url, "/programs/release", {"program_id": "task/7"})
+        await until_gone(service)
+        assert await sandboxes_of(proxy, "task/7") == []
+
+
+async def test_a_program_is_opened_with_its_sandboxes() -> None:
+    """Before its first turn; a second time changes nothing; and it can be released as it is."""
+    async with proxy_with_sandboxes() as (proxy, service):
+        body = {"program_id": "p", "group_id": "g", "sandboxes": [{"template": "plain"}]}
+        answer = (await post(proxy.url, "/programs", body)).json()
+        assert (answer["opened"], len(answer["sandboxes"])) == (True, 1)
+        assert (await post(proxy.url, "/programs", {"program_id": "p"})).json()["opened"] is False
+        await has_stage(proxy, "p", "ready")
+        assert (await get(proxy.url, "/programs/p")).json()["turn_count"] == 0
+        assert (await exchange(proxy.url, "DELETE", "/programs/p")).json()["released"] is True
+        await until_gone(service)
+
+
+async def test_the_first_turn_of_a_class_gets_its_sandbox_while_it_is_held() -> None:
+    """The sandbox is ready before the program is admitted."""
+    async with proxy_with_sandboxes(**cap(1)) as (proxy, service):
+        await ask(proxy.url, "first")
+        held = asyncio.create_task(post(proxy.url, "/v1/chat/completions", turn("p"), ("X-Program-Class", "coder")))
+        await has_stage(proxy, "p", "ready")
+        assert not held.done()
+        await post(proxy.url, "/programs/release", {"program_id": "first"})
+        assert (await held).status == 200
+        assert (await has_stage(proxy, "p", "in_use"))["template"] == "coder"
+        metrics = (await get(proxy.url, "/metrics")).body.decode()
+        assert 'thunderagent_sandboxes{driver="callback",stage="in_use"} 1.0' in metrics
+        assert "thunderagent_sandbox_wait_seconds_sum 0.0" in metrics
+        await post(proxy.url, "/programs/release", {"program_id": "p"})
+        await until_gone(service)
+
+
+async def test_changes_are_streamed() -> None:
+    """What is there first, then each change; of one program alone."""
+    async with proxy_with_sandboxes() as (proxy, service):
+        await post(proxy.url, "/programs/other/sandboxes", {"template": "plain"})
+        await post(proxy.url, "/programs/p/sandboxes", {"template": "plain"})
+        await has_stage(proxy, "p", "ready")
+        async with Wire.open(proxy.url) as wire:
+            wire.send("GET", "/sandboxes/events?program_id=p")
+            assert (await wire.head()).header("Content-Type") == "text/event-stream"
+            stages = []
+            await post(proxy.url, "/programs/release", {"program_id": "p"})
+            while "gone" not in stages:
+                event = (await wire.chunk()).decode()
+                assert event.startswith("event: sandbox\ndata: ")
+                report = json.loads(event.partition("data: ")[2])
+                assert report["program_ids"] == ["p"]
+                stages.append(report["stage"])
+            assert stages[-2:] == ["reclaiming", "gone"]
+        assert len(service.there) == 1
+
+
+async def test_a_failed_sandbox_stops_no_turn() -> None:
+    async with proxy_with_sandboxes() as (proxy, service):
+        service.refusal = 404
+        await post(proxy.url, "/programs/p/sandboxes", {"template": "plain"})
+        assert "there is no such thing" in (await has_stage(proxy, "p", "failed"))["why"]
+        assert (await ask(proxy.url, "p")).status == 200
+        assert "sandbox failed" in [entry["what"] for entry in (await get(proxy.url, "/programs/p")).json()["story"]]
+
+
+async def test_one_sandbox_can_be_let_go() -> None:
+    async with proxy_with_sandboxes() as (proxy, _):
+        await post(proxy.url, "/programs/p/sandboxes", [{"template": "plain"}, {"template": "plain"}])
+        await has_stage(proxy, "p", "ready")
+        first, second = await sandboxes_of(proxy, "p")
+        target = f"/programs/p/sandboxes/{first['sandbox_id']}"
+        assert (await exchange(proxy.url, "DELETE", target)).json()["reclaimed"] is True
+        assert (await exchange(proxy.url, "DELETE", target)).json()["reclaimed"] is False
+        assert [each["sandbox_id"] for each in await sandboxes_of(proxy, "p")] == [second["sandbox_id"]]
+
+
+async def test_what_makes_no_sense_is_refused() -> None:
+    async with proxy_with_sandboxes() as (proxy, _):
+        for body, status, code in (
+            (b"not json", 400, "invalid_request"),
+            ({"template": "none"}, 404, "not_found"),
+            ({"spec": {"driver": "docker", "image": "i"}}, 400, "invalid_request"),
+        ):
+            answer = await post(proxy.url, "/programs/p/sandboxes", body)
+            assert (answer.status, answer.error["code"]) == (status, code)
+        assert (await get(proxy.url, "/programs/p")).status == 404, "a refused request opens nothing"
+        assert (await post(proxy.url, "/programs", {"sandboxes": []})).status == 400
+
+
+async def test_without_sandboxes_the_api_says_so() -> None:
+    async with fake_replica() as replica, running_proxy(replica.url) as proxy:
+        answer = await get(proxy.url, "/programs/p/sandboxes")
+        assert (answer.status, answer.error["code"]) == (404, "not_found")
+        assert "sandboxes are off" in answer.error["message"]
+        assert (await post(proxy.url, "/programs", {"program_id": "p"})).json()["opened"] is True
+        refused = await post(proxy.url, "/programs", {"program_id": "q", "sandboxes": [{"template": "x"}]})
+        assert refused.status == 400
+        assert (await get(proxy.url, "/programs/q")).status == 404

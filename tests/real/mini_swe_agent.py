@@ -1,0 +1,166 @@
+"""mini-swe-agent in an environment of its own, an image for its container, and a replica that follows a script.
+
+mini-swe-agent and litellm bring many packages that the proxy must not have, so they live in a virtual environment
+outside the checkout (about 0.7 GB, made once).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import re
+import shutil
+import sys
+import tarfile
+import venv
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from aiohttp import web
+
+from benchmarks.real_engine import _file_lock, _run_logged, cache_dir
+from tests.real.docker_engine import busybox_root
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+
+EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "mini_swe_agent.py"
+MODEL_NAME = "scripted"
+SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
+_MARKER_NAME = ".complete"
+_OFFLINE = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # else litellm fetches prices as it is imported
+
+
+def requirements() -> list[str]:
+    """Return what the example says that it needs: versions that are known to work together."""
+    found = re.search(r"^ *pip install (.+)$", EXAMPLE.read_text(), re.MULTILINE)
+    assert found is not None, EXAMPLE
+    return found[1].split()
+
+
+def ensure_mini_swe_agent() -> Path:
+    """Return the Python interpreter of an environment that has mini-swe-agent; make it at the first call.
+
+    Takes about a minute once. An interrupted installation leaves no marker and is redone; a lock file keeps two
+    processes apart. Raises RealEngineError if the installation fails.
+    """
+    wanted = requirements()
+    digest = hashlib.sha256(" ".join(wanted).encode()).hexdigest()[:12]
+    root = cache_dir() / f"mini-swe-agent-{digest}"
+    python = root / "bin" / "python"
+    marker = root / _MARKER_NAME
+    if marker.exists():
+        return python
+    with _file_lock(root.with_name(root.name + ".lock")):
+        if marker.exists():
+            return python
+        if root.exists():
+            shutil.rmtree(root)
+        print(f"installing {' '.join(wanted)} (about 0.7 GB, a minute) ...", file=sys.stderr)
+        venv.create(root, with_pip=True)
+        log = root.with_name(root.name + ".log")
+        log.unlink(missing_ok=True)
+        _run_logged([str(python), "-m", "pip", "install", "--no-cache-dir", *wanted], log)
+        # litellm 1.106 lacks what its tool calls need, and says so only at the first of them.
+        modules = "httpx, minisweagent.models.litellm_model, litellm.responses.mcp.chat_completions_handler"
+        _run_logged([str(python), "-c", f"import {modules}"], log, **_OFFLINE)
+        marker.write_text(" ".join(wanted) + "\n")
+    return python
+
+
+def agent_environment(docker_url: str, folder: Path) -> dict[str, str]:
+    """Return the environment of an agent that asks nobody but this machine, and keeps its files in `folder`."""
+    return {
+        **os.environ,
+        "DOCKER_HOST": docker_url,
+        "DOCKER_CONFIG": str(folder),
+        **_OFFLINE,
+        "MSWEA_GLOBAL_CONFIG_DIR": str(folder),
+        "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": "1",  # a test shall see the first failure
+        "MSWEA_SILENT_STARTUP": "1",
+        "NO_PROXY": "127.0.0.1",
+    }
+
+
+def root_with_bash() -> bytes:
+    """Return, for an import, the root folder of an image with busybox, where `bash` is busybox's shell."""
+    root, script = io.BytesIO(busybox_root()), b'#!/bin/sh\nexec sh "$@"\n'
+    with tarfile.open(fileobj=root, mode="a") as archive:
+        entry = tarfile.TarInfo("bin/bash")
+        entry.size, entry.mode = len(script), 0o755
+        archive.addfile(entry, io.BytesIO(script))
+    return root.getvalue()
+
+
+@dataclass
+class ScriptedReplica:
+    """A replica as vLLM is one, whose model calls the tool `bash` with one command after the other.
+
+    Which one comes next is told by the history that it is sent, so that it plays for any number of programs at a time.
+    """
+
+    commands: Sequence[str]
+    asked: list[tuple[dict[str, str], dict[str, Any]]] = field(default_factory=list)
+    url: str = ""
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[Self]:
+        """Serve on a loopback port for the length of the block."""
+        app = web.Application()
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/metrics", self._metrics)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/v1/chat/completions", self._chat)
+        runner = web.AppRunner(app, shutdown_timeout=0)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+            yield self
+        finally:
+            await runner.cleanup()
+
+    def turns_of(self, program_id: str) -> list[dict[str, Any]]:
+        """Return the bodies of the turns that one program sent, in order."""
+        return [body for headers, body in self.asked if headers.get("X-Program-ID") == program_id]
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        return web.Response(
+            text='vllm:cache_config_info{kv_cache_size_tokens="100000"} 1.0\nvllm:num_requests_running 0.0\n'
+        )
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": MODEL_NAME, "object": "model"}]})
+
+    async def _chat(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.asked.append((dict(request.headers), body))
+        done_count = sum(message["role"] == "assistant" for message in body["messages"])
+        call = {"name": "bash", "arguments": json.dumps({"command": self.commands[done_count]})}
+        message = {
+            "role": "assistant",
+            "content": f"Step {done_count + 1}.",
+            "tool_calls": [{"id": f"call-{done_count}", "type": "function", "function": call}],
+        }
+        prompt_tokens = len(json.dumps(body["messages"])) // 4
+        return web.json_response(
+            {
+                "id": f"chat-{len(self.asked)}",
+                "object": "chat.completion",
+                "created": 0,
+                "model": MODEL_NAME,
+                "choices": [{"index": 0, "message": message, "finish_reason": "tool_calls"}],
+                "usage": {
+                    "prompt_tokens": prompt_tokens,
+                    "completion_tokens": 20,
+                    "total_tokens": prompt_tokens + 20,
+                },
+            }
+        )

@@ -1,0 +1,184 @@
+"""mini-swe-agent as in the documentation: turns through the proxy, tools in Docker, nothing left after the release."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+from benchmarks.real_engine import RealEngineError
+from tests.real.docker_engine import DockerEngine, DockerEngineError, ensure_docker
+from tests.real.mini_swe_agent import (
+    EXAMPLE,
+    MODEL_NAME,
+    SUBMIT,
+    ScriptedReplica,
+    agent_environment,
+    ensure_mini_swe_agent,
+    root_with_bash,
+)
+from tests.real.support import until
+
+if TYPE_CHECKING:
+    from asyncio.subprocess import Process
+    from collections.abc import AsyncIterator, Callable, Iterator
+    from contextlib import AbstractAsyncContextManager
+    from pathlib import Path
+    from typing import NoReturn
+
+    from benchmarks.processes import Server
+
+    RunExample = Callable[[Server, str], AbstractAsyncContextManager[Process]]
+
+# Docker's client leaves its socket open when it cannot connect, as while the engine starts.
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")
+
+IMAGE = "thunderagent-test-bash"
+POEM = "a turn waits its turn"
+# Less than the agent itself takes, whose `docker stop` lets 10 s pass before it kills the container's `sleep`.
+GONE_WITHIN_S = 6.0
+
+
+@pytest.fixture(scope="module")
+def python(require_real: Callable[[str], NoReturn], pytestconfig: pytest.Config) -> Path:
+    """Make mini-swe-agent's environment, at the first time in a minute, saying so."""
+    capture = pytestconfig.pluginmanager.getplugin("capturemanager")
+    try:
+        with capture.global_and_fixture_disabled():
+            return ensure_mini_swe_agent()
+    except RealEngineError as error:
+        require_real(f"no mini-swe-agent: {error}")
+
+
+@pytest.fixture(scope="module")
+def engine(require_real: Callable[[str], NoReturn]) -> Iterator[DockerEngine]:
+    """Run a Docker engine with an image in which mini-swe-agent finds what it needs."""
+    try:
+        ensure_docker()
+        with DockerEngine() as engine:
+            with contextlib.closing(engine.client()) as client:
+                client.import_image_from_data(root_with_bash(), repository=IMAGE)
+            yield engine
+    except DockerEngineError as error:
+        require_real(f"no Docker: {error}")
+
+
+@pytest.fixture
+async def replica() -> AsyncIterator[ScriptedReplica]:
+    """Run a model that writes a file, looks at it, and submits it."""
+    commands = [f"echo '{POEM}' > /poem.txt", "cat /poem.txt", f"{SUBMIT} && cat /poem.txt"]
+    async with ScriptedReplica(commands).running() as replica:
+        yield replica
+
+
+@pytest.fixture
+async def proxy(
+    engine: DockerEngine,
+    replica: ScriptedReplica,
+    run_proxy: Callable[..., AbstractAsyncContextManager[Server]],
+) -> AsyncIterator[Server]:
+    """Run a proxy in front of that model, that reclaims what programs leave in Docker."""
+    async with run_proxy((replica,), "--sandboxes", "docker", "--docker-url", engine.url) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def run_example(python: Path, engine: DockerEngine, tmp_path: Path) -> RunExample:
+    """Run the documentation's example as a process; end it, with all that it started, at the end of the block."""
+
+    @asynccontextmanager
+    async def run(proxy: Server, program_id: str) -> AsyncIterator[Process]:
+        process = await asyncio.create_subprocess_exec(
+            *(str(python), str(EXAMPLE), "--task", "Write a poem to /poem.txt.", "--proxy", proxy.url),
+            *("--model", MODEL_NAME, "--image", IMAGE, "--program-id", program_id),
+            env=agent_environment(engine.url, tmp_path),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            yield process
+        finally:
+            kill(process)
+            await process.communicate()
+
+    return run
+
+
+def kill(process: Process) -> None:
+    """End a process and all that it started, as if its machine had gone."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def containers_of(engine: DockerEngine, program_id: str) -> list[dict[str, Any]]:
+    """Return the containers that bear a program's label, running or not."""
+    with contextlib.closing(engine.client()) as client:
+        found: list[dict[str, Any]] = client.containers(
+            all=True, filters={"label": f"thunderagent.program-id={program_id}"}
+        )
+        return found
+
+
+async def until_gone(engine: DockerEngine, program_id: str, *, within_s: float = GONE_WITHIN_S) -> None:
+    """Wait until a program has no container. Raises TimeoutError."""
+
+    async def is_gone() -> bool:
+        return not await asyncio.to_thread(containers_of, engine, program_id)
+
+    await until(is_gone, within_s=within_s)
+
+
+async def test_a_program_from_its_first_turn_to_its_release(
+    engine: DockerEngine, replica: ScriptedReplica, proxy: Server, run_example: RunExample
+) -> None:
+    """The task is done in the container, all turns are the program's, and the release takes the container with it."""
+    start_s = time.time()
+    async with run_example(proxy, "poet-1") as process:
+        output = (await process.communicate())[0].decode()
+        assert process.returncode == 0, output
+        assert "'exit_status': 'Submitted'" in output
+        assert f"'submission': '{POEM}\\n'" in output
+        await until_gone(engine, "poet-1")
+    turns = replica.turns_of("poet-1")
+    assert len(turns) == len(replica.asked) == len(replica.commands)
+    assert POEM in turns[2]["messages"][-1]["content"]  # what its second command found in the container
+    with contextlib.closing(engine.client()) as client:
+        span: Any = {"since": int(start_s), "until": int(time.time()) + 1}
+        happened = client.events(**span, filters={"type": "container"}, decode=True)
+        labels = [each["Actor"]["Attributes"].get("thunderagent.program-id") for each in happened]
+    assert labels
+    assert set(labels) == {"poet-1"}
+    async with httpx.AsyncClient(base_url=proxy.url) as admin:
+        assert (await admin.get("/programs/poet-1")).status_code == 404
+
+
+async def test_an_agent_that_was_killed(
+    engine: DockerEngine, replica: ScriptedReplica, proxy: Server, run_example: RunExample
+) -> None:
+    """Whoever sends its release ends its container; that of another one, killed too, stays until its own."""
+    replica.commands = ["sleep 25", SUBMIT]
+    async with run_example(proxy, "poet-2") as first, run_example(proxy, "poet-3") as second:
+
+        async def both_work() -> bool:
+            return all(containers_of(engine, each) and replica.turns_of(each) for each in ("poet-2", "poet-3"))
+
+        await until(both_work)
+        kill(first)
+        kill(second)
+        await asyncio.gather(first.wait(), second.wait())
+    async with httpx.AsyncClient(base_url=proxy.url) as admin:
+        for program_id, left in (("poet-2", "poet-3"), ("poet-3", None)):
+            answer = await admin.post("/programs/release", json={"program_id": program_id})
+            assert answer.status_code == 200
+            await until_gone(engine, program_id)
+            if left is not None:
+                assert [each["State"] for each in containers_of(engine, left)] == ["running"]

@@ -1,0 +1,378 @@
+"""Sandboxes as users have them: the proxy as a process, a real Docker engine, and everything that can go wrong with it.
+
+Figures that are promised are printed (`pytest -s`) as they were seen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import time
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from benchmarks.processes import Server, thunderagent
+from tests.real.docker_engine import IMAGE, DockerEngine, DockerEngineError, ensure_docker, import_busybox_image
+from tests.real.support import until
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+    from pathlib import Path
+
+MB = 1024 * 1024
+WRITTEN_BYTES = 20 * MB
+OWNER = "test-proxy"
+PLAIN: dict[str, Any] = {"image": IMAGE}
+
+# Docker's client leaves its socket open when it cannot connect, as while the engine is stopped.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning"),
+    pytest.mark.asyncio(loop_scope="module"),
+]
+
+
+@pytest.fixture(scope="module")
+def engine(require_real: Callable[[str], NoReturn]) -> Iterator[DockerEngine]:
+    """Run a Docker engine with room for all that is written here."""
+    try:
+        ensure_docker()
+        with DockerEngine(disk_bytes=3 * 1024 * MB) as engine:
+            import_busybox_image(engine)
+            yield engine
+    except DockerEngineError as error:
+        require_real(f"no Docker: {error}")
+
+
+class Rollout:
+    """A proxy that makes sandboxes, and programs that use it."""
+
+    def __init__(self, engine: DockerEngine, proxy: Server, client: httpx.AsyncClient) -> None:
+        self.engine = engine
+        self.proxy = proxy
+        self.client = client
+
+    async def asks(self, program_id: str, **spec: Any) -> str:
+        """Ask for a sandbox; return its id."""
+        answer = await self.client.post(f"/programs/{program_id}/sandboxes", json={"spec": {**PLAIN, **spec}})
+        assert answer.status_code == 202, answer.text
+        sandbox_id: str = answer.json()["sandboxes"][0]["sandbox_id"]
+        return sandbox_id
+
+    async def sandbox(self, program_id: str) -> dict[str, Any]:
+        """Return a program's only sandbox."""
+        (report,) = (await self.client.get(f"/programs/{program_id}/sandboxes")).json()["sandboxes"]
+        return dict(report)
+
+    async def is_usable(self, program_id: str) -> dict[str, Any]:
+        """Wait for a program's sandbox."""
+        async with asyncio.timeout(60):
+            while (report := await self.sandbox(program_id))["stage"] not in ("ready", "in_use"):
+                assert report["stage"] != "failed", report["why"]
+                await asyncio.sleep(0.05)
+        return report
+
+    async def takes_turn(self, program_id: str) -> httpx.Response:
+        """Make one turn."""
+        body = {"model": "simulated", "max_tokens": 4, "messages": [{"role": "user", "content": "w1 w2 w3"}]}
+        return await self.client.post(f"/p/{program_id}/v1/chat/completions", json=body)
+
+    async def releases(self, *program_ids: str) -> None:
+        """Say that programs ended."""
+        await self.client.post("/programs/release", json={"program_ids": list(program_ids)})
+
+    async def story(self, program_id: str) -> list[str]:
+        """Return what happened to a program, as text."""
+        entries = (await self.client.get(f"/programs/{program_id}")).json()["story"]
+        return [f"{entry['what']}: {entry['why']}" for entry in entries]
+
+    def containers(self, *labels: str) -> list[dict[str, Any]]:
+        """Return the containers that bear labels, running or not."""
+        with contextlib.closing(self.engine.client()) as docker:
+            found: list[dict[str, Any]] = docker.containers(all=True, filters={"label": list(labels)})
+            return found
+
+    def ours(self) -> list[dict[str, Any]]:
+        """Return the containers that the proxy made, in whatever run."""
+        return self.containers(f"thunderagent.owner={OWNER}")
+
+    def runs(self, handle: str, command: str) -> None:
+        """Run a command in a container."""
+        with contextlib.closing(self.engine.client()) as docker:
+            docker.exec_start(docker.exec_create(handle, ["sh", "-c", command]))
+
+    def disk_bytes(self) -> int:
+        """Return what the engine's file system holds."""
+        return shutil.disk_usage(self.engine.data_root).used
+
+    async def program(self, program_id: str, *, release: bool = True) -> None:
+        """Be a program from begin to end: a sandbox that writes, and turns."""
+        await self.asks(program_id)
+        assert (await self.takes_turn(program_id)).status_code == 200
+        report = await self.is_usable(program_id)
+        write = f"dd if=/dev/urandom of=/written bs=1M count={WRITTEN_BYTES // MB}"
+        await asyncio.to_thread(self.runs, report["handle"], write)
+        assert (await self.takes_turn(program_id)).status_code == 200
+        if release:
+            await self.releases(program_id)
+
+    async def programs(
+        self, count: int, *, at_once: int = 5, release: bool = True, name: str = "p", after: Callable[[int], None]
+    ) -> None:
+        """Run programs, some at a time; `after` is called with how many have ended, each time that one did."""
+        hands, ended_count = asyncio.Semaphore(at_once), 0
+
+        async def one(number: int) -> None:
+            nonlocal ended_count
+            async with hands:
+                await self.program(f"{name}{number}", release=release)
+                ended_count += 1
+                after(ended_count)
+
+        async with asyncio.TaskGroup() as group:
+            for number in range(count):
+                group.create_task(one(number))
+
+    async def gone(self, within_s: float = 20.0) -> None:
+        """Wait until none of the proxy's containers is left."""
+        await until(_async(lambda: not self.ours()), within_s=within_s)
+
+
+def _async(condition: Callable[[], bool]) -> Callable[[], Awaitable[bool]]:
+    async def ask() -> bool:
+        return await asyncio.to_thread(condition)
+
+    return ask
+
+
+@contextlib.asynccontextmanager
+async def serving(engine: DockerEngine, log_path: Path, *options: str) -> AsyncIterator[Rollout]:
+    """Run a proxy with a simulated engine."""
+    command = ("serve", "--port", "0", "--embedded-engines", "1", "--sandboxes", "docker", "--docker-url", engine.url)
+    more = ("--sandbox-owner", OWNER, "--sandbox-hands-count", "8", "--log-format", "json")
+    async with (
+        thunderagent(*command, *more, *options, log_path=log_path) as proxy,
+        httpx.AsyncClient(base_url=proxy.url, timeout=60.0, trust_env=False) as client,
+    ):
+        rollout = Rollout(engine, proxy, client)
+
+        async def ready() -> bool:
+            return (await client.get("/ready")).status_code == 200
+
+        await until(ready)
+        yield rollout
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def rollout(engine: DockerEngine, tmp_path: Path) -> AsyncIterator[Rollout]:
+    """Run a proxy; afterwards it must have left nothing."""
+    async with serving(engine, tmp_path / "proxy.log") as rollout:
+        yield rollout
+    assert rollout.ours() == []
+
+
+async def test_disk_does_not_grow_with_the_programs(rollout: Rollout) -> None:
+    """100 programs, 5 at a time, 20 MB each: at the end no more than at the tenth."""
+    before_bytes, used_bytes = rollout.disk_bytes(), {}
+
+    def after(ended_count: int) -> None:
+        used_bytes[ended_count] = rollout.disk_bytes() - before_bytes
+
+    await rollout.programs(100, after=after)
+    ratio = used_bytes[100] / used_bytes[10]
+    print(f"\ndisk at the end / at the tenth program: {used_bytes[100] / MB:.0f} / {used_bytes[10] / MB:.0f} MB")
+    assert used_bytes[10] > WRITTEN_BYTES, "the programs wrote nothing"
+    assert ratio <= 1.1
+    await rollout.gone()
+    assert rollout.disk_bytes() - before_bytes < WRITTEN_BYTES
+
+
+async def test_reclaiming_saves_disk(rollout: Rollout) -> None:
+    """40 programs with it, at most so much as 40 without it, over 4.2 (the paper's figure)."""
+    before_bytes, peaks_bytes = rollout.disk_bytes(), []
+    for release, name in ((True, "with"), (False, "without")):
+        seen_bytes = [0]
+        await rollout.programs(
+            40,
+            release=release,
+            name=name,
+            after=lambda _, seen_bytes=seen_bytes: seen_bytes.append(rollout.disk_bytes() - before_bytes),
+        )
+        peaks_bytes.append(max(seen_bytes))
+        if release:
+            await rollout.gone()
+    print(f"\npeak disk without / with reclaiming: {peaks_bytes[1] / peaks_bytes[0]:.1f}")
+    assert peaks_bytes[0] * 4.2 <= peaks_bytes[1]
+    await rollout.releases(*(f"without{number}" for number in range(40)))
+    await rollout.gone()
+
+
+async def test_preparation_hides_behind_the_wait(engine: DockerEngine, tmp_path: Path) -> None:
+    """Two seconds of setup, four and more in the queue: from the grant to a usable sandbox next to nothing is left."""
+    async with serving(engine, tmp_path / "log", "--policy", "cap", "--policy-arg", "n=1") as rollout:
+        await rollout.takes_turn("first")
+        turns = []
+        for number in range(4):
+            await rollout.asks(f"p{number}", setup=["sleep 2"])
+            turns.append(asyncio.create_task(rollout.takes_turn(f"p{number}")))
+        waited_s, prepare_s = [], []
+        previous = "first"
+        for number in range(4):
+            await asyncio.sleep(4.5)
+            await rollout.releases(previous)
+            assert (await turns[number]).status_code == 200
+            granted_s = time.monotonic()
+            report = await rollout.is_usable(f"p{number}")
+            waited_s.append(time.monotonic() - granted_s)
+            prepare_s.append(report["prepare_s"])
+            previous = f"p{number}"
+        ratio = sum(waited_s) / sum(prepare_s)
+        print(f"\nfrom grant to usable / preparation: {ratio:.3f} (preparation {max(prepare_s):.2f} s)")
+        assert min(prepare_s) >= 2.0
+        assert ratio <= 0.1
+        await rollout.releases(previous)
+        await rollout.gone()
+
+
+async def _twenty(rollout: Rollout, ttl_s: float) -> None:
+    for number in range(20):
+        await rollout.asks(f"p{number}", ttl_s=ttl_s, network="own" if number < 3 else "default")
+    for number in range(20):
+        await rollout.is_usable(f"p{number}")
+    assert len(rollout.ours()) == 20
+
+
+async def test_nothing_outlives_a_killed_proxy_by_more_than_its_time(engine: DockerEngine, tmp_path: Path) -> None:
+    """`kill -9` with 20 sandboxes alive: after their time to live there is none, nor a network."""
+    async with serving(engine, tmp_path / "log") as rollout:
+        await _twenty(rollout, ttl_s=12.0)
+        rollout.proxy.process.kill()
+        await rollout.proxy.process.wait()
+        began_s = time.monotonic()
+        await until(_async(lambda: not rollout.ours()), within_s=30)
+        print(f"\nthe last was gone {time.monotonic() - began_s:.1f} s after the kill")
+
+        def no_network() -> bool:
+            with contextlib.closing(engine.client()) as docker:
+                return not docker.networks(filters={"label": f"thunderagent.owner={OWNER}"})
+
+        await until(_async(no_network), within_s=20)
+
+
+async def test_the_next_start_sweeps_what_a_killed_proxy_left(engine: DockerEngine, tmp_path: Path) -> None:
+    """And touches nobody else's: neither a plain container nor another proxy's."""
+    with contextlib.closing(engine.client()) as docker:
+        others = []
+        for labels in ({}, {"thunderagent.owner": "another", "thunderagent.sandbox-id": "x", "thunderagent.run": "y"}):
+            made = docker.create_container(IMAGE, ["sleep", "600"], labels=labels)
+            docker.start(made["Id"])
+            others.append(made["Id"])
+        async with serving(engine, tmp_path / "log") as rollout:
+            await _twenty(rollout, ttl_s=600.0)
+            rollout.proxy.process.kill()
+            await rollout.proxy.process.wait()
+            assert len(rollout.ours()) == 20
+        async with serving(engine, tmp_path / "log-2") as rollout:
+            await rollout.gone(within_s=30)
+            metrics = (await rollout.client.get("/metrics")).text
+            assert "thunderagent_sandbox_orphans_total 20.0" in metrics
+            assert {each["Id"] for each in docker.containers()} == set(others)
+        for other in others:
+            docker.remove_container(other, force=True)
+
+
+async def test_an_engine_that_stops_and_starts_stops_no_turn(engine: DockerEngine, rollout: Rollout) -> None:
+    """What ran is told of, what is asked for meanwhile is made when it is back, and turns go on all the time."""
+    await rollout.asks("used")
+    await rollout.is_usable("used")
+    assert (await rollout.takes_turn("used")).status_code == 200
+    await asyncio.to_thread(engine.end)
+    try:
+        await rollout.asks("later")
+        for _ in range(5):
+            assert (await rollout.takes_turn("used")).status_code == 200
+            await asyncio.sleep(0.2)
+
+        async def told() -> bool:
+            return "docker" in (await rollout.client.get("/sandboxes")).json()["engine_errors"]
+
+        await until(told)
+    finally:
+        await asyncio.to_thread(engine.start)
+    await rollout.is_usable("later")
+
+    async def died() -> bool:
+        return (await rollout.sandbox("used"))["stage"] == "failed"
+
+    await until(died, within_s=30)
+    assert any(entry.startswith("sandbox failed") for entry in await rollout.story("used"))
+    await rollout.asks("after")
+    await rollout.is_usable("after")
+    await rollout.releases("used", "later", "after")
+    await rollout.gone(within_s=30)
+
+
+async def test_a_missing_image_says_so(rollout: Rollout) -> None:
+    await rollout.asks("p", image="no-such-image:1")
+
+    async def failed() -> bool:
+        return (await rollout.sandbox("p"))["stage"] == "failed"
+
+    await until(failed, within_s=30)
+    assert "no-such-image:1" in (await rollout.sandbox("p"))["why"]
+    assert "no-such-image:1" in (await rollout.story("p"))[-1]
+    assert (await rollout.takes_turn("p")).status_code == 200
+
+
+async def test_a_full_disk_says_so_and_passes(engine: DockerEngine, rollout: Rollout) -> None:
+    """While it is full the sandbox is not made, with the reason; afterwards one is."""
+    with engine.full_disk():
+        await rollout.asks("p", setup=["dd if=/dev/zero of=/big bs=1M count=5"])
+
+        async def told() -> bool:
+            return "space" in ((await rollout.sandbox("p"))["why"] or "")
+
+        await until(told, within_s=30)
+        assert (await rollout.takes_turn("p")).status_code == 200
+    if (await rollout.sandbox("p"))["stage"] == "failed":
+        await rollout.releases("p")
+        await rollout.asks("p")
+    await rollout.is_usable("p")
+    await rollout.releases("p")
+
+
+async def test_one_that_ignores_the_request_to_stop_is_killed(rollout: Rollout) -> None:
+    stubborn = ["sh", "-c", "trap '' TERM; while :; do sleep 1; done"]
+    await rollout.asks("p", command=stubborn, stop_grace_s=1.0)
+    await rollout.is_usable("p")
+    await rollout.releases("p")
+    await rollout.gone(within_s=15)
+
+
+async def test_one_that_dies_is_in_the_story(rollout: Rollout) -> None:
+    await rollout.takes_turn("p")
+    await rollout.asks("p", command=["sh", "-c", "sleep 2; exit 3"])
+    await rollout.is_usable("p")
+
+    async def told() -> bool:
+        return (await rollout.sandbox("p"))["stage"] == "failed"
+
+    await until(told)
+    assert "3" in (await rollout.sandbox("p"))["why"]
+    assert (await rollout.story("p"))[-1].startswith("sandbox failed")
+
+
+async def test_fifty_releases_at_once(rollout: Rollout) -> None:
+    names = [f"p{number}" for number in range(50)]
+    for name in names:
+        await rollout.asks(name)
+    for name in names:
+        await rollout.is_usable(name)
+    began_s = time.monotonic()
+    await asyncio.gather(*(rollout.releases(name) for name in names))
+    assert (await rollout.takes_turn("other")).status_code == 200
+    await rollout.gone(within_s=60)
+    print(f"\n50 sandboxes were gone {time.monotonic() - began_s:.1f} s after their releases")

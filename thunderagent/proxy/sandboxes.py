@@ -1,0 +1,202 @@
+"""The API about sandboxes: ask for one, find out where it is, follow what becomes of it, let it go."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Protocol
+
+from aiohttp import web
+from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from thunderagent.errors import NotFoundError, RequestError
+from thunderagent.proxy.identity import check_program_id
+
+HEARTBEAT_S = 15.0
+"""A comment is sent on a silent feed so often, so that nobody between takes it for dead."""
+
+SANDBOXES_OFF = "sandboxes are off; start with --sandboxes docker"
+
+PREPARE_BUCKETS_S = (0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 300)
+WAIT_BUCKETS_S = (0.0, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60)
+
+Report = dict[str, Any]
+
+
+class Sandboxes(Protocol):
+    """What the proxy asks of the sandbox manager. A report is a JSON object, as the API documents it."""
+
+    async def request(self, program_id: str, body: bytes) -> list[Report]:
+        """Ask for what a body says; return a report of each."""
+
+    def of_program(self, program_id: str) -> list[Report]:
+        """Report on a program's sandboxes."""
+
+    def all(self) -> list[Report]:
+        """Report on every sandbox."""
+
+    def reclaim(self, program_id: str, sandbox_id: str) -> bool:
+        """Take a program off one of its sandboxes; False if there is none such."""
+
+    def program_seen(self, program_id: str, program_class: str) -> None:
+        """Prepare what programs of a class get."""
+
+    def feed(self) -> AbstractAsyncContextManager[asyncio.Queue[Report | None]]:
+        """Give a queue of reports, one for each change; None ends it."""
+
+    @property
+    def engine_errors(self) -> dict[str, str]:
+        """Drivers whose engine does not answer, and why."""
+
+    @property
+    def failure_counts(self) -> Mapping[str, int]:
+        """Failed preparations, and sandboxes that died, by the error's code."""
+
+    @property
+    def reclaimed_count(self) -> int:
+        """Sandboxes that were reclaimed."""
+
+    @property
+    def orphan_count(self) -> int:
+        """Sandboxes of earlier runs that were removed."""
+
+    def stage_counts(self) -> Mapping[tuple[str, str], int]:
+        """Return how many sandboxes there are, by driver and stage."""
+
+    def sums(self) -> tuple[int, int | None, int | None]:
+        """Return how many there are, and what they take on disk and in memory, in bytes; None is not known."""
+
+    def hear_times(self, on_prepared: Callable[[float], None], on_waited: Callable[[float], None]) -> None:
+        """Call these with the time of each preparation, and that which an admitted program waited for one."""
+
+
+class SandboxCollector:
+    """What `/metrics` says of sandboxes."""
+
+    def __init__(self, sandboxes: Sandboxes, registry: CollectorRegistry) -> None:
+        """Report on `sandboxes`."""
+        self._sandboxes = sandboxes
+        prepare = Histogram(
+            "thunderagent_sandbox_prepare_seconds",
+            "Time that a preparation took: pull, start, setup, readiness.",
+            buckets=PREPARE_BUCKETS_S,
+            registry=registry,
+        )
+        wait = Histogram(
+            "thunderagent_sandbox_wait_seconds",
+            "Time from a program's admission until its sandbox was usable: what was not hidden of its preparation.",
+            buckets=WAIT_BUCKETS_S,
+            registry=registry,
+        )
+        sandboxes.hear_times(prepare.observe, wait.observe)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every family."""
+        sandboxes = self._sandboxes
+        stages = GaugeMetricFamily(
+            "thunderagent_sandboxes", "Sandboxes by driver and stage.", labels=["driver", "stage"]
+        )
+        for (driver, stage), count in sandboxes.stage_counts().items():
+            stages.add_metric([driver, stage], count)
+        yield stages
+        failures = CounterMetricFamily(
+            "thunderagent_sandbox_failures", "Failed preparations and sandboxes that died.", labels=["code"]
+        )
+        for code, count in sandboxes.failure_counts.items():
+            failures.add_metric([code], count)
+        yield failures
+        yield CounterMetricFamily("thunderagent_sandboxes_reclaimed", "Reclaimed.", sandboxes.reclaimed_count)
+        yield CounterMetricFamily(
+            "thunderagent_sandbox_orphans", "Left by earlier runs and removed.", sandboxes.orphan_count
+        )
+        _, disk_bytes, memory_bytes = sandboxes.sums()
+        for name, what, value in (("disk", "write", disk_bytes), ("memory", "take in memory", memory_bytes)):
+            if value is not None:
+                yield GaugeMetricFamily(f"thunderagent_sandbox_{name}_bytes", f"Bytes that sandboxes {what}.", value)
+        up = GaugeMetricFamily("thunderagent_sandbox_engine_down", "1 if it does not answer.", labels=["driver"])
+        for driver in sandboxes.engine_errors:
+            up.add_metric([driver], 1)
+        yield up
+
+
+class SandboxHandlers:
+    """Handlers of the sandbox API; without a manager each says that sandboxes are off."""
+
+    def __init__(self, sandboxes: Sandboxes | None) -> None:
+        """Ask `sandboxes`."""
+        self._given = sandboxes
+
+    def routes(self) -> list[web.RouteDef]:
+        """Return the routes; they go before those of programs, whose ids may hold anything."""
+        return [
+            web.get("/sandboxes", self.list_all),
+            web.get("/sandboxes/events", self.events),
+            web.get("/programs/{program_id:.+}/sandboxes", self.list_of_program),
+            web.post("/programs/{program_id:.+}/sandboxes", self.request),
+            web.delete("/programs/{program_id:.+}/sandboxes/{sandbox_id:[^/]+}", self.reclaim),
+        ]
+
+    @property
+    def _sandboxes(self) -> Sandboxes:
+        if self._given is None:
+            raise NotFoundError(SANDBOXES_OFF)
+        return self._given
+
+    async def list_all(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler's signature
+        """List every sandbox, and drivers whose engine does not answer."""
+        sandboxes = self._sandboxes
+        return web.json_response({"sandboxes": sandboxes.all(), "engine_errors": sandboxes.engine_errors})
+
+    async def list_of_program(self, request: web.Request) -> web.Response:
+        """List a program's sandboxes; none is no error."""
+        program_id = check_program_id(request.match_info["program_id"])
+        return _of_program(program_id, self._sandboxes.of_program(program_id))
+
+    async def request(self, request: web.Request) -> web.Response:
+        """Ask for a sandbox, or several; opens the program if it is new. 202: it is made when it is needed."""
+        program_id = check_program_id(request.match_info["program_id"])
+        made = await self._sandboxes.request(program_id, await request.read())
+        return _of_program(program_id, made, status=202)
+
+    async def reclaim(self, request: web.Request) -> web.Response:
+        """Take a program off one of its sandboxes. Idempotent."""
+        program_id, sandbox_id = request.match_info["program_id"], request.match_info["sandbox_id"]
+        return web.json_response(
+            {"sandbox_id": sandbox_id, "reclaimed": self._sandboxes.reclaim(program_id, sandbox_id)}
+        )
+
+    async def events(self, request: web.Request) -> web.StreamResponse:
+        """Stream a report for each change, those that there are first; of one program with `?program_id=`."""
+        sandboxes = self._sandboxes
+        program_id = request.query.get("program_id")
+        if program_id == "":
+            raise RequestError("program_id is empty")
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        async with sandboxes.feed() as queue:
+            await response.prepare(request)
+            for report in sandboxes.all() if program_id is None else sandboxes.of_program(program_id):
+                await response.write(_event(report))
+            while True:
+                try:
+                    async with asyncio.timeout(HEARTBEAT_S):
+                        report_or_end = await queue.get()
+                except TimeoutError:
+                    await response.write(b": still here\n\n")
+                    continue
+                if report_or_end is None:
+                    break
+                if program_id is None or program_id in report_or_end["program_ids"]:
+                    await response.write(_event(report_or_end))
+        await response.write_eof()
+        return response
+
+
+def _of_program(program_id: str, reports: Sequence[Report], status: int = 200) -> web.Response:
+    return web.json_response({"program_id": program_id, "sandboxes": list(reports)}, status=status)
+
+
+def _event(report: Report) -> bytes:
+    return f"event: sandbox\ndata: {json.dumps(report)}\n\n".encode()

@@ -1,0 +1,151 @@
+"""Build the sandbox manager from the configuration, and let it and the scheduler hear of each other."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import inf
+
+from thunderagent.config import ServeConfig
+from thunderagent.errors import ConfigurationError
+from thunderagent.programs.events import SandboxesMeasured, SandboxFailed, SandboxReady
+from thunderagent.programs.lifecycle import Phase, Status
+from thunderagent.proxy.identity import check_program_id
+from thunderagent.runtime import Runtime
+from thunderagent.tools.base import Driver, Owner
+from thunderagent.tools.manager import Manager, ManagerSettings
+from thunderagent.tools.sandbox import Caps
+from thunderagent.tools.template import DriverKind, Template
+
+LOOKED_AHEAD_COUNT = 256
+"""Of so many programs that wait it is foretold when each is admitted; the rest come after them."""
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimePrograms:
+    """The scheduler's programs, as the manager asks for them: `thunderagent.tools.manager.Programs`."""
+
+    runtime: Runtime
+
+    def open(self, program_id: str) -> None:
+        """See `Programs`."""
+        self.runtime.open_program(check_program_id(program_id))
+
+    def runs(self, program_id: str) -> bool:
+        """See `Programs`."""
+        program = self.runtime.scheduler.table.get(program_id)
+        return program is not None and program.status is Status.ACTIVE
+
+    def acting_for_s(self, program_id: str) -> float:
+        """See `Programs`."""
+        program = self.runtime.scheduler.table.get(program_id)
+        if program is None or program.phase is not Phase.ACTING:
+            return 0.0
+        return self.runtime.now_s() - program.acting_since_s
+
+    def expected_holds_s(self) -> Mapping[str, float]:
+        """See `Programs`."""
+        return self.runtime.scheduler.expected_holds_s(LOOKED_AHEAD_COUNT)
+
+    def sandbox_ready(self, program_id: str, sandbox_id: str, prepare_s: float) -> None:
+        """See `Programs`."""
+        self.runtime.dispatch(SandboxReady(self.runtime.now_s(), program_id, sandbox_id, prepare_s))
+
+    def sandbox_failed(self, program_id: str, sandbox_id: str, why: str) -> None:
+        """See `Programs`."""
+        self.runtime.dispatch(SandboxFailed(self.runtime.now_s(), program_id, sandbox_id, why))
+
+    def measured(self, sandbox_count: int, disk_bytes: int | None, memory_bytes: int | None) -> None:
+        """See `Programs`."""
+        self.runtime.dispatch(SandboxesMeasured(self.runtime.now_s(), sandbox_count, disk_bytes, memory_bytes))
+
+
+def build_manager(config: ServeConfig, runtime: Runtime) -> Manager | None:
+    """Make the manager with its drivers, and have it follow the programs; None if no driver is switched on.
+
+    Raises `ConfigurationError` where a driver's library is not installed, or a template names a driver that is off.
+    """
+    if not config.sandboxes:
+        return None
+    for name, template in config.sandbox_templates.items():
+        if template.driver not in config.sandboxes:
+            raise ConfigurationError(f"the template {name!r} is for {template.driver}, which --sandboxes does not name")
+    owner = Owner(config.sandbox_owner or f"{socket.gethostname()}:{config.port}", secrets.token_hex(6))
+    manager = Manager(
+        owner,
+        {kind: _driver(kind, owner, config) for kind in config.sandboxes},
+        RuntimePrograms(runtime),
+        caps=Caps(
+            sandbox_count=config.sandbox_max_count,
+            memory_bytes=config.sandbox_max_memory_bytes,
+            disk_bytes=config.sandbox_max_disk_bytes,
+            hands_count=config.sandbox_hands_count,
+            attempts_count=config.sandbox_attempts_count,
+        ),
+        templates={name: _with_warm(template, config.warm) for name, template in config.sandbox_templates.items()},
+        new_id=lambda: secrets.token_hex(6),
+        settings=ManagerSettings(
+            idle_limit_s=config.sandbox_idle_limit_s or inf,
+            reclaim_on_shutdown=config.sandbox_reclaim_on_shutdown,
+            takes_specs=config.sandbox_specs,
+        ),
+        clock=runtime.now_s,
+    )
+    runtime.observe(manager.observe)
+    return manager
+
+
+def _with_warm(template: Template, warm_count: int) -> Template:
+    """Return a template that keeps so many warm, if it is for classes of programs and does not say itself."""
+    if template.program_classes and not template.warm_count and template.network != "own":
+        return template.model_copy(update={"warm_count": warm_count})
+    return template
+
+
+def _driver(kind: DriverKind, owner: Owner, config: ServeConfig) -> Driver:
+    try:
+        if kind == "docker":
+            from thunderagent.tools.docker import DockerDriver  # noqa: PLC0415 - needs an extra
+
+            return DockerDriver(
+                owner,
+                url=config.docker_url,
+                concurrency_count=2 * config.sandbox_hands_count,
+                max_pulls_count=config.sandbox_pulls_count,
+                keep_images=config.sandbox_keep_images,
+                reclaim_images=config.sandbox_reclaim_images,
+            )
+        if kind == "kubernetes":
+            from thunderagent.tools.kubernetes import KubernetesDriver  # noqa: PLC0415 - needs an extra
+
+            name, uid = os.environ.get("POD_NAME"), os.environ.get("POD_UID")
+            return KubernetesDriver(
+                owner,
+                namespace=config.kubernetes_namespace,
+                namespaces={each.namespace for each in config.sandbox_templates.values() if each.namespace},
+                kubeconfig=config.kubernetes_config,
+                api_url=config.kubernetes_url,
+                concurrency_count=2 * config.sandbox_hands_count,
+                owner_pod=(name, uid) if name and uid else None,
+            )
+    except ImportError as error:
+        raise ConfigurationError(
+            f"sandboxes by {kind} need its library: pip install 'thunderagent[{kind}]' ({error.name} is missing)"
+        ) from error
+    from thunderagent.tools.callback import CallbackDriver  # noqa: PLC0415 - beside the others
+
+    return CallbackDriver(
+        owner,
+        token=config.sandbox_callback_token,
+        token_urls=[  # who else brings a URL must not get it
+            url
+            for template in config.sandbox_templates.values()
+            for url in (template.prepare_url, template.reclaim_url)
+            if url
+        ],
+        request_timeout_s=config.sandbox_callback_timeout_s,
+        concurrency_count=2 * config.sandbox_hands_count,
+    )
