@@ -264,7 +264,7 @@ async def test_garbage_is_what_has_no_owner_left(api: KubernetesApi, pods: clien
 
 def watched(pods: client.CoreV1Api, version: str, **options: Any) -> list[tuple[str, str]]:
     """Return type and name of the events of one watch; in a thread."""
-    options = {"timeout_seconds": 1, **options}
+    options = {"timeout_seconds": 0.4, **options}
     response = pods.list_namespaced_pod(
         "default", watch=True, resource_version=version, _preload_content=False, **options
     )

@@ -28,7 +28,9 @@ from thunderagent.errors import (
     SandboxSpaceError,
 )
 from thunderagent.tools.base import PROGRAM_LABEL, Change, Order, Owner, Place
-from thunderagent.tools.kubernetes import KubernetesDriver, _Errand, _Following, _Stage
+from thunderagent.tools.kubernetes import KubernetesDriver
+from thunderagent.tools.kubernetes.prepare import Errand, Stage
+from thunderagent.tools.kubernetes.watch import Following
 from thunderagent.tools.template import Template
 
 if TYPE_CHECKING:
@@ -51,7 +53,7 @@ async def api() -> AsyncIterator[KubernetesApi]:
 
 @asynccontextmanager
 async def driver_of(api: KubernetesApi, owner: Owner = OWNER, **settings: Any) -> AsyncIterator[KubernetesDriver]:
-    settings = {"concurrency_count": 8, "request_timeout_s": PATIENCE_S, **settings}
+    settings = {"concurrency_count": 8, "request_timeout_s": PATIENCE_S, "backoff_s": 0.2, **settings}
     driver = KubernetesDriver(owner, api_url=api.url, **settings)
     try:
         yield driver
@@ -577,14 +579,14 @@ async def test_cancelled_at_every_moment(api: KubernetesApi, driver: KubernetesD
 
 def test_what_is_finished_belongs_to_one_side_only() -> None:
     """Whoever comes first, caller that leaves or thread that is done: exactly one of them removes what was made."""
-    left_first, done_first = _Errand(), _Errand()
+    left_first, done_first = Errand(), Errand()
     for errand in (left_first, done_first):
         errand.begin()
-    assert left_first.give_up() is _Stage.BEGUN
+    assert left_first.give_up() is Stage.BEGUN
     with pytest.raises(SandboxSetupError, match="nobody waits"):
         left_first.finish()
     done_first.finish()
-    assert done_first.give_up() is _Stage.DONE
+    assert done_first.give_up() is Stage.DONE
 
 
 async def test_one_that_waits_for_its_turn_is_cancelled_at_once(api: KubernetesApi) -> None:
@@ -602,11 +604,12 @@ async def test_one_that_waits_for_its_turn_is_cancelled_at_once(api: KubernetesA
     await until(lambda: not api.objects)
 
 
-async def test_a_create_without_an_answer_is_undone(api: KubernetesApi, driver: KubernetesDriver) -> None:
+async def test_a_create_without_an_answer_is_undone(api: KubernetesApi) -> None:
     """If the answer to a create never comes, what was made is found by its labels and removed."""
     held = api.held["batch", "jobs", "create"] = asyncio.Event()
-    with pytest.raises(SandboxEngineError):
-        await driver.prepare(order(network="own"))
+    async with driver_of(api, request_timeout_s=0.4) as driver:
+        with pytest.raises(SandboxEngineError):
+            await driver.prepare(order(network="own"))
     held.set()
     await until(lambda: not api.objects)
 
@@ -847,7 +850,7 @@ CASES = [
 async def test_a_sandbox_ends_once_and_for_the_best_reason(events: list[tuple[str, str, Any]], why: str) -> None:
     """A Job and its pod are heard of in any order: what is told is one end, with what explains it."""
     marks = {key: events[0][2]["metadata"][key] for key in ("labels", "annotations") if key in events[0][2]["metadata"]}
-    following = _Following(None, OWNER)  # type: ignore[arg-type]
+    following = Following(None, OWNER, explanation_limit_s=0.05)  # type: ignore[arg-type]
     for event in (job_event("ADDED", marks), pod_event("ADDED", marks), *events):
         following._put(event)
     assert not (await following.next_change()).ended
@@ -860,7 +863,7 @@ async def test_a_sandbox_ends_once_and_for_the_best_reason(events: list[tuple[st
 
 async def test_a_name_that_is_used_again_ends_first(api: KubernetesApi) -> None:
     """An end that waits for its reason is told before the next sandbox of that name appears."""
-    following = _Following(None, OWNER)  # type: ignore[arg-type]
+    following = Following(None, OWNER, explanation_limit_s=0.05)  # type: ignore[arg-type]
     events = [
         job_event("ADDED", LABELS_OF_OURS),
         job_event("MODIFIED", LABELS_OF_OURS, "BackoffLimitExceeded"),

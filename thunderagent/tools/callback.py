@@ -33,6 +33,7 @@ What the other side must do for nothing to be left there:
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -119,7 +120,9 @@ class CallbackDriver:
         concurrency_count: int,
         token: str = "",
         token_urls: Collection[str] | None = None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
+        """Connect to nothing yet; without `tls`, the usual authorities are trusted."""
         if not (token.isascii() and token.isprintable()):
             raise ConfigurationError("the callback token must be printable ASCII")
         self._owner = owner
@@ -134,6 +137,7 @@ class CallbackDriver:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=concurrency_count)
         headers = {"Accept": "application/json", "Accept-Encoding": "identity", "User-Agent": "thunderagent"}
         self._client = httpx.AsyncClient(
+            verify=tls or True,
             trust_env=False,
             follow_redirects=False,
             timeout=None,  # noqa: S113

@@ -34,8 +34,11 @@ class ContactSettings:
 class Listener(Protocol):
     """Who wants to hear of an engine."""
 
-    def found(self, kind: str, found: Sequence[Found], *, first: bool) -> None:
-        """Hear of all labelled sandboxes that are there; `first` in this run."""
+    def found(self, kind: str, found: Sequence[Found], known: Sequence[str], *, first: bool) -> None:
+        """Hear of all labelled sandboxes that are there; `first` in this run.
+
+        `known` are the handles that were there before it was looked: one that came meanwhile may be missing.
+        """
 
     def appeared(self, kind: str, found: Found) -> None:
         """Hear of a labelled sandbox that began."""
@@ -47,7 +50,7 @@ class Listener(Protocol):
         """Hear what sandboxes take."""
 
     def handles(self, kind: str) -> list[str]:
-        """Return those that are to be measured."""
+        """Return those that are there, as far as is known, and can be looked at."""
 
 
 class Contact:
@@ -79,6 +82,7 @@ class Contact:
         delay_s = self._settings.retry_s
         while True:
             self._look_again.clear()
+            known = self._listener.handles(self._driver.kind)
             try:
                 async with asyncio.timeout(self._settings.answer_timeout_s):
                     found = await self._driver.find()
@@ -91,7 +95,7 @@ class Contact:
             if self.why_lost:
                 log.info("sandbox_engine_back", driver=self._driver.kind)
             self.why_lost, delay_s = "", self._settings.retry_s
-            self._listener.found(self._driver.kind, found, first=first)
+            self._listener.found(self._driver.kind, found, known, first=first)
             first = False
             look_count += 1
             with suppress(TimeoutError):

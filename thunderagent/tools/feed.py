@@ -43,27 +43,33 @@ class Feed:
 
     def __init__(self) -> None:
         """Begin with nobody."""
-        self._readers: set[asyncio.Queue[Report | None]] = set()
+        self._readers: dict[asyncio.Queue[Report | None], str | None] = {}
+        """Each with the program that it follows; None follows all."""
 
     def __repr__(self) -> str:
         return f"<Feed of {len(self._readers)} readers>"
 
     @asynccontextmanager
-    async def read(self) -> AsyncIterator[asyncio.Queue[Report | None]]:
-        """Give a queue of reports, one for each change from now on; None ends it: at the end, and for a slow reader."""
+    async def read(self, program_id: str | None = None) -> AsyncIterator[asyncio.Queue[Report | None]]:
+        """Give a queue of reports, one for each change from now on, of one program's alone or of all.
+
+        None ends it: at the end, and for a slow reader.
+        """
         queue: asyncio.Queue[Report | None] = asyncio.Queue()
-        self._readers.add(queue)
+        self._readers[queue] = program_id
         try:
             yield queue
         finally:
-            self._readers.discard(queue)
+            self._readers.pop(queue, None)
 
     def tell(self, sandbox: Sandbox, now_s: float) -> None:
-        """Tell everybody what became of a sandbox."""
+        """Tell everybody who follows it what became of a sandbox."""
         if not self._readers:
             return
         report = report_of(sandbox, now_s)
-        for queue in list(self._readers):
+        for queue, program_id in list(self._readers.items()):
+            if program_id is not None and program_id not in sandbox.program_ids:
+                continue
             if queue.qsize() < MAX_BEHIND_COUNT:
                 queue.put_nowait(report)
             else:
@@ -75,5 +81,5 @@ class Feed:
             self._end(queue)
 
     def _end(self, queue: asyncio.Queue[Report | None]) -> None:
-        self._readers.discard(queue)
+        self._readers.pop(queue, None)
         queue.put_nowait(None)

@@ -3,13 +3,15 @@
 Theory of operation
 ===================
 The table (`sandbox.py`) decides, this carries out. Everything here runs on one event loop; a driver's work runs in
-threads of its own. `_plan` is called whenever something changed and at least every `plan_interval_s`; each of its
+threads of its own. `_plan` is called soon after something changed and at least every `plan_interval_s`; each of its
 actions becomes a task of one group, so that nothing outlives `run`.
 
 A preparation that fails goes back to the table, which tries again or gives up. A preparation that is no longer wanted
 is cancelled; the driver then removes what it had begun. A reclaiming that fails is tried until it succeeds, because
 what it removes is ours. What the engines know is compared with the table after each loss of contact and now and then;
-what bears our name and an earlier run's is an orphan and is removed at the start.
+what bears our name and an earlier run's is an orphan and is removed at the start, what bears that of this run and is
+not in the table is left of a preparation or a sandbox that failed and is removed whenever it is seen. A look takes
+time: it says nothing of what came or went since it began.
 
 Programs come from the scheduler: `observe` sees every event with its decisions. Each program that has a sandbox is in
 the scheduler's table, opened if need be, so that one that never comes is forgotten, and its sandboxes with it.
@@ -43,12 +45,10 @@ from thunderagent.tools.base import Driver, Found, Order, Owner, Place, Usage
 from thunderagent.tools.contact import Contact, ContactSettings
 from thunderagent.tools.feed import Feed, Report, report_of
 from thunderagent.tools.requests import SandboxRequest, read_requests
-from thunderagent.tools.sandbox import Caps, Prepare, Reclaim, Sandbox, SandboxTable, Stage
+from thunderagent.tools.sandbox import COMING, Caps, Prepare, Reclaim, Sandbox, SandboxTable, Stage
 from thunderagent.tools.template import Template
 
 log = structlog.get_logger("thunderagent.sandboxes")
-
-COMING = (Stage.REQUESTED, Stage.PREPARING)
 
 
 class Programs(Protocol):
@@ -81,18 +81,20 @@ class ManagerSettings:
     """How the manager works; times in seconds."""
 
     plan_interval_s: float = 1.0
+    plan_pause_s: float = 0.02
+    """Least time between two plans: each looks at all sandboxes, which takes 2 ms for five thousand."""
     idle_limit_s: float = inf
     """Sandboxes of a program without a turn for so long go, though the program stays."""
     adopt_timeout_s: float = 10.0
     reclaim_timeout_s: float = 60.0
     reclaims_count: int = 8
-    """Reclaimings at a time."""
+    """Reclaimings at a time, at each engine."""
     contact: ContactSettings = field(default_factory=ContactSettings)
     shutdown_s: float = 20.0
     """How long a shutdown waits for its reclaimings."""
     reclaim_on_shutdown: bool = True
     takes_specs: bool = True
-    """Whether clients may bring templates and callbacks of their own."""
+    """Whether clients may bring templates, callbacks and sandboxes of their own."""
 
 
 class Manager:
@@ -128,14 +130,18 @@ class Manager:
         self._clock = clock
         self._wall_clock = wall_clock
         self._classes = {name: template_name for template_name, t in templates.items() for name in t.program_classes}
-        self._waiting_since_s: dict[str, float] = {}
-        """Programs that were admitted before all of their sandboxes were ready, and when."""
+        self._seen: set[str] = set()
+        """Programs that were given what is for their class; they may have let it go since."""
+        self._reclaimed: set[tuple[str, str]] = set()
+        """Drivers and handles of what was reclaimed since the last look, which may have seen it still."""
+        self._removing: set[tuple[str, str]] = set()
+        """Those of what nobody knows and is being removed."""
         self._preparing: dict[str, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
         self._contacts = {kind: Contact(d, self, self.settings.contact) for kind, d in drivers.items()}
         self._group: asyncio.TaskGroup | None = None
         self._feed = Feed()
-        self._reclaim_hands = asyncio.Semaphore(self.settings.reclaims_count)
+        self._reclaim_hands = {kind: asyncio.Semaphore(self.settings.reclaims_count) for kind in drivers}
         self._closing = False
         self.table.keep_warm({name: (t, t.warm_count) for name, t in templates.items() if t.warm_count})
 
@@ -155,6 +161,7 @@ class Manager:
         places = [await self._adopt(each) for each in wanted]
         if self._closing:
             raise ShuttingDownError("the proxy is shutting down; no sandbox was asked for")
+        self._check_shares(wanted)
         self._programs.open(program_id)
         made = [
             self._ask(program_id, each) if place is None else self._register(each.driver, program_id, place)
@@ -166,8 +173,8 @@ class Manager:
     def _check(self, wanted: SandboxRequest) -> None:
         if wanted.template is not None and wanted.template not in self.templates:
             raise NotFoundError(f"there is no template {wanted.template!r}; there are: {', '.join(self.templates)}")
-        if not self.settings.takes_specs and (wanted.spec is not None or wanted.reclaim_url):
-            raise SandboxRefusedError("clients may not bring templates or callbacks of their own here")
+        if not self.settings.takes_specs and wanted.template is None:
+            raise SandboxRefusedError("clients may not bring templates, callbacks or sandboxes of their own here")
         kind = self._template_of(wanted).driver if wanted.handle is None else wanted.driver
         if kind not in self._drivers:
             raise RequestError(
@@ -177,6 +184,18 @@ class Manager:
             raise RequestError("a reclaim_url goes with a handle and the driver callback, and they with it")
         if wanted.handle is None:
             self.table.check(self._template_of(wanted))
+
+    def _check_shares(self, wanted: Sequence[SandboxRequest]) -> None:
+        """Raise `SandboxRefusedError` where a key is that of another template, also one of the same body."""
+        digests: dict[str, str] = {}
+        for each in wanted:
+            if each.handle is None and each.share:
+                template = self._template_of(each)
+                self.table.check(template, each.share)
+                if digests.setdefault(each.share, template.digest()) != template.digest():
+                    raise SandboxRefusedError(
+                        f"{each.share!r} is asked for from one template and from another template"
+                    )
 
     def _template_of(self, wanted: SandboxRequest) -> Template:
         if wanted.spec is not None:
@@ -195,8 +214,16 @@ class Manager:
 
     def _ask(self, program_id: str, wanted: SandboxRequest) -> Sandbox:
         template = self._template_of(wanted)
-        sandbox = self.table.request(self._clock(), template, wanted.template or "", program_id, wanted.share)
+        return self._request(program_id, template, wanted.template or "", wanted.share)
+
+    def _request(self, program_id: str, template: Template, template_name: str, share_key: str = "") -> Sandbox:
+        sandbox = self.table.request(self._clock(), template, template_name, program_id, share_key)
+        if sandbox.stage not in COMING:  # it was kept warm, or is shared
+            self._programs.sandbox_ready(program_id, sandbox.sandbox_id, sandbox.prepare_s or 0.0)
+        if self._programs.runs(program_id):
+            self._admitted(program_id)
         self._tell(sandbox)
+        self._changed.set()
         return sandbox
 
     def _register(self, kind: str, program_id: str, place: Place) -> Sandbox:
@@ -207,14 +234,16 @@ class Manager:
     def program_seen(self, program_id: str, program_class: str) -> None:
         """Prepare what programs of that class get, at the first sight of one; an unknown class gets none."""
         name = self._classes.get(program_class)
-        if name is None or self.table.of_program(program_id) or self._closing:
+        if name is None or program_id in self._seen or self._closing:
             return
         self._programs.open(program_id)
+        self._seen.add(program_id)
+        if self.table.of_program(program_id):
+            return
         try:
-            self._tell(self.table.request(self._clock(), self.templates[name], name, program_id))
+            self._request(program_id, self.templates[name], name)
         except SandboxError as error:  # the turn goes on: a sandbox is help, not leave
             log.warning("sandbox_failed", program_ids=[program_id], template=name, code=error.code, why=error.message)
-        self._changed.set()
 
     def of_program(self, program_id: str) -> list[Report]:
         """Report on a program's sandboxes, the oldest first."""
@@ -229,13 +258,18 @@ class Manager:
         sandbox = self.table.sandboxes.get(sandbox_id)
         if sandbox is None or sandbox not in self.table.of_program(program_id):
             return False
-        self.table.leave(sandbox, program_id, "its program asked")
-        self._changed.set()
+        self._leave(sandbox, program_id, "its program asked")
         return True
 
-    def feed(self) -> AbstractAsyncContextManager[asyncio.Queue[Report | None]]:
-        """Give a queue of reports, one for each change from now on; None ends it."""
-        return self._feed.read()
+    def _leave(self, sandbox: Sandbox, program_id: str, why: str) -> None:
+        self.table.leave(sandbox, program_id, why)
+        if sandbox.stage is Stage.GONE:  # nothing was made of it: no plan will tell
+            self._tell(sandbox)
+        self._changed.set()
+
+    def feed(self, program_id: str | None = None) -> AbstractAsyncContextManager[asyncio.Queue[Report | None]]:
+        """Give a queue of reports, one for each change from now on, of one program's alone; None ends it."""
+        return self._feed.read(program_id)
 
     def _report(self, sandbox: Sandbox) -> Report:
         return report_of(sandbox, self._clock())
@@ -249,25 +283,25 @@ class Manager:
         """Follow programs as they are admitted and end."""
         for decision in decisions:
             if type(decision) is Release:
-                self._waiting_since_s.pop(decision.program_id, None)
-                if self.table.of_program(decision.program_id):
-                    self.table.program_ended(decision.program_id, f"its program ended: {decision.reason.value}")
-                    self._changed.set()
+                self._seen.discard(decision.program_id)
+                self._program_ended(decision.program_id, f"its program ended: {decision.reason.value}")
             elif type(decision) in (Grant, Restore) and decision.program_id is not None:
                 self._admitted(decision.program_id)
+
+    def _program_ended(self, program_id: str, why: str) -> None:
+        for sandbox in self.table.of_program(program_id):
+            self._leave(sandbox, program_id, why)
 
     def _admitted(self, program_id: str) -> None:
         sandboxes = self.table.of_program(program_id)
         if not sandboxes:
             return
-        now_s = self._clock()
         for sandbox in sandboxes:
             if sandbox.stage is Stage.READY:
                 self._on_waited(0.0)
             elif sandbox.stage in COMING:
-                self._waiting_since_s.setdefault(program_id, now_s)
                 self._changed.set()
-        self.table.used(now_s, program_id)
+        self.table.used(self._clock(), program_id)
 
     # --- carrying out -----------------------------------------------------------------------------------------------
 
@@ -282,27 +316,28 @@ class Manager:
                     group.create_task(contact.run())
                 while True:
                     self._plan(group)
+                    await asyncio.sleep(self.settings.plan_pause_s)
                     with suppress(TimeoutError):
                         async with asyncio.timeout(self.settings.plan_interval_s):
                             await self._changed.wait()
         finally:
             self._closing = True
-            if self.settings.reclaim_on_shutdown:
-                await self._reclaim_all()
+            await self._reclaim_at_shutdown()
             self._feed.close()
             for driver in self._drivers.values():
                 await driver.close()
 
     def _plan(self, group: asyncio.TaskGroup) -> None:
-        self._changed.clear()
         self._let_idle_go()
+        self._changed.clear()
         expected_s = self._programs.expected_holds_s()
+        last_s = max(expected_s.values(), default=0.0)
 
         def needed_in_s(program_id: str) -> float:
             if self._programs.runs(program_id):
                 return 0.0
             # Who has no turn yet, or is behind those that were looked at, comes after them.
-            return expected_s.get(program_id, max(expected_s.values(), default=0.0))
+            return expected_s.get(program_id, last_s)
 
         for action in self.table.plan(self._clock(), needed_in_s):
             sandbox = action.sandbox
@@ -319,13 +354,14 @@ class Manager:
         for sandbox in list(self.table):
             for program_id in list(sandbox.program_ids):
                 if self._programs.acting_for_s(program_id) > limit_s:
-                    self.table.leave(sandbox, program_id, "its program has had no turn for too long")
+                    self._leave(sandbox, program_id, "its program has had no turn for too long")
+                    self._seen.discard(program_id)
 
     async def _prepare(self, sandbox: Sandbox) -> None:
         template = sandbox.template
         driver = self._drivers[template.driver]
         order = Order(
-            sandbox_id=f"{sandbox.sandbox_id}-{sandbox.attempt_count}" if sandbox.attempt_count else sandbox.sandbox_id,
+            sandbox_id=_order_id(sandbox),
             template=template,
             template_name=sandbox.template_name,
             program_id=next(iter(sandbox.program_ids), ""),
@@ -359,13 +395,12 @@ class Manager:
             program_ids=list(sandbox.program_ids),
             prepare_s=round(sandbox.prepare_s, 3),
         )
+        if sandbox.awaited_since_s is not None:
+            self._on_waited(now_s - sandbox.awaited_since_s)
         for program_id in sandbox.program_ids:
             self._programs.sandbox_ready(program_id, sandbox.sandbox_id, sandbox.prepare_s)
             if self._programs.runs(program_id):
-                self._on_waited(now_s - self._waiting_since_s.get(program_id, now_s))
                 self.table.used(now_s, program_id)
-            if all(each.stage not in COMING for each in self.table.of_program(program_id)):
-                self._waiting_since_s.pop(program_id, None)
         self._tell(sandbox)
         self._changed.set()
 
@@ -401,9 +436,14 @@ class Manager:
         if sandbox.place is not None:
             kind, handle = sandbox.template.driver, sandbox.place.handle
             await self._reclaim_for_certain(kind, handle, sandbox)
+        self._is_gone(sandbox, action.why)
+
+    def _is_gone(self, sandbox: Sandbox, why: str) -> None:
+        if sandbox.place is not None:
+            self._reclaimed.add((sandbox.template.driver, sandbox.place.handle))
         self.reclaimed_count += 1
         self.table.reclaimed(sandbox)
-        log.info("sandbox_reclaimed", sandbox_id=sandbox.sandbox_id, why=action.why)
+        log.info("sandbox_reclaimed", sandbox_id=sandbox.sandbox_id, why=why)
         self._tell(sandbox)
         self._changed.set()
 
@@ -418,7 +458,7 @@ class Manager:
     async def _try_to_reclaim(self, kind: str, handle: str, sandbox: Sandbox | None) -> bool:
         why = f"not reclaimed after {self.settings.reclaim_timeout_s:g} s"
         try:
-            async with self._reclaim_hands, asyncio.timeout(self.settings.reclaim_timeout_s):
+            async with self._reclaim_hands[kind], asyncio.timeout(self.settings.reclaim_timeout_s):
                 await self._drivers[kind].reclaim(handle)
                 return True
         except SandboxError as error:
@@ -430,45 +470,73 @@ class Manager:
         log.warning("sandbox_not_reclaimed", driver=kind, handle=handle, why=why)
         return False
 
-    async def _reclaim_all(self) -> None:
-        """At a shutdown: remove what we made, as far as the time reaches; what is left ends with its time to live."""
-        for sandbox in list(self.table):
-            if not sandbox.given:
-                self.table.let_go(sandbox, "shutdown")
-        left = [each for each in self.table if each.place is not None and not each.given]
+    async def _reclaim_at_shutdown(self) -> None:
+        """Remove what is being reclaimed and, by choice, all else that we made, as far as the time reaches.
+
+        What is left of it ends with its time to live.
+        """
+        if self.settings.reclaim_on_shutdown:
+            for sandbox in list(self.table):
+                if not sandbox.given:
+                    self.table.let_go(sandbox, "shutdown")
+        left = [each for each in self.table if each.stage is Stage.RECLAIMING]
         if not left:
             return
         with suppress(TimeoutError):
             async with asyncio.timeout(self.settings.shutdown_s):
-                done = await asyncio.gather(
-                    *(
-                        self._try_to_reclaim(each.template.driver, each.place.handle, each)
-                        for each in left
-                        if each.place
-                    )
-                )
-                left = [each for each, gone in zip(left, done, strict=True) if not gone]
-        log.info("sandboxes_reclaimed_at_shutdown", left_count=sum(each.stage is not Stage.GONE for each in left))
+                await asyncio.gather(*(self._reclaim_once(each) for each in left))
+        left_count = sum(each.stage is not Stage.GONE for each in left)
+        log.info("sandboxes_reclaimed_at_shutdown", left_count=left_count)
+
+    async def _reclaim_once(self, sandbox: Sandbox) -> None:
+        place = sandbox.place
+        if place is None or await self._try_to_reclaim(sandbox.template.driver, place.handle, sandbox):
+            self._is_gone(sandbox, "shutdown")
 
     # --- what the engines say: `thunderagent.tools.contact.Listener` --------------------------------------------------
 
-    def found(self, kind: str, found: Sequence[Found], *, first: bool) -> None:
-        """Take over what was given, take in what died while nobody looked; at the first time remove orphans."""
+    def found(self, kind: str, found: Sequence[Found], known: Sequence[str], *, first: bool) -> None:
+        """Take over what was given, take in what died while nobody looked, remove what is nobody's any more."""
+        names = {_order_id(each) for each in self.table if each.stage is not Stage.FAILED}
         for each in found:
-            if each.running:
+            if each.running and (kind, each.handle) not in self._reclaimed:
                 self.appeared(kind, each)
-            if first and each.is_orphan_of(self._owner):
-                assert self._group is not None
-                self._group.create_task(self._remove_orphan(kind, each))
+            is_orphan = each.is_orphan_of(self._owner)
+            if is_orphan if first else each.is_of(self._owner) and not is_orphan and each.sandbox_id not in names:
+                self._remove_soon(kind, each.handle, is_orphan=is_orphan)
+        self._reclaimed = {key for key in self._reclaimed if key[0] != kind}
         running = {each.handle for each in found if each.running}
-        for handle in self.handles(kind):
+        for handle in known:
             if handle not in running:
                 self.ended(kind, handle, "it is no longer there")
+        self._end_expired(kind)
 
-    async def _remove_orphan(self, kind: str, orphan: Found) -> None:
-        await self._reclaim_for_certain(kind, orphan.handle, None)
-        self.orphan_count += 1
-        log.info("orphan_reclaimed", driver=kind, handle=orphan.handle, sandbox_id=orphan.sandbox_id)
+    def _end_expired(self, kind: str) -> None:
+        """Take for ended, and remove, what should have ended by itself, though nobody says so."""
+        latest_s = self._clock() - self.settings.contact.resync_interval_s
+        for sandbox in list(self.table):
+            if sandbox.template.driver != kind or sandbox.stage not in (Stage.READY, Stage.IN_USE):
+                continue
+            if sandbox.begun_s is not None and sandbox.begun_s + sandbox.template.ttl_s < latest_s:
+                assert sandbox.place is not None
+                handle = sandbox.place.handle
+                self.ended(kind, handle, "its time to live is over")
+                self._remove_soon(kind, handle, is_orphan=False)
+
+    def _remove_soon(self, kind: str, handle: str, *, is_orphan: bool) -> None:
+        """Remove what is in no table."""
+        if (kind, handle) not in self._removing:
+            assert self._group is not None
+            self._removing.add((kind, handle))
+            self._group.create_task(self._remove(kind, handle, is_orphan=is_orphan))
+
+    async def _remove(self, kind: str, handle: str, *, is_orphan: bool) -> None:
+        try:
+            await self._reclaim_for_certain(kind, handle, None)
+        finally:
+            self._removing.discard((kind, handle))
+        self.orphan_count += is_orphan
+        log.info("orphan_reclaimed" if is_orphan else "leftover_reclaimed", driver=kind, handle=handle)
 
     def appeared(self, kind: str, found: Found) -> None:
         """Take over a sandbox that an agent made and labelled."""
@@ -529,3 +597,8 @@ class Manager:
         disk = [sandbox.disk_bytes for sandbox in alive if sandbox.disk_bytes is not None]
         memory = [sandbox.memory_bytes for sandbox in alive if sandbox.memory_bytes is not None]
         return len(alive), sum(disk) if disk or not alive else None, sum(memory) if memory or not alive else None
+
+
+def _order_id(sandbox: Sandbox) -> str:
+    """Return what the engine knows a sandbox by: each attempt that failed has a name of its own."""
+    return f"{sandbox.sandbox_id}-{sandbox.attempt_count}" if sandbox.attempt_count else sandbox.sandbox_id

@@ -75,7 +75,7 @@ def main() -> int:
     wait_for_the_end(sys.stdin.fileno())
 
     from thunderagent.tools.base import Owner  # noqa: PLC0415 - with the library some 40 MB, perhaps never needed
-    from thunderagent.tools.docker import reap  # noqa: PLC0415
+    from thunderagent.tools.docker.reap import reap  # noqa: PLC0415
 
     of = Owner(arguments.owner, arguments.run)
     return 0 if reap_until_nothing_is_left(lambda now_s: reap(arguments.url, of, now_s)) else 1

@@ -18,7 +18,8 @@ that belongs to nobody is kept warm: the first program that asks for the same th
 plan tells it how that ended. `plan` goes through those that are wanted in the order in which they are needed. When a
 program will be admitted is known only about; so a preparation is due when that time, less what nine of ten
 preparations of this template took, is over. Idle hands begin sooner, but those that are not due yet leave a part of
-the caps to those that may come and are (`early_ratio`). Who is due and finds no room takes that of a warm sandbox.
+the caps and of the hands to those that may come and are (`early_ratio`). Who is due and finds no room takes that of a
+warm sandbox.
 """
 
 from __future__ import annotations
@@ -38,6 +39,13 @@ PREPARE_EDGES_S = geometric_edges(0.01, 1.15, 80)
 """From 10 ms to 12 minutes."""
 
 PREPARE_QUANTILE = 0.9
+
+WARM_LIFE_RATIO = 0.25
+"""Part of its time to live after which a warm sandbox is replaced: who gets it may need it for long."""
+
+TEMPLATES_LEARNED_COUNT = 1024
+"""Templates whose preparation times are remembered, those that were prepared last."""
+
 FAILED_KEPT_COUNT = 256
 """Failed sandboxes that are remembered for their programs; the oldest are forgotten."""
 
@@ -88,6 +96,9 @@ STEPS: dict[tuple[Stage, Step], Stage] = {
 ALIVE = frozenset({Stage.PREPARING, Stage.READY, Stage.IN_USE, Stage.RECLAIMING})
 """Stages in which there may be something at the engine."""
 
+COMING = frozenset({Stage.REQUESTED, Stage.PREPARING})
+"""Stages before it is usable."""
+
 
 @dataclass(frozen=True, slots=True)
 class Caps:
@@ -103,7 +114,7 @@ class Caps:
     """Time to the second attempt; doubled for each further one."""
     backoff_limit_s: float = 30.0
     early_ratio: float = 0.75
-    """Part of the caps that preparations may take that are not due yet."""
+    """Part of the caps, and of the hands, that preparations may take that are not due yet."""
 
 
 class Sandbox:
@@ -111,7 +122,9 @@ class Sandbox:
 
     __slots__ = (
         "attempt_count",
+        "awaited_since_s",
         "begun_s",
+        "digest",
         "disk_bytes",
         "given",
         "memory_bytes",
@@ -133,6 +146,7 @@ class Sandbox:
         """Ask for one that belongs to nobody yet."""
         self.sandbox_id = sandbox_id
         self.template = template
+        self.digest = template.digest()
         self.template_name = template_name
         self.requested_s = requested_s
         self.program_ids: dict[str, None] = {}
@@ -145,6 +159,8 @@ class Sandbox:
         self.begun_s: float | None = None
         self.ready_s: float | None = None
         self.used_s: float | None = None
+        self.awaited_since_s: float | None = None
+        """Since when a program that runs waits for it."""
         self.place: Place | None = None
         self.why = ""
         """The last thing that went wrong with it."""
@@ -204,8 +220,13 @@ class SandboxTable:
         self._by_share_key: dict[str, Sandbox] = {}
         self._failed: dict[str, Sandbox] = {}
         self._prepare_times_s: dict[str, LogHistogram] = {}
+        """By the template's digest, the last learned last."""
         self._prepare_guess_s = LogHistogram(PREPARE_EDGES_S)
-        self._warm: dict[str, tuple[Template, int]] = {}
+        self._warm: dict[str, tuple[str, Template, int]] = {}
+        """By its digest, a template's name and how many are to be kept ready of it."""
+        self._warm_again_at_s: dict[str, float] = {}
+        self._unowned: dict[str, Sandbox] = {}
+        """Those that are warm."""
         self._to_reclaim: list[Reclaim] = []
 
     def __repr__(self) -> str:
@@ -225,8 +246,12 @@ class SandboxTable:
     # --- asking -----------------------------------------------------------------------------------------------------
 
     def keep_warm(self, templates: Mapping[str, tuple[Template, int]]) -> None:
-        """Say how many of which template are to be kept ready for whoever asks."""
-        self._warm = dict(templates)
+        """Say how many of which template are to be kept ready for whoever asks; the same under two names is added."""
+        self._warm = {}
+        for name, (template, count) in templates.items():
+            digest = template.digest()
+            first_name, _, others_count = self._warm.get(digest, (name, template, 0))
+            self._warm[digest] = (first_name, template, others_count + count)
 
     def request(
         self, now_s: float, template: Template, template_name: str, program_id: str, share_key: str = ""
@@ -235,13 +260,10 @@ class SandboxTable:
 
         Raises `SandboxRefusedError` where the key is that of another template, and as `check` does.
         """
-        self.check(template)
-        digest = template.digest()
+        self.check(template, share_key)
         sandbox = self._by_share_key.get(share_key) if share_key else None
-        if sandbox is not None and sandbox.template.digest() != digest:
-            raise SandboxRefusedError(f"the sandbox that is shared as {share_key!r} is made from another template")
         if sandbox is None and template.network != "own":  # a network of its own cannot change its program
-            sandbox = self._best_warm(digest)
+            sandbox = self._best_warm(now_s, template.digest())
         if sandbox is None:
             sandbox = Sandbox(self._new_id(), template, template_name, now_s)
             self.sandboxes[sandbox.sandbox_id] = sandbox
@@ -251,8 +273,11 @@ class SandboxTable:
         self._join(sandbox, program_id)
         return sandbox
 
-    def check(self, template: Template) -> None:
-        """Raise `SandboxRefusedError` where the caps could never hold a sandbox of this template."""
+    def check(self, template: Template, share_key: str = "") -> None:
+        """Raise `SandboxRefusedError` where the caps could never hold such a sandbox, or the key is another's."""
+        shared = self._by_share_key.get(share_key) if share_key else None
+        if shared is not None and shared.digest != template.digest():
+            raise SandboxRefusedError(f"the sandbox that is shared as {share_key!r} is made from another template")
         for what, wanted_bytes, cap_bytes in (
             ("memory", template.memory_bytes, self.caps.memory_bytes),
             ("disk", template.disk_bytes, self.caps.disk_bytes),
@@ -275,21 +300,28 @@ class SandboxTable:
             self._join(sandbox, program_id)
         return sandbox
 
-    def _best_warm(self, digest: str) -> Sandbox | None:
-        warm = [each for each in self if each.is_warm and each.template.digest() == digest]
-        warm.sort(key=lambda each: (Stage.READY, Stage.PREPARING, Stage.REQUESTED).index(each.stage))
-        return next(iter(warm), None)
+    def _best_warm(self, now_s: float, digest: str) -> Sandbox | None:
+        """Return a warm one that is ready, else one that is being prepared; one that is not begun is no help."""
+        warm = [each for each in self._unowned.values() if each.digest == digest and not _is_stale(now_s, each)]
+        for stage in (Stage.READY, Stage.PREPARING):
+            for sandbox in warm:
+                if sandbox.stage is stage:
+                    return sandbox
+        return None
 
     def _join(self, sandbox: Sandbox, program_id: str) -> None:
+        self._unowned.pop(sandbox.sandbox_id, None)
         sandbox.program_ids[program_id] = None
         self._of_program.setdefault(program_id, {})[sandbox.sandbox_id] = sandbox
 
     def used(self, now_s: float, program_id: str) -> None:
-        """Note that a program runs: its sandboxes that are ready are in use from now on."""
+        """Note that a program runs: its sandboxes that are ready are in use from now on, it waits for the others."""
         for sandbox in self._of_program.get(program_id, {}).values():
             if sandbox.stage is Stage.READY:
                 sandbox.advance(Step.USE)
                 sandbox.used_s = now_s
+            elif sandbox.stage in COMING and sandbox.awaited_since_s is None:
+                sandbox.awaited_since_s = now_s
 
     # --- ending -----------------------------------------------------------------------------------------------------
 
@@ -314,6 +346,7 @@ class SandboxTable:
             self._forget(sandbox, Step.DROP)
             return
         self._unshare(sandbox)
+        self._unowned.pop(sandbox.sandbox_id, None)
         sandbox.advance(Step.RECLAIM)
         self._to_reclaim.append(Reclaim(sandbox, why))
 
@@ -332,6 +365,7 @@ class SandboxTable:
         self._unshare(sandbox)
         self._unplace(sandbox)
         self._failed.pop(sandbox.sandbox_id, None)
+        self._unowned.pop(sandbox.sandbox_id, None)
         for program_id in sandbox.program_ids:
             self._unlist(sandbox, program_id)
         del self.sandboxes[sandbox.sandbox_id]
@@ -345,8 +379,12 @@ class SandboxTable:
         sandbox.why = ""
         self._set_place(sandbox, place)
         assert sandbox.prepare_s is not None
-        for times_s in (self._times_s(sandbox.template), self._prepare_guess_s):
-            times_s.add(sandbox.prepare_s)
+        times_s = self._prepare_times_s.pop(sandbox.digest, None) or LogHistogram(PREPARE_EDGES_S)
+        self._prepare_times_s[sandbox.digest] = times_s
+        if len(self._prepare_times_s) > TEMPLATES_LEARNED_COUNT:
+            del self._prepare_times_s[next(iter(self._prepare_times_s))]
+        times_s.add(sandbox.prepare_s)
+        self._prepare_guess_s.add(sandbox.prepare_s)
 
     def failed(self, now_s: float, sandbox: Sandbox, error: SandboxError) -> bool:
         """Take in that a preparation failed; return whether it will be tried again.
@@ -361,7 +399,7 @@ class SandboxTable:
             doublings = max(0, sandbox.attempt_count - 1)
             sandbox.retry_at_s = now_s + min(self.caps.backoff_s * 2**doublings, self.caps.backoff_limit_s)
             return True
-        self._fail(sandbox)
+        self._fail(now_s, sandbox)
         return False
 
     def died(self, now_s: float, sandbox: Sandbox, why: str) -> bool:
@@ -379,17 +417,18 @@ class SandboxTable:
             sandbox.advance(Step.RETRY)
             sandbox.retry_at_s = now_s + self.caps.backoff_s
             return True
-        self._fail(sandbox)
+        self._fail(now_s, sandbox)
         return False
 
     def reclaimed(self, sandbox: Sandbox) -> None:
         """Take in that a sandbox is gone."""
         self._forget(sandbox, Step.RECLAIMED)
 
-    def _fail(self, sandbox: Sandbox) -> None:
+    def _fail(self, now_s: float, sandbox: Sandbox) -> None:
         sandbox.advance(Step.FAIL)
         self._unshare(sandbox)
         if not sandbox.program_ids:
+            self._warm_again_at_s[sandbox.digest] = now_s + self.caps.backoff_limit_s
             self._forget(sandbox, Step.DROP)
             return
         self._failed[sandbox.sandbox_id] = sandbox
@@ -402,74 +441,97 @@ class SandboxTable:
 
     def _unplace(self, sandbox: Sandbox) -> None:
         if sandbox.place is not None:
-            self._by_handle.pop((sandbox.template.driver, sandbox.place.handle), None)
+            key = (sandbox.template.driver, sandbox.place.handle)
+            if self._by_handle.get(key) is sandbox:
+                del self._by_handle[key]
             sandbox.place = None
 
     # --- the plan ---------------------------------------------------------------------------------------------------
 
     def expected_prepare_s(self, template: Template) -> float:
         """Return what nine of ten preparations of a template took; of a new one those of all; 0 before the first."""
-        return self._times_s(template).quantile(PREPARE_QUANTILE, self._prepare_guess_s.quantile(PREPARE_QUANTILE, 0.0))
+        return self._expected_prepare_s(template.digest())
 
-    def _times_s(self, template: Template) -> LogHistogram:
-        return self._prepare_times_s.setdefault(template.digest(), LogHistogram(PREPARE_EDGES_S))
+    def _expected_prepare_s(self, digest: str) -> float:
+        times_s = self._prepare_times_s.get(digest, self._prepare_guess_s)
+        return times_s.quantile(PREPARE_QUANTILE, 0.0)
 
     def plan(self, now_s: float, needed_in_s: Callable[[str], float]) -> list[Action]:
         """Return what is to be done now, and take it as begun.
 
         `needed_in_s` tells of a program in how many seconds it is expected to be admitted: 0 if it runs.
-        Cost: O(n log n) of n sandboxes that are wanted.
+        Cost: O(sandboxes + wanted log wanted).
         """
         self._adjust_warm(now_s)
         actions: list[Action] = []
-        wanted = [
-            (self._needed_in_s(sandbox, needed_in_s), sandbox)
-            for sandbox in self
-            if sandbox.stage is Stage.REQUESTED and sandbox.retry_at_s <= now_s
-        ]
-        wanted.sort(key=lambda pair: (pair[0], pair[1].requested_s))
-        hands_count = self.caps.hands_count - sum(each.stage is Stage.PREPARING for each in self)
-        room = _Room(self.caps, [each for each in self if each.stage in ALIVE and not each.given])
-        for needed_s, sandbox in wanted:
-            if hands_count <= 0:
-                break
-            due = needed_s <= self.expected_prepare_s(sandbox.template)
-            if not room.holds(sandbox.template, 1.0 if due else self.caps.early_ratio):
-                if due and sandbox.program_ids:
-                    self._make_room(sandbox.template, room)
-                break  # whoever comes after is needed later: it does not overtake
-            room.add(sandbox)
-            hands_count -= 1
-            sandbox.advance(Step.BEGIN)
-            sandbox.begun_s = now_s
-            actions.append(Prepare(sandbox))
+        requested = Stage.REQUESTED  # looked up once: this is done for thousands, at each change
+        wanted = [each for each in self.sandboxes.values() if each.stage is requested and each.retry_at_s <= now_s]
+        if wanted:
+            alive = [each for each in self.sandboxes.values() if each.stage in ALIVE and not each.given]
+            preparing_count = [each.stage for each in alive].count(Stage.PREPARING)
+        if wanted and preparing_count < self.caps.hands_count:
+            room = _Room(self.caps, alive)
+            for due, sandbox in self._by_need(wanted, needed_in_s):
+                if preparing_count >= self.caps.hands_count * (1.0 if due else self.caps.early_ratio):
+                    break
+                if not room.holds(sandbox.template, 1.0 if due else self.caps.early_ratio):
+                    if not sandbox.program_ids:
+                        continue  # nobody waits for it
+                    if due:
+                        self._make_room(sandbox.template, room)
+                    break  # whoever comes after is needed later: it does not overtake
+                room.add(sandbox)
+                preparing_count += 1
+                sandbox.advance(Step.BEGIN)
+                sandbox.begun_s, sandbox.ready_s = now_s, None
+                actions.append(Prepare(sandbox))
         self._to_reclaim, reclaims = [], self._to_reclaim
         return [*reclaims, *actions]
 
-    def _needed_in_s(self, sandbox: Sandbox, needed_in_s: Callable[[str], float]) -> float:
-        return min((needed_in_s(program_id) for program_id in sandbox.program_ids), default=inf)
+    def _by_need(self, wanted: list[Sandbox], needed_in_s: Callable[[str], float]) -> Iterator[tuple[bool, Sandbox]]:
+        """Yield those that are wanted with whether each is due: who is, by when it is needed; then who soon will be."""
+        prepare_s = {digest: self._expected_prepare_s(digest) for digest in {each.digest for each in wanted}}
+        ranked: list[tuple[float, float, float, int, Sandbox]] = []
+        for place, sandbox in enumerate(wanted):
+            needed_s = min(map(needed_in_s, sandbox.program_ids), default=inf)
+            begin_in_s = max(0.0, needed_s - prepare_s[sandbox.digest])
+            ranked.append((begin_in_s, needed_s, sandbox.requested_s, place, sandbox))
+        ranked.sort()
+        for begin_in_s, _, _, _, sandbox in ranked:
+            yield begin_in_s <= 0.0, sandbox
 
     def _make_room(self, template: Template, room: _Room) -> None:
-        """Have warm sandboxes reclaimed until one of this template would fit; their room is free once they are gone."""
-        for sandbox in [each for each in self if each.is_warm and each.stage in (Stage.READY, Stage.PREPARING)]:
+        """Have warm sandboxes reclaimed, if one of this template fits then; their room is free once they are gone."""
+        giving_way: list[Sandbox] = []
+        for sandbox in self._unowned.values():
             if room.will_hold(template):
-                return
-            room.leaving(sandbox)
-            self.let_go(sandbox, "others need its room")
+                break
+            if sandbox.stage is not Stage.REQUESTED:
+                room.leaving(sandbox)
+                giving_way.append(sandbox)
+        if room.will_hold(template):
+            for sandbox in giving_way:
+                self.let_go(sandbox, "others need its room")
 
     def _adjust_warm(self, now_s: float) -> None:
         """Ask for as many warm sandboxes as are missing of each template; let go of those that are too many."""
-        if not self._warm:
-            return
-        for name, (template, count) in self._warm.items():
-            digest = template.digest()
-            warm = [each for each in self if each.is_warm and each.template.digest() == digest]
-            for surplus in warm[count:]:
+        warm: dict[str, list[Sandbox]] = {digest: [] for digest in self._warm}
+        for sandbox in list(self._unowned.values()):
+            if _is_stale(now_s, sandbox):
+                self.let_go(sandbox, "it was warm for so long that too little of its life is left")
+            else:
+                warm.setdefault(sandbox.digest, []).append(sandbox)
+        for digest, there in warm.items():
+            name, template, count = self._warm.get(digest, ("", None, 0))
+            for surplus in there[count:]:
                 self.let_go(surplus, "more are warm than are to be kept")
-            waits = any(each.stage is Stage.REQUESTED and each.program_ids for each in self)
-            for _ in range(0 if waits else count - len(warm)):
+            if template is None or len(there) >= count or now_s < self._warm_again_at_s.get(digest, -inf):
+                continue
+            if any(each.stage is Stage.REQUESTED and each.program_ids and each.retry_at_s <= now_s for each in self):
+                return  # they come first
+            for _ in range(count - len(there)):
                 sandbox = Sandbox(self._new_id(), template, name, now_s)
-                self.sandboxes[sandbox.sandbox_id] = sandbox
+                self.sandboxes[sandbox.sandbox_id] = self._unowned[sandbox.sandbox_id] = sandbox
 
 
 class _Room:
@@ -477,11 +539,13 @@ class _Room:
 
     def __init__(self, caps: Caps, alive: list[Sandbox]) -> None:
         self._caps = caps
-        self._count = self._memory_bytes = self._disk_bytes = 0
+        self._count = len(alive)
+        self._memory_bytes = sum(map(_memory_bytes, alive))
+        self._disk_bytes = sum(map(_disk_bytes, alive))
         self._leaving_count = self._leaving_memory_bytes = self._leaving_disk_bytes = 0
+        reclaiming = Stage.RECLAIMING
         for sandbox in alive:
-            self.add(sandbox)
-            if sandbox.stage is Stage.RECLAIMING:
+            if sandbox.stage is reclaiming:
                 self.leaving(sandbox)
 
     def add(self, sandbox: Sandbox) -> None:
@@ -517,6 +581,12 @@ class _Room:
             and memory_bytes + (template.memory_bytes or 0) <= ratio * (caps.memory_bytes or inf)
             and disk_bytes + (template.disk_bytes or 0) <= ratio * (caps.disk_bytes or inf)
         )
+
+
+def _is_stale(now_s: float, warm: Sandbox) -> bool:
+    """Say whether too little of a warm sandbox's life is left to give it to a program."""
+    began_s = warm.begun_s if warm.stage is Stage.READY else None
+    return began_s is not None and now_s - began_s > WARM_LIFE_RATIO * warm.template.ttl_s
 
 
 def _memory_bytes(sandbox: Sandbox) -> int:

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 DriverKind = Literal["docker", "kubernetes", "callback"]
 Network = Literal["default", "own", "none"]
+
+
+LONGEST_S = 31_536_000.0
+"""A year, in seconds: what is longer is a mistake, and no engine's number."""
+
+LARGEST_COUNT = 2**62
+"""Engines' numbers have 64 bits."""
+
+Port = Annotated[int, Field(gt=0, le=65535)]
 
 
 class Mount(BaseModel):
@@ -26,7 +35,7 @@ class Mount(BaseModel):
 class Template(BaseModel):
     """How to make a sandbox, and when it is usable."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     driver: DriverKind = Field("docker", description="who makes it: docker, kubernetes or callback")
     image: str = Field("", description="image to run; docker and kubernetes need one")
@@ -36,29 +45,45 @@ class Template(BaseModel):
     environment: dict[str, str] = Field({}, description="environment variables")
     working_dir: str = Field("", description="folder that commands start in; none is the image's")
     mounts: tuple[Mount, ...] = ()
-    ports: tuple[int, ...] = Field((), description="TCP ports inside that must be reachable from outside")
+    ports: tuple[Port, ...] = Field((), description="TCP ports inside that must be reachable from outside")
     network: Network = Field(
         "default",
         description="default: the engine's; own: one for all sandboxes of a program, gone with them; none: no network",
     )
-    memory_bytes: int | None = Field(None, gt=0, description="most memory, in bytes; counted against the cap")
-    cpus_count: float | None = Field(None, gt=0, description="most processors")
-    pids_count: int | None = Field(None, gt=0, description="most processes")
+    memory_bytes: int | None = Field(
+        None, gt=0, le=LARGEST_COUNT, description="most memory, in bytes; counted against the cap"
+    )
+    cpus_count: float | None = Field(None, gt=0, le=10_000, description="most processors")
+    pids_count: int | None = Field(None, gt=0, le=LARGEST_COUNT, description="most processes")
     disk_bytes: int | None = Field(
-        None, ge=0, description="what it is expected to write, in bytes; counted against the cap until it is measured"
+        None,
+        ge=0,
+        le=LARGEST_COUNT,
+        description="what it is expected to write, in bytes; counted against the cap until it is measured",
     )
     setup: tuple[str, ...] = Field((), description="shell commands, run inside in this order once it has started")
     ready_command: str = Field("", description="shell command that succeeds inside when the sandbox is usable")
     ready_port: int | None = Field(None, gt=0, le=65535, description="port of `ports` that accepts when it is usable")
-    ready_interval_s: float = Field(0.2, gt=0, description="time between two readiness checks, in seconds")
+    ready_interval_s: float = Field(
+        0.2, gt=0, le=LONGEST_S, description="time between two readiness checks, in seconds"
+    )
     prepare_timeout_s: float = Field(
-        300.0, gt=0, description="a preparation that takes longer, pull and setup included, has failed, in seconds"
+        300.0,
+        gt=0,
+        le=LONGEST_S,
+        description="a preparation that takes longer, pull and setup included, has failed, in seconds",
     )
     stop_grace_s: float = Field(
-        0.0, ge=0, description="time between the request to stop and the kill when it is reclaimed, in seconds"
+        0.0,
+        ge=0,
+        le=LONGEST_S,
+        description="time between the request to stop and the kill when it is reclaimed, in seconds",
     )
     ttl_s: float = Field(
-        14_400.0, gt=0, description="longest life: it ends by itself after so long, whatever happens to us, in seconds"
+        14_400.0,
+        gt=0,
+        le=LONGEST_S,
+        description="longest life: it ends by itself after so long, whatever happens to us, in seconds",
     )
     program_classes: tuple[str, ...] = Field(
         (), description="programs of these classes (X-Program-Class) get such a sandbox at first sight"

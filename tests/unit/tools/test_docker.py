@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import functools
+import inspect
 import shutil
 import socket
 import subprocess
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import docker
@@ -24,16 +28,32 @@ from thunderagent.errors import (
 )
 from thunderagent.tools.base import EXPIRES_LABEL, OWNER_LABEL, PROGRAM_LABEL, SANDBOX_LABEL, Order, Owner
 from thunderagent.tools.docker import DockerDriver
-from thunderagent.tools.docker_engine import mapped
-from thunderagent.tools.docker_scripts import FIRST_PROCESS, UNTIL_COMMAND, UNTIL_PORT
+from thunderagent.tools.docker.engine import mapped
+from thunderagent.tools.docker.networks import Networks
+from thunderagent.tools.docker.scripts import FIRST_PROCESS, UNTIL_COMMAND, UNTIL_PORT
 from thunderagent.tools.template import Template
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Coroutine, Iterator
     from pathlib import Path
 
 SHELLS = [shell for shell in (["dash"], ["bash", "--posix"], ["busybox", "sh"]) if shutil.which(shell[0])]
-in_each_shell = pytest.mark.parametrize("shell", SHELLS, ids=lambda shell: str(shell[0]))
+
+
+def in_each_shell(test: Callable[..., None]) -> Callable[..., None]:
+    """Run a test in all shells at once: what it does is waiting."""
+
+    @functools.wraps(test)
+    def in_all(**given: Any) -> None:
+        with ThreadPoolExecutor(len(SHELLS)) as pool:
+            running = [pool.submit(test, shell, **given) for shell in SHELLS]
+        for each in running:
+            each.result()
+
+    signature = inspect.signature(test)
+    without_shell = [each for each in signature.parameters.values() if each.name != "shell"]
+    in_all.__signature__ = signature.replace(parameters=without_shell)  # type: ignore[attr-defined]
+    return in_all
 
 
 @contextlib.contextmanager
@@ -68,13 +88,13 @@ def test_the_first_process_ends_with_its_command(shell: list[str]) -> None:
 
 
 @in_each_shell
-@pytest.mark.parametrize("command", [(), ("sh", "-c", "trap '' TERM ALRM; while :; do sleep 1; done")])
-def test_the_first_process_ends_when_its_time_is_over(shell: list[str], command: tuple[str, ...]) -> None:
+def test_the_first_process_ends_when_its_time_is_over(shell: list[str]) -> None:
     """Whatever the command does, or if there is none."""
+    stubborn = ("sh", "-c", "trap '' TERM ALRM; while :; do sleep 1; done")
     started_s = time.monotonic()
-    with first_process(shell, *command, ttl_s=1) as process:
-        assert process.wait(5) == 124
-    assert 0.9 < time.monotonic() - started_s < 3.0
+    with first_process(shell, ttl_s=1) as idle, first_process(shell, *stubborn, ttl_s=1) as busy:
+        assert idle.wait(5) == busy.wait(5) == 124
+        assert 0.9 < time.monotonic() - started_s < 3.0
 
 
 @in_each_shell
@@ -92,17 +112,19 @@ def test_the_watchdog_cannot_be_asked_to_end(shell: list[str]) -> None:
 @in_each_shell
 def test_output_that_nobody_reads_keeps_nothing_alive(shell: list[str]) -> None:
     """Neither the end of the time nor that of the command waits for a reader."""
-    with first_process(shell, "sh", "-c", "while :; do echo much >&2; done", ttl_s=1) as process:
-        assert process.wait(5) == 124
-    flood = "(while :; do echo much >&2; done) & sleep 0.3; exit 3"
-    with first_process(shell, "sh", "-c", flood, ttl_s=1) as process:
-        assert process.wait(5) == 124
+    flood = "while :; do echo much >&2; done"
+    after_its_end = f"({flood}) & sleep 0.3; exit 3"
+    with (
+        first_process(shell, "sh", "-c", flood, ttl_s=1) as during,
+        first_process(shell, "sh", "-c", after_its_end, ttl_s=1) as after,
+    ):
+        assert during.wait(5) == after.wait(5) == 124
 
 
 @in_each_shell
 def test_the_command_is_asked_to_end(shell: list[str]) -> None:
     """TERM reaches it, and it may take its time; the exit code is its own."""
-    polite = "trap 'sleep 0.3; exit 9' TERM; echo ready; while :; do sleep 0.05; done"
+    polite = "trap 'sleep 0.1; exit 9' TERM; echo ready; while :; do sleep 0.05; done"
     with first_process(shell, "sh", "-c", polite) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
@@ -131,7 +153,7 @@ def test_a_command_that_ignores_term_goes_on(shell: list[str]) -> None:
         for _ in range(2):
             process.terminate()
             with pytest.raises(subprocess.TimeoutExpired):
-                process.wait(0.3)
+                process.wait(0.2)
         process.kill()
         assert process.wait(5) == -9
 
@@ -151,7 +173,7 @@ def test_a_waiting_sandbox_ends_at_once_when_asked(shell: list[str]) -> None:
 @in_each_shell
 def test_it_waits_until_a_command_succeeds(shell: list[str], tmp_path: Path) -> None:
     """Looking at the given interval, without a word of the command's on its output."""
-    there = tmp_path / "there"
+    there = tmp_path / shell[0]
     arguments = ["sh", f"echo looking; test -f {there}", "0.05"]
     with subprocess.Popen([*shell, "-c", UNTIL_COMMAND, *arguments], stdout=subprocess.PIPE) as process:
         with pytest.raises(subprocess.TimeoutExpired):
@@ -175,7 +197,7 @@ def test_it_waits_until_somebody_listens(shell: list[str], host: str) -> None:
             port = f"{each.getsockname()[1]:04X}"
             with subprocess.Popen([*shell, "-c", UNTIL_PORT, "sh", port, "0.05"]) as process:
                 with pytest.raises(subprocess.TimeoutExpired):
-                    process.wait(0.3)
+                    process.wait(0.2)
                 if is_reachable:
                     each.listen()
                     assert process.wait(20) == 0
@@ -317,3 +339,33 @@ async def test_an_engine_that_is_not_there_is_told_of(tmp_path: Path) -> None:
         with pytest.raises(SandboxEngineError):
             await ask
     await driver.close()
+
+
+class SlowEngine:
+    """Makes nothing, and takes its time; counts how many ask at once."""
+
+    def __init__(self) -> None:
+        self.asking_count = self.most_count = 0
+
+    async def ask(self, what: Callable[..., Any]) -> None:
+        self.asking_count += 1
+        self.most_count = max(self.most_count, self.asking_count)
+        await asyncio.sleep(0.02)
+        self.asking_count -= 1
+
+    def whole(self, what: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        return asyncio.create_task(what)
+
+
+async def test_a_network_is_never_made_twice_at_once() -> None:
+    """Who is cancelled leaves a call that goes on: the next one waits for its end. An engine would make two."""
+    slow = SlowEngine()
+    networks = Networks(slow, Owner("me", "run"))  # type: ignore[arg-type]
+    made = Order("s-1", Template(image="x", network="own"), "", "p-1", time.time() + 10)
+    name = networks.claim(made)
+    first = asyncio.create_task(networks.make(name, made))
+    while not slow.asking_count:
+        await asyncio.sleep(0)
+    first.cancel()
+    await networks.make(name, made)
+    assert (first.cancelled(), slow.most_count) == (True, 1)

@@ -1,4 +1,4 @@
-"""Manifests for Kubernetes: what they say, and that their scripts do what they should, in a real shell."""
+"""What Kubernetes is told and what it tells: names, manifests, their scripts in a real shell, and states of pods."""
 
 from __future__ import annotations
 
@@ -15,28 +15,26 @@ from kubernetes import client
 
 from thunderagent.errors import SandboxImageError, SandboxRefusedError, SandboxSetupError, SandboxSpaceError
 from thunderagent.tools.base import OWNER_LABEL, PROGRAM_LABEL, SANDBOX_LABEL, Order, Owner
-from thunderagent.tools.kubernetes_objects import (
+from thunderagent.tools.kubernetes.manifests import (
+    literal,
+    policy_manifest,
+    ready_command,
+    sandbox_manifest,
+    start_command,
+)
+from thunderagent.tools.kubernetes.objects import (
     NETWORK_LABEL,
     Ref,
     Resource,
-    address_of,
-    delay_of,
-    end_of,
-    fault_of,
     is_for_us,
-    is_ready,
     label_value,
-    literal,
     network_of,
     owned_selector,
-    policy_manifest,
-    ready_command,
     ref_of,
-    sandbox_manifest,
     sandbox_name,
-    start_command,
     truth,
 )
+from thunderagent.tools.kubernetes.state import address_of, delay_of, end_of, fault_of, is_ready
 from thunderagent.tools.template import Mount, Template
 
 if TYPE_CHECKING:
@@ -109,8 +107,10 @@ def test_everything_a_template_says_is_there() -> None:
     assert main["env"] == [{"name": "A", "value": "1"}, {"name": "B", "value": "$$(A)"}]
     assert main["workingDir"] == "/app"
     assert [port["containerPort"] for port in main["ports"]] == [80, 8000]
+    # What is expected to be written needs a place; who writes more must not be removed for it.
     assert main["resources"] == {
-        "limits": {"memory": "1073741824", "cpu": "1500m", "ephemeral-storage": "5000000"},
+        "limits": {"memory": "1073741824", "cpu": "1500m"},
+        "requests": {"ephemeral-storage": "5000000"},
     }
     assert made["spec"]["volumes"] == [
         {"name": "mount-0", "emptyDir": {}},
@@ -123,7 +123,7 @@ def test_everything_a_template_says_is_there() -> None:
 
 
 def test_nothing_said_is_nothing_there() -> None:
-    """A template of an image alone asks for no limits, probes or volumes; an expectation of no disk is no limit."""
+    """A template of an image alone asks for no limits, probes or volumes; an expectation of no disk is no request."""
     main = main_of(manifest(disk_bytes=0))
     assert not {"resources", "workingDir", "startupProbe", "readinessProbe"} & set(main)
     assert (main["env"], main["ports"], main["volumeMounts"]) == ([], [], [])

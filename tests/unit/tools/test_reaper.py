@@ -9,7 +9,13 @@ import threading
 import time
 
 from thunderagent.errors import SandboxEngineError
-from thunderagent.tools.reaper import GIVE_UP_S, LONGEST_LOOK_S, LOOK_S, reap_until_nothing_is_left, wait_for_the_end
+from thunderagent.tools.reaper import (
+    GIVE_UP_S,
+    LONGEST_LOOK_S,
+    LOOK_S,
+    reap_until_nothing_is_left,
+    wait_for_the_end,
+)
 
 
 class Remains:
@@ -86,7 +92,17 @@ def test_it_holds_little_while_it_waits() -> None:
 
 def test_it_is_a_command() -> None:
     """It ends when its standard input does, if no engine can be asked not at once."""
-    command = [sys.executable, "-m", "thunderagent.tools.reaper", "--owner", "o", "--run", "r", "--url", "unix:///none"]
+    command = [
+        sys.executable,
+        "-m",
+        "thunderagent.tools.reaper",
+        "--owner",
+        "o",
+        "--run",
+        "r",
+        "--url",
+        "unix:///none",
+    ]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
         time.sleep(0.3)
         assert process.poll() is None

@@ -1,0 +1,57 @@
+"""What Docker sandboxes leave behind when the proxy dies: how the reaper is started, and what it then removes.
+
+All of this waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+
+from thunderagent.tools.base import OWNER_LABEL, RUN_LABEL, Owner
+from thunderagent.tools.docker.answers import expires_s, labels_of, list_all
+from thunderagent.tools.docker.connection import connect, try_to_remove
+from thunderagent.tools.docker.engine import LIBRARY_ERRORS, mapped
+from thunderagent.tools.docker.networks import remove_network
+
+_TIMEOUT_S = 60.0
+
+
+def spawn_reaper(owner: Owner, url: str, reading: int) -> None:
+    """Start it in a group of its own, so that what ends us does not end it; only the pipe's end does."""
+    arguments = ["--owner", owner.owner_id, "--run", owner.run_id, "--url", url]
+    null = os.open(os.devnull, os.O_RDWR)
+    try:
+        os.posix_spawn(
+            sys.executable,
+            [sys.executable, "-m", "thunderagent.tools.reaper", *arguments],
+            os.environ,
+            file_actions=[(os.POSIX_SPAWN_DUP2, here, there) for here, there in ((reading, 0), (null, 1), (null, 2))],
+            setsid=True,
+        )
+    finally:
+        os.close(null)
+
+
+def reap(url: str, of: Owner, now_s: float) -> float | None:
+    """Remove what has expired of one run: containers, and networks that no container is on.
+
+    Returns when the next of what is left expires, in Unix time as `now_s` is; None if nothing is left. Raises
+    `SandboxError`.
+    """
+    ours = {"label": [f"{OWNER_LABEL}={of.owner_id}", f"{RUN_LABEL}={of.run_id}"]}
+    left_s: list[float] = []
+    try:
+        with contextlib.closing(connect(url, _TIMEOUT_S)) as client:
+            for each in list_all(client, ours):
+                end_s = expires_s(labels_of(each))
+                if end_s > now_s or not try_to_remove(client, each.id):
+                    left_s.append(end_s)
+            for network in client.networks(filters=ours):
+                end_s = expires_s(network["Labels"] or {})
+                if end_s > now_s or not remove_network(client, network["Name"]):
+                    left_s.append(end_s)
+    except LIBRARY_ERRORS as error:
+        raise mapped(error) from error
+    return min(left_s, default=None)
