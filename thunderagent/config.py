@@ -96,7 +96,7 @@ class ServeConfig(BaseSettings):
     sandbox_specs: bool = Field(
         True,
         description="whether clients may bring templates of their own, which may mount any folder of the engine's "
-        "machine and name any URL",
+        "machine and name any URL, and register sandboxes by name, whoever made them",
     )
     sandbox_owner: str = Field(
         "",
@@ -118,7 +118,9 @@ class ServeConfig(BaseSettings):
         None, gt=0, description="sandboxes of a program that had no turn for so long are reclaimed, in seconds"
     )
     sandbox_reclaim_on_shutdown: bool = Field(
-        True, description="whether a shutdown reclaims sandboxes; else they stay until their time to live is over"
+        True,
+        description="whether a shutdown reclaims sandboxes; else they stay until their time to live is over or "
+        "this proxy starts again",
     )
     sandbox_reclaim_images: bool = Field(
         False, description="whether images that were pulled for sandboxes are removed with the last that uses them"

@@ -125,6 +125,21 @@ async def test_a_program_is_opened_with_its_sandboxes() -> None:
         await until_gone(service)
 
 
+async def test_a_program_that_says_class_and_sandboxes_gets_what_it_asked_for() -> None:
+    async with proxy_with_sandboxes() as (proxy, _):
+        body = {"program_id": "p", "program_class": "coder", "sandboxes": [{"template": "plain"}]}
+        answer = (await post(proxy.url, "/programs", body)).json()
+        assert [each["template"] for each in answer["sandboxes"]] == ["plain"]
+
+
+async def test_a_program_is_not_opened_where_its_sandboxes_are_refused() -> None:
+    async with proxy_with_sandboxes() as (proxy, _):
+        body = {"program_id": "p", "program_class": "coder", "sandboxes": [{"template": "none"}]}
+        assert (await post(proxy.url, "/programs", body)).status == 404
+        assert (await get(proxy.url, "/programs/p")).status == 404
+        assert await sandboxes_of(proxy, "p") == []
+
+
 async def test_the_first_turn_of_a_class_gets_its_sandbox_while_it_is_held() -> None:
     """The sandbox is ready before the program is admitted."""
     async with proxy_with_sandboxes(**cap(1)) as (proxy, service):

@@ -277,8 +277,11 @@ async def test_the_next_start_sweeps_what_a_killed_proxy_left(engine: DockerEngi
             assert len(rollout.ours()) == 20
         async with serving(engine, tmp_path / "log-2") as rollout:
             await rollout.gone(within_s=30)
-            metrics = (await rollout.client.get("/metrics")).text
-            assert "thunderagent_sandbox_orphans_total 20.0" in metrics
+
+            async def counted() -> bool:
+                return "thunderagent_sandbox_orphans_total 20.0" in (await rollout.client.get("/metrics")).text
+
+            await until(counted)
             assert {each["Id"] for each in docker.containers()} == set(others)
         for other in others:
             docker.remove_container(other, force=True)

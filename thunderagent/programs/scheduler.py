@@ -192,6 +192,8 @@ class Scheduler:
         elif program.announced:
             program.announced = False
             program.opened_s = self._now_s
+            if program.group is None:
+                self._join_group(program, event.group_id)
         turn = Turn(event.turn_id, program, event.branch_id, event.prompt_bytes, self._now_s)
         turn.prompt_tokens = program.estimate_prompt_tokens(turn, self._tokens_per_byte_ratio)
         self.turns[turn.turn_id] = turn

@@ -9,7 +9,7 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from thunderagent.errors import NotFoundError, RequestError
+from thunderagent.errors import NotFoundError, RequestError, ThunderAgentError
 from thunderagent.programs.lifecycle import Phase, Status
 from thunderagent.proxy.identity import check_program_id
 from thunderagent.proxy.metrics import exposition
@@ -119,12 +119,22 @@ class Admin:
         opened = self._runtime.open_program(program_id, wanted.group_id)
         made: list[dict[str, Any]] = []
         if self._sandboxes is not None:
-            if wanted.program_class:
-                self._sandboxes.program_seen(program_id, wanted.program_class)
             if wanted.sandboxes is not None:
-                await self._sandboxes.request(program_id, json.dumps(wanted.sandboxes).encode())
+                await self._request_sandboxes(program_id, wanted.sandboxes, opened=opened)
+            if wanted.program_class:  # what is for its class, if it did not say itself what it needs
+                self._sandboxes.program_seen(program_id, wanted.program_class)
             made = self._sandboxes.of_program(program_id)
         return web.json_response({"program_id": program_id, "opened": opened, "sandboxes": made})
+
+    async def _request_sandboxes(self, program_id: str, wanted: list[dict[str, Any]], *, opened: bool) -> None:
+        assert self._sandboxes is not None
+        try:
+            await self._sandboxes.request(program_id, json.dumps(wanted).encode())
+        except ThunderAgentError:
+            program = self._runtime.scheduler.table.get(program_id)
+            if opened and program is not None and program.announced:  # a refused request opens nothing
+                self._runtime.release(program_id)
+            raise
 
     async def program(self, request: web.Request) -> web.Response:
         """Tell one program's state, why it waits, and its story."""

@@ -44,8 +44,8 @@ class Sandboxes(Protocol):
     def program_seen(self, program_id: str, program_class: str) -> None:
         """Prepare what programs of a class get."""
 
-    def feed(self) -> AbstractAsyncContextManager[asyncio.Queue[Report | None]]:
-        """Give a queue of reports, one for each change; None ends it."""
+    def feed(self, program_id: str | None = None) -> AbstractAsyncContextManager[asyncio.Queue[Report | None]]:
+        """Give a queue of reports, one for each change, of one program's alone or of all; None ends it."""
 
     @property
     def engine_errors(self) -> dict[str, str]:
@@ -175,9 +175,10 @@ class SandboxHandlers:
         if program_id == "":
             raise RequestError("program_id is empty")
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-        async with sandboxes.feed() as queue:
+        async with sandboxes.feed(program_id) as queue:
+            there = sandboxes.all() if program_id is None else sandboxes.of_program(program_id)
             await response.prepare(request)
-            for report in sandboxes.all() if program_id is None else sandboxes.of_program(program_id):
+            for report in there:
                 await response.write(_event(report))
             while True:
                 try:
@@ -188,8 +189,7 @@ class SandboxHandlers:
                     continue
                 if report_or_end is None:
                     break
-                if program_id is None or program_id in report_or_end["program_ids"]:
-                    await response.write(_event(report_or_end))
+                await response.write(_event(report_or_end))
         await response.write_eof()
         return response
 

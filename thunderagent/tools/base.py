@@ -1,6 +1,6 @@
 """The seam between the manager and a driver: what a driver is asked, what it answers, which errors it raises.
 
-A driver is one file. It is asked from the event loop and must never block it: a library that waits runs in threads of
+A driver is one object. It is asked from the event loop and must never block it: a library that waits runs in threads of
 the driver's own (`threads.py`). It maps its library's errors to `SandboxError`s once; nothing else leaves it. All of
 its methods may be called at once, and each may be cancelled at any await.
 """

@@ -80,6 +80,17 @@ def test_its_life_begins_with_its_first_turn() -> None:
     assert driver.scheduler.knowledge.median_residence_s < 10.0
 
 
+def test_an_announced_program_joins_the_group_of_its_first_turn() -> None:
+    """It may have been opened by who knew no group: for the sake of a sandbox."""
+    driver = Driver()
+    driver.opens("p")
+    driver.opens("q", group="h")
+    for program_id in ("p", "q"):
+        driver.takes_turn(program_id, 10, group="g")
+    groups = [driver.program(program_id).group for program_id in ("p", "q")]
+    assert [group.group_id for group in groups if group is not None] == ["g", "h"]
+
+
 def test_an_announced_program_that_never_comes_is_forgotten() -> None:
     driver = Driver(settings=SchedulerSettings(forget_limit_s=60.0))
     driver.opens("p")

@@ -34,8 +34,13 @@ class FakeDriver:
         self.hold: asyncio.Event | None = None
         self.reachable = True
         self.reclaim_error: SandboxError | None = None
+        self.reclaim_hold: asyncio.Event | None = None
+        self.reclaim_hold_count = 0
         self.reclaimed: list[str] = []
         self.cancelled: list[str] = []
+        self.look_hold: asyncio.Event | None = None
+        """While it is set, a look at what is there is answered late, with what was there when it began."""
+        self.looking = False
         self.usage = Usage()
         self.opened = self.closed = False
         self.preparing_count = self.most_preparing_count = 0
@@ -104,6 +109,9 @@ class FakeDriver:
     async def reclaim(self, handle: str) -> None:
         await asyncio.sleep(0)
         self._reach()
+        if self.reclaim_hold is not None:
+            self.reclaim_hold_count += 1
+            await self.reclaim_hold.wait()
         if self.reclaim_error is not None:
             raise self.reclaim_error
         self.reclaimed.append(handle)
@@ -113,7 +121,12 @@ class FakeDriver:
     async def find(self) -> Sequence[Found]:
         await asyncio.sleep(0)
         self._reach()
-        return list(self.there.values())
+        seen = list(self.there.values())
+        if self.look_hold is not None:
+            self.looking = True
+            await self.look_hold.wait()
+            self.looking = False
+        return seen
 
     async def sweep(self) -> None:
         self._reach()

@@ -33,6 +33,7 @@ from thunderagent.tools.template import Template
 OWNER = Owner("here", "run-2")
 FAST = ManagerSettings(
     plan_interval_s=0.01,
+    plan_pause_s=0.002,
     shutdown_s=1.0,
     reclaim_timeout_s=1.0,
     contact=ContactSettings(resync_interval_s=0.05, measure_interval_s=0.02, retry_s=0.01, retry_limit_s=0.02),
@@ -361,6 +362,16 @@ async def test_the_feed_tells_each_change() -> None:
         (b'{"spec": {"image": ""}}', RequestError, "needs an image"),
         (b'{"spec": {"image": "i", "ports": [1], "ready_port": 2}}', RequestError, "not among ports"),
         (b'{"spec": {"image": "i", "what": 1}}', RequestError, "what"),
+        (b'{"spec": {"image": "i", "ttl_s": 1e999}}', RequestError, "ttl_s"),
+        (b'{"spec": {"image": "i", "ttl_s": 1e300}}', RequestError, "ttl_s"),
+        (b'{"spec": {"image": "i", "cpus_count": 1e305}}', RequestError, "cpus_count"),
+        (b'{"spec": {"image": "i", "stop_grace_s": Infinity}}', RequestError, "stop_grace_s"),
+        (b'{"spec": {"image": "i", "ports": [65536]}}', RequestError, "ports"),
+        (
+            b'[{"template": "plain", "share": "k"}, {"template": "slow", "share": "k"}]',
+            SandboxRefusedError,
+            "another template",
+        ),
         (b'{"handle": "x", "driver": "nobody"}', RequestError, "driver"),
         (b'{"handle": "x", "reclaim_url": "http://h"}', RequestError, "goes with"),
         (b'[{"template": "plain"}, {"template": "none"}]', NotFoundError, "no template"),
@@ -381,7 +392,20 @@ async def test_clients_templates_can_be_refused() -> None:
     async with running(settings=replace(FAST, takes_specs=False)) as world:
         with pytest.raises(SandboxRefusedError, match="of their own"):
             await world.asks("p", spec={"image": "i", "mounts": [{"target": "/host", "source": "/"}]})
+        world.driver.put("anybodys", {}, tell=False)
+        with pytest.raises(SandboxRefusedError, match="of their own"):
+            await world.asks("p", handle="anybodys")
         assert await world.asks("p", template="plain")
+
+
+async def test_of_several_requests_all_are_carried_out_or_none() -> None:
+    async with running() as world:
+        await world.asks("p", template="plain", share="k")
+        both = [{"template": "plain"}, {"template": "slow", "share": "k"}]
+        with pytest.raises(SandboxRefusedError, match="another template"):
+            await world.manager.request("q", json.dumps(both).encode())
+        assert len(world.manager.table.sandboxes) == 1
+        assert "q" not in world.programs.opened
 
 
 async def test_only_its_own_programs_can_let_a_sandbox_go() -> None:
@@ -392,3 +416,190 @@ async def test_only_its_own_programs_can_let_a_sandbox_go() -> None:
         assert not world.manager.reclaim("p", "s1")
         await world.until(lambda: not world.driver.there)
         assert Stage.GONE.value == world.stage_of("s1")
+
+
+async def test_a_class_gives_a_sandbox_at_the_first_sight_alone() -> None:
+    """Not again at the next turn of a program that let it go; anew once it was idle, and after its release."""
+    async with running(settings=replace(FAST, idle_limit_s=60.0)) as world:
+        for again in range(3):
+            world.manager.program_seen("p", "coder")
+            await world.until(lambda: world.driver.there)
+            if again == 0:
+                assert world.manager.reclaim("p", world.manager.of_program("p")[0]["sandbox_id"])
+                world.manager.program_seen("p", "coder")
+                assert not world.manager.of_program("p")
+                world.releases("p")
+            elif again == 1:
+                world.programs.idle_s["p"] = 61.0
+            await world.until(lambda again=again: again == 2 or not world.driver.there)
+            world.programs.idle_s.clear()
+
+
+async def test_a_warm_template_that_cannot_be_made_is_not_tried_without_pause() -> None:
+    templates = {"t": Template(image="none", warm_count=1)}
+    async with running(templates=templates, caps=Caps(backoff_s=0.01)) as world:
+        world.driver.errors = [SandboxImageError("no image")] * 1000
+        await asyncio.sleep(0.2)
+        assert len(world.driver.orders) == 1
+
+
+async def test_a_running_program_uses_a_warm_sandbox_at_once() -> None:
+    waited_s: list[float] = []
+    templates = {"t": Template(image="i", warm_count=1)}
+    async with running(templates=templates) as world:
+        world.manager.hear_times(lambda _: None, waited_s.append)
+        await world.until(lambda: world.stage_of("s1") == "ready")
+        world.admits("p")
+        assert (await world.asks("p", template="t"))["stage"] == "in_use"
+        assert (waited_s, world.programs.story) == ([0.0], [("p", "ready", "s1")])
+
+
+async def test_what_a_running_program_waits_is_counted_from_its_request() -> None:
+    """Neither nothing, nor the time since it was admitted with a sandbox that failed."""
+    waited_s: list[float] = []
+    async with running() as world:
+        world.manager.hear_times(lambda _: None, waited_s.append)
+        world.driver.errors = [SandboxImageError("none")]
+        await world.asks("p")
+        world.admits("p")
+        await world.until(lambda: world.stage_of("s1") == "failed")
+        await asyncio.sleep(0.3)
+        world.driver.hold = asyncio.Event()
+        await world.asks("p")
+        await asyncio.sleep(0.05)
+        world.driver.hold.set()
+        await world.until(lambda: waited_s)
+        assert 0.04 < waited_s[0] < 0.25
+
+
+async def test_a_look_that_is_late_takes_nothing_new_for_dead() -> None:
+    async with running() as world:
+        world.driver.look_hold = asyncio.Event()
+        await world.until(lambda: world.driver.looking)
+        await world.has_ready("p")
+        world.driver.look_hold.set()
+        world.driver.look_hold = None
+        await asyncio.sleep(0.1)
+        assert world.stage_of("s1") == "ready"
+        assert world.programs.story == [("p", "ready", "s1")]
+
+
+async def test_a_look_that_is_late_brings_no_program_back() -> None:
+    async with running() as world:
+        world.driver.put("given", given_labels("p"))
+        await world.until(lambda: world.manager.of_program("p"))
+        world.driver.look_hold = asyncio.Event()
+        await world.until(lambda: world.driver.looking)
+        world.releases("p")
+        world.programs.opened.clear()
+        await world.until(lambda: not world.manager.table.sandboxes)
+        world.driver.look_hold.set()
+        world.driver.look_hold = None
+        await asyncio.sleep(0.1)
+        assert not world.programs.opened
+        assert not world.manager.table.sandboxes
+
+
+async def test_what_a_lost_preparation_left_is_removed() -> None:
+    """Of this run, but of no sandbox that is known; what is known stays."""
+    async with running() as world:
+        await world.has_ready("p")
+        world.driver.hold = asyncio.Event()
+        await world.asks("q")
+        await world.until(lambda: world.driver.preparing_count)
+        world.driver.put("left", labels_of(OWNER, "s9"))
+        world.driver.put("begun", labels_of(OWNER, "s2"))
+        await world.until(lambda: "left" in world.driver.reclaimed)
+        await asyncio.sleep(0.1)
+        assert (world.driver.reclaimed, world.manager.orphan_count) == (["left"], 0)
+
+
+async def test_a_sandbox_whose_time_is_over_is_told_of_though_no_engine_says_so() -> None:
+    """One that nobody used is made again; a given one has no time that we know."""
+    templates = {"short": Template(image="i", ttl_s=0.3), "plain": Template(image="plain")}
+    async with running(templates=templates) as world:
+        await world.has_ready("used", template="short")
+        world.admits("used")
+        await world.has_ready("unused", template="short")
+        await world.has_ready("other", template="plain")
+        world.driver.put("given", given_labels("q"))
+        await world.until(lambda: world.stage_of("s1") == "failed")
+        assert ("used", "failed", "its time to live is over") in world.programs.story
+        await world.until(lambda: {"s1", "s2"} <= set(world.driver.reclaimed))
+        await world.until(lambda: world.stage_of("s2") == "ready")
+        assert {"s3", "given"} <= set(world.driver.there)
+
+
+async def test_a_given_sandbox_that_is_let_go_goes_with_the_shutdown() -> None:
+    """It has no time to live of its own; those of programs that live stay."""
+    async with running(settings=replace(FAST, reclaim_on_shutdown=False)) as world:
+        world.driver.put("mine", given_labels("p"))
+        await world.has_ready("q")
+        await world.until(lambda: world.manager.of_program("p"))
+        world.releases("p")
+        driver = world.driver
+    assert set(driver.there) == {"s1"}
+
+
+async def test_the_feed_tells_of_one_that_went_before_it_was_begun() -> None:
+    async with running(caps=Caps(sandbox_count=1)) as world:
+        await world.has_ready("other")
+        async with world.manager.feed("p") as queue, world.manager.feed("q") as nothing:
+            await world.asks("p")
+            world.releases("p")
+            await world.asks("p")
+            world.manager.reclaim("p", "s3")
+            told = [queue.get_nowait() for _ in range(queue.qsize())]
+            assert [report["stage"] for report in told if report] == ["requested", "gone"] * 2
+            assert nothing.empty()
+
+
+async def test_many_changes_are_planned_together() -> None:
+    """Each plan looks at all sandboxes."""
+    async with running(settings=replace(FAST, plan_pause_s=0.1, plan_interval_s=5.0)) as world:
+        looks_count = 0
+
+        class Counted(dict[str, float]):
+            def values(self) -> Any:
+                nonlocal looks_count
+                looks_count += 1
+                return super().values()
+
+        world.programs.holds_s = Counted()
+        for number in range(50):
+            await world.asks(f"p{number}")
+            await asyncio.sleep(0.001)
+        assert looks_count < 10
+
+
+async def test_an_engine_that_hangs_keeps_no_other_from_reclaiming() -> None:
+    class Elsewhere(FakeDriver):
+        kind = "kubernetes"
+
+    hangs, answers = Elsewhere(OWNER), FakeDriver(OWNER)
+    hangs.reclaim_hold = asyncio.Event()
+    for number in range(2):
+        hangs.put(f"h{number}", labels_of(Owner("here", "run-1"), f"h{number}"))
+    manager = Manager(
+        OWNER,
+        {"kubernetes": hangs, "docker": answers},
+        FakePrograms(),
+        caps=Caps(),
+        templates={},
+        new_id=lambda: "s1",
+        settings=replace(FAST, reclaims_count=1),
+    )
+    task = asyncio.create_task(manager.run())
+    try:
+        async with asyncio.timeout(0.5):
+            while not hangs.reclaim_hold_count:
+                await asyncio.sleep(0.002)
+            answers.put("late", given_labels("p"))
+            while not manager.of_program("p"):
+                await asyncio.sleep(0.002)
+            manager.observe(Tick(0.0), [Release("p", 1, Reason.RELEASED)])
+            while answers.there:
+                await asyncio.sleep(0.002)
+    finally:
+        task.cancel()
+        await asyncio.wait([task])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import count
+from time import process_time
 
 import pytest
 from hypothesis import settings
@@ -22,6 +24,7 @@ from thunderagent.tools.sandbox import (
     ALIVE,
     FAILED_KEPT_COUNT,
     STEPS,
+    TEMPLATES_LEARNED_COUNT,
     Action,
     Caps,
     Prepare,
@@ -162,6 +165,41 @@ def test_what_was_measured_counts_where_it_is_more() -> None:
     assert prepared_ids(plan(table)) == []
 
 
+def test_who_must_be_begun_first_is_prepared_first() -> None:
+    """One that takes long and is needed later may be due before one that is quick and needed sooner."""
+    slow = Template(image="slow")
+    table = table_with(sandbox_count=4, early_ratio=0.5, hands_count=4)
+    ready(table, "a", took_s=1.0)
+    ready(table, "b", slow, took_s=30.0)
+    table.request(0.0, PLAIN, "", "quick")
+    table.request(0.0, slow, "", "slow")
+    assert prepared_ids(plan(table, needed={"quick": 10.0, "slow": 20.0})) == ["s4"]
+
+
+def test_who_is_not_due_leaves_hands_for_who_will_be() -> None:
+    table = table_with(hands_count=4)
+    ready(table, "first", took_s=2.0)
+    for number in range(6):
+        table.request(0.0, PLAIN, "", f"p{number}")
+    far = {f"p{number}": 60.0 for number in range(6)}
+    assert prepared_ids(plan(table, needed=far)) == ["s2", "s3", "s4"]
+    assert prepared_ids(plan(table, needed={**far, "p5": 0.0})) == ["s7"]
+
+
+def test_a_plan_is_quick_with_thousands_of_sandboxes() -> None:
+    """Far more than it takes (a millisecond), far less than what is quadratic would."""
+    table = table_with(sandbox_count=10_000, hands_count=4_000)
+    for number in range(5_000):
+        table.request(0.0, PLAIN, "", f"p{number}")
+    for action in plan(table):
+        table.prepared(1.0, action.sandbox, Place(action.sandbox.sandbox_id))
+    table.caps = replace(table.caps, hands_count=4)
+    table.keep_warm({"t": (PLAIN, 4)})
+    began_s = process_time()
+    plan(table, 2.0)
+    assert process_time() - began_s < 0.1
+
+
 # --- sharing and warmth
 
 
@@ -211,6 +249,80 @@ def test_a_warm_sandbox_gives_way_to_who_is_due() -> None:
     table.reclaimed(table.sandboxes["s1"])
     assert prepared_ids(plan(table, 5.0)) == ["s3"]
     assert prepared_ids(plan(table, 6.0)) == [], "and no warm one takes its place"
+
+
+def test_warm_sandboxes_do_not_give_way_for_nothing() -> None:
+    """Where there would be no room without them either, they stay until there is."""
+    table = table_with(memory_bytes=100)
+    held = ready(table, "p", Template(image="i", memory_bytes=60))
+    small = Template(image="small", memory_bytes=10)
+    table.keep_warm({"t": (small, 1)})
+    plan(table)
+    table.prepared(1.0, table.sandboxes["s2"], Place("warm"))
+    table.request(2.0, Template(image="i", memory_bytes=95), "", "q")
+    assert plan(table, 2.0) == []
+    table.leave(held, "p", "released")
+    assert reclaimed_ids(plan(table, 3.0)) == ["s1", "s2"]
+
+
+def test_a_warm_one_that_finds_no_room_keeps_no_other_from_being_made() -> None:
+    table = table_with(memory_bytes=100)
+    ready(table, "p", Template(image="i", memory_bytes=10))
+    large, small = Template(image="large", memory_bytes=90), Template(image="small", memory_bytes=10)
+    table.keep_warm({"large": (large, 1), "small": (small, 1)})
+    assert prepared_ids(plan(table)) == ["s3"]
+
+
+def test_two_templates_that_make_the_same_are_kept_warm_together() -> None:
+    """Neither takes the other's for too many."""
+    table = table_with()
+    table.keep_warm({"a": (PLAIN, 2), "b": (Template(image="plain", program_classes=("c",)), 1)})
+    assert prepared_ids(plan(table)) == ["s1", "s2", "s3"]
+    for name in ("s1", "s2", "s3"):
+        table.prepared(1.0, table.sandboxes[name], Place(name))
+    assert plan(table, 2.0) == []
+    table.keep_warm({})
+    assert reclaimed_ids(plan(table, 3.0)) == ["s1", "s2", "s3"]
+
+
+def test_a_warm_one_that_cannot_be_made_is_not_asked_for_at_once_again() -> None:
+    table = table_with(backoff_limit_s=30.0)
+    table.keep_warm({"t": (PLAIN, 1)})
+    plan(table)
+    table.failed(0.0, table.sandboxes["s1"], SandboxImageError("none"))
+    assert plan(table, 0.1) == []
+    assert not table.sandboxes
+    assert prepared_ids(plan(table, 31.0)) == ["s2"]
+
+
+def test_who_waits_for_another_try_keeps_no_warm_one_from_being_made() -> None:
+    table = table_with(backoff_s=10.0)
+    table.request(0.0, Template(image="other"), "", "p")
+    plan(table)
+    table.failed(0.0, table.sandboxes["s1"], SandboxEngineError("away"))
+    table.keep_warm({"t": (PLAIN, 1)})
+    assert prepared_ids(plan(table, 1.0)) == ["s2"]
+
+
+def test_a_warm_one_is_replaced_while_most_of_its_life_is_left() -> None:
+    """Who gets it needs it for long."""
+    template = Template(image="plain", ttl_s=100.0)
+    table = table_with()
+    table.keep_warm({"t": (template, 1)})
+    plan(table)
+    table.prepared(1.0, table.sandboxes["s1"], Place("one"))
+    assert plan(table, 20.0) == []
+    assert table.request(30.0, template, "t", "p").sandbox_id == "s2", "nobody gets it any more"
+    assert reclaimed_ids(plan(table, 30.0)) == ["s1"]
+
+
+def test_a_warm_one_that_is_not_begun_is_nobodys_help() -> None:
+    table = table_with()
+    table.keep_warm({"t": (PLAIN, 1)})
+    plan(table)
+    table.failed(0.0, table.sandboxes["s1"], SandboxSetupError("make failed"))
+    sandbox = table.request(0.1, PLAIN, "t", "p")
+    assert (sandbox.attempt_count, prepared_ids(plan(table, 0.1))) == (0, ["s2"]), "it does not wait for the pause"
 
 
 # --- what goes wrong
@@ -281,6 +393,23 @@ def test_failed_ones_are_not_remembered_for_ever() -> None:
         plan(table)
         table.failed(0.0, sandbox, SandboxImageError("none"))
     assert len(table.sandboxes) == FAILED_KEPT_COUNT
+
+
+def test_one_that_is_made_again_has_no_preparation_time_yet() -> None:
+    table = table_with(backoff_s=1.0)
+    sandbox = ready(table, "p")
+    table.died(5.0, sandbox, "killed")
+    plan(table, 7.0)
+    assert (sandbox.stage, sandbox.prepare_s) == (Stage.PREPARING, None)
+
+
+def test_preparation_times_of_templates_are_not_remembered_for_ever() -> None:
+    """Each program may bring one of its own."""
+    table = table_with(hands_count=10_000, sandbox_count=10_000)
+    for number in range(TEMPLATES_LEARNED_COUNT + 5):
+        ready(table, f"p{number}", Template(image="i", environment={"ID": str(number)}))
+        table.expected_prepare_s(Template(image=f"asked about {number}"))
+    assert len(table._prepare_times_s) == TEMPLATES_LEARNED_COUNT
 
 
 def test_preparation_times_are_learned_for_each_template() -> None:
@@ -376,6 +505,7 @@ class TableMachine(RuleBasedStateMachine):
             assert sandbox.stage is not Stage.GONE
             if sandbox.stage is not Stage.RECLAIMING:
                 assert all(sandbox in table.of_program(program_id) for program_id in sandbox.program_ids)
+            assert sandbox.is_warm == (sandbox.sandbox_id in table._unowned)
             if sandbox.place is not None:
                 assert table.with_handle("docker", sandbox.place.handle) is sandbox
 
@@ -394,6 +524,7 @@ class TableMachine(RuleBasedStateMachine):
         assert not table._by_handle
         assert not table._by_share_key
         assert not table._failed
+        assert not table._unowned
 
 
 TestTable = TableMachine.TestCase
