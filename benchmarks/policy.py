@@ -264,7 +264,7 @@ def union(bench: Bench) -> list[Finding]:
         case = Case(name, "qwen3-8b-rtx5090", 60, 10)
         scenario, programs = bench.scenario(case), workload(name)
         context_tokens = mean_context_tokens(programs, scenario.engine)
-        for load in (1.5, 3.0):
+        for load in (3.0, 6.0, 12.0):  # of contexts in full, of which nine tenths may be the same
             count = programs_at(load, scenario.engine.capacity_tokens, context_tokens)
             runs = bench.runs(name, scenario, programs, policies, count)
             at = f"{name}, {count} programs"
