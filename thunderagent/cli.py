@@ -235,7 +235,7 @@ def _add_serve_options(parser: argparse.ArgumentParser) -> None:
             continue
         option = LIST_FIELDS.get(name, name.replace("_", "-"))
         help_text = f"{field.description}"
-        if field.default not in (None, (), {}):
+        if field.default not in (None, (), {}, ""):
             help_text += f" (default: {field.default})"
         help_text = f"{help_text} [{ENVIRONMENT_PREFIX}{name.upper()}]".replace("%", "%%")
         if name in LIST_FIELDS:
@@ -248,7 +248,7 @@ def _add_serve_options(parser: argparse.ArgumentParser) -> None:
 
 def _metavar(annotation: Any) -> str:
     kinds = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
-    for kind, metavar in ((int, "N"), (float, "SECONDS"), (Path, "FILE")):
+    for kind, metavar in ((bool, "true|false"), (int, "N"), (float, "SECONDS"), (Path, "FILE")):
         if kind in kinds:
             return metavar
-    return "URL,URL" if get_origin(annotation) is tuple else "TEXT"
+    return "A,B" if get_origin(annotation) is tuple else "TEXT"

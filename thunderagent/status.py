@@ -41,9 +41,12 @@ def _picture(client: httpx.Client, programs_count: int) -> Group:
     replicas = _get(client, "/replicas")
     programs = _get(client, f"/programs?limit={programs_count}")
     queue = _get(client, f"/queue?limit={programs_count}")
+    tools = _get(client, "/tools")
     head = Text(
         f"policy {replicas['policy']}   programs {programs['total']}   turns held {queue['turns_held_count']}   "
-        f"paused: {queue['waiting_count']} waiting, {queue['paused_acting_count']} acting",
+        f"paused: {queue['waiting_count']} waiting, {queue['paused_acting_count']} acting\n"
+        f"tools running {tools['running_count']}, {tools['mean_s']:.1f} s each   sandboxes {tools['sandbox_count']}"
+        f"{_taken(tools['sandbox_disk_bytes'])}",
         style="bold",
     )
     return Group(
@@ -53,6 +56,10 @@ def _picture(client: httpx.Client, programs_count: int) -> Group:
         _program_table(programs),
         _queue_table(queue),
     )
+
+
+def _taken(disk_bytes: int | None) -> str:
+    return "" if disk_bytes is None else f", {_short(disk_bytes)}B on disk"
 
 
 def _get(client: httpx.Client, path: str) -> Any:

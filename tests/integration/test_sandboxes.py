@@ -178,6 +178,15 @@ async def test_changes_are_streamed() -> None:
         assert len(service.there) == 1
 
 
+async def test_tools_and_what_they_take_are_told() -> None:
+    async with proxy_with_sandboxes() as (proxy, _):
+        await ask(proxy.url, "p")
+        tools = (await get(proxy.url, "/tools")).json()
+        assert (tools["running_count"], tools["mean_s"], tools["sandbox_count"]) == (1, 0.0, 0)
+        await ask(proxy.url, "p")
+        assert (await get(proxy.url, "/tools")).json()["mean_s"] > 0
+
+
 async def test_a_failed_sandbox_stops_no_turn() -> None:
     async with proxy_with_sandboxes() as (proxy, service):
         service.refusal = 404

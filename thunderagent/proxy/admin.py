@@ -19,6 +19,7 @@ from thunderagent.proxy.reports import (
     program_page,
     queue_report,
     replica_reports,
+    tools_report,
 )
 from thunderagent.proxy.sandboxes import SANDBOXES_OFF, Sandboxes
 from thunderagent.proxy.story import program_story
@@ -79,6 +80,7 @@ class Admin:
             web.post("/finish_session", self.finish_session),
             web.get("/replicas", self.replicas),
             web.get("/queue", self.queue),
+            web.get("/tools", self.tools),
         ]
 
     async def health(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler's signature
@@ -177,6 +179,10 @@ class Admin:
     async def queue(self, request: web.Request) -> web.Response:
         """List who waits, in the order in which they would be restored."""
         return _json(queue_report(self._runtime, _whole_number(request, "limit", 100, most=MAX_PAGE)))
+
+    async def tools(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler's signature
+        """Tell how many tools run, how long they take, and what sandboxes take."""
+        return _json(tools_report(self._runtime))
 
     def _release_one(self, program_id: str) -> web.Response:
         released = self._runtime.release(check_program_id(program_id))

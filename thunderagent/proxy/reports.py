@@ -83,6 +83,16 @@ class ReplicaReport(Report):
     engine: dict[str, float | int | None]
 
 
+class ToolsReport(Report):
+    """What tools do outside of the engines."""
+
+    running_count: int = Field(description="programs whose tool runs")
+    mean_s: float = Field(description="how long tools took lately, in the mean")
+    sandbox_count: int
+    sandbox_disk_bytes: int | None
+    sandbox_memory_bytes: int | None
+
+
 class QueueReport(Report):
     """Who waits: programs whose turns are held, in the order of restoring, and paused ones whose tools run."""
 
@@ -184,6 +194,18 @@ def replica_reports(runtime: Runtime, replicas: Replicas) -> list[ReplicaReport]
             )
         )
     return reports
+
+
+def tools_report(runtime: Runtime) -> ToolsReport:
+    """Report on the tools of all programs, and on what their sandboxes were last measured to take."""
+    scheduler = runtime.scheduler
+    return ToolsReport(
+        running_count=scheduler.knowledge.tools_running_count,
+        mean_s=round(scheduler.knowledge.mean_tool_s, 3),
+        sandbox_count=scheduler.sandboxes.sandbox_count,
+        sandbox_disk_bytes=scheduler.sandboxes.disk_bytes,
+        sandbox_memory_bytes=scheduler.sandboxes.memory_bytes,
+    )
 
 
 def queue_report(runtime: Runtime, limit: int) -> QueueReport:

@@ -20,6 +20,7 @@ the scheduler's table, opened if need be, so that one that never comes is forgot
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -408,8 +409,10 @@ class Manager:
         if sandbox.stage is not Stage.PREPARING:
             return
         self.failure_counts[error.code] += 1
+        is_news = error.message != sandbox.why
         again = self.table.failed(self._clock(), sandbox, error)
-        log.warning(
+        log.log(
+            logging.WARNING if is_news else logging.DEBUG,
             "sandbox_failed",
             sandbox_id=sandbox.sandbox_id,
             template=sandbox.template_name,
@@ -418,7 +421,8 @@ class Manager:
             why=error.message,
             again=again,
         )
-        self._tell_programs(sandbox, error.message, again=again)
+        if is_news or not again:  # an engine that is down must not fill the story
+            self._tell_programs(sandbox, error.message, again=again)
         self._tell(sandbox)
         self._changed.set()
 

@@ -219,6 +219,15 @@ async def test_an_engine_that_stops_loses_nothing_but_what_ran_on_it() -> None:
         assert any(each[:2] == ("used", "failed") for each in world.programs.story)
 
 
+async def test_an_engine_that_is_down_does_not_fill_the_story() -> None:
+    """However often a preparation is tried meanwhile, it says the same only once."""
+    async with running() as world:
+        world.driver.reachable = False
+        await world.asks("p")
+        await world.until(lambda: len(world.driver.orders) > 5)
+        assert [what for _, what, _ in world.programs.story] == ["failed"]
+
+
 async def test_a_reclaiming_is_tried_until_it_succeeds() -> None:
     async with running() as world:
         await world.has_ready("p")

@@ -10,7 +10,7 @@ from collections.abc import Collection
 import structlog
 from docker import APIClient, errors  # type: ignore[import-untyped]
 
-from thunderagent.errors import SandboxEngineError
+from thunderagent.errors import SandboxEngineError, SandboxError
 from thunderagent.tools.docker.answers import Json, list_all
 from thunderagent.tools.docker.connection import ignoring, none_if_missing
 from thunderagent.tools.docker.engine import Engine
@@ -55,6 +55,8 @@ class Images:
             await self._engine.ask(lambda client: self._pull_whole(client, name), self._threads)
             self._pulled.add(name)
             _log.info("sandbox_image_pulled", image=name, took_s=round(time.monotonic() - started_s, 3))
+        except SandboxError as error:
+            raise type(error)(f"image {name!r}: {error.message}") from error
         finally:
             del self._pulls[name]
 
