@@ -76,6 +76,9 @@ class ServeConfig(BaseSettings):
     kv_events_replay: Annotated[tuple[str, ...], NoDecode] = Field(
         (), description="addresses where they replay KV events that were missed, in the same order"
     )
+    program_headers: Annotated[tuple[str, ...], NoDecode] = Field(
+        (), description="further headers that name a turn's program, separated by commas"
+    )
     connect_timeout_s: float = Field(5.0, gt=0, description="for a connection to a replica, in seconds")
     silence_timeout_s: float = Field(
         3600.0, gt=0, description="a replica that sends no byte of an answer for longer has failed, in seconds"
@@ -172,7 +175,9 @@ class ServeConfig(BaseSettings):
             raise ValueError("a URL is named twice")
         return urls
 
-    @field_validator("kv_events", "kv_events_replay", "sandboxes", "sandbox_keep_images", mode="before")
+    @field_validator(
+        "kv_events", "kv_events_replay", "program_headers", "sandboxes", "sandbox_keep_images", mode="before"
+    )
     @classmethod
     def _split_list(cls, value: object) -> object:
         parts = value.split(",") if isinstance(value, str) else value

@@ -128,7 +128,11 @@ async def proxy(config: ServeConfig, runtime: Runtime, urls: tuple[str, ...]) ->
             client,
             replicas,
             poller,
-            turn_settings=TurnSettings(retries_count=config.retries_count, names_programs=bool(config.kv_events)),
+            turn_settings=TurnSettings(
+                retries_count=config.retries_count,
+                program_headers=config.program_headers,
+                names_programs=bool(config.kv_events),
+            ),
             max_body_bytes=config.max_body_bytes,
             sandboxes=sandboxes,
         )

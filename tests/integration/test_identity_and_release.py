@@ -20,6 +20,7 @@ from tests.integration.support import (
     post,
     running_proxy,
     turn,
+    until,
 )
 
 if TYPE_CHECKING:
@@ -63,6 +64,10 @@ BOTH = (("X-Session-ID", "by-session"), ("X-Program-ID", "by-program"))
         (CHAT, (), {"program_id": "outer", "extra_body": {"program_id": "inner"}}, "outer", "body"),
         (CHAT, (), {"user": "a-person", "metadata": {"x": "y"}}, None, None),
         (CHAT, (("X-Request-Id", "changes"),), {}, None, None),
+        (CHAT, (("X-SMG-Routing-Key", "slime"),), {}, "slime", "x-smg-routing-key"),
+        (CHAT, (("session_id", "codex"), ("thread-id", "t")), {"prompt_cache_key": "k"}, "codex", "session_id"),
+        (CHAT, (), {"metadata": {"session_id": "m"}}, "m", "metadata.session_id"),
+        (CHAT, (), {"prompt_cache_key": "k"}, "k", "prompt_cache_key"),
     ],
 )
 async def test_a_turn_is_whose_it_says(
@@ -156,6 +161,8 @@ async def test_turns_of_a_program_stay_on_its_replica() -> None:
         ("DELETE", "/programs/nobody", b"", {"program_id": "nobody", "released": False}),
         ("POST", "/finish_session?session_id=a%2Fb", b"", {"program_id": "a/b", "released": True}),
         ("POST", "/finish_session?session_id=nobody", b"", {"program_id": "nobody", "released": False}),
+        ("DELETE", "/sessions/a/b", b"", {"program_id": "a/b", "released": True}),
+        ("POST", "/sessions/batch_delete", b'{"session_ids": ["7"]}', {"released": True, "released_ids": ["7"]}),
     ],
 )
 async def test_a_program_is_released_in_any_form(
@@ -193,6 +200,33 @@ async def test_a_release_that_names_nothing_is_refused(
     assert answer.status == 400, answer.body
     assert answer.error["type"] == "invalid_request_error"
     assert len(proxy.runtime.scheduler.table) == 1
+
+
+@pytest.mark.parametrize("header", ["X-Program-Final", "X-Dynamo-Session-Final"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_last_turn_releases_its_program(proxy: RunningProxy, header: str, stream: bool) -> None:
+    """Once it has its answer; a turn before it does not."""
+    await ask(proxy.url, "a")
+    assert proxy.runtime.scheduler.table.get("a") is not None
+    answer = await post(proxy.url, CHAT, turn("a", stream=stream), (header, "1"))
+    assert answer.status == 200
+    await until(lambda: proxy.runtime.scheduler.table.get("a") is None)
+
+
+async def test_a_last_turn_that_failed_releases_nothing(replica: FakeReplica, proxy: RunningProxy) -> None:
+    """The client will try it again."""
+    await ask(proxy.url, "a")
+    replica.behaviour = answers(b"{}", status="500 Internal Server Error")
+    assert (await post(proxy.url, CHAT, turn("a"), ("X-Program-Final", "1"))).status == 500
+    assert proxy.runtime.scheduler.table.get("a") is not None
+
+
+async def test_a_path_of_an_engine_is_not_taken_for_a_release(replica: FakeReplica, proxy: RunningProxy) -> None:
+    """DELETE of something in a program's own base URL is the engine's."""
+    await ask(proxy.url, "a")
+    await exchange(proxy.url, "DELETE", "/sessions/a/v1/responses/r")
+    assert replica.calls[-1].target == "/v1/responses/r"
+    assert proxy.runtime.scheduler.table.get("a") is not None
 
 
 async def test_many_releases_at_once_release_once(proxy: RunningProxy) -> None:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
 from thunderagent.errors import NotFoundError, RequestError, ThunderAgentError
 from thunderagent.programs.lifecycle import Phase, Status
@@ -35,7 +35,7 @@ class ReleaseRequest(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True, coerce_numbers_to_str=True)
 
     program_id: str | None = None
-    program_ids: list[str] | None = None
+    program_ids: list[str] | None = Field(None, validation_alias=AliasChoices("program_ids", "session_ids"))
     all: bool = False
     generation: int | None = None
 
@@ -78,6 +78,8 @@ class Admin:
             web.get("/programs/{program_id:.+}", self.program),
             web.delete("/programs/{program_id:.+}", self.delete_program),
             web.post("/finish_session", self.finish_session),
+            web.post("/sessions/batch_delete", self.release),
+            web.delete(r"/sessions/{program_id:(?!.*/v1(?:/|$)).+}", self.delete_program),
             web.get("/replicas", self.replicas),
             web.get("/queue", self.queue),
             web.get("/tools", self.tools),

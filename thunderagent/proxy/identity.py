@@ -1,14 +1,16 @@
 """Whose turn is it, and what of the request is ours: found without parsing the messages, mended by splicing bytes.
 
-The first hit wins: the path (`/p/{program_id}/v1/...`), then headers, then top-level fields of the body. Only the
-field that we defined, `program_id`, is taken out of the body, and only its bytes: whatever else the client sent
-reaches the engine as it was.
+The first hit wins: the path (`/p/{program_id}/v1/...`), then headers, then fields of the body: ours, and those in which
+agent frameworks, coding agents and trainers say which conversation a request belongs to. Only the field that we
+defined, `program_id`, is taken out of the body, and only its bytes: whatever else the client sent reaches the engine as
+it was. What others call a request, a trace or a correlation never names a program: it changes with each turn.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
@@ -23,10 +25,23 @@ from thunderagent.proxy.prefix import PromptFields, prefix_of
 
 MAX_PROGRAM_ID_BYTES = 256
 
-PROGRAM_HEADERS = ("X-Program-ID", "X-Session-ID")
-"""Headers that name the program, most specific first."""
-
 BRANCH_HEADER = "X-Program-Branch"
+PROGRAM_HEADERS = {
+    "X-Program-ID": BRANCH_HEADER,
+    "X-Session-ID": BRANCH_HEADER,  # SkyRL, prime-rl, Harbor
+    "X-SMG-Routing-Key": BRANCH_HEADER,  # slime, the gateway of SGLang
+    "X-Session-Affinity": BRANCH_HEADER,
+    "X-Dynamo-Session-ID": BRANCH_HEADER,
+    "X-Claude-Code-Session-Id": "X-Claude-Code-Agent-Id",
+    "Session-Id": "Thread-Id",  # Codex
+    "Session_Id": "Thread-Id",
+    "X-LiteLLM-Session-Id": BRANCH_HEADER,  # OpenHands, LiteLLM
+}
+"""Headers that name the program, ours first, and those that name its branch beside them."""
+
+FINAL_HEADERS = ("X-Program-Final", "X-Dynamo-Session-Final")
+"""Say that a turn is the program's last."""
+
 GROUP_HEADER = "X-Program-Group"
 CLASS_HEADER = "X-Program-Class"
 """What sort of program it is: says which sandboxes it gets."""
@@ -40,11 +55,35 @@ class _Fields(PromptFields):
 
     program_id: Any = UNSET
     extra_body: Any = None
+    session_id: Any = None
+    session_params: Any = None
+    metadata: Any = None
+    vllm_xargs: Any = None
+    nvext: Any = None
+    prompt_cache_key: Any = None
     stream: Any = None
     stream_options: Any = None
 
 
-_BUILT_FIELDS = ("program_id", "extra_body", "stream", "stream_options")
+OTHERS_FIELDS = (
+    ("session_id",),
+    ("session_params", "session_id"),
+    ("metadata", "program_id"),
+    ("metadata", "session_id"),
+    ("vllm_xargs", "program_id"),
+    ("nvext", "agent_context", "session_id"),
+    ("nvext", "agent_context", "program_id"),
+    ("prompt_cache_key",),
+)
+"""Where else a body may name its program, by the ways to the value."""
+
+_BUILT_FIELDS = (
+    "program_id",
+    "extra_body",
+    "stream",
+    "stream_options",
+    *dict.fromkeys(way[0] for way in OTHERS_FIELDS),
+)
 _decode_fields = msgspec.json.Decoder(_Fields).decode
 
 
@@ -62,6 +101,7 @@ class TurnRequest(NamedTuple):
     body: bytes
     usage_added: bool
     prefix: tuple[PrefixCut, ...]
+    is_final: bool = False
 
 
 def split_path(raw_path: str) -> tuple[str | None, str]:
@@ -98,16 +138,19 @@ def _check_id(value: object, what: str) -> str:
     return value
 
 
-def identify(path_id: str | None, headers: CIMultiDictProxy[str], body: bytes) -> TurnRequest | None:
+def identify(
+    path_id: str | None, headers: CIMultiDictProxy[str], body: bytes, more_headers: Sequence[str] = ()
+) -> TurnRequest | None:
     """Find whose turn a request is; None if its body is no JSON object, which the engine shall judge.
 
-    Cost: one pass over the body that builds only the fields above, one that hashes the prompt. Raises
-    `InvalidProgramIdError`.
+    `more_headers` name the program, too, after ours and before all others. Cost: one pass over the body that builds
+    only the fields above, one that hashes the prompt. Raises `InvalidProgramIdError`.
     """
     fields = _read_fields(body)
     if fields is None:
         return None
-    program_id, source = _program_of(path_id, headers, fields)
+    header = program_header_of(headers, more_headers)
+    program_id, source = _program_of(path_id, headers, header, fields)
     if fields.program_id is not UNSET:
         body = remove_member(body, ("program_id",))
     if isinstance(fields.extra_body, dict) and "program_id" in fields.extra_body:
@@ -115,10 +158,18 @@ def identify(path_id: str | None, headers: CIMultiDictProxy[str], body: bytes) -
     usage_added = fields.stream is True and _leaves_usage_out(fields.stream_options)
     if usage_added:
         body = set_include_usage(body, fields.stream_options)
-    branch_id = _check_id(branch, "branch id") if (branch := headers.get(BRANCH_HEADER)) else ""
+    branch = headers.get(BRANCH_HEADER) or headers.get(PROGRAM_HEADERS.get(header, BRANCH_HEADER))
+    branch_id = _check_id(branch, "branch id") if branch else ""
     group_id = _check_id(group, "group id") if (group := headers.get(GROUP_HEADER)) else ""
     prefix = prefix_of(fields) if program_id is not None else ()
-    return TurnRequest(program_id, source, branch_id, group_id, body, usage_added, prefix)
+    is_final = any(headers.get(name, "").lower() in ("1", "true") for name in FINAL_HEADERS)
+    return TurnRequest(program_id, source, branch_id, group_id, body, usage_added, prefix, is_final)
+
+
+def program_header_of(headers: CIMultiDictProxy[str], more_headers: Sequence[str] = ()) -> str:
+    """Return the header that names the program; empty if none does."""
+    ours, *others = PROGRAM_HEADERS
+    return next((name for name in (ours, *more_headers, *others) if name in headers), "")
 
 
 def _read_fields(body: bytes) -> _Fields | None:
@@ -141,17 +192,32 @@ def _read_fields(body: bytes) -> _Fields | None:
     return _Fields(**{name: value[name] for name in _BUILT_FIELDS if name in value})
 
 
-def _program_of(path_id: str | None, headers: CIMultiDictProxy[str], fields: _Fields) -> tuple[str | None, str]:
+def _program_of(
+    path_id: str | None, headers: CIMultiDictProxy[str], header: str, fields: _Fields
+) -> tuple[str | None, str]:
     if path_id is not None:
         return check_program_id(path_id), "path"
-    for name in PROGRAM_HEADERS:
-        if (value := headers.get(name)) is not None:
-            return check_program_id(value), name.lower()
+    if header:
+        return check_program_id(headers[header]), header.lower()
     if fields.program_id is not None and fields.program_id is not UNSET:
         return check_program_id(fields.program_id), "body"
     if isinstance(fields.extra_body, dict) and fields.extra_body.get("program_id") is not None:
         return check_program_id(fields.extra_body["program_id"]), "extra_body"
+    for way in OTHERS_FIELDS:
+        if (named := _id_at(fields, way)) is not None:
+            return named, ".".join(way)
     return None, "anonymous"
+
+
+def _id_at(fields: _Fields, way: tuple[str, ...]) -> str | None:
+    """Return the id that somebody else's field holds; what is none there is that field's business, and no error."""
+    value = getattr(fields, way[0])
+    for name in way[1:]:
+        value = value.get(name) if isinstance(value, dict) else None
+    try:
+        return check_program_id(value)
+    except InvalidProgramIdError:
+        return None
 
 
 def _leaves_usage_out(stream_options: object) -> bool:

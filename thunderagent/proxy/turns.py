@@ -25,7 +25,7 @@ from multidict import CIMultiDict
 from thunderagent.backends.client import ReplicaClient
 from thunderagent.errors import ReplicaError, ReplicaRefusedError, ReplicaTimeoutError, ThunderAgentError
 from thunderagent.proxy.headers import forwarded_request_headers, forwarded_response_headers
-from thunderagent.proxy.identity import CLASS_HEADER, PROGRAM_HEADERS, TurnRequest, identify, split_path
+from thunderagent.proxy.identity import CLASS_HEADER, TurnRequest, identify, program_header_of, split_path
 from thunderagent.proxy.metrics import TurnMetrics
 from thunderagent.proxy.replicas import Replicas, Watcher
 from thunderagent.proxy.sandboxes import Sandboxes
@@ -45,6 +45,8 @@ class TurnSettings:
 
     retries_count: int = 2
     """How often a turn is tried again, on another replica, after the connection failed before the first byte."""
+    program_headers: tuple[str, ...] = ()
+    """Further headers that name the program."""
     names_programs: bool = False
     """Tell engines whose turn it is, so that the events of their KV cache say whose blocks they are about."""
 
@@ -107,7 +109,7 @@ class Turns:
         arrived_s = monotonic()
         path_id, path = split_path(request.raw_path)
         body = await request.read()
-        turn = identify(path_id, request.headers, body)
+        turn = identify(path_id, request.headers, body, self._settings.program_headers)
         if turn is None:
             return await self.forward(request)
         if self._sandboxes is not None and turn.program_id is not None and CLASS_HEADER in request.headers:
@@ -121,6 +123,8 @@ class Turns:
             raise
         finally:
             self._write_line(record)
+            if turn.is_final and record.outcome == "finished" and turn.program_id is not None:
+                self._runtime.release(turn.program_id)
 
     async def _try_replicas(
         self, request: web.Request, path: str, body_bytes: int, record: Record
@@ -170,7 +174,8 @@ class Turns:
     async def forward(self, request: web.Request) -> web.StreamResponse:
         """Relay a request that is no turn, without a lease, to its program's replica or the least busy one."""
         path_id, path = split_path(request.raw_path)
-        program_id = path_id or next((v for n in PROGRAM_HEADERS if (v := request.headers.get(n))), None)
+        header = program_header_of(request.headers, self._settings.program_headers)
+        program_id = path_id or (request.headers[header] if header else None)
         replica_id = self._replicas.serving(program_id)
         body = await request.read()
         headers = forwarded_request_headers(request.headers)

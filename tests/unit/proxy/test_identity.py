@@ -8,7 +8,15 @@ import pytest
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from thunderagent.errors import InvalidProgramIdError
-from thunderagent.proxy.identity import TurnRequest, check_program_id, identify, split_path
+from thunderagent.proxy.identity import (
+    FINAL_HEADERS,
+    OTHERS_FIELDS,
+    PROGRAM_HEADERS,
+    TurnRequest,
+    check_program_id,
+    identify,
+    split_path,
+)
 
 MESSAGES = b'"messages":[{"role":"user","content":"hi"}]'
 
@@ -64,11 +72,64 @@ def test_a_null_names_nobody() -> None:
     assert identified(b'{"program_id":null,"extra_body":{"program_id":null}}').program_id is None
 
 
-def test_other_peoples_fields_are_left_alone() -> None:
-    """A program_id in messages or metadata is the client's business."""
+def test_other_peoples_fields_are_read_and_left_alone() -> None:
+    """A program_id in messages is the client's business; one in metadata names the program, and stays."""
     body = b'{"metadata":{"program_id":"x"},"messages":[{"program_id":"y"}]}'
     turn = identified(body)
-    assert (turn.program_id, turn.body) == (None, body)
+    assert (turn.program_id, turn.source, turn.body) == ("x", "metadata.program_id", body)
+    assert identified(b'{"messages":[{"program_id":"y"}]}').program_id is None
+
+
+@pytest.mark.parametrize("number", range(len(OTHERS_FIELDS)))
+def test_each_of_other_peoples_fields_is_used_when_those_before_it_are_gone(number: int) -> None:
+    """Each has a value of its own."""
+    body: dict[str, object] = {"model": "m"}
+    for way in OTHERS_FIELDS[number:]:
+        part = body
+        for name in way[:-1]:
+            part = part.setdefault(name, {})  # type: ignore[assignment]
+        part[way[-1]] = "/".join(way)
+    turn = identified(json.dumps(body).encode())
+    assert (turn.program_id, turn.source) == ("/".join(OTHERS_FIELDS[number]), ".".join(OTHERS_FIELDS[number]))
+
+
+@pytest.mark.parametrize("value", [None, "", 1.5, True, [], {}, "x" * 257, "a\nb"])
+def test_what_is_no_id_in_other_peoples_fields_is_no_error(value: object) -> None:
+    """A client that only changed its base URL must not be refused for a field of its own."""
+    body = {"session_id": value, "metadata": value, "nvext": {"agent_context": value}, "prompt_cache_key": "k"}
+    assert identified(json.dumps(body).encode()).program_id == "k"
+
+
+@pytest.mark.parametrize("header", PROGRAM_HEADERS)
+def test_every_known_header_names_the_program(header: str) -> None:
+    """Ours comes before it, those of the configuration in between."""
+    headers = {header: "them"}
+    assert identified(headers=headers).program_id == "them"
+    configured = {**headers, "X-Run": "run"}
+    turn = identify(None, CIMultiDictProxy(CIMultiDict(configured)), b"{}", ["x-run"])
+    assert turn is not None
+    assert turn.program_id == ("them" if header == "X-Program-ID" else "run")
+    assert identified(headers={**headers, "X-Program-ID": "ours"}).program_id == "ours"
+
+
+@pytest.mark.parametrize(
+    ("headers", "branch_id"),
+    [
+        ({"X-Claude-Code-Session-Id": "s", "X-Claude-Code-Agent-Id": "a"}, "a"),
+        ({"session_id": "s", "thread-id": "t"}, "t"),
+        ({"X-Program-ID": "s", "thread-id": "t"}, ""),
+        ({"session-id": "s", "thread-id": "t", "X-Program-Branch": "b"}, "b"),
+    ],
+)
+def test_coding_agents_name_their_branches(headers: dict[str, str], branch_id: str) -> None:
+    """By a header that belongs to the one that names the program; ours comes first."""
+    assert identified(headers=headers).branch_id == branch_id
+
+
+@pytest.mark.parametrize(("value", "is_final"), [("1", True), ("true", True), ("0", False), ("", False)])
+@pytest.mark.parametrize("header", FINAL_HEADERS)
+def test_the_last_turn_says_so(header: str, value: str, is_final: bool) -> None:
+    assert identified(headers={header: value}).is_final is is_final
 
 
 def test_a_body_that_needs_no_change_is_the_same_object() -> None:
