@@ -191,7 +191,11 @@ BANNED = (
         "session",
         "program",
         allowed_modules=(("thunderagent.backends.client", "aiohttp's word for its pool"),),
-        allowed_names=(("finish_session", "the path that SkyRL and the vLLM router call is named so"),),
+        allowed_names=(
+            ("finish_session", "the path that SkyRL and the vLLM router call is named so"),
+            ("session_id", "other people's field of a body"),
+            ("session_params", "SGLang's field of a body"),
+        ),
     ),
     Banned("trajectory", "program"),
     Banned("job", "program"),

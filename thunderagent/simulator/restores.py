@@ -45,14 +45,17 @@ class RestoreCounter:
     def _has_room(self, home_id: str, restore: Restore, decisions: Sequence[Decision]) -> bool:
         """Return whether a restored program would have fitted at its home at that moment.
 
-        The account shows what is claimed there after the whole event; who was restored there later is taken out again.
+        The account shows what is claimed there after the whole event; who was restored there later is taken out again,
+        and who was paused there later is put back.
         """
         account = self._scheduler.ledger.accounts[home_id]
         if not account.usable:
             return False
         later = decisions[decisions.index(restore) + 1 :]
-        later_ids = [each.program_id for each in later if isinstance(each, Restore) and each.replica_id == home_id]
-        later_tokens = sum(map(self._claim_tokens, later_ids))
+        there = [each for each in later if isinstance(each, Pause | Restore) and each.replica_id == home_id]
+        later_tokens = sum(
+            self._claim_tokens(each.program_id) * (1 if isinstance(each, Restore) else -1) for each in there
+        )
         claim_tokens = self._claim_tokens(restore.program_id)
         may_claim_tokens = getattr(self._scheduler.policy, "low_ratio", 1.0) * account.limit_tokens
         return account.demand_tokens - later_tokens + claim_tokens <= may_claim_tokens

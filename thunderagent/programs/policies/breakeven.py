@@ -129,10 +129,7 @@ class BreakEven:
             return self._find(view, program, candidates, home, make_room=True)
         if not self.pass_count:
             return Placement(None, Reason.QUEUE_AHEAD)
-        others = _without(candidates, self._reserved(view, head))
-        if not others:
-            return Placement(None, Reason.QUEUE_AHEAD)
-        return self._find(view, program, others, home_of(program, others), make_room=False)
+        return self._find_beside(view, program, candidates, home, self._reserved(view, head))
 
     def balance(self, view: View, moment: Moment) -> None:
         """Pause where claims are over the capacity, and let in who fits.
@@ -160,14 +157,28 @@ class BreakEven:
 
     def _let_pass(self, view: View, head: ProgramView, replicas: Sequence[ReplicaView]) -> None:
         reserved = self._reserved(view, head)
-        others = _without(replicas, reserved)
-        if not others:
-            return
         for program in self._followers(view):
-            home = view.replica(program.replica_id)
-            placement = self._find(view, program, others, home if home is not reserved else None, make_room=False)
+            placement = self._find_beside(view, program, replicas, view.replica(program.replica_id), reserved)
             if placement.replica is not None:
                 view.propose_restore(program, placement.replica, placement.reason)
+
+    def _find_beside(
+        self,
+        view: View,
+        program: ProgramView,
+        candidates: Sequence[ReplicaView],
+        home: ReplicaView | None,
+        reserved: ReplicaView | None,
+    ) -> Placement:
+        """Return where one that passes the head of the queue could be active: not on the replica reserved for that."""
+        others = _without(candidates, reserved)
+        if not others:
+            return Placement(None, Reason.QUEUE_AHEAD)
+        if home is not None and home is reserved:
+            if self._waits_for_home(view, program, home):
+                return Placement(None, Reason.HOME_SOON)
+            home = None
+        return self._find(view, program, others, home, make_room=False)
 
     def _followers(self, view: View) -> Sequence[ProgramView]:
         """Return who may pass the head of the queue: some of the oldest, those first whose history is in memory."""

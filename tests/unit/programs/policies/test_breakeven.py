@@ -258,6 +258,23 @@ def test_on_other_replicas_whoever_fits_goes_on() -> None:
     assert driver.held(first)
 
 
+def test_one_whose_home_is_kept_for_the_first_waits_for_it_before_it_goes_elsewhere() -> None:
+    """For as long as to compute its history again, as if its home were full."""
+    driver = driver_with(wait_ratio=0.5, replicas={"r0": 1000, "r1": 1000}, home_wait_ratio=100.0)
+    driver.takes_turn("lived", 10)
+    driver.passes(10.0)
+    driver.releases("lived")
+    away_from_home(driver, 300)
+    opens(driver, b=550, c=600)
+    assert (driver.home("b"), driver.home("c")) == ("r0", "r1")
+    first = driver.arrives("first", 900)
+    driver.passes(60.0)
+    turn = driver.arrives("a", 300)
+    assert driver.decisions == [Hold(turn, "a", Reason.HOME_SOON)]
+    assert driver.held(first)
+    assert restored_on(driver.ticks(10.0)) == {"a": "r1"}
+
+
 def test_until_a_program_ended_nobody_has_waited_for_too_long() -> None:
     """The median is not known."""
     driver = driver_with()
