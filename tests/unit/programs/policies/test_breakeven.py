@@ -264,15 +264,19 @@ def test_one_whose_home_is_kept_for_the_first_waits_for_it_before_it_goes_elsewh
     driver.takes_turn("lived", 10)
     driver.passes(10.0)
     driver.releases("lived")
-    away_from_home(driver, 300)
-    opens(driver, b=550, c=600)
-    assert (driver.home("b"), driver.home("c")) == ("r0", "r1")
+    opens(driver, first=10, a=300)
+    assert (driver.home("first"), driver.home("a")) == ("r0", "r1")
+    for replica_id in ("r0", "r1"):
+        driver.drains(replica_id)
+        driver.comes_up(replica_id, 1000)
+    opens(driver, c=600, b=550)
+    assert (driver.home("c"), driver.home("b")) == ("r0", "r1")
     first = driver.arrives("first", 900)
     driver.passes(60.0)
     turn = driver.arrives("a", 300)
     assert driver.decisions == [Hold(turn, "a", Reason.HOME_SOON)]
     assert driver.held(first)
-    assert restored_on(driver.ticks(10.0)) == {"a": "r1"}
+    assert restored_on(driver.ticks(10.0)) == {"a": "r0"}
 
 
 def test_until_a_program_ended_nobody_has_waited_for_too_long() -> None:
