@@ -17,6 +17,13 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep what lies here on one process where there are several: its tests watch sockets, processes and times."""
+    for item in items:
+        if "tests/integration/" in item.path.as_posix():
+            item.add_marker(pytest.mark.xdist_group("integration"))
+
+
 @pytest.hookimpl(optionalhook=True)  # pytest-asyncio has it since 1.4; before, the loop is asyncio's own
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
     """Run on the event loop that `thunderagent serve` runs on."""
