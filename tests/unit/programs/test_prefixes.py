@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thunderagent.programs.prefixes import Chain, PrefixTree, chain_of
+from thunderagent.programs.prefixes import SIZE_SLACK_RATIO, Chain, PrefixTree, chain_of
 
 REPLICAS = ("r0", "r1")
 PATHS = st.lists(st.integers(0, 2), max_size=4).map(tuple)
@@ -39,6 +39,12 @@ class Union:
             chain.append((hash(cut), tokens))
         return tuple(chain)
 
+    def resize(self, cut: tuple[int, ...], size_tokens: int) -> None:
+        """Take a new size, unless it is about the one that is counted."""
+        is_counted = any(path[: len(cut)] == cut for path, _ in self.chains)
+        if not is_counted or abs(self.size_tokens(cut) - size_tokens) > SIZE_SLACK_RATIO * size_tokens:
+            self.sizes_tokens[cut] = size_tokens
+
     def shared_tokens(self, replica_id: str) -> int:
         paths = [path for path, where in self.chains if where == replica_id]
         union = {cut for path in paths for cut in self.cuts_of(path)}
@@ -67,7 +73,7 @@ def test_what_is_shared_is_the_sum_of_claims_without_their_union(steps: list[tup
             path, where = union.chains.pop(what % len(union.chains))
             shared_tokens[where] -= tree.leave(union.chain(path), where)
         elif kind == "resize" and what:
-            union.sizes_tokens[what] = size_tokens
+            union.resize(what, size_tokens)
             for where, grown_tokens in tree.resize(union.chain(what)).items():
                 shared_tokens[where] += grown_tokens
         assert shared_tokens == {each: union.shared_tokens(each) for each in REPLICAS}
