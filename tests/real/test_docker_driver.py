@@ -31,6 +31,7 @@ from tests.real.docker_engine import (
     busybox_root,
     ensure_docker,
     import_busybox_image,
+    reapers,
 )
 from thunderagent.errors import (
     NotFoundError,
@@ -712,17 +713,6 @@ def sockets_count() -> int:
         with contextlib.suppress(OSError):
             count += stat.S_ISSOCK(os.fstat(int(name)).st_mode)
     return count
-
-
-def reapers(run_id: str) -> list[int]:
-    """Return the process ids of a run's reaper."""
-    found = []
-    for pid in filter(str.isdecimal, os.listdir("/proc")):  # noqa: PTH208 - numbers, not paths
-        with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline") as file:  # noqa: PTH123
-            arguments = file.read().split("\0")
-            if "thunderagent.tools.reaper" in arguments and run_id in arguments:
-                found.append(int(pid))
-    return found
 
 
 def is_alive(pid: int) -> bool:

@@ -138,7 +138,6 @@ class Sandbox:
         "stage",
         "template",
         "template_name",
-        "used_s",
         "why",
     )
 
@@ -158,7 +157,6 @@ class Sandbox:
         self.retry_at_s = 0.0
         self.begun_s: float | None = None
         self.ready_s: float | None = None
-        self.used_s: float | None = None
         self.awaited_since_s: float | None = None
         """Since when a program that runs waits for it."""
         self.place: Place | None = None
@@ -294,7 +292,7 @@ class SandboxTable:
             self.sandboxes[sandbox.sandbox_id] = sandbox
             sandbox.given = True
             sandbox.stage = Stage.IN_USE
-            sandbox.ready_s = sandbox.used_s = now_s
+            sandbox.ready_s = now_s
             self._set_place(sandbox, place)
         if sandbox.stage in (Stage.READY, Stage.IN_USE):
             self._join(sandbox, program_id)
@@ -319,7 +317,6 @@ class SandboxTable:
         for sandbox in self._of_program.get(program_id, {}).values():
             if sandbox.stage is Stage.READY:
                 sandbox.advance(Step.USE)
-                sandbox.used_s = now_s
             elif sandbox.stage in COMING and sandbox.awaited_since_s is None:
                 sandbox.awaited_since_s = now_s
 
