@@ -5,6 +5,9 @@
 First the engine is calibrated (`thunderagent calibrate`), then each load runs on it under each policy, as
 `benchmarks.real` does it, and in the simulator: the same programs, the same tool times, the same policy. Differences
 in prefix hits (points) and in turns per minute (per cent) go to the terminal and `benchmarks/results/fidelity.json`.
+
+An engine's speed is known to about a tenth, and where the programs only just fit, a tenth decides whether they thrash.
+So each load is simulated on engines a little slower and faster too: the range that they span is the forecast.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import asyncio
 import os
 import shlex
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -31,12 +34,17 @@ from thunderagent.simulator.contestants import Contestant
 from thunderagent.simulator.plans import ProgramPlan, TurnPlan
 from thunderagent.simulator.records import EngineConfig
 from thunderagent.simulator.scenario import Scenario
+from thunderagent.simulator.timing import COSTS_US
 
 if TYPE_CHECKING:
     from thunderagent.simulator.timing import TimingProfile
 
 MARKER_TOKENS = 1
 """Of `real_model`'s chat template: one before each message, and one for the answer to come."""
+
+OTHER_COSTS_RATIOS = (0.85, 0.92, 1.08, 1.15)
+"""What other engines in a forecast take for the same work. From one minute to the next the cores that this was written
+on differ by 15 %, which is also the largest error of a fitted constant (90th percentile)."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +77,7 @@ class StandardLoad:
 
 @dataclass(frozen=True)
 class Pair:
-    """One load under one policy, on the engine and simulated."""
+    """One load under one policy, on the engine and simulated; a range is that of all engines in the forecast."""
 
     programs: int
     policy: str
@@ -78,6 +86,8 @@ class Pair:
     simulated_turns_per_min: float
     real_hit_ratio: float
     simulated_hit_ratio: float
+    turns_range_per_min: tuple[float, float]
+    hit_range_ratio: tuple[float, float]
 
     @property
     def turns_error_ratio(self) -> float:
@@ -89,6 +99,21 @@ class Pair:
         """Return how much higher its hit rate is; 0.01 is one point."""
         return self.simulated_hit_ratio - self.real_hit_ratio
 
+    @property
+    def turns_beside_ratio(self) -> float:
+        """Return by which part the engine's turns a minute lie outside of the forecast; 0 within."""
+        return _beside(self.real_turns_per_min, self.turns_range_per_min) / self.real_turns_per_min
+
+    @property
+    def hits_beside_ratio(self) -> float:
+        """Return how far its hit rate lies outside of the forecast; 0.01 is one point, 0 within."""
+        return _beside(self.real_hit_ratio, self.hit_range_ratio)
+
+
+def _beside(value: float, within: tuple[float, float]) -> float:
+    low, high = within
+    return max(low - value, value - high, 0.0)
+
 
 def engine_model(config: RealEngineConfig, timing: TimingProfile) -> EngineConfig:
     """Return the model of a real engine; one block of a real one is never used (it stands for no block)."""
@@ -98,6 +123,19 @@ def engine_model(config: RealEngineConfig, timing: TimingProfile) -> EngineConfi
         max_num_batched_tokens=config.max_batched_tokens,
         timing=timing,
     )
+
+
+def forecast(
+    spec: LoadSpec, policy: Contestant, engine: EngineConfig, comparison: Comparison
+) -> tuple[tuple[float, float], list[tuple[float, float]]]:
+    """Return what `simulate_load` does for this engine, and for it and all that take a little more or less time."""
+    simulated = simulate_load(spec, policy, engine, comparison)
+    costs = {name: getattr(engine.timing, name) for name in COSTS_US.values()}
+    others = []
+    for ratio in OTHER_COSTS_RATIOS:
+        timing = replace(engine.timing, **{name: cost * ratio for name, cost in costs.items()})
+        others.append(simulate_load(spec, policy, replace(engine, timing=timing), comparison))
+    return simulated, [simulated, *others]
 
 
 def simulate_load(
@@ -122,7 +160,8 @@ async def run_pairs(comparison: Comparison, engine: RealEngine, timing: TimingPr
     for seed, programs, policy in comparison.order():
         spec = LoadSpec(programs=programs, seed=seed, stream=comparison.stream)
         run = await measure(comparison, engine, spec, policy, console)
-        turns_per_min, hit_ratio = await asyncio.to_thread(simulate_load, spec, policy, model, comparison)
+        (turns_per_min, hit_ratio), all_simulated = await asyncio.to_thread(forecast, spec, policy, model, comparison)
+        all_turns, all_hits = zip(*all_simulated, strict=True)
         pair = Pair(
             programs,
             str(policy),
@@ -131,12 +170,15 @@ async def run_pairs(comparison: Comparison, engine: RealEngine, timing: TimingPr
             simulated_turns_per_min=turns_per_min,
             real_hit_ratio=float(run.figures["hit_ratio"] or 0.0),
             simulated_hit_ratio=hit_ratio,
+            turns_range_per_min=(min(all_turns), max(all_turns)),
+            hit_range_ratio=(min(all_hits), max(all_hits)),
         )
         pairs.append(pair)
         console.print(
             f"{policy}, {programs} programs, seed {seed}: {pair.real_turns_per_min:.1f} turns/min on the engine, "
             f"{turns_per_min:.1f} simulated ({pair.turns_error_ratio:+.0%}); hits {pair.real_hit_ratio:.1%}, "
-            f"{hit_ratio:.1%} ({pair.hit_error_ratio * 100:+.1f} points)"
+            f"{hit_ratio:.1%} ({pair.hit_error_ratio * 100:+.1f} points); forecast {_range(pair.turns_range_per_min)} "
+            f"turns/min, {_range(pair.hit_range_ratio, 100)} %"
         )
     return pairs
 
@@ -144,7 +186,8 @@ async def run_pairs(comparison: Comparison, engine: RealEngine, timing: TimingPr
 def table(pairs: list[Pair]) -> Table:
     """Return a table with one row for each pair."""
     result = Table(title="Real engine and simulator: turns/min, prefix hits", box=box.SIMPLE_HEAD)
-    for column in ("n", "policy", "seed", "real/min", "sim/min", "error", "real hits", "sim hits", "points"):
+    turns_columns = ("real/min", "sim/min", "range", "error")
+    for column in ("n", "policy", "seed", *turns_columns, "real hits", "sim hits", "range", "points"):
         result.add_column(column, justify="left" if column == "policy" else "right", no_wrap=True)
     for pair in sorted(pairs, key=lambda pair: (pair.programs, pair.policy, pair.seed)):
         result.add_row(
@@ -153,12 +196,18 @@ def table(pairs: list[Pair]) -> Table:
             str(pair.seed),
             f"{pair.real_turns_per_min:.1f}",
             f"{pair.simulated_turns_per_min:.1f}",
+            _range(pair.turns_range_per_min),
             f"{pair.turns_error_ratio:+.1%}",
             f"{pair.real_hit_ratio:.1%}",
             f"{pair.simulated_hit_ratio:.1%}",
+            _range(pair.hit_range_ratio, 100),
             f"{pair.hit_error_ratio * 100:+.1f}",
         )
     return result
+
+
+def _range(within: tuple[float, float], times: int = 1) -> str:
+    return "-".join(f"{bound * times:.0f}" for bound in within)
 
 
 def results(

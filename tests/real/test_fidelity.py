@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 from random import Random
-from statistics import fmean
 from typing import TYPE_CHECKING
 
 import httpx
@@ -125,11 +124,10 @@ async def test_the_model_finds_the_very_blocks_that_the_engine_finds(engine: Rea
 async def test_the_simulator_forecasts_the_engine(engines: tuple[RealEngine, RealEngine]) -> None:
     """At 4, 8 and 16 programs, passed through and scheduled: hits within 5 points, turns a minute within 10 %.
 
-    That is asked of the mean over the six. A scheduled run is chaotic: which program is a moment earlier decides who
-    waits next, so in a window of a minute one point may be off by 13 % and 12 points (seen), and only more than two or
-    three times the promise is wrong in any case. The engine is that of `benchmarks.fidelity`, on a core of its own, and
-    the constants are fitted to it first. What else the machine does in these minutes slows the engine and not the
-    simulator (18 % in the mean, seen), so a measurement that misses is made once more.
+    That is asked of the forecast, which is a range: what engines do that take up to 15 % more or less time than the
+    constants say. Those are fitted first, to the engine of `benchmarks.fidelity` on a core of its own, but a machine
+    is not as fast in one minute as in the next. Mostly the range is narrow; where eight programs only just fit, half
+    of it is thrashing. A measurement that misses all the same is made once more.
     """
     assert all(engine.is_running for engine in engines)  # idle: they do not start, or stop, meanwhile
     console = Console(width=110)
@@ -151,9 +149,7 @@ async def test_the_simulator_forecasts_the_engine(engines: tuple[RealEngine, Rea
         with console.capture() as captured:
             console.print(table(pairs))
         seen += captured.get()
-        turns = [abs(pair.turns_error_ratio) for pair in pairs]
-        hits = [abs(pair.hit_error_ratio) for pair in pairs]
-        if fmean(turns) < 0.10 and fmean(hits) < 0.05 and max(turns) < 0.25 and max(hits) < 0.15:
+        if all(pair.turns_beside_ratio < 0.10 and pair.hits_beside_ratio < 0.05 for pair in pairs):
             break
     else:
         pytest.fail(seen)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.fidelity import Pair, StandardLoad, engine_model
+from benchmarks.fidelity import Pair, StandardLoad, engine_model, forecast
 from benchmarks.load import LoadSpec, plan_program
 from benchmarks.papers import COMMANDS, SETTINGS, scenario_of
+from benchmarks.real import Comparison
 from benchmarks.real_engine import RealEngineConfig
 from thunderagent.simulator.bounds import turn_shapes
+from thunderagent.simulator.contestants import Contestant
 from thunderagent.simulator.timing import profile
 from thunderagent.simulator.workloads import workload
 
@@ -40,9 +42,28 @@ def test_the_model_of_an_engine_lacks_the_block_that_is_never_used() -> None:
 
 
 def test_errors_are_those_of_the_simulator() -> None:
-    pair = Pair(8, "passthrough", 0, 100.0, 108.0, 0.50, 0.47)
+    pair = Pair(8, "passthrough", 0, 100.0, 108.0, 0.50, 0.47, (105.0, 110.0), (0.40, 0.49))
     assert pair.turns_error_ratio == pytest.approx(0.08)
     assert pair.hit_error_ratio == pytest.approx(-0.03)
+    assert pair.turns_beside_ratio == pytest.approx(0.05)
+    assert pair.hits_beside_ratio == pytest.approx(0.01)
+
+
+def test_what_lies_in_the_forecast_is_not_beside_it() -> None:
+    pair = Pair(8, "passthrough", 0, 100.0, 108.0, 0.50, 0.47, (90.0, 110.0), (0.40, 0.50))
+    assert pair.turns_beside_ratio == pair.hits_beside_ratio == 0.0
+
+
+def test_a_forecast_is_wide_where_programs_only_just_fit_and_narrow_where_they_do() -> None:
+    engine = engine_model(RealEngineConfig(pool_blocks=500, block_size=32), profile("demo"))
+    comparison = Comparison(programs=(4,), policies=(Contestant("passthrough"),), warmup_s=10.0, measure_s=30.0)
+    spreads = {}
+    for programs in (4, 8):
+        simulated, everything = forecast(LoadSpec(programs=programs), Contestant("passthrough"), engine, comparison)
+        assert everything[0] == simulated
+        hits = [hit_ratio for _, hit_ratio in everything]
+        spreads[programs] = max(hits) - min(hits)
+    assert spreads[4] < 0.02 < spreads[8]
 
 
 def test_every_setting_of_the_papers_can_be_simulated() -> None:
