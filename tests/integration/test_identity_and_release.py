@@ -99,6 +99,8 @@ async def test_a_turn_is_whose_it_says(
         ("/p/a/v1/embeddings", "/v1/embeddings"),
         ("/sessions/a/v1/files/x?y", "/v1/files/x?y"),
         ("/p/a/v1/v1/files", "/v1/files"),
+        ("/v1/v1/files", "/v1/files"),
+        ("/p/a/tokenize", "/tokenize"),
     ],
 )
 async def test_the_program_is_cut_out_of_other_paths_too(
@@ -108,8 +110,21 @@ async def test_the_program_is_cut_out_of_other_paths_too(
     assert replica.calls[0].target == arrives
 
 
-@pytest.mark.parametrize("target", ["/", "/p/a", "/p//v1/chat/completions", "/nothing", "/p/a/v2/x", "/v2/models"])
-async def test_an_unknown_path_is_a_404(replica: FakeReplica, proxy: RunningProxy, target: str) -> None:
+@pytest.mark.parametrize("target", ["/", "/nothing", "/v2/embed?x", "/server_info", "/cohere/v2/chat"])
+async def test_a_path_that_nobody_knows_is_the_engines(replica: FakeReplica, proxy: RunningProxy, target: str) -> None:
+    """Its answer, its 404."""
+    replica.behaviour = answers({"detail": "Not Found"}, status="404 Not Found")
+    answer = await get(proxy.url, target)
+    assert (answer.status, answer.json()) == (404, {"detail": "Not Found"})
+    assert replica.calls[0].target == target
+
+
+@pytest.mark.parametrize(
+    "target", ["/p/a", "/p//v1/chat/completions", "/p/a/v2/x", "/sessions/a/x", "/programs/a/b/c", "/health/x"]
+)
+async def test_an_unknown_path_under_the_proxys_own_is_a_404(
+    replica: FakeReplica, proxy: RunningProxy, target: str
+) -> None:
     answer = await get(proxy.url, target)
     assert answer.status == 404
     assert answer.error["code"] == "not_found"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 
 import structlog
 from aiohttp import web
@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 from thunderagent.backends.client import ReplicaClient
 from thunderagent.errors import BodyTooLargeError, NotFoundError, ThunderAgentError
 from thunderagent.proxy.admin import Admin
+from thunderagent.proxy.dialects import TURN_DIALECTS, dialect_of
 from thunderagent.proxy.identity import split_path
 from thunderagent.proxy.metrics import StateCollector, TurnMetrics
 from thunderagent.proxy.models import Models
@@ -22,13 +23,6 @@ from thunderagent.runtime import Runtime
 log = structlog.get_logger("thunderagent.proxy")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-TURN_PATHS = ("/v1/chat/completions", "/v1/completions")
-"""A POST to one of these is a turn."""
-
-ENGINE_PATHS = ("/tokenize", "/detokenize", "/version")
-"""Paths outside `/v1/` that go to a replica without a lease."""
-
 
 CLIENT_CLOSED_REQUEST = 499
 
@@ -54,10 +48,10 @@ def build_app(
     routes = [
         *SandboxHandlers(sandboxes).routes(),
         *Admin(runtime, replicas, registry, sandboxes).routes(),
-        *(web.post(path, turns.handle) for path in TURN_PATHS),
+        *(web.post(path, turns.handle) for path in TURN_DIALECTS),
         web.get("/v1/models", models.handle),
-        web.route("*", "/{path:.*}", _by_inner_path(turns, models)),
     ]
+    routes.append(web.route("*", "/{path:.*}", _by_inner_path(turns, models, _own_parts(routes))))
     for route in routes:
         handler = answering_errors(route.handler)
         if route.method == "GET":
@@ -67,25 +61,31 @@ def build_app(
     return app
 
 
-def _by_inner_path(turns: Turns, models: Models) -> Handler:
+def _own_parts(routes: Iterable[web.RouteDef]) -> frozenset[str]:
+    """Return the first parts of the paths that are the proxy's own: what else is under them is nobody's."""
+    first_parts = {route.path.split("/")[1] for route in routes if route.path not in TURN_DIALECTS}
+    return frozenset(first_parts - {"v1"})
+
+
+def _by_inner_path(turns: Turns, models: Models, own_parts: frozenset[str]) -> Handler:
     """Return the handler of paths that name a program, and of the engine's own paths."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
-        _, raw_path = split_path(request.raw_path)
+        path_id, raw_path = split_path(request.raw_path)
         path = raw_path.partition("?")[0]
-        if request.method == "POST" and path in TURN_PATHS:
+        if request.method == "POST" and path in TURN_DIALECTS:
             return await turns.handle(request)
         if request.method == "GET" and path == "/v1/models":
             return await models.handle(request)
-        if path.startswith("/v1/") or path in ENGINE_PATHS:
-            return await turns.forward(request)
-        raise NotFoundError(f"there is no {request.path}")
+        if path_id is None and path.split("/")[1] in own_parts | {"p"}:
+            raise NotFoundError(f"there is no {request.path}")
+        return await turns.forward(request)
 
     return handle
 
 
 def answering_errors(handler: Handler) -> Handler:
-    """Wrap a handler so that errors become answers in the schema of the OpenAI API.
+    """Wrap a handler so that errors become answers in the schema of the API that the path belongs to.
 
     Each has its status and code and, where it helps, Retry-After. A wrapper, not a middleware of aiohttp, which
     would cost every turn twice as much.
@@ -95,29 +95,28 @@ def answering_errors(handler: Handler) -> Handler:
         try:
             return await handler(request)
         except ThunderAgentError as error:
-            return error_response(error)
+            return error_response(request, error)
         except web.HTTPRequestEntityTooLarge as error:
-            return error_response(BodyTooLargeError(f"the body is larger than the limit: {error.text}"))
+            return error_response(request, BodyTooLargeError(f"the body is larger than the limit: {error.text}"))
         except web.HTTPException as error:
-            return _error_body(error.status, "invalid_request", error.reason)
+            return _error_body(request, error.status, "invalid_request", error.reason)
         except ConnectionError:
             return web.Response(status=CLIENT_CLOSED_REQUEST)  # never sent: the client left
         except Exception:
             log.exception("bug", method=request.method, path=request.path)
-            return _error_body(500, "internal_error", "the proxy has a bug; its log has the trace")
+            return _error_body(request, 500, "internal_error", "the proxy has a bug; its log has the trace")
 
     return handle
 
 
-def error_response(error: ThunderAgentError) -> web.Response:
+def error_response(request: web.Request, error: ThunderAgentError) -> web.Response:
     """Return the answer that tells a caller of an error."""
-    response = _error_body(error.status, error.code, error.message)
+    response = _error_body(request, error.status, error.code, error.message)
     if error.retry_after_s is not None:
         response.headers["Retry-After"] = str(error.retry_after_s)
     return response
 
 
-def _error_body(status: int, code: str, message: str) -> web.Response:
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    body = {"error": {"message": message, "type": kind, "param": None, "code": code}}
-    return web.json_response(body, status=status)
+def _error_body(request: web.Request, status: int, code: str, message: str) -> web.Response:
+    path = split_path(request.raw_path)[1].partition("?")[0]
+    return web.json_response(dialect_of(path).error(status, code, message), status=status)

@@ -20,7 +20,10 @@ from multidict import CIMultiDictProxy
 
 from thunderagent.errors import InvalidProgramIdError
 from thunderagent.programs.events import PrefixCut
+from thunderagent.proxy.dialects.base import Dialect
+from thunderagent.proxy.dialects.openai import OpenAI
 from thunderagent.proxy.json_splice import remove_member, set_include_usage
+from thunderagent.proxy.outline import Outline
 from thunderagent.proxy.prefix import PromptFields, prefix_of
 
 MAX_PROGRAM_ID_BYTES = 256
@@ -46,7 +49,14 @@ GROUP_HEADER = "X-Program-Group"
 CLASS_HEADER = "X-Program-Class"
 """What sort of program it is: says which sandboxes it gets."""
 
-_PROGRAM_PATH = re.compile(r"^/(?:p|sessions)/(?P<program_id>.+)(?P<rest>/v1(?:/.*)?)$", re.DOTALL)
+_PROGRAM_PATHS = (
+    re.compile(r"^/(?:p|sessions)/(?P<program_id>.+)(?P<rest>/inference/v1/(?:generate|abort_requests))$", re.DOTALL),
+    re.compile(r"^/(?:p|sessions)/(?P<program_id>.+)(?P<rest>/v1(?:/.*)?)$", re.DOTALL),
+    re.compile(r"^/(?:p|sessions)/(?P<program_id>.+)(?P<rest>/(?:generate|tokenize|detokenize))$", re.DOTALL),
+)
+"""Paths that name a program, and what of them is the engine's: of vLLM's token-in API, of what has a version, and of
+the few paths without one that agents and trainers call."""
+
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
@@ -63,7 +73,10 @@ class _Fields(PromptFields):
     prompt_cache_key: Any = None
     stream: Any = None
     stream_options: Any = None
+    previous_response_id: Any = None
 
+
+_OPENAI = OpenAI()
 
 OTHERS_FIELDS = (
     ("session_id",),
@@ -82,6 +95,7 @@ _BUILT_FIELDS = (
     "extra_body",
     "stream",
     "stream_options",
+    "previous_response_id",
     *dict.fromkeys(way[0] for way in OTHERS_FIELDS),
 )
 _decode_fields = msgspec.json.Decoder(_Fields).decode
@@ -105,16 +119,15 @@ class TurnRequest(NamedTuple):
 
 
 def split_path(raw_path: str) -> tuple[str | None, str]:
-    """Split `/p/{program_id}/v1/...` into the decoded program id and the path to forward; None if it is another path.
+    """Split `/p/{program_id}/v1/...` into the decoded program id and the path to forward; None if it names no program.
 
     The id may hold `/`, `:` and percent-escapes, so it reaches up to the last `/v1`; a doubled `/v1/v1` is mended.
     """
     path, mark, query = raw_path.partition("?")
-    match = _PROGRAM_PATH.match(path)
-    if match is None:
-        return None, raw_path
-    program_id, rest = match["program_id"], match["rest"]
-    return unquote(program_id.removesuffix("/v1")), rest + mark + query
+    for pattern in _PROGRAM_PATHS:
+        if (match := pattern.match(path)) is not None:
+            return unquote(match["program_id"].removesuffix("/v1")), match["rest"] + mark + query
+    return None, raw_path.removeprefix("/v1") if path.startswith("/v1/v1/") else raw_path
 
 
 def check_program_id(value: object) -> str:
@@ -139,29 +152,38 @@ def _check_id(value: object, what: str) -> str:
 
 
 def identify(
-    path_id: str | None, headers: CIMultiDictProxy[str], body: bytes, more_headers: Sequence[str] = ()
+    path_id: str | None,
+    headers: CIMultiDictProxy[str],
+    body: bytes,
+    more_headers: Sequence[str] = (),
+    dialect: Dialect = _OPENAI,
 ) -> TurnRequest | None:
     """Find whose turn a request is; None if its body is no JSON object, which the engine shall judge.
 
     `more_headers` name the program, too, after ours and before all others. Cost: one pass over the body that builds
-    only the fields above, one that hashes the prompt. Raises `InvalidProgramIdError`.
+    only the fields above and goes around large lists of token ids, one that hashes the prompt. Raises
+    `InvalidProgramIdError`.
     """
-    fields = _read_fields(body)
+    outline = Outline.of(body, dialect.token_id_fields)
+    text = outline.text
+    fields = _read_fields(text)
     if fields is None:
         return None
     header = program_header_of(headers, more_headers)
     program_id, source = _program_of(path_id, headers, header, fields)
     if fields.program_id is not UNSET:
-        body = remove_member(body, ("program_id",))
+        text = remove_member(text, ("program_id",))
     if isinstance(fields.extra_body, dict) and "program_id" in fields.extra_body:
-        body = remove_member(body, ("extra_body", "program_id"))
-    usage_added = fields.stream is True and _leaves_usage_out(fields.stream_options)
+        text = remove_member(text, ("extra_body", "program_id"))
+    usage_added = dialect.asks_for_usage and fields.stream is True and _leaves_usage_out(fields.stream_options)
     if usage_added:
-        body = set_include_usage(body, fields.stream_options)
+        text = set_include_usage(text, fields.stream_options)
+    if text is not outline.text:
+        body = outline.filled(text)
     branch = headers.get(BRANCH_HEADER) or headers.get(PROGRAM_HEADERS.get(header, BRANCH_HEADER))
     branch_id = _check_id(branch, "branch id") if branch else ""
     group_id = _check_id(group, "group id") if (group := headers.get(GROUP_HEADER)) else ""
-    prefix = prefix_of(fields) if program_id is not None else ()
+    prefix = prefix_of(fields, outline) if program_id is not None and fields.previous_response_id is None else ()
     is_final = any(headers.get(name, "").lower() in ("1", "true") for name in FINAL_HEADERS)
     return TurnRequest(program_id, source, branch_id, group_id, body, usage_added, prefix, is_final)
 

@@ -17,6 +17,7 @@ import msgspec
 from msgspec import Raw
 
 from thunderagent.programs.events import PrefixCut
+from thunderagent.proxy.outline import Outline
 
 STEPS = (1, *chain.from_iterable((2**exponent, 3 * 2 ** (exponent - 1)) for exponent in range(1, 32)))
 """1, 2, 3, 4, 6, 8, 12, 16, 24, ...: after so many messages, or half kibibytes of a text, a prompt is cut."""
@@ -54,16 +55,19 @@ class PromptFields(msgspec.Struct):
     token_ids: Raw = Raw()
 
 
-def prefix_of(fields: PromptFields) -> tuple[PrefixCut, ...]:
+def prefix_of(fields: PromptFields, outline: Outline | None = None) -> tuple[PrefixCut, ...]:
     """Return the chain of cuts of a prompt: (digest, size in bytes), both of all up to the cut.
 
     The model (LoRA names are model names) and the cache salt separate prompts from the start. Sizes are shares of the
-    body's size. Empty if the prompt is too short or of no known shape. Cost: one pass over the prompt.
+    body's size. Empty if the prompt is too short or of no known shape. `outline` holds token ids that the fields only
+    have a placeholder for. Cost: one pass over the prompt.
     """
     if fields.messages or fields.input:
         return _cuts_of_messages(fields)
     token_ids = fields.input_ids or fields.prompt_token_ids or fields.token_ids
-    text = fields.prompt or fields.text or token_ids
+    text: bytes = fields.prompt or fields.text or token_ids
+    if outline is not None and outline.is_placeholder(text):
+        text = outline.token_ids
     return _cuts_of_text(fields, text) if len(text) >= MIN_TEXT_BYTES else ()
 
 
@@ -95,7 +99,7 @@ def _messages(fields: PromptFields) -> Sequence[Raw]:
     return [system, *items] if system else items
 
 
-def _cuts_of_text(fields: PromptFields, text: Raw) -> tuple[PrefixCut, ...]:
+def _cuts_of_text(fields: PromptFields, text: bytes) -> tuple[PrefixCut, ...]:
     """Cut a text, or a list of token ids as it is written, at certain bytes; several prompts in one are left alone."""
     if not _begins_with(text, b'"') and not _is_list_of_numbers(text):
         return ()
@@ -121,9 +125,9 @@ def _number(digest: blake2b) -> int:
     return int.from_bytes(digest.digest(), "big") >> 1
 
 
-def _begins_with(value: Raw, first: bytes) -> bool:
+def _begins_with(value: bytes, first: bytes) -> bool:
     return bytes(memoryview(value)[:1]) == first
 
 
-def _is_list_of_numbers(value: Raw) -> bool:
+def _is_list_of_numbers(value: bytes) -> bool:
     return bytes(memoryview(value)[:16]).removeprefix(b"[").lstrip()[:1].isdigit()

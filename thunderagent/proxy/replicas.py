@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -55,16 +56,21 @@ class Replicas:
         """Return the base URL of a replica."""
         return self.known[replica_id].endpoint.url
 
-    def serving(self, program_id: str | None = None) -> str:
+    def known_id(self, replica_id: str | None) -> str | None:
+        """Return the id if there is such a replica, up or not."""
+        return replica_id if replica_id in self.known else None
+
+    def serving(self, program_id: str | None = None, avoid: Collection[str] = ()) -> str:
         """Return the replica that a request without a lease goes to: its program's, or the least busy one.
 
-        Raises `NoReplicaError` if none is up.
+        Never one to `avoid`, because it just failed. Raises `NoReplicaError` if no other is up.
         """
         scheduler = self._runtime.scheduler
         program = scheduler.table.get(program_id) if program_id is not None else None
-        if program is not None and program.replica_id is not None and scheduler.replicas[program.replica_id].up:
-            return program.replica_id
-        usable = scheduler.open_replicas
+        home_id = program.replica_id if program is not None else None
+        if home_id is not None and home_id not in avoid and scheduler.replicas[home_id].up:
+            return home_id
+        usable = [replica for replica in scheduler.open_replicas if replica.replica_id not in avoid]
         if not usable:
             raise NoReplicaError("no replica is up")
         return min(usable, key=lambda replica: replica.account.turn_count).replica_id

@@ -2,8 +2,8 @@
 
 The key of a call is the tool's name, and for a shell also the first word of its command: `bash:pytest` takes longer
 than `bash:ls`. Calls are found in the answers of the chat API of OpenAI, of the Messages API of Anthropic and of the
-Responses API; agents without tool calls write one fenced shell block into their text. What cannot be read calls
-nothing: a key is a hint, and the bytes of the answer are never touched.
+Responses API; agents without tool calls write one fenced shell block into their text, which may also come from
+SGLang's own API. What cannot be read calls nothing: a key is a hint, and the bytes of the answer are never touched.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
-from thunderagent.proxy.usage import data_of, decoded, events_in
+from thunderagent.proxy.dialects.base import UNREADABLE
+from thunderagent.proxy.dialects.sse import data_of, events_in
+from thunderagent.proxy.usage import decoded
 
 MAX_KEY_CHARS = 64
 MAX_NAMES = 3
@@ -29,7 +31,7 @@ MAX_KEPT_CHARS = 4096
 _STRING = r'"(?:[^"\\]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*'  # without its end, which may be cut off
 _STRINGS = re.compile(rf'({_STRING})"?')
 _COMMAND = re.compile(
-    rf'"(?:command|cmd|script)"\s*:\s*(?P<strings>{_STRING}|\[(?:\s*{_STRING}"\s*,?)*(?:\s*{_STRING})?)'
+    rf'"(?:commands?|cmd|script)"\s*:\s*(?P<strings>{_STRING}|\[(?:\s*{_STRING}"\s*,?)*(?:\s*{_STRING})?)'
 )
 _OPENING_FENCE = re.compile(r"^[ \t]*```(?:bash|sh|shell|mswea_bash_command)[ \t]*\r?\n", re.MULTILINE)
 _NOT_PRINTABLE = re.compile(r"[^!-~]+")
@@ -78,12 +80,14 @@ class _Item(msgspec.Struct):
     name: str | None = None
     input: Raw = Raw()
     arguments: Raw = Raw()
+    action: Raw = Raw()
 
 
 class _Answer(msgspec.Struct):
     choices: list[_Choice] | None = None
     content: list[_Item] | None = None
     output: list[_Item] | None = None
+    text: Any = None
 
 
 class _Delta(msgspec.Struct):
@@ -92,6 +96,12 @@ class _Delta(msgspec.Struct):
 
 class _ChoicesEvent(msgspec.Struct):
     choices: list[_Choice] | None = None
+
+
+class _TextEvent(msgspec.Struct):
+    """An event of SGLang's own API: all the text so far."""
+
+    text: Any = None
 
 
 class _ItemEvent(msgspec.Struct):
@@ -105,9 +115,9 @@ class _ItemEvent(msgspec.Struct):
 
 _decode_answer = msgspec.json.Decoder(_Answer).decode
 _decode_choices_event = msgspec.json.Decoder(_ChoicesEvent).decode
+_decode_text_event = msgspec.json.Decoder(_TextEvent).decode
 _decode_item_event = msgspec.json.Decoder(_ItemEvent).decode
 _decode_string = msgspec.json.Decoder(str).decode
-_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def tool_of_answer(body: bytes, content_encoding: str | None) -> str:
@@ -117,7 +127,7 @@ def tool_of_answer(body: bytes, content_encoding: str | None) -> str:
         return ""
     try:
         return _key_of_answer(_decode_answer(plain))
-    except _UNREADABLE:
+    except UNREADABLE:
         return ""
 
 
@@ -129,7 +139,7 @@ def _key_of_answer(answer: _Answer) -> str:
     keys += [_key_of_item(item) for item in (answer.content or []) + (answer.output or []) if _is_call(item)]
     if keys:
         return _joined_key(keys)
-    text = message.content if message.content is not None else choice.text
+    text = next((text for text in (message.content, choice.text, answer.text) if text is not None), None)
     return _key_of_text(text) if isinstance(text, str) else ""
 
 
@@ -153,7 +163,7 @@ class StreamToolCalls:
         for event in events_in(events):
             try:
                 self._read_event(event)
-            except _UNREADABLE:
+            except UNREADABLE:
                 continue
 
     def key(self) -> str:
@@ -172,6 +182,9 @@ class StreamToolCalls:
             for choice in _decode_choices_event(data_of(event)).choices or ():
                 if choice.index == 0:
                     self._read_choice(choice)
+        elif b'"meta_info"' in event:
+            text = _decode_text_event(data_of(event)).text
+            self._text = text if isinstance(text, str) and "```" in text else self._text
         else:
             self._read_item_event(_decode_item_event(data_of(event)))
 
@@ -192,7 +205,7 @@ class StreamToolCalls:
         elif event.type == "content_block_delta" and event.delta is not None and event.index in self._calls:
             self._add(event.index, None, event.delta.partial_json)
         elif event.type == "response.output_item.done" and event.item is not None and _is_call(event.item):
-            self._add(event.output_index, event.item.name, _arguments(event.item))
+            self._add(event.output_index, _name(event.item), _arguments(event.item))
 
     def _add(self, index: int, name: str | None, arguments: str) -> None:
         """Append a piece of a call; a name comes whole, once or with every piece."""
@@ -205,22 +218,30 @@ def _may_call(data: bytes) -> bool:
     """Say whether there is anything to read; a few searches, for every chunk of every stream."""
     return (
         b'"tool_' in data  # tool_calls and tool_use
-        or b'_call"' in data  # function_call and custom_tool_call
+        or b'_call"' in data  # function_call, custom_tool_call, local_shell_call and shell_call
         or b'"input_json_delta"' in data
         or b"```" in data
     )
 
 
+_SHELL_CALLS = {"local_shell_call", "shell_call"}
+"""The Responses API's own shell, which has no name, and an action instead of arguments."""
+
+
 def _is_call(item: _Item) -> bool:
-    return item.type in {"tool_use", "function_call", "custom_tool_call"}
+    return item.type in {"tool_use", "function_call", "custom_tool_call", *_SHELL_CALLS}
 
 
 def _key_of_item(item: _Item) -> str:
-    return _key(item.name, _arguments(item))
+    return _key(_name(item), _arguments(item))
+
+
+def _name(item: _Item) -> str | None:
+    return "shell" if item.type in _SHELL_CALLS else item.name
 
 
 def _arguments(item: _Item) -> str:
-    return _plain(item.input) or _plain(item.arguments)
+    return _plain(item.input) or _plain(item.arguments) or _plain(item.action)
 
 
 def _plain(value: Raw) -> str:

@@ -13,30 +13,41 @@ failed: what an engine answers is the client's, whatever its status.
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
+from functools import partial
 from time import monotonic
 
 import aiohttp
-import msgspec
 import structlog
 from aiohttp import web
 from multidict import CIMultiDict
 
 from thunderagent.backends.client import ReplicaClient
-from thunderagent.errors import ReplicaError, ReplicaRefusedError, ReplicaTimeoutError, ThunderAgentError
+from thunderagent.errors import ReplicaError, ReplicaTimeoutError, ThunderAgentError
+from thunderagent.proxy.dialects import NO_USAGE, TURN_DIALECTS, Dialect, Usage, dialect_of
+from thunderagent.proxy.dialects.base import KeepId
 from thunderagent.proxy.headers import forwarded_request_headers, forwarded_response_headers
-from thunderagent.proxy.identity import CLASS_HEADER, TurnRequest, identify, program_header_of, split_path
+from thunderagent.proxy.identity import CLASS_HEADER, TurnRequest, identify, split_path
+from thunderagent.proxy.made_answers import MadeAnswers
 from thunderagent.proxy.metrics import TurnMetrics
 from thunderagent.proxy.replicas import Replicas, Watcher
 from thunderagent.proxy.sandboxes import Sandboxes
+from thunderagent.proxy.side_calls import SideCalls, cut, look_at
 from thunderagent.proxy.tool_calls import StreamToolCalls, tool_of_answer
-from thunderagent.proxy.usage import NO_USAGE, StreamUsage, usage_of_answer
+from thunderagent.proxy.usage import StreamUsage, usage_of_answer
 from thunderagent.runtime import Lease, Runtime
 
 log = structlog.get_logger("thunderagent.turns")
 
 PROGRESS_PERIOD_S = 1.0
 """The scheduler hears at most so often how far a stream has come."""
+
+LARGE_BODY_BYTES = 512 * 1024
+"""What is larger is read on a thread, so that other turns go on meanwhile."""
+
+MADE_ANSWERS_COUNT = 100_000
+"""So many responses are remembered by their ids: about 20 MB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +67,7 @@ class Record:
 
     __slots__ = (
         "arrived_s",
+        "dialect",
         "held_s",
         "outcome",
         "reason",
@@ -67,9 +79,10 @@ class Record:
         "usage",
     )
 
-    def __init__(self, turn: TurnRequest, arrived_s: float) -> None:
+    def __init__(self, turn: TurnRequest, dialect: Dialect, arrived_s: float) -> None:
         """Begin with a turn that has no lease yet; unless it ends otherwise, its client left."""
         self.turn = turn
+        self.dialect = dialect
         self.arrived_s = arrived_s
         self.outcome = "abandoned"
         self.status: int | None = None
@@ -102,6 +115,15 @@ class Turns:
         self._watcher = watcher
         self._metrics = metrics
         self._settings = settings
+        self._made = MadeAnswers(MADE_ANSWERS_COUNT)
+        self._side_calls = SideCalls(
+            client,
+            replicas,
+            watcher,
+            self._made,
+            retries_count=settings.retries_count,
+            program_headers=settings.program_headers,
+        )
         self._log = log.bind()
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
@@ -109,12 +131,15 @@ class Turns:
         arrived_s = monotonic()
         path_id, path = split_path(request.raw_path)
         body = await request.read()
-        turn = identify(path_id, request.headers, body, self._settings.program_headers)
+        bare_path = path.partition("?")[0]
+        dialect = TURN_DIALECTS.get(bare_path) or dialect_of(bare_path)  # a spelling with escapes is routed here, too
+        read = partial(identify, path_id, request.headers, body, self._settings.program_headers, dialect)
+        turn = await asyncio.to_thread(read) if len(body) > LARGE_BODY_BYTES else read()
         if turn is None:
             return await self.forward(request)
         if self._sandboxes is not None and turn.program_id is not None and CLASS_HEADER in request.headers:
             self._sandboxes.program_seen(turn.program_id, request.headers[CLASS_HEADER])
-        record = Record(turn, arrived_s)
+        record = Record(turn, dialect, arrived_s)
         try:
             return await self._try_replicas(request, path, len(body), record)
         except ThunderAgentError as error:
@@ -173,37 +198,7 @@ class Turns:
 
     async def forward(self, request: web.Request) -> web.StreamResponse:
         """Relay a request that is no turn, without a lease, to its program's replica or the least busy one."""
-        path_id, path = split_path(request.raw_path)
-        header = program_header_of(request.headers, self._settings.program_headers)
-        program_id = path_id or (request.headers[header] if header else None)
-        replica_id = self._replicas.serving(program_id)
-        body = await request.read()
-        headers = forwarded_request_headers(request.headers)
-        try:
-            url = self._replicas.url_of(replica_id)
-            upstream = await self._client.send(replica_id, url, request.method, path, headers, body or None)
-        except ReplicaError as error:
-            self._look_at(error)
-            raise
-        try:
-            response = web.StreamResponse(
-                status=upstream.status,
-                reason=upstream.reason,
-                headers=forwarded_response_headers(upstream.headers, keep_length=True),
-            )
-            response.headers["X-Replica-ID"] = replica_id
-            await response.prepare(request)
-            try:
-                while chunk := await self._client.next_chunk(replica_id, upstream):
-                    await response.write(chunk)
-            except ReplicaError as error:
-                log.warning("replica_failed_request", replica_id=replica_id, path=path, why=str(error))
-                _cut(request)
-                return response
-            await response.write_eof()
-            return response
-        finally:
-            upstream.close()
+        return await self._side_calls.handle(request)
 
     async def _relay(
         self, request: web.Request, record: Record, lease: Lease, upstream: aiohttp.ClientResponse
@@ -232,9 +227,9 @@ class Turns:
             self._lease_failed(lease, error)
             raise
         if upstream.status < 400:
-            content_encoding = upstream.headers.get("Content-Encoding")
-            record.usage = usage_of_answer(body, content_encoding)
-            record.tool = tool_of_answer(body, content_encoding)
+            keep_id = partial(self._made.keep, replica_id=lease.replica_id)
+            read = partial(_read_answer, record.dialect, body, upstream.headers.get("Content-Encoding"), keep_id)
+            record.usage, record.tool = await asyncio.to_thread(read) if len(body) > LARGE_BODY_BYTES else read()
         self._end_lease(record, lease)
         return web.Response(status=upstream.status, reason=upstream.reason, headers=headers, body=body)
 
@@ -254,6 +249,7 @@ class Turns:
             take_out=record.turn.usage_added,
             content_encoding=upstream.headers.get("Content-Encoding"),
             listener=tool_calls.read,
+            reader=record.dialect.reader(partial(self._made.keep, replica_id=lease.replica_id)),
         )
         progress_at_s = 0.0
         try:
@@ -270,7 +266,7 @@ class Turns:
         except ReplicaError as error:
             record.outcome = "failed"
             self._lease_failed(lease, error)
-            await _break_off(request, response, stream, error)
+            await _break_off(request, response, stream, record.dialect, error)
             return response
         if rest := stream.rest():
             await response.write(rest)
@@ -293,14 +289,7 @@ class Turns:
         """Give a lease back that its replica failed, and have that replica looked at."""
         lease.failed()
         log.warning("replica_failed_turn", program_id=lease.program_id, replica_id=lease.replica_id, why=str(error))
-        self._look_at(error)
-
-    def _look_at(self, error: ReplicaError) -> None:
-        """Have a replica that failed looked at; one that refuses connections is down."""
-        if isinstance(error, ReplicaRefusedError):
-            self._watcher.refused(error.replica_id)
-        else:
-            self._watcher.suspect(error.replica_id)
+        look_at(self._watcher, error)
 
     def _write_line(self, record: Record) -> None:
         """Write the turn's canonical line."""
@@ -322,20 +311,20 @@ class Turns:
         )
 
 
+def _read_answer(dialect: Dialect, body: bytes, content_encoding: str | None, keep_id: KeepId) -> tuple[Usage, str]:
+    """Return the usage of a whole answer, and which tool it calls."""
+    usage = usage_of_answer(dialect, body, content_encoding, keep_id)
+    return usage, tool_of_answer(body, content_encoding)
+
+
 async def _break_off(
-    request: web.Request, response: web.StreamResponse, stream: StreamUsage, error: ReplicaError
+    request: web.Request, response: web.StreamResponse, stream: StreamUsage, dialect: Dialect, error: ReplicaError
 ) -> None:
     """Tell the client of a stream that broke, as an event, and cut the connection: the answer is not whole."""
-    body = {"error": {"message": error.message, "type": "server_error", "param": None, "code": error.code}}
     if response.headers.get("Content-Encoding", "identity") == "identity":  # else an event would read as rubbish
-        await response.write(stream.broken_off() + b"data: " + msgspec.json.encode(body) + b"\n\n")
-    _cut(request)
-
-
-def _cut(request: web.Request) -> None:
-    """Close the client's connection, which is how HTTP says that an answer that has begun is not whole."""
-    if request.transport is not None:
-        request.transport.close()
+        ending = dialect.break_off(error.code, error.message, stream.last_events)
+        await response.write(stream.broken_off() + ending)
+    cut(request)
 
 
 def _header_safe(text: str) -> str:

@@ -2,60 +2,36 @@
 
 from __future__ import annotations
 
-import re
 import zlib
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable
 
 import msgspec
+
+from thunderagent.proxy.dialects.base import NO_USAGE, UNREADABLE, Dialect, KeepId, Usage, UsageReader
+from thunderagent.proxy.dialects.openai import ChoicesReader
+from thunderagent.proxy.dialects.sse import data_of, end_of_last_event, events_in
 
 MAX_EVENT_BYTES = 16 * 2**20
 """A stream that shows no end of an event for so long is relayed without looking for one any more."""
 
 
-class Usage(NamedTuple):
-    """Token counts of one answer; None is what the engine did not say. The prompt includes the cached tokens."""
-
-    prompt_tokens: int | None = None
-    output_tokens: int | None = None
-    cached_tokens: int | None = None
-
-
-NO_USAGE = Usage()
-
-
-class _Details(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class _UsageObject(msgspec.Struct):
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    prompt_tokens_details: _Details | None = None
-
-
-class _Answer(msgspec.Struct):
-    usage: _UsageObject | None = None
-
-
 class _Chunk(msgspec.Struct):
-    usage: _UsageObject | None = None
+    usage: msgspec.Raw = msgspec.Raw()
     choices: list[msgspec.Raw] | None = None
     system_fingerprint: msgspec.Raw = msgspec.Raw()  # empty if there is none; a union with None refuses texts
 
 
-_decode_answer = msgspec.json.Decoder(_Answer).decode
 _decode_chunk = msgspec.json.Decoder(_Chunk).decode
 
 
-def usage_of_answer(body: bytes, content_encoding: str | None) -> Usage:
+def usage_of_answer(dialect: Dialect, body: bytes, content_encoding: str | None, keep_id: KeepId) -> Usage:
     """Read the usage of a whole answer; `NO_USAGE` if it has none, or is no JSON, or is encoded unreadably."""
     plain = decoded(body, content_encoding)
     if not plain:
         return NO_USAGE
     try:
-        return _usage(_decode_answer(plain).usage)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return dialect.read_answer(plain, keep_id)
+    except UNREADABLE:
         return NO_USAGE
 
 
@@ -80,21 +56,6 @@ def decompressor(content_encoding: str | None) -> Callable[[bytes], bytes] | Non
     return None
 
 
-def _usage(usage: _UsageObject | None) -> Usage:
-    if usage is None:
-        return NO_USAGE
-    details = usage.prompt_tokens_details
-    return Usage(
-        _count(usage.prompt_tokens),
-        _count(usage.completion_tokens),
-        _count(details.cached_tokens if details is not None else None),
-    )
-
-
-def _count(tokens: int | None) -> int | None:
-    return tokens if tokens is not None and tokens >= 0 else None
-
-
 class StreamUsage:
     """Follow a stream of server-sent events for its usage.
 
@@ -107,22 +68,43 @@ class StreamUsage:
     relayed together with what follows it, and gets the fingerprint of a usage event that is left out.
     """
 
-    __slots__ = ("_carry", "_decompress", "_last_choice", "_listener", "_take_out", "events_count", "usage")
+    __slots__ = (
+        "_carry",
+        "_decompress",
+        "_last_choice",
+        "_listener",
+        "_reader",
+        "_take_out",
+        "events_count",
+        "last_events",
+    )
 
     def __init__(
-        self, *, take_out: bool, content_encoding: str | None = None, listener: Callable[[bytes], None] | None = None
+        self,
+        *,
+        take_out: bool,
+        content_encoding: str | None = None,
+        listener: Callable[[bytes], None] | None = None,
+        reader: UsageReader | None = None,
     ) -> None:
         """Begin before the first byte. An encoded stream cannot be cut, so there `take_out` has no effect.
 
-        `listener` is called with whole events, one or several at a time, decoded.
+        `listener` is called with whole events, one or several at a time, decoded. `reader` knows the API; by default
+        that of the chat completions.
         """
         self._listener = listener
+        self._reader = reader or ChoicesReader()
         self._decompress = decompressor(content_encoding)
         self._take_out = take_out and (content_encoding or "identity") == "identity"
         self._carry = b""
         self._last_choice = b""
         self.events_count = 0
-        self.usage = NO_USAGE
+        self.last_events = b""
+
+    @property
+    def usage(self) -> Usage:
+        """The usage as far as the stream said it."""
+        return self._reader.usage
 
     def feed(self, piece: bytes) -> bytes:
         """Take in the next bytes of the stream, return what the client gets now."""
@@ -134,7 +116,7 @@ class StreamUsage:
             self._decompress = None
             return piece
         data = self._carry + plain if self._carry else plain
-        end = _end_of_last_event(data, max(0, len(self._carry) - 3))
+        end = end_of_last_event(data, max(0, len(self._carry) - 3))
         whole, self._carry = data[:end], data[end:]
         if len(self._carry) > MAX_EVENT_BYTES:
             self._decompress, whole, self._carry = None, data, b""
@@ -155,8 +137,14 @@ class StreamUsage:
     def _read_events(self, whole: bytes) -> bytes:
         """Read whole events, return those that the client gets now."""
         self.events_count += whole.count(b"data:")
+        self.last_events = whole
+        self._reader.read(whole)
         if self._listener is not None:
             self._listener(whole)
+        return self._without_usage(whole) if self._take_out else whole
+
+    def _without_usage(self, whole: bytes) -> bytes:
+        """Return the events without that which was only asked for by us."""
         if not self._last_choice and b'"usage"' not in whole and b'"finish_reason":"' not in whole:
             return whole
         relayed = []
@@ -170,17 +158,14 @@ class StreamUsage:
         return b"".join(relayed)
 
     def _is_added_usage(self, event: bytes) -> bool:
-        """Read the usage of one event; say whether it is the event that was only asked for by us."""
+        """Say whether it is the event that was only asked for by us; note what else it has."""
         if b'"usage"' not in event:
             return False
         try:
             chunk = _decode_chunk(data_of(event))
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        except UNREADABLE:
             return False
-        if chunk.usage is None:
-            return False
-        self.usage = _usage(chunk.usage)
-        if chunk.choices != []:
+        if not bytes(chunk.usage).startswith(b"{") or chunk.choices != []:
             return False
         self._last_choice = _with_fingerprint(self._last_choice, chunk.system_fingerprint)
         return True
@@ -192,27 +177,3 @@ def _with_fingerprint(event: bytes, fingerprint: msgspec.Raw) -> bytes:
     if not bytes(fingerprint) or closing < 0 or b'"system_fingerprint"' in event:
         return event
     return event[:closing] + b',"system_fingerprint":' + bytes(fingerprint) + event[closing:]
-
-
-_EVENT_ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r")
-_BLANK_LINE = re.compile(rb"\n\n|\r\n\r\n|\r\r")
-
-
-def _end_of_last_event(data: bytes, start: int) -> int:
-    """Return the offset past the last blank line at or after `start`, 0 if there is none."""
-    return max((at + len(end) for end in _EVENT_ENDS if (at := data.rfind(end, start)) >= 0), default=0)
-
-
-def events_in(whole: bytes) -> Iterator[bytes]:
-    """Yield whole events one by one, each with its blank line; an odd line break may be left over as the last."""
-    start = 0
-    while start < len(whole):
-        blank_line = _BLANK_LINE.search(whole, start)
-        end = blank_line.end() if blank_line is not None else len(whole)
-        yield whole[start:end]
-        start = end
-
-
-def data_of(event: bytes) -> bytes:
-    """Return the data of an event."""
-    return b"\n".join(line[5:].strip() for line in event.splitlines() if line.startswith(b"data:"))

@@ -240,6 +240,17 @@ def test_a_wrong_id_is_refused_whatever_its_source(source: str, body: bytes) -> 
         ("/p/a+b/v1/x?beta=true&p=/v1/y", "a+b", "/v1/x?beta=true&p=/v1/y"),
         ("/p/a/v1?x", "a", "/v1?x"),
         ("/p//v1/v1/models", "", "/v1/models"),
+        ("/p/a/v1/v1/messages?beta=true", "a", "/v1/messages?beta=true"),
+        ("/p/a/generate", "a", "/generate"),
+        ("/p/a/b:c%2Fd/generate?x", "a/b:c/d", "/generate?x"),
+        ("/sessions/a/generate", "a", "/generate"),
+        ("/p/a/tokenize", "a", "/tokenize"),
+        ("/p/a/generate/v1/responses/resp_1/cancel", "a/generate", "/v1/responses/resp_1/cancel"),
+        ("/p/a/inference/v1/generate", "a", "/inference/v1/generate"),
+        ("/p/a/b/inference/v1/generate", "a/b", "/inference/v1/generate"),
+        ("/p/inference/v1/generate", "inference", "/v1/generate"),
+        ("/p/a/inference/v1/models", "a/inference", "/v1/models"),
+        ("/p/a/v1/b/v1/messages", "a/v1/b", "/v1/messages"),
     ],
 )
 def test_a_path_is_split_into_the_id_and_what_the_engine_sees(raw_path: str, program_id: str, rest: str) -> None:
@@ -249,11 +260,27 @@ def test_a_path_is_split_into_the_id_and_what_the_engine_sees(raw_path: str, pro
 
 @pytest.mark.parametrize(
     "raw_path",
-    ["/v1/chat/completions", "/p/a", "/p/a/v10/x", "/p//v1/models", "/q/a/v1/models", "/health", "/x?q=/p/a/v1/b", "/"],
+    [
+        "/v1/chat/completions",
+        "/p/a",
+        "/p/a/v10/x",
+        "/p//v1/models",
+        "/q/a/v1/models",
+        "/health",
+        "/x?q=/p/a/v1/b",
+        "/",
+        "/generate",
+        "/v1",
+    ],
 )
 def test_a_path_that_names_no_program_stays_as_it_is(raw_path: str) -> None:
     """Also where the query looks like such a path."""
     assert split_path(raw_path) == (None, raw_path)
+
+
+def test_a_doubled_v1_is_mended_without_a_program_too() -> None:
+    """A base URL with /v1, and a client that adds its own."""
+    assert split_path("/v1/v1/messages?x=/v1/v1/y") == (None, "/v1/messages?x=/v1/v1/y")
 
 
 # --- Usage

@@ -11,7 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thunderagent.proxy.usage import MAX_EVENT_BYTES, NO_USAGE, StreamUsage, Usage, decoded, usage_of_answer
+from thunderagent.proxy.dialects import NO_USAGE, Usage
+from thunderagent.proxy.dialects.openai import OpenAI
+from thunderagent.proxy.usage import MAX_EVENT_BYTES, StreamUsage, decoded
+from thunderagent.proxy.usage import usage_of_answer as usage_of
 
 USAGE = {"prompt_tokens": 100, "completion_tokens": 7, "prompt_tokens_details": {"cached_tokens": 64}}
 READ = Usage(100, 7, 64)
@@ -24,6 +27,10 @@ def event(data: object, end: str = "\n") -> bytes:
 
 def choice(text: str, *, finish: str | None = None, **more: object) -> dict[str, object]:
     return {"id": "c1", "choices": [{"index": 0, "delta": {"content": text}, "finish_reason": finish}], **more}
+
+
+def usage_of_answer(body: bytes, content_encoding: str | None) -> Usage:
+    return usage_of(OpenAI(), body, content_encoding, lambda _: None)
 
 
 def fed(stream: StreamUsage, *pieces: bytes) -> bytes:

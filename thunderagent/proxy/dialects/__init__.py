@@ -1,0 +1,22 @@
+"""The APIs that turns are spoken in, each a `Dialect` in a file of its own; a new one is one file and one entry."""
+
+from thunderagent.proxy.dialects.anthropic import Anthropic
+from thunderagent.proxy.dialects.base import NO_USAGE, Dialect, Usage
+from thunderagent.proxy.dialects.openai import OpenAI
+from thunderagent.proxy.dialects.responses import Responses
+from thunderagent.proxy.dialects.sglang import SGLang
+from thunderagent.proxy.dialects.token_in import TokenIn
+
+DIALECTS: tuple[Dialect, ...] = (Responses(), Anthropic(), SGLang(), TokenIn(), OpenAI())
+"""All of them; the last one speaks wherever no other does."""
+
+TURN_DIALECTS: dict[str, Dialect] = {path: dialect for dialect in DIALECTS for path in dialect.turn_paths}
+"""The dialects by the paths on which a POST is a turn."""
+
+
+def dialect_of(path: str) -> Dialect:
+    """Return the dialect in which callers of `path` (without a query) expect errors."""
+    return next(dialect for dialect in DIALECTS if dialect.speaks(path))
+
+
+__all__ = ["DIALECTS", "NO_USAGE", "TURN_DIALECTS", "Dialect", "Usage", "dialect_of"]

@@ -1,0 +1,97 @@
+"""The chat and text completions of OpenAI; also every path that no other dialect speaks.
+
+Usage comes in `usage`, in a stream in an event of its own that has no choices, if it was asked for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from thunderagent.proxy.dialects.base import NO_USAGE, UNREADABLE, KeepId, Usage, UsageReader, count, event_of
+from thunderagent.proxy.dialects.sse import data_of, events_in
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class UsageObject(msgspec.Struct):
+    """The usage as the chat API says it."""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
+
+    def read(self) -> Usage:
+        """Return it."""
+        details = self.prompt_tokens_details
+        cached_tokens = details.cached_tokens if details is not None else None
+        return Usage(count(self.prompt_tokens), count(self.completion_tokens), count(cached_tokens))
+
+
+class _Answer(msgspec.Struct):
+    usage: UsageObject | None = None
+
+
+_decode_answer = msgspec.json.Decoder(_Answer).decode
+
+
+class ChoicesReader:
+    """Follow a stream of chunks with choices; the last usage counts."""
+
+    __slots__ = ("usage",)
+
+    def __init__(self) -> None:
+        """Begin before the first event."""
+        self.usage = NO_USAGE
+
+    def read(self, events: bytes) -> None:
+        """Take in whole events; those without usage cost one search."""
+        if b'"usage"' not in events:
+            return
+        for event in events_in(events):
+            if b'"usage"' not in event:
+                continue
+            try:
+                usage = _decode_answer(data_of(event)).usage
+            except UNREADABLE:
+                continue
+            if usage is not None:
+                self.usage = usage.read()
+
+
+def error_body(status: int, code: str, message: str) -> dict[str, Any]:
+    """Return an error as OpenAI's APIs give it."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+
+
+class OpenAI:
+    """Speak the completions API, of chats and of texts."""
+
+    turn_paths: tuple[str, ...] = ("/v1/chat/completions", "/v1/completions")
+    asks_for_usage = True
+    token_id_fields: tuple[str, ...] = ("prompt",)
+
+    def speaks(self, path: str) -> bool:  # noqa: ARG002 - the protocol's
+        """Speak on every path: this is the dialect of those that no other one speaks."""
+        return True
+
+    def read_answer(self, answer: bytes, keep_id: KeepId) -> Usage:  # noqa: ARG002 - the protocol's
+        """Return the usage of a whole answer."""
+        usage = _decode_answer(answer).usage
+        return usage.read() if usage is not None else NO_USAGE
+
+    def reader(self, keep_id: KeepId) -> UsageReader:  # noqa: ARG002 - the protocol's
+        """Return what follows a stream."""
+        return ChoicesReader()
+
+    def error(self, status: int, code: str, message: str) -> dict[str, Any]:
+        """Return the body of an error."""
+        return error_body(status, code, message)
+
+    def break_off(self, code: str, message: str, last_events: bytes) -> bytes:  # noqa: ARG002 - the protocol's
+        """Return an event with an error, for which clients look in every event."""
+        return event_of(error_body(500, code, message))

@@ -1,0 +1,29 @@
+"""Cut a stream of server-sent events into events, and read the data of one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+_EVENT_ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r")
+_BLANK_LINE = re.compile(rb"\n\n|\r\n\r\n|\r\r")
+
+
+def end_of_last_event(data: bytes, start: int) -> int:
+    """Return the offset past the last blank line at or after `start`, 0 if there is none."""
+    return max((at + len(end) for end in _EVENT_ENDS if (at := data.rfind(end, start)) >= 0), default=0)
+
+
+def events_in(whole: bytes) -> Iterator[bytes]:
+    """Yield whole events one by one, each with its blank line; an odd line break may be left over as the last."""
+    start = 0
+    while start < len(whole):
+        blank_line = _BLANK_LINE.search(whole, start)
+        end = blank_line.end() if blank_line is not None else len(whole)
+        yield whole[start:end]
+        start = end
+
+
+def data_of(event: bytes) -> bytes:
+    """Return the data of an event."""
+    return b"\n".join(line[5:].strip() for line in event.splitlines() if line.startswith(b"data:"))

@@ -1,0 +1,141 @@
+"""Requests that are no turns: relayed without a lease, to a program's replica or the least busy one.
+
+A side call computes little and keeps nothing, so it waits for nobody. It is tried on another replica only before the
+first byte of an answer, and only where that cannot do anything twice: nothing was sent, or the request asks without
+changing anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import aiohttp
+import structlog
+from aiohttp import web
+
+from thunderagent.backends.client import ReplicaClient
+from thunderagent.errors import (
+    NoReplicaError,
+    ReplicaError,
+    ReplicaRefusedError,
+    ReplicaTimeoutError,
+    ReplicaUnreachableError,
+)
+from thunderagent.proxy.headers import forwarded_request_headers, forwarded_response_headers
+from thunderagent.proxy.identity import program_header_of, split_path
+from thunderagent.proxy.made_answers import MadeAnswers
+from thunderagent.proxy.replicas import Replicas, Watcher
+
+log = structlog.get_logger("thunderagent.side_calls")
+
+IDEMPOTENT_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "PUT", "DELETE"})
+"""RFC 9110, section 9.2.2."""
+
+PURE_CALLS = frozenset(
+    {
+        *("tokenize", "detokenize", "count_tokens", "render", "derender"),
+        *("embeddings", "embed", "rerank", "score", "classify", "pooling"),
+    }
+)
+"""Last parts of paths on which a POST asks without changing anything."""
+
+
+class SideCalls:
+    """Relay what is no turn."""
+
+    def __init__(
+        self,
+        client: ReplicaClient,
+        replicas: Replicas,
+        watcher: Watcher,
+        made: MadeAnswers,
+        *,
+        retries_count: int,
+        program_headers: Sequence[str],
+    ) -> None:
+        """Relay with `client`; what names an answer goes to the replica that `made` it."""
+        self._client = client
+        self._replicas = replicas
+        self._watcher = watcher
+        self._made = made
+        self._retries_count = retries_count
+        self._program_headers = program_headers
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        """Relay one request, whatever its method. Raises `ReplicaError`, `NoReplicaError`."""
+        path_id, path = split_path(request.raw_path)
+        header = program_header_of(request.headers, self._program_headers)
+        program_id = path_id or (request.headers[header] if header else None)
+        body = await request.read()
+        replica_id, upstream = await self._send(request, path, program_id, body)
+        try:
+            return await self._relay(request, path, replica_id, upstream)
+        finally:
+            upstream.close()
+
+    async def _send(
+        self, request: web.Request, path: str, program_id: str | None, body: bytes
+    ) -> tuple[str, aiohttp.ClientResponse]:
+        """Send to one replica after the other until one answers; return which, and the head of its answer."""
+        headers = forwarded_request_headers(request.headers)
+        maker_id = self._made.maker_of(path)
+        replica_id = self._replicas.known_id(maker_id) or self._replicas.serving(program_id)
+        failed_ids: list[str] = []
+        while True:
+            try:
+                url = self._replicas.url_of(replica_id)
+                return replica_id, await self._client.send(replica_id, url, request.method, path, headers, body or None)
+            except ReplicaError as error:
+                look_at(self._watcher, error)
+                failed_ids.append(replica_id)
+                if maker_id is not None or len(failed_ids) > self._retries_count:
+                    raise
+                if not _may_repeat(request.method, path, error):
+                    raise
+                try:
+                    replica_id = self._replicas.serving(program_id, avoid=failed_ids)
+                except NoReplicaError:
+                    raise error from None
+
+    async def _relay(
+        self, request: web.Request, path: str, replica_id: str, upstream: aiohttp.ClientResponse
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(
+            status=upstream.status,
+            reason=upstream.reason,
+            headers=forwarded_response_headers(upstream.headers, keep_length=True),
+        )
+        response.headers["X-Replica-ID"] = replica_id
+        await response.prepare(request)
+        try:
+            while chunk := await self._client.next_chunk(replica_id, upstream):
+                await response.write(chunk)
+        except ReplicaError as error:
+            log.warning("replica_failed_request", replica_id=replica_id, path=path, why=str(error))
+            cut(request)
+            return response
+        await response.write_eof()
+        return response
+
+
+def _may_repeat(method: str, path: str, error: ReplicaError) -> bool:
+    """Say whether a request that failed before its answer began may be sent to another replica."""
+    if isinstance(error, ReplicaUnreachableError):
+        return True  # nothing was sent
+    if isinstance(error, ReplicaTimeoutError):
+        return False
+    return method in IDEMPOTENT_METHODS or path.partition("?")[0].rpartition("/")[2] in PURE_CALLS
+
+
+def look_at(watcher: Watcher, error: ReplicaError) -> None:
+    """Have a replica that failed looked at; one that refuses connections is down."""
+    if isinstance(error, ReplicaRefusedError):
+        watcher.refused(error.replica_id)
+    else:
+        watcher.suspect(error.replica_id)
+
+
+def cut(request: web.Request) -> None:
+    """Close the client's connection, which is how HTTP says that an answer that has begun is not whole."""
+    if request.transport is not None:
+        request.transport.close()
