@@ -1,0 +1,414 @@
+"""Every API through the proxy: the same bytes both ways, usage read, errors in the caller's schema."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.integration.support import (
+    DONE,
+    JSON_TYPE,
+    LAST_CHUNK,
+    SSE_TYPE,
+    USAGE,
+    Answer,
+    Call,
+    FakeReplica,
+    Gate,
+    RunningProxy,
+    Wire,
+    answers,
+    cap,
+    chunk,
+    event,
+    exchange,
+    fake_replica,
+    get,
+    head_bytes,
+    post,
+    running_proxy,
+    stream_head,
+    streams,
+    until,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+RESPONSE_USAGE = {
+    "input_tokens": 10,
+    "input_tokens_details": {"cached_tokens": 4},
+    "output_tokens": 3,
+    "total_tokens": 13,
+}
+MESSAGE_USAGE = {"input_tokens": 5, "cache_read_input_tokens": 4, "cache_creation_input_tokens": 1, "output_tokens": 3}
+META_INFO = {"id": "1", "prompt_tokens": 10, "completion_tokens": 3, "cached_tokens": 4}
+USER = [{"role": "user", "content": "hello"}]
+RESPONSE = {"id": "resp_1", "object": "response", "status": "completed", "output": [], "usage": RESPONSE_USAGE}
+
+
+def named(data: dict[str, Any]) -> bytes:
+    return f"event: {data['type']}\n".encode() + event(data)
+
+
+@dataclass(frozen=True)
+class Api:
+    """One API: a request, its whole answer, and its stream, each with the same usage."""
+
+    path: str
+    body: dict[str, Any]
+    whole: dict[str, Any]
+    stream: tuple[bytes, ...]
+    gets: bytes = b""
+    """What of the stream the client gets; all of it, if it is not said."""
+    asks: tuple[tuple[str, Any], ...] = ()
+    """What is put into the body of a stream."""
+
+
+CHOICE = {"index": 0, "token_ids": [5, 6, 7], "logprobs": None, "finish_reason": "stop"}
+TOKENS = event({"request_id": "1", "choices": [{**CHOICE, "finish_reason": None}], "usage": None})
+LAST_TOKENS = event({"request_id": "1", "choices": [CHOICE], "usage": None})
+APIS = {
+    "responses": Api(
+        "/v1/responses",
+        {"model": "m", "input": USER, "instructions": "be brief"},
+        RESPONSE,
+        (
+            named({"type": "response.created", "sequence_number": 0, "response": {**RESPONSE, "usage": None}}),
+            named({"type": "response.output_text.delta", "sequence_number": 1, "delta": "hi"}),
+            named({"type": "response.completed", "sequence_number": 2, "response": RESPONSE}),
+        ),
+    ),
+    "messages": Api(
+        "/v1/messages",
+        {"model": "m", "max_tokens": 8, "system": "be brief", "messages": USER},
+        {"id": "msg_1", "type": "message", "content": [{"type": "text", "text": "hi"}], "usage": MESSAGE_USAGE},
+        (
+            named({"type": "message_start", "message": {"usage": {**MESSAGE_USAGE, "output_tokens": 1}}}),
+            named({"type": "ping"}),
+            named({"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "hi"}}),
+            named({"type": "message_delta", "delta": {"stop_reason": "end_turn"}, "usage": {"output_tokens": 3}}),
+            named({"type": "message_stop"}),
+        ),
+    ),
+    "generate": Api(
+        "/generate",
+        {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 8}, "return_logprob": True},
+        {"text": "hi", "output_ids": [5], "meta_info": {**META_INFO, "output_token_logprobs": [[-0.5, 5, None]]}},
+        (
+            event({"text": "a", "meta_info": {**META_INFO, "completion_tokens": 1}}),
+            event({"text": "a b", "meta_info": META_INFO}),
+            DONE,
+        ),
+    ),
+    "token-in": Api(
+        "/inference/v1/generate",
+        {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 8}},
+        {"request_id": "1", "choices": [CHOICE], "prompt_logprobs": None, "usage": USAGE},
+        (TOKENS, LAST_TOKENS, event({"request_id": "1", "choices": [], "usage": USAGE}), DONE),
+        gets=b"".join((TOKENS, LAST_TOKENS, DONE)),
+        asks=(("stream_options", {"include_usage": True}),),
+    ),
+}
+EACH_API = pytest.mark.parametrize("api", APIS.values(), ids=APIS)
+
+
+@pytest.fixture
+async def replica() -> AsyncIterator[FakeReplica]:
+    async with fake_replica() as replica:
+        yield replica
+
+
+@pytest.fixture
+async def proxy(replica: FakeReplica) -> AsyncIterator[RunningProxy]:
+    async with running_proxy(replica.url) as proxy:
+        yield proxy
+
+
+def totals(proxy: RunningProxy, program_id: str = "a") -> tuple[int, int, int]:
+    """Return a program's prompt, output and cached tokens."""
+    program = proxy.runtime.scheduler.table.get(program_id)
+    assert program is not None
+    return program.prompt_tokens_total, program.output_tokens_total, program.cached_tokens_total
+
+
+# --- The same bytes, and their usage
+
+
+@EACH_API
+@pytest.mark.parametrize("encoding", ["identity", "gzip"])
+async def test_a_whole_answer(replica: FakeReplica, proxy: RunningProxy, api: Api, encoding: str) -> None:
+    """The request loses its program's id alone, the answer nothing; its usage is the program's."""
+    content = json.dumps(api.whole, indent=1).encode()
+    if encoding == "gzip":
+        content = gzip.compress(content)
+    replica.behaviour = answers(content, headers=[JSON_TYPE, ("Content-Encoding", encoding)])
+    body = json.dumps(api.body).encode()
+    answer = await post(proxy.url, api.path, b'{"program_id": "a",' + body[1:])
+    assert (answer.status, answer.body) == (200, content)
+    assert (answer.header("X-Program-ID"), answer.header("X-Replica-ID")) == ("a", replica.replica_id)
+    (call,) = replica.calls
+    assert (call.target, call.body) == (api.path, body)
+    assert totals(proxy) == (10, 3, 4)
+
+
+@EACH_API
+@pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
+async def test_a_stream_split_at_every_byte(
+    replica: FakeReplica, proxy: RunningProxy, api: Api, line_end: bytes
+) -> None:
+    """Wherever the network cuts it, the client gets what it asked for, and the usage is read."""
+    full = b"".join(api.stream).replace(b"\n", line_end)
+    gets = api.gets.replace(b"\n", line_end) or full
+    for turns_count, cut in enumerate(range(1, len(full), 3), start=1):
+        replica.calls.clear()
+        replica.behaviour = streams(full[:cut], full[cut:])
+        answer = await post(proxy.url, f"/p/a{api.path}", {**api.body, "stream": True})
+        assert (answer.body, answer.whole) == (gets, True), cut
+        assert totals(proxy) == (10 * turns_count, 3 * turns_count, 4 * turns_count), cut
+    assert replica.calls[0].json() == {**api.body, "stream": True, **dict(api.asks)}
+
+
+@EACH_API
+async def test_a_gzip_stream_is_not_touched(replica: FakeReplica, proxy: RunningProxy, api: Api) -> None:
+    """Its usage is read all the same."""
+    content = gzip.compress(b"".join(api.stream))
+    replica.behaviour = streams(content[:20], content[20:], headers=[("content-encoding", "gzip")])
+    answer = await post(proxy.url, api.path, {**api.body, "stream": True}, ("X-Program-ID", "a"))
+    assert answer.body == content
+    assert totals(proxy) == (10, 3, 4)
+
+
+@EACH_API
+async def test_a_refusal_is_the_engines_own(replica: FakeReplica, proxy: RunningProxy, api: Api) -> None:
+    """Its status, its words, no second try."""
+    replica.behaviour = answers(b'{"detail":"too long"}', status="400 Bad Request")
+    answer = await post(proxy.url, f"/p/a{api.path}", api.body)
+    assert (answer.status, answer.body) == (400, b'{"detail":"too long"}')
+    assert len(replica.calls) == 1
+    assert proxy.runtime.outcome_counts["refused"] == 1
+
+
+@EACH_API
+async def test_a_turn_is_held_for_memory(replica: FakeReplica, api: Api) -> None:
+    """It is a turn: a second program waits while the first is active."""
+    replica.behaviour = answers(api.whole)
+    async with running_proxy(replica.url, **cap(1)) as proxy:
+        await post(proxy.url, f"/p/first{api.path}", api.body)
+        second = asyncio.create_task(post(proxy.url, f"/p/second{api.path}", api.body))
+        await until(lambda: proxy.runtime.held_count)
+        await post(proxy.url, "/programs/release", {"program_id": "first"})
+        assert (await second).status == 200
+
+
+async def test_a_body_of_2_mb_keeps_its_bytes_but_for_the_programs_id(
+    replica: FakeReplica, proxy: RunningProxy
+) -> None:
+    """Token ids both ways, compressed on the way back."""
+    ids = json.dumps(list(range(300_000))).encode()
+    said = json.dumps({"usage": USAGE, "meta_info": META_INFO}).encode()
+    for path, field in (("/inference/v1/generate", b"token_ids"), ("/generate", b"input_ids")):
+        content = gzip.compress(b'{"prompt_token_ids": ' + ids + b"," + said[1:])
+        replica.behaviour = answers(content, headers=[JSON_TYPE, ("Content-Encoding", "gzip")])
+        body = b'{"%s": ' % field + ids + b', "n": 1.50}'
+        answer = await post(proxy.url, path, body.replace(b' "n"', b' "program_id":"a", "n"'))
+        assert (answer.status, answer.body) == (200, content)
+        assert answer.header("X-Program-ID") == "a"
+        assert replica.calls[-1].body == body
+    assert totals(proxy) == (20, 6, 8)
+
+
+# --- Errors of ours, in the caller's schema
+
+
+def error_code(answer: Answer) -> str:
+    return str(answer.json()["error"]["code"])
+
+
+@EACH_API
+async def test_an_error_of_the_proxy_has_the_callers_schema(replica: FakeReplica, api: Api) -> None:
+    """A wrong id, a body that is too large, a replica that hangs up, no replica at all."""
+    async with running_proxy(replica.url, max_body_bytes=20_000, no_replica_limit_s=0, retries_count=0) as proxy:
+
+        async def hang_up(call: Call) -> None:
+            call.close()
+
+        long_id = await post(proxy.url, api.path, {**api.body, "program_id": "x" * 300})
+        large = await post(proxy.url, api.path, {**api.body, "x": "y" * 30_000})
+        replica.behaviour = hang_up
+        hung_up = await post(proxy.url, api.path, api.body)
+        await replica.stop()
+        await until(lambda: not proxy.runtime.scheduler.open_replicas)
+        down = await post(proxy.url, api.path, api.body)
+        await replica.start()
+    refusals = [long_id, large, hung_up, down]
+    assert [answer.status for answer in refusals] == [400, 413, 502, 503]
+    codes = ["invalid_program_id", "body_too_large", "replica_closed_early", "no_replica"]
+    assert [error_code(answer) for answer in refusals] == codes
+    assert down.header("Retry-After") == "10"
+    if api.path == "/v1/messages":
+        kinds = ["invalid_request_error", "request_too_large", "api_error", "overloaded_error"]
+        assert [answer.json()["error"]["type"] for answer in refusals] == kinds
+        assert {answer.json()["type"] for answer in refusals} == {"error"}
+    elif api.path == "/generate":
+        assert {frozenset(answer.json()["error"]) for answer in refusals} == {frozenset({"message", "code"})}
+    else:
+        assert all(answer.error for answer in refusals)
+
+
+@EACH_API
+async def test_a_stream_that_breaks_ends_with_an_event_of_its_api(
+    replica: FakeReplica, proxy: RunningProxy, api: Api
+) -> None:
+    """In the middle of an event or not: what came is the client's, then one event, then the connection is cut."""
+    for torn in (b"", b'data: {"half'):
+
+        async def break_off(call: Call, torn: bytes = torn) -> None:
+            call.write(stream_head(), chunk(b"".join(api.stream[:2]) + torn))
+            call.close()
+
+        replica.behaviour = break_off
+        answer = await post(proxy.url, f"/p/a{api.path}", {**api.body, "stream": True})
+        assert not answer.whole
+        *came, ending = [part for part in answer.body.split(b"\n\n") if part]
+        assert came[:2] == [part.removesuffix(b"\n\n") for part in api.stream[:2]]
+        name, _, data = ending.rpartition(b"data: ")
+        error = json.loads(data)
+        if api.path == "/v1/responses":
+            assert (name, error["type"], error["sequence_number"]) == (b"event: error\n", "error", 2)
+            assert error["code"] == "replica_closed_early"
+        else:
+            assert error["error"]["code"] == "replica_closed_early"
+            assert name == (b"event: error\n" if api.path == "/v1/messages" else b"")
+    assert proxy.runtime.outcome_counts["failed"] == 2
+
+
+# --- Responses that are asked for again
+
+
+def makes(response_id: str, *, stream: bool = False) -> Any:
+    """Behave: make a response of this id, and tell of it when it is asked for."""
+    response = {**RESPONSE, "id": response_id}
+    if stream:
+        return streams(named({"type": "response.created", "sequence_number": 0, "response": response}))
+    return answers(response)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_response_is_asked_for_where_it_was_made(stream: bool) -> None:
+    """By GET, cancel and DELETE, with or without the program's id, though others are less busy."""
+    async with fake_replica() as one, fake_replica() as other, running_proxy(one.url, other.url) as proxy:
+        replicas = {one.replica_id: one, other.replica_id: other}
+        for replica in replicas.values():
+            replica.behaviour = makes(f"resp_{replica.replica_id}", stream=stream)
+        makers = {}
+        for number in range(6):
+            body = {"model": "m", "input": "hi", "stream": stream}
+            answer = await post(proxy.url, f"/p/program-{number}/v1/responses", body)
+            makers[number] = answer.header("X-Replica-ID")
+        assert set(makers.values()) == set(replicas)
+        for replica_id, replica in replicas.items():
+            replica.calls.clear()
+            path = f"/v1/responses/resp_{replica_id.replace(':', '%3A')}"
+            asked = [("GET", f"{path}?stream=true"), ("POST", f"{path}/cancel"), ("DELETE", path)]
+            for method, target in [*asked, ("GET", "/p/somebody" + path)]:
+                answer = await exchange(proxy.url, method, target)
+                assert (answer.status, answer.header("X-Replica-ID")) == (200, replica_id), target
+            assert [(call.method, call.target) for call in replica.calls] == [*asked, ("GET", path)]
+        assert proxy.runtime.outcome_counts["finished"] == 6  # none of these was a turn
+
+
+async def test_a_response_is_known_while_it_is_streamed(replica: FakeReplica) -> None:
+    """A client cancels it by its id before it is whole."""
+    async with fake_replica() as other, running_proxy(replica.url, other.url) as proxy:
+        created = named({"type": "response.created", "sequence_number": 0, "response": {**RESPONSE, "id": "resp_7"}})
+        gate = Gate([stream_head(), chunk(created)], [LAST_CHUNK])
+        replica.behaviour = other.behaviour = gate
+        async with Wire.open(proxy.url) as wire:
+            wire.send("POST", "/v1/responses", (), json.dumps({"input": "hi", "stream": True}).encode())
+            answer = await wire.head()
+            await wire.chunk()
+            replica.behaviour = other.behaviour = answers(RESPONSE)
+            cancelled = await post(proxy.url, "/v1/responses/resp_7/cancel")
+            assert cancelled.header("X-Replica-ID") == answer.header("X-Replica-ID")
+            gate.open()
+            await wire.body(answer)
+
+
+async def test_a_response_whose_replica_is_gone_is_asked_for_nowhere_else(replica: FakeReplica) -> None:
+    """Another replica would only say that it knows no such response."""
+    replica.behaviour = makes("resp_1")
+    async with fake_replica() as other, running_proxy(replica.url, other.url, up=2) as proxy:
+        other.behaviour = makes("resp_2")
+        while (await post(proxy.url, "/v1/responses", {"input": "hi"})).json()["id"] != "resp_1":
+            await post(proxy.url, "/p/busy/v1/responses", {"input": "hi"})
+        other.calls.clear()
+        await replica.stop()
+        answer = await get(proxy.url, "/v1/responses/resp_1")
+        assert (answer.status, error_code(answer)) == (502, "replica_unreachable")
+        assert not other.calls
+        await replica.start()
+
+
+# --- Side calls
+
+
+SIDE_CALLS = [
+    ("POST", "/v1/messages/count_tokens"),
+    ("POST", "/tokenize"),
+    ("POST", "/v1/embeddings"),
+    ("POST", "/v1/chat/completions/render"),
+    ("GET", "/v1/files/x"),
+]
+
+
+@pytest.mark.parametrize(("method", "target"), SIDE_CALLS)
+async def test_a_side_call_is_tried_elsewhere_before_its_first_byte(method: str, target: str) -> None:
+    """Where its replica hangs up, and where nobody listens."""
+
+    async def hang_up(call: Call) -> None:
+        call.close()
+
+    async with fake_replica(hang_up) as bad, fake_replica() as good, running_proxy(bad.url, good.url) as proxy:
+        for _ in range(3):
+            answer = await exchange(proxy.url, method, target, (), b"{}" if method == "POST" else b"")
+            assert (answer.status, answer.header("X-Replica-ID")) == (200, good.replica_id)
+        await bad.stop()
+        answer = await exchange(proxy.url, method, target, (), b"{}" if method == "POST" else b"")
+        assert answer.status == 200
+        await bad.start()
+
+
+async def test_what_may_change_something_is_not_sent_twice() -> None:
+    """A POST that nobody knows may have been done."""
+
+    async def hang_up(call: Call) -> None:
+        call.close()
+
+    async with fake_replica(hang_up) as one, fake_replica(hang_up) as other, running_proxy(one.url, other.url) as proxy:
+        answer = await post(proxy.url, "/v1/files", b"{}")
+        assert (answer.status, error_code(answer)) == (502, "replica_closed_early")
+        assert len(one.calls) + len(other.calls) == 1
+
+
+async def test_a_side_call_streams(replica: FakeReplica, proxy: RunningProxy) -> None:
+    """Its first piece is there before its last."""
+    go_on = asyncio.Event()
+
+    async def behave(call: Call) -> None:
+        call.write(head_bytes("HTTP/1.1 200 OK", [SSE_TYPE, ("transfer-encoding", "chunked")]), chunk(b"one"))
+        await go_on.wait()
+        call.write(chunk(b"two"), LAST_CHUNK)
+
+    replica.behaviour = behave
+    async with Wire.open(proxy.url) as wire:
+        wire.send("GET", "/v1/responses/resp_unknown?stream=true")
+        answer = await wire.head()
+        assert await wire.chunk() == b"one"
+        go_on.set()
+        assert (await wire.body(answer)).body == b"two"
