@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import msgspec
 
@@ -132,3 +132,19 @@ class CompletionForm:
 
 
 Form: TypeAlias = ChatForm | CompletionForm
+
+
+class EventForm(Protocol):
+    """Shape an answer for an API that has events of its own."""
+
+    def opening(self) -> bytes:
+        """Return the events that a stream begins with."""
+
+    def piece(self, token_ids: list[int], words: list[str], finish_reason: str | None) -> bytes:
+        """Return the events for these tokens and their words, the answer's last if there is a finish reason."""
+
+    def closing(self, words: list[str], finish_reason: str, finished: FinishedRequest) -> bytes:
+        """Return the events that a stream ends with; `words` are all that were said."""
+
+    def whole(self, token_ids: list[int], words: list[str], finish_reason: str, finished: FinishedRequest) -> Json:
+        """Return the answer in one piece."""

@@ -49,7 +49,7 @@ class Message(msgspec.Struct):
         parts = self.content if isinstance(self.content, list) else [{"text": self.content or ""}]
         words = [_part_text(part) for part in parts]
         if self.tool_calls:
-            words.append(_to_text([call.get("function") for call in self.tool_calls]))
+            words.append(json_text([call.get("function") for call in self.tool_calls]))
         return " ".join(words)
 
 
@@ -178,7 +178,7 @@ def _encode_chat(
 ) -> list[int]:
     chat = [(message.role, message.text()) for message in messages]
     return tokenizer.encode_chat(
-        chat, tools=_to_text(tools) if tools else "", add_generation_prompt=add_generation_prompt
+        chat, tools=json_text(tools) if tools else "", add_generation_prompt=add_generation_prompt
     )
 
 
@@ -189,6 +189,6 @@ def _part_text(part: Json) -> str:
     return text
 
 
-def _to_text(value: object) -> str:
+def json_text(value: object) -> str:
     """Return JSON as text of several words, so that its length counts."""
     return msgspec.json.format(msgspec.json.encode(value), indent=1).decode()

@@ -27,6 +27,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from thunderagent.simulator.answers import (
     ChatForm,
     CompletionForm,
+    EventForm,
     Form,
     Json,
     event_bytes,
@@ -34,6 +35,7 @@ from thunderagent.simulator.answers import (
     models_body,
     usage_of,
 )
+from thunderagent.simulator.messages_api import MessagesBody, MessagesForm, error_body
 from thunderagent.simulator.metrics import EngineCollector
 from thunderagent.simulator.options import ServerConfig, add_arguments, config_from
 from thunderagent.simulator.realtime import Generation, RealtimeEngine
@@ -43,11 +45,14 @@ from thunderagent.simulator.requests import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    GenerationBody,
     StreamOptions,
     TokenizeBody,
     parse,
 )
-from thunderagent.simulator.tokens import WordTokenizer, compose_answer
+from thunderagent.simulator.responses_api import ResponsesBody, ResponsesForm, ResponseStore, Stored
+from thunderagent.simulator.token_in_api import TokenInBody, TokenInForm
+from thunderagent.simulator.tokens import Answer, WordTokenizer, compose_answer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -70,7 +75,8 @@ async def _answer_errors(
         refusal = error
     except web.HTTPException as error:
         refusal = ApiError(error.reason, status=error.status, kind=error.reason)
-    return _json_response(refusal.body(), status=refusal.status)
+    body = error_body(refusal) if request.path.startswith("/v1/messages") else refusal.body()
+    return _json_response(body, status=refusal.status)
 
 
 class EngineServer:
@@ -83,6 +89,8 @@ class EngineServer:
         self._tokenizer = WordTokenizer()
         self._started_s = int(time.time())
         self._request_count = 0
+        self._responses = ResponseStore()
+        self._background: asyncio.TaskGroup | None = None
         self._registry = CollectorRegistry()
         self._registry.register(EngineCollector(self._realtime, config.model))
         self.app = web.Application(middlewares=[_answer_errors], client_max_size=64 << 20)
@@ -90,6 +98,12 @@ class EngineServer:
             [
                 web.post("/v1/chat/completions", self._chat),
                 web.post("/v1/completions", self._completion),
+                web.post("/v1/responses", self._response),
+                web.get("/v1/responses/{response_id}", self._stored_response),
+                web.post("/v1/responses/{response_id}/cancel", self._cancel_response),
+                web.post("/v1/messages", self._message),
+                web.post("/v1/messages/count_tokens", self._count_tokens),
+                web.post("/inference/v1/generate", self._token_in),
                 web.get("/v1/models", self._models),
                 web.get("/health", self._health),
                 web.get("/version", self._version),
@@ -102,6 +116,10 @@ class EngineServer:
 
     async def drive(self) -> None:
         """Run iterations while there is work, and wait for work otherwise, until cancelled."""
+        async with asyncio.TaskGroup() as self._background:
+            await self._iterate()
+
+    async def _iterate(self) -> None:
         realtime = self._realtime
         while True:
             if not realtime.engine.has_work:
@@ -120,11 +138,68 @@ class EngineServer:
         body = parse(await request.read(), CompletionBody)
         return await self._generate(request, body, CompletionForm(self.config.model))
 
-    async def _generate(self, request: web.Request, body: ChatBody | CompletionBody, form: Form) -> web.StreamResponse:
+    async def _response(self, request: web.Request) -> web.StreamResponse:
+        body = parse(await request.read(), ResponsesBody)
+        history = self._responses.get(body.previous_response_id).chat if body.previous_response_id else []
+        chat = body.chat_after(history)
+        form = ResponsesForm(self.config.model, body, chat, self._responses)
+        prompt, answer = self._composed(body, body.encode(self._tokenizer, chat))
+        if not body.background:
+            return await self._answer_in_events(request, body, prompt, answer, form)
+        if body.stream or not body.store:
+            raise ApiError("background needs store=true, and here a whole answer.", param="background")
+        stored = Stored(form.response("queued"), chat)
+        self._responses.put(stored)
+        answered = _json_response(stored.response)
+        assert self._background is not None
+        task = self._background.create_task(self._in_background(body, prompt, answer, form, stored))
+        stored.cancel = task.cancel
+        return answered
+
+    async def _in_background(
+        self, body: ResponsesBody, prompt: list[int], answer: Answer, form: ResponsesForm, stored: Stored
+    ) -> None:
+        """Make a response that its client asks for later."""
+        news = asyncio.Event()
+        with self._generation(body, prompt, answer, news) as generation:
+            stored.response["status"] = "in_progress"
+            await news.wait()
+            assert generation.finished is not None
+            words = self._tokenizer.spoken_words(answer.token_ids)
+            form.whole(answer.token_ids, words, answer.finish_reason, generation.finished)
+
+    async def _stored_response(self, request: web.Request) -> web.Response:
+        return _json_response(self._responses.get(request.match_info["response_id"]).response)
+
+    async def _cancel_response(self, request: web.Request) -> web.Response:
+        return _json_response(self._responses.cancel(request.match_info["response_id"]))
+
+    async def _message(self, request: web.Request) -> web.StreamResponse:
+        body = parse(await request.read(), MessagesBody)
+        if body.max_tokens is None:
+            raise ApiError("max_tokens is required", param="max_tokens")
+        prompt, answer = self._composed(body, body.encode(self._tokenizer))
+        return await self._answer_in_events(request, body, prompt, answer, MessagesForm(self.config.model, len(prompt)))
+
+    async def _count_tokens(self, request: web.Request) -> web.Response:
+        body = parse(await request.read(), MessagesBody)
+        self._check_model(body.model)
+        tokens = len(body.encode(self._tokenizer))
+        return _json_response({"input_tokens": tokens, "context_management": {"original_input_tokens": tokens}})
+
+    async def _token_in(self, request: web.Request) -> web.StreamResponse:
+        body = parse(await request.read(), TokenInBody)
+        form = TokenInForm(self.config.model, body.stream_options or StreamOptions())
+        if body.request_id:
+            form = TokenInForm(self.config.model, form.options, body.request_id)
+        prompt, answer = self._composed(body, body.encode(self._tokenizer))
+        return await self._answer_in_events(request, body, prompt, answer, form)
+
+    def _composed(self, body: GenerationBody, prompt: list[int]) -> tuple[list[int], Answer]:
+        """Check a request, and return its prompt with the answer that it will get."""
         engine_config = self.config.engine
         self._check_model(body.model)
         body.validate(allows_priority=engine_config.scheduling_policy == "priority")
-        prompt = body.encode(self._tokenizer)
         answer = compose_answer(
             prompt,
             seed=self.config.seed,
@@ -132,19 +207,61 @@ class EngineServer:
             min_tokens=body.min_tokens or 0,
             ignore_eos=bool(body.ignore_eos),
         )
+        return prompt, answer
+
+    @contextmanager
+    def _generation(
+        self, body: GenerationBody, prompt: list[int], answer: Answer, news: asyncio.Event
+    ) -> Iterator[Generation]:
+        """Run a request on the engine for as long as the context is open."""
         self._request_count += 1
         engine_request = EngineRequest(str(self._request_count), prompt, answer.token_ids, body.priority)
-        news = asyncio.Event()
         with self._realtime.generation(
             engine_request, answer.finish_reason, time.monotonic(), whole=not body.stream, on_news=news.set
         ) as generation:
             self._work.set()
+            yield generation
+
+    async def _generate(self, request: web.Request, body: ChatBody | CompletionBody, form: Form) -> web.StreamResponse:
+        prompt, answer = self._composed(body, body.encode(self._tokenizer))
+        news = asyncio.Event()
+        with self._generation(body, prompt, answer, news) as generation:
             if body.stream:
                 return await self._stream(request, form, generation, news, body.stream_options or StreamOptions())
             await news.wait()
             assert generation.finished is not None
             words = self._tokenizer.spoken_words(answer.token_ids)
             return _json_response(form.whole(words, answer.finish_reason, final_usage_of(generation.finished)))
+
+    async def _answer_in_events(
+        self, request: web.Request, body: GenerationBody, prompt: list[int], answer: Answer, form: EventForm
+    ) -> web.StreamResponse:
+        """Answer in an API that has events of its own, streamed or whole."""
+        news = asyncio.Event()
+        words = self._tokenizer.spoken_words(answer.token_ids)
+        with self._generation(body, prompt, answer, news) as generation:
+            if not body.stream:
+                await news.wait()
+                assert generation.finished is not None
+                return _json_response(form.whole(answer.token_ids, words, answer.finish_reason, generation.finished))
+            response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+            await response.prepare(request)
+            await response.write(form.opening())
+            sent_count = 0
+            while generation.finished is None:
+                await news.wait()
+                news.clear()
+                pieces = []
+                for position in range(sent_count, generation.generated_count):
+                    token_ids = answer.token_ids[position : position + 1]
+                    is_last = position == len(answer.token_ids) - 1
+                    finish_reason = answer.finish_reason if is_last else None
+                    pieces.append(form.piece(token_ids, self._tokenizer.spoken_words(token_ids), finish_reason))
+                sent_count = generation.generated_count
+                await response.write(b"".join(pieces))
+            await response.write(form.closing(words, answer.finish_reason, generation.finished))
+            await response.write_eof()
+            return response
 
     async def _stream(
         self, request: web.Request, form: Form, generation: Generation, news: asyncio.Event, options: StreamOptions

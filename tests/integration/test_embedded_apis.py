@@ -1,0 +1,218 @@
+"""The embedded engine speaks what vLLM speaks besides the completions: to the real SDKs, and through the proxy."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import anthropic
+import httpx
+import openai
+import pytest
+
+from tests.integration.support import running_proxy
+from thunderagent.simulator.options import ServerConfig
+from thunderagent.simulator.records import EngineConfig
+from thunderagent.simulator.server import running
+from thunderagent.simulator.timing import profile
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from tests.integration.support import RunningProxy
+
+TEXT = "hello " * 60
+USER: Any = [{"role": "user", "content": TEXT}]
+
+
+@asynccontextmanager
+async def engine(timing: str = "instant") -> AsyncIterator[str]:
+    """Serve an engine in this process."""
+    config = EngineConfig(kv_tokens=16_000, timing=profile(timing))
+    async with running(ServerConfig(config, port=0, grace_s=0)) as url:
+        yield url
+
+
+@pytest.fixture
+async def url() -> AsyncIterator[str]:
+    async with engine() as url:
+        yield url
+
+
+@pytest.fixture
+async def proxy(url: str) -> AsyncIterator[RunningProxy]:
+    async with running_proxy(url) as proxy:
+        yield proxy
+
+
+@asynccontextmanager
+async def openai_at(base_url: str) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+@asynccontextmanager
+async def anthropic_at(base_url: str) -> AsyncIterator[anthropic.AsyncAnthropic]:
+    async with anthropic.AsyncAnthropic(base_url=base_url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+def totals(proxy: RunningProxy, program_id: str) -> tuple[int, int, int]:
+    program = proxy.runtime.scheduler.table.get(program_id)
+    assert program is not None
+    return program.prompt_tokens_total, program.output_tokens_total, program.cached_tokens_total
+
+
+# --- Responses
+
+
+async def test_responses_of_the_openai_client(proxy: RunningProxy) -> None:
+    """Whole and streamed, one after the other by its id; the second hits what the first left."""
+    async with openai_at(f"{proxy.url}/p/a/v1") as client:
+        first = await client.responses.create(model="simulated", input=TEXT, instructions="be brief")
+        assert (first.status, first.output_text.split()[0][0]) == ("completed", "w")
+        assert first.usage is not None
+        events = [
+            event
+            async for event in await client.responses.create(
+                model="simulated",
+                input=[{"role": "user", "content": [{"type": "input_text", "text": "go on"}]}],
+                instructions="be brief",
+                previous_response_id=first.id,
+                stream=True,
+            )
+        ]
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        last: Any = events[-1]
+        assert (events[0].type, last.type) == ("response.created", "response.completed")
+        text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+        assert last.response.output_text == text
+        again = await client.responses.retrieve(last.response.id)
+        assert again.model_dump() == last.response.model_dump()
+    usages = [first.usage, last.response.usage]
+    assert usages[1].input_tokens_details.cached_tokens > 0
+    assert totals(proxy, "a") == (
+        sum(usage.input_tokens for usage in usages),
+        sum(usage.output_tokens for usage in usages),
+        sum(usage.input_tokens_details.cached_tokens for usage in usages),
+    )
+
+
+async def test_a_response_that_is_too_short_is_incomplete(url: str) -> None:
+    """As its limit says."""
+    async with openai_at(f"{url}/v1") as client:
+        async with client.responses.stream(model="simulated", input=TEXT, max_output_tokens=3) as stream:
+            response = await stream.get_final_response()
+        assert response.status == "incomplete"
+        assert response.incomplete_details is not None
+        assert response.incomplete_details.reason == "max_output_tokens"
+        assert response.usage is not None
+        assert response.usage.output_tokens == 3
+
+
+async def test_a_response_in_the_background_is_asked_for_and_cancelled() -> None:
+    """Through the proxy, over two engines: it is found where it is made."""
+    async with engine("demo") as one, engine("demo") as other, running_proxy(one, other) as proxy:
+        async with openai_at(f"{proxy.url}/v1") as client:
+            quick = await client.responses.create(model="simulated", input="hi", max_output_tokens=2, background=True)
+            slow = [
+                await client.responses.create(
+                    model="simulated",
+                    input=TEXT,
+                    max_output_tokens=5000,
+                    background=True,
+                    extra_body={"ignore_eos": True},
+                )
+                for _ in range(3)
+            ]
+            assert {response.status for response in [quick, *slow]} == {"queued"}
+            async with asyncio.timeout(5):
+                while (await client.responses.retrieve(quick.id)).status in {"queued", "in_progress"}:
+                    await asyncio.sleep(0.02)
+            for response in slow:
+                assert (await client.responses.retrieve(response.id)).status == "in_progress"
+                assert (await client.responses.cancel(response.id)).status == "cancelled"
+                assert (await client.responses.retrieve(response.id)).status == "cancelled"
+            with pytest.raises(openai.BadRequestError, match="synchronous"):
+                await client.responses.cancel(quick.id)
+            with pytest.raises(openai.NotFoundError, match="resp_nobody"):
+                await client.responses.retrieve("resp_nobody")
+        async with httpx.AsyncClient() as http:
+            for url in (one, other):
+                text = (await http.get(f"{url}/metrics")).text
+                assert 'vllm:num_requests_running{engine="0",model_name="simulated"} 0.0' in text
+
+
+# --- Messages
+
+
+async def test_messages_of_the_anthropic_client(proxy: RunningProxy) -> None:
+    """`/p/{id}` is its base URL; whole, streamed, with a tool's result, and counted beforehand."""
+    tools: Any = [{"name": "bash", "description": "run", "input_schema": {"type": "object", "properties": {}}}]
+    async with anthropic_at(f"{proxy.url}/p/a") as client:
+        whole = await client.messages.create(
+            model="simulated", max_tokens=64, system="be brief", messages=USER, tools=tools
+        )
+        assert (whole.stop_reason, whole.usage.cache_read_input_tokens) == ("end_turn", 0)
+        called: Any = [
+            *USER,
+            {"role": "assistant", "content": [block.model_dump() for block in whole.content]},
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "bash", "input": {"x": "ls"}}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": "a b c"}]},
+        ]
+        asked: Any = {"model": "simulated", "system": "be brief", "messages": called, "tools": tools}
+        counted = await client.messages.count_tokens(**asked)
+        async with client.messages.stream(max_tokens=64, **asked) as stream:
+            text = "".join([piece async for piece in stream.text_stream])
+            final = await stream.get_final_message()
+    assert final.content[0].type == "text"
+    assert (final.content[0].text, final.stop_reason) == (text, "end_turn")
+    usages = [whole.usage, final.usage]
+    prompts = [usage.input_tokens + (usage.cache_read_input_tokens or 0) for usage in usages]
+    cached = [usage.cache_read_input_tokens or 0 for usage in usages]
+    assert prompts[1] == counted.input_tokens
+    assert cached[1] > 0
+    assert totals(proxy, "a") == (sum(prompts), sum(usage.output_tokens for usage in usages), sum(cached))
+
+
+async def test_a_refusal_is_an_error_of_the_anthropic_client(proxy: RunningProxy) -> None:
+    """The engine's, and one of the proxy's own."""
+    image: Any = [{"role": "user", "content": [{"type": "image", "source": {}}]}]
+    ask: dict[str, Any] = {"model": "simulated", "max_tokens": 8}
+    async with anthropic_at(proxy.url) as client:
+        with pytest.raises(anthropic.NotFoundError, match="nobody"):
+            await client.messages.create(model="nobody", max_tokens=8, messages=USER)
+        with pytest.raises(anthropic.BadRequestError, match="image") as refused:
+            await client.messages.create(**ask, messages=image)
+        body: Any = refused.value.body
+        assert (body["type"], body["error"]["type"]) == ("error", "BadRequestError")
+        with pytest.raises(anthropic.BadRequestError, match="256") as refused:
+            await client.messages.create(**ask, messages=USER, extra_headers={"X-Program-ID": "x" * 300})
+        body = refused.value.body
+        assert (body["type"], body["error"]["code"]) == ("error", "invalid_program_id")
+
+
+# --- Tokens in, tokens out
+
+
+async def test_tokens_in_tokens_out(proxy: RunningProxy, url: str) -> None:
+    """A trainer goes on from the tokens it got; the stream has usage only if it was asked for."""
+    prompt = list(range(1000, 1100))
+    sampling = {"max_tokens": 20, "ignore_eos": True}
+    async with httpx.AsyncClient(timeout=20) as http:
+        target = f"{proxy.url}/p/a/inference/v1/generate"
+        whole = (await http.post(target, json={"token_ids": prompt, "sampling_params": sampling})).json()
+        tokens = whole["choices"][0]["token_ids"]
+        assert (len(tokens), whole["choices"][0]["finish_reason"]) == (20, "length")
+        body = {"token_ids": [*prompt, *tokens], "sampling_params": sampling, "stream": True, "request_id": "r"}
+        relayed = (await http.post(target, json=body)).text
+        direct = (await http.post(f"{url}/inference/v1/generate", json=body)).text
+        assert relayed == direct
+        assert '"prompt_tokens"' not in relayed
+        assert relayed.endswith("data: [DONE]\n\n")
+        refused = await http.post(target, json={"token_ids": [-1], "sampling_params": {}})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "token_ids")
+    prompt_tokens, output_tokens, cached_tokens = totals(proxy, "a")
+    assert (prompt_tokens, output_tokens) == (100 + 120, 40)
+    assert cached_tokens > 0

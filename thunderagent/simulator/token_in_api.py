@@ -1,0 +1,90 @@
+"""Tokens in, tokens out: what the embedded engine reads and answers at `/inference/v1/generate` (vLLM 0.32).
+
+Written after `vllm/entrypoints/scale_out/token_in_token_out`.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from thunderagent.simulator.answers import Json, event_bytes, final_usage_of
+from thunderagent.simulator.requests import ApiError, GenerationBody, StreamOptions
+
+if TYPE_CHECKING:
+    from thunderagent.simulator.records import FinishedRequest
+    from thunderagent.simulator.tokens import WordTokenizer
+
+
+class SamplingParams(msgspec.Struct):
+    """What of the sampling parameters is heeded."""
+
+    max_tokens: int | None = 16
+    min_tokens: int | None = 0
+    ignore_eos: bool | None = False
+    n: int | None = 1
+
+
+class TokenInBody(GenerationBody, kw_only=True):
+    """The body of POST /inference/v1/generate."""
+
+    token_ids: list[int]
+    sampling_params: SamplingParams
+    request_id: str = ""
+
+    def __post_init__(self) -> None:
+        """Put the sampling parameters where the other bodies have them."""
+        sampling = self.sampling_params
+        self.max_tokens, self.min_tokens = sampling.max_tokens, sampling.min_tokens
+        self.ignore_eos, self.n = sampling.ignore_eos, sampling.n
+
+    def encode(self, tokenizer: WordTokenizer) -> list[int]:  # noqa: ARG002 - as the other bodies
+        """Return the prompt's tokens; ApiError for negative ones."""
+        if any(token < 0 for token in self.token_ids):
+            raise ApiError("token_ids must not contain negative values", param="token_ids")
+        return self.token_ids
+
+
+@dataclass(frozen=True, slots=True)
+class TokenInForm:
+    """Shape an answer as token ids."""
+
+    model: str
+    options: StreamOptions
+    request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def opening(self) -> bytes:
+        """Return what a stream begins with: nothing."""
+        return b""
+
+    def piece(self, token_ids: list[int], words: list[str], finish_reason: str | None) -> bytes:  # noqa: ARG002 - the seam
+        """Return the event for these tokens."""
+        choice = {"index": 0, "finish_reason": finish_reason, "stop_reason": None, "token_ids": token_ids}
+        chunk = {"request_id": self.request_id, "usage": None, "output_mode": "tokens"}
+        return event_bytes({**chunk, "choices": [{**choice, "logprobs": None}]})
+
+    def closing(self, words: list[str], finish_reason: str, finished: FinishedRequest) -> bytes:  # noqa: ARG002 - the seam
+        """Return what a stream ends with."""
+        usage = {"request_id": self.request_id, "usage": final_usage_of(finished), "output_mode": "tokens"}
+        last = event_bytes({**usage, "choices": []}) if self.options.include_usage else b""
+        return last + b"data: [DONE]\n\n"
+
+    def whole(self, token_ids: list[int], words: list[str], finish_reason: str, finished: FinishedRequest) -> Json:  # noqa: ARG002 - the seam
+        """Return the answer in one piece."""
+        choice: dict[str, Any] = {"index": 0, "finish_reason": finish_reason, "stop_reason": None}
+        return {
+            "request_id": self.request_id,
+            "model": self.model,
+            "created": self.created,
+            "usage": final_usage_of(finished),
+            "prompt_logprobs": None,
+            "prompt_token_ids": None,
+            "kv_transfer_params": None,
+            "output_mode": "tokens",
+            "choices": [{**choice, "token_ids": token_ids, "logprobs": None}],
+        }
