@@ -150,6 +150,7 @@ class StreamUsage:
         relayed = []
         for event in events_in(whole):
             if self._is_added_usage(event):
+                self._last_choice += event[: len(event) - len(event.lstrip(b"\r\n"))]  # an empty line before it
                 continue
             relayed.append(self._last_choice)
             self._last_choice = event if b'"finish_reason":"' in event else b""

@@ -64,6 +64,18 @@ def test_the_client_gets_the_bytes_that_it_asked_for(end: str, fingerprint: bool
     assert stream.usage == READ
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_empty_lines_between_events_stay(end: str) -> None:
+    """Also where the event that follows them is taken out."""
+    between = (end * 3).encode()
+    first, usage, done = event("x", end), event({"choices": [], "usage": USAGE}, end), event("[DONE]", end)
+    for cut in range(len(first + between + usage)):
+        stream = StreamUsage(take_out=True)
+        whole = first + between + usage + done
+        assert fed(stream, whole[:cut], whole[cut:]) == first + between + done
+        assert stream.usage == READ
+
+
 @pytest.mark.parametrize("take_out", [True, False])
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
 def test_a_stream_split_at_every_byte_gives_the_same(take_out: bool, end: str) -> None:
