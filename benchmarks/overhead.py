@@ -26,6 +26,8 @@ from benchmarks.instant import chat_requests, drive, instant_engine
 from benchmarks.machine import describe_machine, save_results
 
 PROGRAMS_COUNT = 1000
+LARGE_BODY_BYTES = 400_000
+"""A context of about 100,000 tokens."""
 START_S = 15.0
 
 
@@ -71,13 +73,18 @@ def commands(engine_port: int, proxy_port: int, relay_port: int) -> dict[str, tu
 
 
 async def throughput(ports: dict[str, int], args: argparse.Namespace) -> dict[str, Any]:
-    """Measure whole answers at 16 connections, latency at one, and streams, each target in turn."""
+    """Measure whole answers at 16 connections, latency at one, also of large bodies, and streams, each in turn."""
     runs: dict[str, list[dict[str, float]]] = {}
-    loads = {"whole": (16, False), "single": (1, False), "stream": (args.streams, True)}
+    loads = {
+        "whole": (16, False, 2048),
+        "single": (1, False, 2048),
+        "large": (1, False, LARGE_BODY_BYTES),
+        "stream": (args.streams, True, 2048),
+    }
     for _ in range(args.rounds):
-        for load, (connections_count, stream) in loads.items():
+        for load, (connections_count, stream, body_bytes) in loads.items():
             for name, port in ports.items():
-                requests = chat_requests(port, body_bytes=2048, stream=stream, programs_count=PROGRAMS_COUNT)
+                requests = chat_requests(port, body_bytes=body_bytes, stream=stream, programs_count=PROGRAMS_COUNT)
                 figures = await drive(
                     port, requests, connections_count=connections_count, warmup_s=1.0, measure_s=args.seconds
                 )
@@ -92,15 +99,19 @@ def summary(runs: dict[str, list[dict[str, float]]]) -> dict[str, float]:
         ours["requests_per_s"] / relay["requests_per_s"]
         for ours, relay in zip(runs["proxy_whole"], runs["relay_whole"], strict=True)
     ]
-    added = [
-        ours["p50_ms"] - direct["p50_ms"]
-        for ours, direct in zip(runs["proxy_single"], runs["engine_single"], strict=True)
-    ]
+    added, added_large = (
+        [
+            ours["p50_ms"] - direct["p50_ms"]
+            for ours, direct in zip(runs[f"proxy_{load}"], runs[f"engine_{load}"], strict=True)
+        ]
+        for load in ("single", "large")
+    )
     return {
         "proxy_requests_per_s": median(run["requests_per_s"] for run in runs["proxy_whole"]),
         "relay_requests_per_s": median(run["requests_per_s"] for run in runs["relay_whole"]),
         "ratio_to_relay": median(ratios),
         "added_p50_ms": median(added),
+        "added_large_p50_ms": median(added_large),
         "stream_events_per_s": median(run["events_per_s"] for run in runs["proxy_stream"]),
         "relay_stream_events_per_s": median(run["events_per_s"] for run in runs["relay_stream"]),
     }

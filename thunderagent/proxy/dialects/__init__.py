@@ -7,8 +7,17 @@ from thunderagent.proxy.dialects.responses import Responses
 from thunderagent.proxy.dialects.sglang import SGLang
 from thunderagent.proxy.dialects.token_in import TokenIn
 
-DIALECTS: tuple[Dialect, ...] = (Responses(), Anthropic(), SGLang(), TokenIn(), OpenAI())
-"""All of them; the last one speaks wherever no other does."""
+CHAT = OpenAI()
+"""Also speaks wherever no other does."""
+
+DIALECTS: tuple[Dialect, ...] = (
+    CHAT,
+    OpenAI("/v1/completions", "prompt"),
+    Responses(),
+    Anthropic(),
+    SGLang(),
+    TokenIn(),
+)
 
 TURN_DIALECTS: dict[str, Dialect] = {path: dialect for dialect in DIALECTS for path in dialect.turn_paths}
 """The dialects by the paths on which a POST is a turn."""
@@ -16,7 +25,7 @@ TURN_DIALECTS: dict[str, Dialect] = {path: dialect for dialect in DIALECTS for p
 
 def dialect_of(path: str) -> Dialect:
     """Return the dialect in which callers of `path` (without a query) expect errors."""
-    return next(dialect for dialect in DIALECTS if dialect.speaks(path))
+    return next((dialect for dialect in DIALECTS if dialect.speaks(path)), CHAT)
 
 
 __all__ = ["DIALECTS", "NO_USAGE", "TURN_DIALECTS", "Dialect", "Usage", "dialect_of"]

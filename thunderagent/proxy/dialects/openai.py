@@ -1,4 +1,4 @@
-"""The chat and text completions of OpenAI; also every path that no other dialect speaks.
+"""The chat and text completions of OpenAI.
 
 Usage comes in `usage`, in a stream in an event of its own that has no choices, if it was asked for.
 """
@@ -69,15 +69,18 @@ def error_body(status: int, code: str, message: str) -> dict[str, Any]:
 
 
 class OpenAI:
-    """Speak the completions API, of chats and of texts."""
+    """Speak the completions API, of chats or of texts; a chat has no prompt of token ids to be looked for."""
 
-    turn_paths: tuple[str, ...] = ("/v1/chat/completions", "/v1/completions")
     asks_for_usage = True
-    token_id_fields: tuple[str, ...] = ("prompt",)
 
-    def speaks(self, path: str) -> bool:  # noqa: ARG002 - the protocol's
-        """Speak on every path: this is the dialect of those that no other one speaks."""
-        return True
+    def __init__(self, turn_path: str = "/v1/chat/completions", *token_id_fields: str) -> None:
+        """Speak at one path, where a prompt may be token ids in these fields."""
+        self.turn_paths: tuple[str, ...] = (turn_path,)
+        self.token_id_fields: tuple[str, ...] = token_id_fields
+
+    def speaks(self, path: str) -> bool:
+        """Speak at its path."""
+        return path in self.turn_paths
 
     def read_answer(self, answer: bytes, keep_id: KeepId) -> Usage:  # noqa: ARG002 - the protocol's
         """Return the usage of a whole answer."""
