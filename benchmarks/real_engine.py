@@ -376,6 +376,7 @@ def _engine_environment() -> dict[str, str]:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": "1",  # one core
         "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
+        "VLLM_ENABLE_RESPONSES_API_STORE": "1",  # for GET /v1/responses/{id}
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }

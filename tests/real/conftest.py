@@ -112,7 +112,7 @@ def _engine_config(port: int) -> RealEngineConfig:
         max_model_len=MAX_MODEL_LEN,
         port=port,
         core=None,
-        extra_args=("--max-num-seqs", str(MAX_SEQS)),
+        extra_args=("--max-num-seqs", str(MAX_SEQS), "--enable-scale-out"),  # which has /inference/v1/generate
     )
 
 

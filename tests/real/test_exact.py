@@ -92,7 +92,8 @@ async def ask(engine: RealEngine, url: str, path: str, body: dict[str, Any] | by
         response = await (client.get(path) if body is None else client.post(path, **request))
     dropped = HOP_BY_HOP | OF_THE_PROXY | {"date"}
     kept = [(name.lower(), value) for name, value in response.headers.multi_items() if name.lower() not in dropped]
-    moment = re.sub(rb'"created":\d+', b'"created":0', response.content)
+    moment = re.sub(rb'"created(_at)?":\d+', b'"created":0', response.content)
+    moment = re.sub(rb'"(msg|resp)_\w+"', b'"id"', moment)
     moment = re.sub(rb'"modelperm-\w+"', b'"modelperm"', moment)
     return Answer(response.status_code, response.reason_phrase, kept, moment)
 
