@@ -53,7 +53,7 @@ HOSTS = {
 ENDPOINTS = {
     *("v1", "p", "sessions", "programs", "finish_session", "replicas", "queue", "health", "ready", "metrics"),
     *("sandboxes", "work", "NAMESPACE", "tools"),
-    *("tokenize", "detokenize", "version", "reset_prefix_cache"),
+    *("tokenize", "detokenize", "version", "reset_prefix_cache", "generate", "inference"),
     "min",  # a column of a benchmark's table
 }
 LINK = re.compile(r"\]\(([^)\s]+)\)")

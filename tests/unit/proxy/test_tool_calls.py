@@ -144,6 +144,29 @@ def test_an_answer_of_the_responses_api() -> None:
     assert tool_of({"object": "response", "output": output}) == "apply_patch+shell:go"
 
 
+LOCAL_SHELL = {"type": "local_shell_call", "action": {"type": "exec", "command": ["bash", "-lc", "go test"]}}
+HOSTED_SHELL = {"type": "shell_call", "action": {"commands": ["cd x && make", "ls"], "timeout_ms": 1000}}
+
+
+@pytest.mark.parametrize(("call", "key"), [(LOCAL_SHELL, "shell:go"), (HOSTED_SHELL, "shell:make")])
+def test_the_shells_of_the_responses_api(call: dict[str, object], key: str) -> None:
+    """They have no name, and an action instead of arguments; whole and streamed."""
+    assert tool_of({"object": "response", "output": [call]}) == key
+    calls = StreamToolCalls()
+    calls.read(event({"type": "response.output_item.done", "output_index": 0, "item": call}))
+    assert calls.key() == key
+
+
+def test_a_text_of_sglang() -> None:
+    """Whole, and in a stream in which each event repeats the text before it."""
+    text = "look:\n```bash\ngit status\n```\n"
+    assert tool_of({"text": text, "meta_info": {}}) == "bash:git"
+    calls = StreamToolCalls()
+    for end in (5, 10, 20, len(text)):
+        calls.read(event({"text": text[:end], "meta_info": {}}))
+    assert calls.key() == "bash:git"
+
+
 @pytest.mark.parametrize("fence", ["bash", "sh", "shell", "mswea_bash_command"])
 def test_a_text_with_one_shell_block_calls_a_shell(fence: str) -> None:
     """Agents without tool calls write their commands so."""
