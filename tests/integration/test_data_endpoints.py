@@ -238,7 +238,7 @@ async def test_an_error_of_the_proxy_has_the_callers_schema(replica: FakeReplica
         async def hang_up(call: Call) -> None:
             call.close()
 
-        long_id = await post(proxy.url, api.path, {**api.body, "program_id": "x" * 300})
+        long_id = await post(proxy.url, f"/p/{'x' * 300}{api.path}", api.body)
         large = await post(proxy.url, api.path, {**api.body, "x": "y" * 30_000})
         replica.behaviour = hang_up
         hung_up = await post(proxy.url, api.path, api.body)

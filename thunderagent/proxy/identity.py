@@ -105,7 +105,8 @@ class TurnRequest(NamedTuple):
     """What a request on a turn's endpoint asks for, and the bytes to forward.
 
     `usage_added` says that usage was asked for on the client's behalf, so its event must be taken out again. `prefix`
-    are the places up to which other prompts may be the same; an anonymous turn has none.
+    are the places up to which other prompts may be the same; an anonymous turn has none. A body that goes on from an
+    earlier response holds only the end of its prompt, so its size says nothing, and it has no such places.
     """
 
     program_id: str | None
@@ -116,6 +117,7 @@ class TurnRequest(NamedTuple):
     usage_added: bool
     prefix: tuple[PrefixCut, ...]
     is_final: bool = False
+    has_whole_prompt: bool = True
 
 
 def split_path(raw_path: str) -> tuple[str | None, str]:
@@ -183,9 +185,10 @@ def identify(
     branch = headers.get(BRANCH_HEADER) or headers.get(PROGRAM_HEADERS.get(header, BRANCH_HEADER))
     branch_id = _check_id(branch, "branch id") if branch else ""
     group_id = _check_id(group, "group id") if (group := headers.get(GROUP_HEADER)) else ""
-    prefix = prefix_of(fields, outline) if program_id is not None and fields.previous_response_id is None else ()
+    has_whole_prompt = fields.previous_response_id is None
+    prefix = prefix_of(fields, outline) if program_id is not None and has_whole_prompt else ()
     is_final = any(headers.get(name, "").lower() in ("1", "true") for name in FINAL_HEADERS)
-    return TurnRequest(program_id, source, branch_id, group_id, body, usage_added, prefix, is_final)
+    return TurnRequest(program_id, source, branch_id, group_id, body, usage_added, prefix, is_final, has_whole_prompt)
 
 
 def program_header_of(headers: CIMultiDictProxy[str], more_headers: Sequence[str] = ()) -> str:

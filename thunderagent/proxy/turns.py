@@ -141,7 +141,8 @@ class Turns:
             self._sandboxes.program_seen(turn.program_id, request.headers[CLASS_HEADER])
         record = Record(turn, dialect, arrived_s)
         try:
-            return await self._try_replicas(request, path, len(body), record)
+            prompt_bytes = len(body) if turn.has_whole_prompt else 0
+            return await self._try_replicas(request, path, prompt_bytes, record)
         except ThunderAgentError as error:
             record.status = error.status
             record.outcome = "failed" if isinstance(error, ReplicaError) else "rejected"
@@ -152,7 +153,7 @@ class Turns:
                 self._runtime.release(turn.program_id)
 
     async def _try_replicas(
-        self, request: web.Request, path: str, body_bytes: int, record: Record
+        self, request: web.Request, path: str, prompt_bytes: int, record: Record
     ) -> web.StreamResponse:
         """Take a lease, forward, relay; before the first byte of an answer, try another replica if one fails."""
         turn = record.turn
@@ -166,7 +167,7 @@ class Turns:
                 lease = await self._runtime.lease(
                     turn.program_id,
                     branch_id=turn.branch_id,
-                    prompt_bytes=body_bytes,
+                    prompt_bytes=prompt_bytes,
                     avoid_replica_id=avoid_replica_id,
                     prefix=turn.prefix,
                     group_id=turn.group_id,

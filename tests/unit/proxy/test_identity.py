@@ -283,6 +283,18 @@ def test_a_doubled_v1_is_mended_without_a_program_too() -> None:
     assert split_path("/v1/v1/messages?x=/v1/v1/y") == (None, "/v1/messages?x=/v1/v1/y")
 
 
+# --- The prompt
+
+
+def test_a_body_that_goes_on_from_a_response_has_no_prefix_of_its_own() -> None:
+    """Its prompt begins with what the engine remembers; by its size nothing can be estimated."""
+    rest = b'"input":"' + b"x" * 5000 + b'"}'
+    whole = identified(b'{"previous_response_id":null,' + rest, path_id="a")
+    assert (whole.has_whole_prompt, len(whole.prefix)) == (True, 1)
+    going_on = identified(b'{"previous_response_id":"resp_1",' + rest, path_id="a")
+    assert (going_on.has_whole_prompt, going_on.prefix) == (False, ())
+
+
 # --- Usage
 
 
