@@ -20,6 +20,7 @@ from tests.integration.support import (
     Call,
     FakeReplica,
     Gate,
+    Header,
     RunningProxy,
     Wire,
     answers,
@@ -412,3 +413,26 @@ async def test_a_side_call_streams(replica: FakeReplica, proxy: RunningProxy) ->
         assert await wire.chunk() == b"one"
         go_on.set()
         assert (await wire.body(answer)).body == b"two"
+
+
+@pytest.mark.parametrize("head", [(), (("content-encoding", "gzip"),)])
+async def test_a_side_call_that_streams_breaks_off_as_a_turn_does(
+    replica: FakeReplica, proxy: RunningProxy, head: tuple[Header, ...]
+) -> None:
+    """With an event of its API, numbered on, unless that would be rubbish."""
+    created = named({"type": "response.created", "sequence_number": 6, "response": RESPONSE})
+
+    async def behave(call: Call) -> None:
+        call.write(stream_head(*head), chunk(created + b"event: resp"))
+        call.close()
+
+    replica.behaviour = behave
+    answer = await get(proxy.url, "/v1/responses/resp_1?stream=true")
+    assert not answer.whole
+    came, _, ending = answer.body.removeprefix(created).partition(b"\n\n")
+    assert came == b"event: resp"
+    if head:
+        assert ending == b""
+    else:
+        error = json.loads(ending.partition(b"data: ")[2])
+        assert (error["type"], error["code"], error["sequence_number"]) == ("error", "replica_closed_early", 7)

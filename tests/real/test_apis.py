@@ -98,9 +98,8 @@ async def test_the_program_has_the_usage_that_the_engine_said(
     assert program["output_tokens_total"] == sum(outputs) == 12
     assert program["cached_tokens_total"] == sum(hits)
     assert prompts[0] == prompts[1] > 100
-    if name != "responses":  # which says no hits, in vLLM 0.32
-        assert hits[0] == 0
-        assert hits[1] >= 64
+    assert hits[0] == 0
+    assert hits[1] >= 64
 
 
 def usage_in(text: str, *, stream: bool) -> tuple[int, int, int]:

@@ -248,7 +248,7 @@ def _id_at(fields: _Fields, way: tuple[str, ...]) -> str | None:
 def _leaves_usage_out(stream_options: object) -> bool:
     """Say whether a stream has no usage as it was asked for; odd values are the engine's to judge.
 
-    Options that do not mention usage ask for it: in vLLM `StreamOptions.include_usage` is true by default.
+    Options that do not mention usage are left alone: some versions of vLLM take that for a wish, others (0.32) do not.
     """
     if isinstance(stream_options, dict):
         wish = stream_options.get("include_usage", True)

@@ -21,6 +21,7 @@ from thunderagent.errors import (
     ReplicaTimeoutError,
     ReplicaUnreachableError,
 )
+from thunderagent.proxy.dialects import dialect_of
 from thunderagent.proxy.headers import forwarded_request_headers, forwarded_response_headers
 from thunderagent.proxy.identity import program_header_of, split_path
 from thunderagent.proxy.made_answers import MadeAnswers
@@ -38,6 +39,9 @@ PURE_CALLS = frozenset(
     }
 )
 """Last parts of paths on which a POST asks without changing anything."""
+
+_SIZED_OR_ENCODED = ("Content-Length", "Content-Encoding")
+"""Nothing can follow what has a length, and an event would be rubbish in what is encoded."""
 
 
 class SideCalls:
@@ -107,11 +111,17 @@ class SideCalls:
         )
         response.headers["X-Replica-ID"] = replica_id
         await response.prepare(request)
+        last_chunk = b""
         try:
             while chunk := await self._client.next_chunk(replica_id, upstream):
+                last_chunk = chunk
                 await response.write(chunk)
         except ReplicaError as error:
             log.warning("replica_failed_request", replica_id=replica_id, path=path, why=str(error))
+            may_add = not any(name in upstream.headers for name in _SIZED_OR_ENCODED)
+            if may_add and upstream.content_type == "text/event-stream":
+                dialect = dialect_of(path.partition("?")[0])
+                await response.write(b"\n\n" + dialect.break_off(error.code, error.message, last_chunk))
             cut(request)
             return response
         await response.write_eof()
