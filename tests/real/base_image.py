@@ -1,7 +1,7 @@
 """Make images to build on without a registry: Debian's Python from the machine's own sources, and pip's packages.
 
-The first holds what `python:3.11-slim` does for a Dockerfile: a shell, coreutils, Python and its venv module. The second
-has a folder of wheels beside, and pip is told to look nowhere else, because containers here have no network.
+The first holds what a Dockerfile expects of `python:3.11-slim`: a shell, coreutils, Python and its venv module. The
+second has a folder of wheels beside, and pip is told to look nowhere else, because containers here have no network.
 """
 
 from __future__ import annotations
