@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import httpx
 import pytest
+import yaml
 
 from tests.real import base_image
 from tests.real.base_image import BASE_IMAGE, BUILD_IMAGE, make_base_images
@@ -85,7 +86,7 @@ class Compose:
 def compose(engine: DockerEngine, client: Any) -> Compose:
     """Build the images that the compose file names."""
     compose = Compose(engine)
-    compose("build", "thunderagent")
+    compose("build")
     return compose
 
 
@@ -140,6 +141,21 @@ def test_an_extra_that_is_none_fails_the_build(compose: Compose, client: Any) ->
     log = list(client.build(path=str(ROOT), buildargs=arguments, rm=True, forcerm=True, decode=True))
     assert "error" in log[-1]
     assert "KeyError: 'kubernets'" in "".join(line.get("stream", "") for line in log)
+
+
+def test_the_profile_for_gpus_is_a_stack_of_its_own(compose: Compose) -> None:
+    """Where compose reads it as meant: vLLM as docs/engines.md wants it, a GPU each, and a proxy in front of both."""
+    services = yaml.safe_load(compose("--profile", "gpu", "config"))["services"]
+    of_gpus = {name for name, service in services.items() if service.get("profiles") == ["gpu"]}
+    assert of_gpus == {"thunderagent-gpu", "vllm-1", "vllm-2"}
+    assert set(services) - of_gpus == {"thunderagent", "engine-1", "engine-2"}
+    backends = services["thunderagent-gpu"]["environment"]["THUNDERAGENT_BACKENDS"]
+    assert backends == "http://vllm-1:8000,http://vllm-2:8000"
+    for number in (1, 2):
+        service = services[f"vllm-{number}"]
+        assert {"--port=8000", "--enable-prefix-caching", "--enable-prompt-tokens-details"} <= set(service["command"])
+        (device,) = service["deploy"]["resources"]["reservations"]["devices"]
+        assert device["device_ids"] == [str(number - 1)]
 
 
 async def test_the_stack_gets_ready_serves_drains_and_goes(

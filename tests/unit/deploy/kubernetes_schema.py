@@ -1,7 +1,7 @@
 """Judge manifests as a Kubernetes API server would, without one: by the models of its Python client.
 
-The client is generated from the API's OpenAPI document, so its models say for each field its name on the wire, its type,
-and whether it must be there. What they do not say (an enum's values, a pattern) is not judged here.
+The client is generated from the API's OpenAPI document, so its models say for each field its name on the wire, its
+type, and whether it must be there. What they do not say (an enum's values, a pattern) is not judged here.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ SCALARS: dict[str, tuple[type, ...]] = {
     "object": (str, int),  # in what is written here: a number or a name, as of a port
 }
 
-# The Prometheus operator's own kind, which no client has a model of: from its API reference, the fields used here. A text
-# is a type; a list has one of its items' shape; a name ending in "!" must be there.
+# The Prometheus operator's own kind, which no client has a model of: from its API reference, what one may want here. A
+# text is a type; a list has the shape of its items; a name ending in "!" must be there.
 SERVICE_MONITOR: Json = {
     "apiVersion!": "str",
     "kind!": "str",

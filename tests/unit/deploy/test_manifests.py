@@ -132,7 +132,10 @@ MAIN = (*POD, "containers", 0)
     ("spoil", "said"),
     [
         (lambda m: _with(m, 5, *MAIN, "livenessProbe", "periodSecond"), "livenessProbe.periodSecond: no such field"),
-        (lambda m: _with(m, "5", *POD, "terminationGracePeriodSeconds"), "terminationGracePeriodSeconds: '5' is no int"),
+        (
+            lambda m: _with(m, "5", *POD, "terminationGracePeriodSeconds"),
+            "terminationGracePeriodSeconds: '5' is no int",
+        ),
         (lambda m: _with(m, True, "spec", "replicas"), "replicas: True is no int"),
         (lambda m: _with(m, 1, *MAIN, "resources", "requests", "cpu"), "requests.cpu: 1 is no str"),
         (lambda m: _with(m, {}, *MAIN, "env"), "env: {} is no list"),
