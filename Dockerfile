@@ -3,12 +3,12 @@
 #     docker build --tag thunderagent .
 #     docker build --tag thunderagent --build-arg EXTRAS=kubernetes,kv-events .
 #
-# It needs no BuildKit. BASE_IMAGE is any image with Python 3.11 or newer as `python3`; BUILD_IMAGE has the same Python,
-# its venv module, and whatever pip needs to find packages (a pip.conf, certificates). Nothing of it is in the result.
+# It needs no BuildKit. BASE_IMAGE is any image with Python 3.11 or newer as `python3`. BUILD_IMAGE, by default the
+# same, has that Python, its venv module, and what pip needs to find packages; nothing of it is in the result.
 ARG BASE_IMAGE=python:3.11-slim
-ARG BUILD_IMAGE=${BASE_IMAGE}
+ARG BUILD_IMAGE
 
-FROM ${BUILD_IMAGE} AS build
+FROM ${BUILD_IMAGE:-${BASE_IMAGE}} AS build
 # pip's own variable, for an index other than its default.
 ARG PIP_INDEX_URL
 WORKDIR /src

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *DOCS.glob("*.md")])
+PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "deploy/README.md", *DOCS.glob("*.md")])
 PICTURES = sorted(DOCS.glob("*.svg"))
 
 HOSTS = {

@@ -239,7 +239,7 @@ def test_the_account_may_only_look_at_pods() -> None:
     """What is applied unasked lets the proxy find replicas, and no more."""
     roles = [each for each in objects_in(KUBERNETES) if each["kind"] == "Role"]
     assert [rule for role in roles for rule in role["rules"]] == [
-        {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]}
+        {"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch"]}
     ]
 
 
