@@ -58,11 +58,13 @@ def make_base_images(engine: DockerEngine, pyproject: Path, folder: Path) -> Non
 def _sources() -> str:
     """Return the distribution's own package sources, and none that somebody added."""
     line = "deb $(REPO_URI) $(RELEASE) $(COMPONENT) $(ORIGIN)"
-    found = _run("apt-get", "indextargets", "--format", line, "Created-By: Packages").splitlines()
-    lines = [line.rpartition(" ")[0] for line in found if line.endswith((" Debian", " Ubuntu"))]
-    if not lines:
-        raise DockerEngineError("apt knows no packages of Debian or Ubuntu")
-    return "\n".join(lines) + "\n"
+    for _ in range(2):
+        found = _run("apt-get", "indextargets", "--format", line, "Created-By: Packages").splitlines()
+        lines = [line.rpartition(" ")[0] for line in found if line.endswith((" Debian", " Ubuntu"))]
+        if lines:
+            return "\n".join(lines) + "\n"
+        _run("apt-get", "--quiet", "update")  # origins are known only then
+    raise DockerEngineError("apt knows no packages of Debian or Ubuntu")
 
 
 def _python_version_in(root: Path) -> str:
