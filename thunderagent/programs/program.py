@@ -29,6 +29,8 @@ class StoryEntry:
     why: str
     replica_id: str | None
     tokens: int
+    began_s: float | None = None
+    """Of a turn that ended, when it was granted; None if it never was."""
 
 
 class Group:
@@ -233,7 +235,7 @@ class Program:
         self.output_tokens_total = 0
         self.cached_tokens_total = 0
         self.held_s_total = 0.0
-        self.story_entries: deque[tuple[float, str, str, str | None, int]] = deque(maxlen=STORY_ENTRIES)
+        self.story_entries: deque[tuple[float, str, str, str | None, int, float | None]] = deque(maxlen=STORY_ENTRIES)
 
     def __repr__(self) -> str:
         mark = ", marked" if self.marked else ""
@@ -265,9 +267,9 @@ class Program:
             raise no_transition(state, trigger, "\n".join(map(str, (self, *self.story()))))
         self.status, self.phase = following
 
-    def note(self, now_s: float, what: str, why: str, replica_id: str | None) -> None:
-        """Remember a happening."""
-        self.story_entries.append((now_s, what, why, replica_id, self.claim_tokens))
+    def note(self, now_s: float, what: str, why: str, replica_id: str | None, began_s: float | None = None) -> None:
+        """Remember a happening, and when that began if it took time."""
+        self.story_entries.append((now_s, what, why, replica_id, self.claim_tokens, began_s))
 
     def story(self) -> list[StoryEntry]:
         """Return what happened to it, oldest first; only the last `STORY_ENTRIES` are kept."""

@@ -349,7 +349,7 @@ class Scheduler:
         self._end_turn(program, turn)
         if len(program.branches) > 1:
             self._forget_branches(program, turn, finished=True)
-        self._after_turn(program, "finished")
+        self._after_turn(program, turn, "finished")
         self._balance(Moment.TURN_ENDED)
 
     def _learn_from(
@@ -391,7 +391,7 @@ class Scheduler:
         self._end_turn(program, turn)
         if len(program.branches) > 1:
             self._forget_branches(program, turn, finished=False)
-        self._after_turn(program, outcome)
+        self._after_turn(program, turn, outcome)
 
     def _end_turn(self, program: Program, turn: Turn) -> None:
         """Take an ended turn out of its program, whose claim must be lifted."""
@@ -404,9 +404,10 @@ class Scheduler:
             if not program.in_flight:
                 replica.residency.leave(program.generation, self.shares.own_tokens(program, program.context_tokens))
 
-    def _after_turn(self, program: Program, outcome: str) -> None:
+    def _after_turn(self, program: Program, turn: Turn, outcome: str) -> None:
         """Put a program back after one of its turns ended, and pause it if it was marked."""
-        program.note(self._now_s, outcome, "", program.replica_id)
+        why = f"calls {program.tool}" if program.tool and outcome == "finished" else ""
+        program.note(self._now_s, outcome, why, program.replica_id, turn.granted_s or None)
         if program.phase is Phase.REASONING and not program.in_flight and not program.held:
             program.advance(Trigger.TURNS_ENDED)
             program.acting_since_s = self._now_s
