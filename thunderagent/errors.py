@@ -113,6 +113,14 @@ class ShuttingDownError(ThunderAgentError):
     retry_after_s = 5
 
 
+class TooManyListenersError(ThunderAgentError):
+    """As many listen to the stream of events as may."""
+
+    status = 503
+    code = "too_many_listeners"
+    retry_after_s = 10
+
+
 class ReplicaError(ThunderAgentError):
     """A replica failed a request at the level of the connection; `replica_id` says which."""
 

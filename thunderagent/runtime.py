@@ -150,6 +150,10 @@ class Runtime:
         self.outcome_counts: Counter[str] = Counter()
         """Turns by how they ended."""
         self.leases_count = 0
+        self.prompt_tokens_total = 0
+        """Of finished turns, as far as engines said their usage; so are the next two."""
+        self.output_tokens_total = 0
+        self.cached_tokens_total = 0
         self._event_log = event_log
         self._observers: list[Observer] = []
         self._turn_ids = count(1)
@@ -221,9 +225,17 @@ class Runtime:
         self.dispatch(ProgramOpened(self.now_s(), program_id, group_id))
         return True
 
-    def observe(self, observer: Observer) -> None:
-        """Have `observer` called with each event and what was decided on it, once that was carried out."""
-        self._observers.append(observer)
+    def observe(self, observer: Observer) -> Callable[[], None]:
+        """Have `observer` called with each event and what was decided on it, once that was carried out.
+
+        Return what ends that; idempotent.
+        """
+        self._observers = [*self._observers, observer]
+
+        def stop() -> None:
+            self._observers = [other for other in self._observers if other is not observer]
+
+        return stop
 
     def release(self, program_id: str, generation: int | None = None) -> bool:
         """End a program; False if there is none of that id, or not of that generation. Idempotent."""
@@ -318,6 +330,10 @@ class Runtime:
         """Take a lease back, with the event that says how it ended. Called by `Lease` alone."""
         self.outcome_counts[outcome] += 1
         self.leases_count -= 1
+        if type(event) is TurnFinished:
+            self.prompt_tokens_total += event.prompt_tokens or 0
+            self.output_tokens_total += event.output_tokens or 0
+            self.cached_tokens_total += event.cached_tokens or 0
         if not self.leases_count:
             self._no_lease_left.set()
         self.dispatch(event)

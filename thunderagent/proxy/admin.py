@@ -15,6 +15,8 @@ from thunderagent.proxy.identity import check_program_id
 from thunderagent.proxy.metrics import exposition
 from thunderagent.proxy.replicas import Replicas
 from thunderagent.proxy.reports import (
+    SORTS,
+    ProgramFilter,
     Report,
     program_page,
     queue_report,
@@ -103,7 +105,7 @@ class Admin:
         return web.Response(body=exposition(self._registry), headers={"Content-Type": EXPOSITION_TYPE})
 
     async def programs(self, request: web.Request) -> web.Response:
-        """List live programs, paged by `offset` and `limit`, filtered by `status` and `phase`."""
+        """List live programs: a page from `offset` on, `limit` long, filtered and sorted."""
         query = request.query
         try:
             status = Status(query["status"]) if "status" in query else None
@@ -112,7 +114,20 @@ class Admin:
             raise RequestError(str(error)) from error
         limit = _whole_number(request, "limit", 100, least=1, most=MAX_PAGE)
         offset = _whole_number(request, "offset", 0)
-        return _json(program_page(self._runtime, status=status, phase=phase, offset=offset, limit=limit))
+        wanted = ProgramFilter(status, phase, query.get("replica_id"), query.get("search", ""))
+        sort = query.get("sort", "")
+        if sort.removeprefix("-") not in SORTS and sort:
+            raise RequestError(f"sort is one of {', '.join(SORTS)}, with - before it from the last, not {sort!r}")
+        return _json(
+            program_page(
+                self._runtime,
+                wanted,
+                offset=offset,
+                limit=limit,
+                sort=sort.removeprefix("-"),
+                descending=sort.startswith("-"),
+            )
+        )
 
     async def open(self, request: web.Request) -> web.Response:
         """Open a program before its first turn, so that its sandboxes are made meanwhile. Idempotent."""

@@ -35,8 +35,14 @@ class TurnMetrics:
             buckets=ADDED_BUCKETS_S,
             registry=registry,
         )
+        self._hold = hold
         self.observe_hold = hold.observe
         self.observe_added = added.observe
+
+    def hold_counts(self) -> tuple[int, ...]:
+        """Return how many turns were held up to each of `HOLD_BUCKETS_S`, and in all."""
+        (family,) = self._hold.collect()
+        return tuple(int(sample.value) for sample in family.samples if sample.name.endswith("_bucket"))
 
 
 class StateCollector:
@@ -80,6 +86,14 @@ class StateCollector:
         for outcome in ("finished", "refused", "failed", "abandoned", "rejected"):
             turns.add_metric([outcome], runtime.outcome_counts[outcome])
         yield turns
+        for name, tokens in (
+            ("prompt", runtime.prompt_tokens_total),
+            ("output", runtime.output_tokens_total),
+            ("cached", runtime.cached_tokens_total),
+        ):
+            yield CounterMetricFamily(
+                f"thunderagent_{name}_tokens", f"The {name} tokens of finished turns, where usage was said.", tokens
+            )
         knowledge = runtime.scheduler.knowledge
         yield GaugeMetricFamily(
             "thunderagent_tools_running", "Programs whose tool runs.", knowledge.tools_running_count
