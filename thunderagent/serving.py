@@ -27,7 +27,7 @@ from thunderagent.event_log import EventLogWriter
 from thunderagent.policy_loader import load_policy, parse_setting
 from thunderagent.programs.events import ResidencyReported
 from thunderagent.programs.scheduler import Scheduler, SchedulerSettings
-from thunderagent.proxy.app import build_app
+from thunderagent.proxy.app import HISTORY, build_app
 from thunderagent.proxy.replicas import Replicas
 from thunderagent.proxy.turns import TurnSettings
 from thunderagent.runtime import Runtime, RuntimeSettings
@@ -136,7 +136,7 @@ async def proxy(config: ServeConfig, runtime: Runtime, urls: tuple[str, ...]) ->
             max_body_bytes=config.max_body_bytes,
             sandboxes=sandboxes,
         )
-        loops = [runtime.run, poller.run, *_kv_events_loops(config, runtime, endpoints)]
+        loops = [runtime.run, poller.run, app[HISTORY].run, *_kv_events_loops(config, runtime, endpoints)]
         if sandboxes is not None:
             loops.append(sandboxes.run)
         async with _background(*loops), _listening(app, config) as url:

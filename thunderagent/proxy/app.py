@@ -11,8 +11,11 @@ from prometheus_client import CollectorRegistry
 from thunderagent.backends.client import ReplicaClient
 from thunderagent.errors import BodyTooLargeError, NotFoundError, ThunderAgentError
 from thunderagent.proxy.admin import Admin
+from thunderagent.proxy.dashboard import Dashboard
 from thunderagent.proxy.dialects import TURN_DIALECTS, dialect_of
+from thunderagent.proxy.history import History
 from thunderagent.proxy.identity import split_path
+from thunderagent.proxy.live import Live
 from thunderagent.proxy.metrics import StateCollector, TurnMetrics
 from thunderagent.proxy.models import Models
 from thunderagent.proxy.replicas import Replicas, Watcher
@@ -25,6 +28,9 @@ log = structlog.get_logger("thunderagent.proxy")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 CLIENT_CLOSED_REQUEST = 499
+
+HISTORY = web.AppKey("history", History)
+"""Where the application keeps its history; whoever runs it runs that beside it."""
 
 
 def build_app(
@@ -39,15 +45,21 @@ def build_app(
 ) -> web.Application:
     """Put the proxy together. The caller owns what it is made of."""
     registry = CollectorRegistry()
-    turns = Turns(runtime, client, replicas, watcher, TurnMetrics(registry), turn_settings, sandboxes)
+    metrics = TurnMetrics(registry)
+    turns = Turns(runtime, client, replicas, watcher, metrics, turn_settings, sandboxes)
     models = Models(runtime, client, replicas)
     registry.register(StateCollector(runtime, replicas))
     if sandboxes is not None:
         registry.register(SandboxCollector(sandboxes, registry))
     app = web.Application(client_max_size=max_body_bytes)
+    app[HISTORY] = History(runtime, replicas, metrics.hold_counts)
+    live = Live(runtime, replicas, app[HISTORY], sandboxes_on=sandboxes is not None)
+    app.on_shutdown.append(live.close)
     routes = [
         *SandboxHandlers(sandboxes).routes(),
         *Admin(runtime, replicas, registry, sandboxes).routes(),
+        *live.routes(),
+        *Dashboard().routes(),
         *(web.post(path, turns.handle) for path in TURN_DIALECTS),
         web.get("/v1/models", models.handle),
     ]
