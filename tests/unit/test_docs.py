@@ -52,7 +52,7 @@ HOSTS = {
 # The first part of every path that begins with a slash: endpoints, and no place on somebody's machine.
 ENDPOINTS = {
     *("v1", "p", "sessions", "programs", "finish_session", "replicas", "queue", "health", "ready", "metrics"),
-    *("sandboxes", "work", "NAMESPACE", "tools"),
+    *("sandboxes", "work", "NAMESPACE", "tools", "summary", "history", "events", "dashboard"),
     *("tokenize", "detokenize", "version", "reset_prefix_cache", "generate", "inference"),
     "min",  # a column of a benchmark's table
 }
