@@ -97,6 +97,18 @@ class ProgramReleasedError(ThunderAgentError):
     code = "program_released"
 
 
+class TurnAbortedError(ThunderAgentError):
+    """A trainer aborted all requests while this turn was held; the turn was never forwarded.
+
+    Whoever asked for the turn gets what the engine answers for a request that it aborts, and this error only if that
+    cannot be said in the API that it called.
+    """
+
+    status = 503
+    code = "turn_aborted"
+    retry_after_s = 1
+
+
 class NoReplicaError(ThunderAgentError):
     """No replica has been usable for longer than the configured limit."""
 

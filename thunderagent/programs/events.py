@@ -25,7 +25,8 @@ class TurnArrived:
     `prompt_bytes` is the size of the request's body; the core learns tokens per byte from usage.
     `avoid_replica_id` names the replica that failed the previous attempt at this turn. `prefix` are places in the
     prompt, in their order; programs whose prompts have the same digest at a place have the same prompt up to there.
-    Programs of one `group_id` finish together.
+    Programs of one `group_id` finish together. `pinned_replica_id` is the only replica that an anonymous turn may run
+    on, because its client chose that replica itself.
     """
 
     now_s: float
@@ -36,6 +37,7 @@ class TurnArrived:
     avoid_replica_id: str | None = None
     prefix: tuple[PrefixCut, ...] = ()
     group_id: str = ""
+    pinned_replica_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +135,36 @@ class ReplicaDraining:
 
 
 @dataclass(frozen=True, slots=True)
+class GrantsSuspended:
+    """Nothing may be granted on a replica (None: on any, also on those that come later), until the same cause ends.
+
+    The engine is paused, sleeps, or gets new weights: what runs there goes on when it does, what lies in its memory
+    stays there, and nobody may be taken for gone meanwhile. Several causes may hold at once.
+    """
+
+    now_s: float
+    cause: str
+    replica_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GrantsContinued:
+    """A cause for granting nothing on a replica (None: on any) is over. One that does not hold changes nothing."""
+
+    now_s: float
+    cause: str
+    replica_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaFlushed:
+    """What a replica kept in its memory for later turns was thrown away; turns in flight keep theirs."""
+
+    now_s: float
+    replica_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class ReplicaPolled:
     """A replica's metrics were read, whether it is up or not. None is *not known*, never zero.
 
@@ -210,6 +242,9 @@ Event = (
     | ReplicaUp
     | ReplicaDown
     | ReplicaDraining
+    | GrantsSuspended
+    | GrantsContinued
+    | ReplicaFlushed
     | ReplicaPolled
     | ResidencyReported
     | SandboxReady
