@@ -37,6 +37,7 @@ from thunderagent.programs.events import (
     Event,
     GrantsContinued,
     GrantsSuspended,
+    PinnedTurnArrived,
     PrefixCut,
     ProgramOpened,
     ProgramReleased,
@@ -197,6 +198,7 @@ class Runtime:
     ) -> Lease:
         """Wait for leave to run one turn; `program_id` None is an anonymous one. The rest is as in `TurnArrived`.
 
+        An anonymous turn may be pinned to the replica that its client chose itself.
         `abortable` says, when it is asked, whether `abort_held` may end the wait; without it never.
         Raises `ProgramReleasedError`, `NoReplicaError`, `TurnAbortedError` or `ShuttingDownError` if there will be
         none. Cancelling the wait takes the turn out of the queue.
@@ -206,17 +208,9 @@ class Runtime:
         turn_id = next(self._turn_ids)
         arrived_s = self.now_s()
         decisions = self.dispatch(
-            TurnArrived(
-                arrived_s,
-                turn_id,
-                program_id,
-                branch_id,
-                prompt_bytes,
-                avoid_replica_id,
-                prefix,
-                group_id,
-                pinned_replica_id,
-            )
+            TurnArrived(arrived_s, turn_id, program_id, branch_id, prompt_bytes, avoid_replica_id, prefix, group_id)
+            if pinned_replica_id is None
+            else PinnedTurnArrived(arrived_s, turn_id, pinned_replica_id, prompt_bytes)
         )
         for decision in reversed(decisions):
             if type(decision) is Grant and decision.turn_id == turn_id:

@@ -15,6 +15,7 @@ from thunderagent.programs.events import (
     Event,
     GrantsContinued,
     GrantsSuspended,
+    PinnedTurnArrived,
     ProgramOpened,
     ProgramReleased,
     ProgramsReleased,
@@ -103,7 +104,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         avoid=st.none() | REPLICAS,
         prefix=PREFIXES,
         group_id=GROUPS,
-        pinned=st.none() | st.none() | REPLICAS,
     )
     def turn_arrives(
         self,
@@ -113,11 +113,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         avoid: str | None,
         prefix: tuple[tuple[int, int], ...] = (),
         group_id: str = "",
-        pinned: str | None = None,
     ) -> int:
         turn_id = self.next_turn_id
         self.next_turn_id += 1
-        self.send(TurnArrived(self.now_s, turn_id, program_id, branch_id, size * 4, avoid, prefix, group_id, pinned))
+        self.send(TurnArrived(self.now_s, turn_id, program_id, branch_id, size * 4, avoid, prefix, group_id))
+        return turn_id
+
+    @rule(target=turns, replica_id=REPLICAS, size=TOKENS)
+    def pinned_turn_arrives(self, replica_id: str, size: int) -> int:
+        turn_id = self.next_turn_id
+        self.next_turn_id += 1
+        self.send(PinnedTurnArrived(self.now_s, turn_id, replica_id, size * 4))
         return turn_id
 
     @rule(target=turns, program_id=st.sampled_from(["a", "b"]), count=st.integers(2, 8))

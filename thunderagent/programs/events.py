@@ -25,8 +25,7 @@ class TurnArrived:
     `prompt_bytes` is the size of the request's body; the core learns tokens per byte from usage.
     `avoid_replica_id` names the replica that failed the previous attempt at this turn. `prefix` are places in the
     prompt, in their order; programs whose prompts have the same digest at a place have the same prompt up to there.
-    Programs of one `group_id` finish together. `pinned_replica_id` is the only replica that an anonymous turn may run
-    on, because its client chose that replica itself.
+    Programs of one `group_id` finish together.
     """
 
     now_s: float
@@ -37,7 +36,16 @@ class TurnArrived:
     avoid_replica_id: str | None = None
     prefix: tuple[PrefixCut, ...] = ()
     group_id: str = ""
-    pinned_replica_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedTurnArrived:
+    """An anonymous turn wants a lease on the replica that its client chose itself, and on no other."""
+
+    now_s: float
+    turn_id: int
+    replica_id: str
+    prompt_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +240,7 @@ class Tick:
 Event = (
     ProgramOpened
     | TurnArrived
+    | PinnedTurnArrived
     | TurnStarted
     | TurnProgressed
     | TurnFinished

@@ -49,6 +49,7 @@ from thunderagent.programs.events import (
     Event,
     GrantsContinued,
     GrantsSuspended,
+    PinnedTurnArrived,
     PrefixCut,
     ProgramOpened,
     ProgramReleased,
@@ -146,6 +147,7 @@ class Scheduler:
         self._handlers: dict[type[Any], Callable[[Any], None]] = {
             ProgramOpened: self._program_opened,
             TurnArrived: self._turn_arrived,
+            PinnedTurnArrived: self._pinned_turn_arrived,
             TurnStarted: self._turn_started,
             TurnProgressed: self._turn_progressed,
             TurnFinished: self._turn_finished,
@@ -314,15 +316,19 @@ class Scheduler:
 
     def _anonymous_turn_arrived(self, event: TurnArrived) -> None:
         turn = Turn(event.turn_id, None, MAIN_BRANCH, event.prompt_bytes, self._now_s)
-        turn.claim_tokens = int(event.prompt_bytes * self._tokens_per_byte_ratio)
-        turn.pinned_replica_id = event.pinned_replica_id
-        candidates = self._candidates(event.avoid_replica_id)
-        if turn.pinned_replica_id is not None:
-            pinned = self.replicas.get(turn.pinned_replica_id)
-            if pinned is None or not pinned.up:
-                self._decisions.append(Reject(turn.turn_id, None, Reason.NO_REPLICA))
-                return
-            candidates = [] if pinned.suspended_for else [pinned]
+        self._place_anonymous(turn, self._candidates(event.avoid_replica_id))
+
+    def _pinned_turn_arrived(self, event: PinnedTurnArrived) -> None:
+        replica = self.replicas.get(event.replica_id)
+        if replica is None or not replica.up:
+            self._decisions.append(Reject(event.turn_id, None, Reason.NO_REPLICA))
+            return
+        turn = Turn(event.turn_id, None, MAIN_BRANCH, event.prompt_bytes, self._now_s)
+        turn.pinned_replica_id = event.replica_id
+        self._place_anonymous(turn, [] if replica.suspended_for else [replica])
+
+    def _place_anonymous(self, turn: Turn, candidates: Sequence[Replica]) -> None:
+        turn.claim_tokens = int(turn.prompt_bytes * self._tokens_per_byte_ratio)
         self.turns[turn.turn_id] = turn
         if candidates:
             self._grant_anonymous(turn, candidates)
