@@ -86,6 +86,21 @@ class ServeConfig(BaseSettings):
     retries_count: int = Field(
         2, ge=0, description="tries on another replica after a connection failed before the first byte"
     )
+    control_timeout_s: float = Field(
+        7200.0, gt=0, description="for a replica's whole answer to a control call, as new weights, in seconds"
+    )
+    weight_sync_limit_s: float = Field(
+        1800.0, gt=0, description="a weight sync that its trainer does not end is over after so long, in seconds"
+    )
+    observe_interval_s: float | None = Field(
+        None,
+        gt=0,
+        description="how often to ask replicas whether they are paused and which weights they have, in seconds; never "
+        "by default",
+    )
+    lease_limit_s: float = Field(
+        3600.0, gt=0, description="a lease taken over the API of which nothing is heard for longer is ended, in seconds"
+    )
     max_body_bytes: int = Field(64 * 2**20, gt=0, description="largest request body, in bytes; more gets 413")
     sandboxes: Annotated[tuple[DriverKind, ...], NoDecode] = Field(
         (), description="who makes programs' sandboxes: docker, kubernetes, callback, separated by commas; none: off"

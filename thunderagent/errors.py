@@ -87,6 +87,13 @@ class NotFoundError(RequestError):
     code = "not_found"
 
 
+class PerReplicaOnlyError(RequestError):
+    """An engine control call that each replica needs in words of its own was sent for all of them."""
+
+    status = 409
+    code = "per_replica_only"
+
+
 class ProgramReleasedError(ThunderAgentError):
     """The program was released while this turn waited; the turn was never forwarded.
 

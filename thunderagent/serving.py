@@ -28,6 +28,8 @@ from thunderagent.policy_loader import load_policy, parse_setting
 from thunderagent.programs.events import ResidencyReported
 from thunderagent.programs.scheduler import Scheduler, SchedulerSettings
 from thunderagent.proxy.app import build_app
+from thunderagent.proxy.control import ControlSettings
+from thunderagent.proxy.observer import Observer
 from thunderagent.proxy.replicas import Replicas
 from thunderagent.proxy.turns import TurnSettings
 from thunderagent.runtime import Runtime, RuntimeSettings
@@ -135,10 +137,18 @@ async def proxy(config: ServeConfig, runtime: Runtime, urls: tuple[str, ...]) ->
             ),
             max_body_bytes=config.max_body_bytes,
             sandboxes=sandboxes,
+            control_settings=ControlSettings(
+                timeout_s=config.control_timeout_s,
+                weight_sync_limit_s=config.weight_sync_limit_s,
+                lease_limit_s=config.lease_limit_s,
+            ),
         )
         loops = [runtime.run, poller.run, *_kv_events_loops(config, runtime, endpoints)]
         if sandboxes is not None:
             loops.append(sandboxes.run)
+        if config.observe_interval_s is not None:
+            interval_s, deadline_s = config.observe_interval_s, config.poll_deadline_s
+            loops.append(Observer(runtime, client, replicas, interval_s=interval_s, deadline_s=deadline_s).run)
         async with _background(*loops), _listening(app, config) as url:
             yield url
 

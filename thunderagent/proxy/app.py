@@ -11,12 +11,16 @@ from prometheus_client import CollectorRegistry
 from thunderagent.backends.client import ReplicaClient
 from thunderagent.errors import BodyTooLargeError, NotFoundError, ThunderAgentError
 from thunderagent.proxy.admin import Admin
+from thunderagent.proxy.control import Control, ControlSettings
+from thunderagent.proxy.facade import Facade
 from thunderagent.proxy.identity import split_path
+from thunderagent.proxy.leases import Leases
 from thunderagent.proxy.metrics import StateCollector, TurnMetrics
 from thunderagent.proxy.models import Models
 from thunderagent.proxy.replicas import Replicas, Watcher
 from thunderagent.proxy.sandboxes import SandboxCollector, Sandboxes, SandboxHandlers
 from thunderagent.proxy.turns import Turns, TurnSettings
+from thunderagent.proxy.weight_sync import WeightSync
 from thunderagent.runtime import Runtime
 
 log = structlog.get_logger("thunderagent.proxy")
@@ -42,6 +46,7 @@ def build_app(
     turn_settings: TurnSettings,
     max_body_bytes: int,
     sandboxes: Sandboxes | None = None,
+    control_settings: ControlSettings | None = None,
 ) -> web.Application:
     """Put the proxy together. The caller owns what it is made of."""
     registry = CollectorRegistry()
@@ -50,8 +55,17 @@ def build_app(
     registry.register(StateCollector(runtime, replicas))
     if sandboxes is not None:
         registry.register(SandboxCollector(sandboxes, registry))
+    control_settings = control_settings or ControlSettings()
+    control = Control(runtime, client, replicas, control_settings)
+    weight_sync = WeightSync(runtime, replicas, limit_s=control_settings.weight_sync_limit_s)
+    leases = Leases(runtime, replicas, limit_s=control_settings.lease_limit_s)
     app = web.Application(client_max_size=max_body_bytes)
+    app.on_cleanup.append(_closing(weight_sync, leases))
     routes = [
+        *control.routes(),
+        *Facade(runtime, replicas, control, turns.forward_to, TURN_PATHS).routes(),
+        *weight_sync.routes(),
+        *leases.routes(),
         *SandboxHandlers(sandboxes).routes(),
         *Admin(runtime, replicas, registry, sandboxes).routes(),
         *(web.post(path, turns.handle) for path in TURN_PATHS),
@@ -65,6 +79,16 @@ def build_app(
         else:
             app.router.add_route(route.method, route.path, handler)
     return app
+
+
+def _closing(*owners: WeightSync | Leases) -> Callable[[web.Application], Awaitable[None]]:
+    """Return what has the owners of timers take them back when the application ends."""
+
+    async def close(_: web.Application) -> None:
+        for owner in owners:
+            owner.close()
+
+    return close
 
 
 def _by_inner_path(turns: Turns, models: Models) -> Handler:

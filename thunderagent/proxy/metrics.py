@@ -77,7 +77,7 @@ class StateCollector:
             "Leases and refusals of them by how they ended; a retried turn counts once for each try.",
             labels=["outcome"],
         )
-        for outcome in ("finished", "refused", "failed", "abandoned", "rejected"):
+        for outcome in ("finished", "refused", "failed", "abandoned", "rejected", "aborted"):
             turns.add_metric([outcome], runtime.outcome_counts[outcome])
         yield turns
         knowledge = runtime.scheduler.knowledge

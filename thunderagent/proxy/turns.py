@@ -23,7 +23,14 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from thunderagent.backends.client import ReplicaClient
-from thunderagent.errors import ReplicaError, ReplicaRefusedError, ReplicaTimeoutError, ThunderAgentError
+from thunderagent.errors import (
+    ReplicaError,
+    ReplicaRefusedError,
+    ReplicaTimeoutError,
+    ThunderAgentError,
+    TurnAbortedError,
+)
+from thunderagent.proxy.aborts import abort_answer, abortable
 from thunderagent.proxy.headers import forwarded_request_headers, forwarded_response_headers
 from thunderagent.proxy.identity import CLASS_HEADER, TurnRequest, identify, program_header_of, split_path
 from thunderagent.proxy.metrics import TurnMetrics
@@ -117,6 +124,10 @@ class Turns:
         record = Record(turn, arrived_s)
         try:
             return await self._try_replicas(request, path, len(body), record)
+        except TurnAbortedError:
+            content_type, answer = abort_answer(path, turn.body)
+            record.status, record.outcome = 200, "aborted"
+            return web.Response(body=answer, content_type=content_type, headers=_headers_of(record))
         except ThunderAgentError as error:
             record.status = error.status
             record.outcome = "failed" if isinstance(error, ReplicaError) else "rejected"
@@ -145,6 +156,7 @@ class Turns:
                     avoid_replica_id=avoid_replica_id,
                     prefix=turn.prefix,
                     group_id=turn.group_id,
+                    abortable=abortable(path, turn.body),
                 )
             except BaseException:
                 record.held_s += monotonic() - asked_s
@@ -176,7 +188,10 @@ class Turns:
         path_id, path = split_path(request.raw_path)
         header = program_header_of(request.headers, self._settings.program_headers)
         program_id = path_id or (request.headers[header] if header else None)
-        replica_id = self._replicas.serving(program_id)
+        return await self.forward_to(request, self._replicas.serving(program_id), path)
+
+    async def forward_to(self, request: web.Request, replica_id: str, path: str) -> web.StreamResponse:
+        """Relay a request, without a lease, to a replica; `path` is the raw path and query there."""
         body = await request.read()
         headers = forwarded_request_headers(request.headers)
         try:
@@ -209,15 +224,11 @@ class Turns:
         self, request: web.Request, record: Record, lease: Lease, upstream: aiohttp.ClientResponse
     ) -> web.StreamResponse:
         """Relay an answer whose head has come, and end the lease."""
-        turn = record.turn
         record.status = upstream.status
         streams = upstream.content_type == "text/event-stream"
         headers = forwarded_response_headers(upstream.headers, keep_length=not streams)
         headers["X-Replica-ID"] = lease.replica_id
-        headers["X-Hold-Ms"] = str(round(record.held_s * 1000))
-        if turn.program_id is not None:
-            headers["X-Program-ID"] = _header_safe(turn.program_id)
-            headers["X-Program-ID-Source"] = turn.source
+        headers.update(_headers_of(record))
         if streams:
             return await self._relay_stream(request, record, lease, upstream, headers)
         return await self._relay_whole(record, lease, upstream, headers)
@@ -336,6 +347,15 @@ def _cut(request: web.Request) -> None:
     """Close the client's connection, which is how HTTP says that an answer that has begun is not whole."""
     if request.transport is not None:
         request.transport.close()
+
+
+def _headers_of(record: Record) -> dict[str, str]:
+    """Return what the answer to a turn says about it, wherever it ran."""
+    headers = {"X-Hold-Ms": str(round(record.held_s * 1000))}
+    if record.turn.program_id is not None:
+        headers["X-Program-ID"] = _header_safe(record.turn.program_id)
+        headers["X-Program-ID-Source"] = record.turn.source
+    return headers
 
 
 def _header_safe(text: str) -> str:
