@@ -27,7 +27,7 @@ log = structlog.get_logger("thunderagent.proxy")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-TURN_PATHS = ("/v1/chat/completions", "/v1/completions")
+TURN_PATHS = ("/v1/chat/completions", "/v1/completions", "/generate", "/inference/v1/generate")
 """A POST to one of these is a turn."""
 
 ENGINE_PATHS = ("/tokenize", "/detokenize", "/version")

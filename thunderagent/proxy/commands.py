@@ -109,7 +109,7 @@ def _is_abort_mode(asked: Asked) -> bool:
 
 
 def _pause_clears(asked: Asked) -> bool:
-    """Requests that are kept keep their blocks, so only a batch that was emptied has its cache cleared (vLLM)."""
+    """Say whether vLLM clears its cache: not while requests that it keeps hold blocks."""
     return asked.text("mode", "abort") != "keep" and asked.flag("clear_cache", default=True)
 
 

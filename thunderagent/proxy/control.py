@@ -168,7 +168,15 @@ class Control:
         try:
             async with asyncio.timeout(self._settings.timeout_s):
                 url = self._replicas.url_of(replica_id)
-                response = await self._client.send(replica_id, url, request.method, path, headers, body or None)
+                response = await self._client.send(
+                    replica_id,
+                    url,
+                    request.method,
+                    path,
+                    headers,
+                    body or None,
+                    silence_timeout_s=self._settings.timeout_s,
+                )
                 try:
                     content = await self._client.read(replica_id, response)
                 finally:
