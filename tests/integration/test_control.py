@@ -34,7 +34,7 @@ from tests.integration.support import (
 from thunderagent.proxy.commands import COMMANDS, REPLICA_COMMANDS
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import AsyncIterator
 
     from tests.integration.support import Answer
 

@@ -144,7 +144,7 @@ COMMANDS: Mapping[str, Command] = {
     "/flush_cache": Command(clears=_always),
     "/reset_prefix_cache": Command(clears=_always),
     "/sleep": Command(leaves=ASLEEP, clears=lambda asked: asked.text("level", "1") != "0"),
-    "/wake_up": Command(ends=(ASLEEP,)),
+    "/wake_up": Command(ends=(ASLEEP, OBSERVED)),
     "/is_sleeping": _READ,
     "/release_kv_cache_memory": Command(leaves=ASLEEP, clears=_always),
     "/release_memory_occupation": Command(leaves=WITHOUT_MEMORY, clears=_means_memory),
