@@ -42,6 +42,12 @@ class ServeConfig(BaseSettings):
     )
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8300, ge=0, le=65535, description="port to listen on; 0 takes a free one")
+    admin_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="second port, for the admin API and engine control; the first one refuses them then",
+    )
     policy: str = Field(
         "breakeven",
         description="breakeven, thunderagent, thunderagent-ports, cap, ttl, sticky, passthrough, package.module:Class",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -727,3 +728,33 @@ async def test_rubbish_reaches_the_engine_and_harms_nobody(path: str) -> None:
         assert (await replica_report(proxy, replica))["suspended_for"] == []
         replica.behaviour = answers()
         assert (await ask(proxy.url, "a")).status == 200
+
+
+# --- The admin port
+
+
+async def test_with_an_admin_port_the_data_port_controls_nothing() -> None:
+    """What agents call is on both; spellings that an engine may understand do not get round it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        admin_port = probe.getsockname()[1]
+    async with replicas_behind(1, admin_port=admin_port) as (proxy, (replica,)):
+        admin_url = f"http://127.0.0.1:{admin_port}"
+        await ask(proxy.url, "a")
+        await ask(admin_url, "a")
+        calls_count = len(replica.calls)
+        for method, path in (
+            *(("POST", path) for path in [*COMMANDS, *REPLICA_COMMANDS, "/update_weights_from_disk"]),
+            *(("POST", path) for path in ("//pause", "/%70ause", "/x/../pause", "/v1/pause", "/p/a/v1/pause")),
+            *(("GET", path) for path in ("/replicas", "/queue", "/tools", "/programs", "/programs/a", "/v1/loads")),
+            ("GET", "/workers"),
+            ("POST", f"/workers/{id_of(replica)}/pause"),
+            ("POST", "/weight_sync/begin"),
+        ):
+            assert (await exchange(proxy.url, method, path)).status == 404, path
+        assert len(replica.calls) == calls_count
+        for path in ("/health", "/ready", "/metrics"):
+            assert (await get(proxy.url, path)).status == (await get(admin_url, path)).status == 200
+        assert (await get(admin_url, "/queue")).status == 200
+        assert (await post(admin_url, "/flush_cache")).status == 200
+        assert (await post(proxy.url, "/finish_session?session_id=a")).json()["released"] is True

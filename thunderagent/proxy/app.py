@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 from thunderagent.backends.client import ReplicaClient
 from thunderagent.errors import BodyTooLargeError, NotFoundError, ThunderAgentError
 from thunderagent.proxy.admin import Admin
+from thunderagent.proxy.admin_port import AdminPort
 from thunderagent.proxy.control import Control, ControlSettings
 from thunderagent.proxy.facade import Facade
 from thunderagent.proxy.identity import split_path
@@ -47,6 +48,7 @@ def build_app(
     max_body_bytes: int,
     sandboxes: Sandboxes | None = None,
     control_settings: ControlSettings | None = None,
+    admin_port: AdminPort | None = None,
 ) -> web.Application:
     """Put the proxy together. The caller owns what it is made of."""
     registry = CollectorRegistry()
@@ -73,7 +75,10 @@ def build_app(
         web.route("*", "/{path:.*}", _by_inner_path(turns, models)),
     ]
     for route in routes:
-        handler = answering_errors(route.handler)
+        handler = route.handler
+        if admin_port is not None:
+            handler = admin_port.before(handler, route.method, route.path)
+        handler = answering_errors(handler)
         if route.method == "GET":
             app.router.add_get(route.path, handler)  # allows HEAD too
         else:
