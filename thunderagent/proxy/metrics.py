@@ -98,6 +98,11 @@ class StateCollector:
         scheduler = self._runtime.scheduler
         gauges = {
             "up": GaugeMetricFamily("thunderagent_replica_up", "1 if the replica may be used.", labels=["replica"]),
+            "suspended": GaugeMetricFamily(
+                "thunderagent_replica_suspended",
+                "1 if nothing is granted on the replica, because it is paused, sleeps, or gets new weights.",
+                labels=["replica"],
+            ),
             "demand": GaugeMetricFamily(
                 "thunderagent_demand_tokens", "Tokens that programs claim on a replica.", labels=["replica"]
             ),
@@ -134,6 +139,7 @@ class StateCollector:
             account = replica.account
             scheduler.ledger.settle(account, self._runtime.now_s())
             gauges["up"].add_metric([replica_id], int(replica.open_to_programs))
+            gauges["suspended"].add_metric([replica_id], int(bool(replica.suspended_for)))
             gauges["demand"].add_metric([replica_id], account.demand_tokens)
             gauges["shared"].add_metric([replica_id], account.shared_tokens)
             gauges["turns"].add_metric([replica_id], account.turn_count)

@@ -48,11 +48,13 @@ from thunderagent.simulator.requests import (
     parse,
 )
 from thunderagent.simulator.tokens import WordTokenizer, compose_answer
+from thunderagent.simulator.vllm_control import VllmControl
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 
 VERSION: Final = "0.32.0+simulated"  # of the dialect
+ABORTED: Final = "abort"  # the finish reason
 
 
 def _json_response(value: object, *, status: int = 200) -> web.Response:
@@ -80,6 +82,9 @@ class EngineServer:
         self.config = config
         self._realtime = RealtimeEngine(config.engine, speed=config.speed, now_s=time.monotonic())
         self._work = asyncio.Event()
+        self._may_step = asyncio.Event()
+        self._may_step.set()
+        self._control = VllmControl(self._realtime, stand_still=self._may_step.clear, go_on=self._may_step.set)
         self._tokenizer = WordTokenizer()
         self._started_s = int(time.time())
         self._request_count = 0
@@ -96,7 +101,7 @@ class EngineServer:
                 web.get("/metrics", self._metrics),
                 web.post("/tokenize", self._tokenize),
                 web.post("/detokenize", self._detokenize),
-                web.post("/reset_prefix_cache", self._reset_prefix_cache),
+                *self._control.routes(),
             ]
         )
 
@@ -107,6 +112,9 @@ class EngineServer:
             if not realtime.engine.has_work:
                 self._work.clear()
                 await self._work.wait()
+                realtime.catch_up(time.monotonic())
+            if not self._may_step.is_set():
+                await self._may_step.wait()
                 realtime.catch_up(time.monotonic())
             result = realtime.begin_iteration()
             await asyncio.sleep(realtime.time_left_s(result, time.monotonic()))
@@ -135,6 +143,7 @@ class EngineServer:
         self._request_count += 1
         engine_request = EngineRequest(str(self._request_count), prompt, answer.token_ids, body.priority)
         news = asyncio.Event()
+        await self._control.enter()
         with self._realtime.generation(
             engine_request, answer.finish_reason, time.monotonic(), whole=not body.stream, on_news=news.set
         ) as generation:
@@ -142,9 +151,9 @@ class EngineServer:
             if body.stream:
                 return await self._stream(request, form, generation, news, body.stream_options or StreamOptions())
             await news.wait()
-            assert generation.finished is not None
-            words = self._tokenizer.spoken_words(answer.token_ids)
-            return _json_response(form.whole(words, answer.finish_reason, final_usage_of(generation.finished)))
+            words = self._tokenizer.spoken_words(answer.token_ids[: generation.generated_count])
+            finish_reason = ABORTED if generation.aborted else answer.finish_reason
+            return _json_response(form.whole(words, finish_reason, _usage_of(generation)))
 
     async def _stream(
         self, request: web.Request, form: Form, generation: Generation, news: asyncio.Event, options: StreamOptions
@@ -152,7 +161,7 @@ class EngineServer:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await response.prepare(request)
         sent_count = 0
-        while generation.finished is None:
+        while not generation.is_over:
             await news.wait()
             news.clear()
             chunks = form.first_chunks() if sent_count == 0 else []
@@ -162,8 +171,10 @@ class EngineServer:
                     chunks[-1]["usage"] = usage_of(len(generation.request.prompt_token_ids), position + 1)
             sent_count = generation.generated_count
             await response.write(b"".join(map(event_bytes, chunks)))
+        if generation.aborted:
+            await response.write(event_bytes(form.chunk([], is_first=sent_count == 0, finish_reason=ABORTED)))
         if options.include_usage:
-            await response.write(event_bytes(form.usage_chunk(final_usage_of(generation.finished))))
+            await response.write(event_bytes(form.usage_chunk(_usage_of(generation))))
         await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
         return response
@@ -207,9 +218,12 @@ class EngineServer:
         self._check_model(body.model)
         return _json_response({"prompt": self._tokenizer.decode(body.tokens)})
 
-    async def _reset_prefix_cache(self, _request: web.Request) -> web.Response:
-        self._realtime.engine.reset_prefix_cache()  # refused while requests run, and still answered 200, as by vLLM
-        return web.Response()
+
+def _usage_of(generation: Generation) -> Json:
+    """Return the usage of a request that is over."""
+    if generation.finished is not None:
+        return final_usage_of(generation.finished)
+    return usage_of(len(generation.request.prompt_token_ids), generation.generated_count)
 
 
 @asynccontextmanager
