@@ -90,9 +90,10 @@ async def test_a_flush_is_known_by_get_too() -> None:
     """SGLang takes both; its answer is text."""
     async with replicas_behind() as (proxy, replicas):
         for replica in replicas:
-            replica.behaviour = answers(b"Cache flushed.\n", headers=[("content-type", "text/plain")])
+            replica.behaviour = answers(b"Cache flushed.\n", headers=[("content-type", "text/plain; charset=utf-8")])
         answer = await get(proxy.url, "/flush_cache")
         assert (answer.status, answer.body) == (200, b"Cache flushed.\n")
+        assert answer.header("Content-Type") == "text/plain; charset=utf-8"
         assert [replica.calls[0].method for replica in replicas] == ["GET", "GET"]
 
 

@@ -75,6 +75,11 @@ class Reply(NamedTuple):
         """The same, also in the words of engines that answer 200 to what they could not do."""
         return self.ok and not (isinstance(self.value, dict) and self.value.get("success") is False)
 
+    def answer(self) -> web.Response:
+        """Return it as it came."""
+        headers = {"Content-Type": self.content_type} if self.content_type else None
+        return web.Response(status=self.status, body=self.body, headers=headers)
+
 
 @dataclass(frozen=True, slots=True)
 class ControlSettings:
@@ -127,7 +132,7 @@ class Control:
         body = await request.read()
         asked = await read_call(request, body)
         (reply,) = await self._tell(request, path, body, command, asked, [replica_id], replica_id)
-        return web.Response(status=reply.status, body=reply.body, content_type=reply.content_type)
+        return reply.answer()
 
     async def refuse(self, request: web.Request) -> web.Response:
         """Say why a call does not go to all replicas, and how it goes to each."""
@@ -182,10 +187,15 @@ class Control:
                 finally:
                     response.close()
         except ReplicaError as error:
-            return _failure(replica_id, error.status, error.message)
+            return _failure(replica_id, error.status, error.code, error.message)
         except TimeoutError:
-            return _failure(replica_id, 504, f"replica {replica_id} took longer than {self._settings.timeout_s:g} s")
-        content_type = response.content_type if "Content-Type" in response.headers else "text/plain"
+            return _failure(
+                replica_id,
+                504,
+                "replica_timeout",
+                f"replica {replica_id} took longer than {self._settings.timeout_s:g} s",
+            )
+        content_type = response.headers.get("Content-Type", "")
         return Reply(replica_id, response.status, content, content_type, _value(content))
 
     def _did(self, reply: Reply, command: Command, asked: Asked) -> None:
@@ -235,8 +245,8 @@ def _is_whole(reply: Reply, asked: Asked) -> bool:
     return not asked.tags or "kv_cache" in asked.tags
 
 
-def _failure(replica_id: str, status: int, why: str) -> Reply:
-    value = {"error": {"message": why, "type": "server_error", "param": None, "code": "replica_error"}}
+def _failure(replica_id: str, status: int, code: str, why: str) -> Reply:
+    value = {"error": {"message": why, "type": "server_error", "param": None, "code": code}}
     return Reply(replica_id, status, json.dumps(value).encode(), "application/json", value)
 
 
@@ -251,7 +261,7 @@ def _joined(path: str, replies: list[Reply]) -> web.Response:
     """Make one answer of what all replicas said."""
     first = replies[0]
     if all((reply.status, reply.body) == (first.status, first.body) for reply in replies):
-        response = web.Response(status=first.status, body=first.body, content_type=first.content_type)
+        response = first.answer()
     elif all(reply.ok for reply in replies):
         response = web.json_response(_merged(replies), status=first.status)
     else:
