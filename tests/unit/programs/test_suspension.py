@@ -104,9 +104,9 @@ def test_a_program_goes_to_a_replica_that_grants_if_there_is_one() -> None:
     driver.suspends(replica_id="r0")
     driver.arrives("a", 20)
     assert driver.home("a") == "r1"
+    driver.goes_on(replica_id="r0")
     driver.suspends(replica_id="r1")
     beside = driver.arrives("b", 20, branch="sub")
-    driver.goes_on(replica_id="r0")
     assert driver.held(beside)
     driver.finishes(busy, 10)
     driver.goes_on(replica_id="r1")
