@@ -87,6 +87,13 @@ class NotFoundError(RequestError):
     code = "not_found"
 
 
+class PerReplicaOnlyError(RequestError):
+    """An engine control call that each replica needs in words of its own was sent for all of them."""
+
+    status = 409
+    code = "per_replica_only"
+
+
 class ProgramReleasedError(ThunderAgentError):
     """The program was released while this turn waited; the turn was never forwarded.
 
@@ -95,6 +102,18 @@ class ProgramReleasedError(ThunderAgentError):
 
     status = 410
     code = "program_released"
+
+
+class TurnAbortedError(ThunderAgentError):
+    """A trainer aborted all requests while this turn was held; the turn was never forwarded.
+
+    Whoever asked for the turn gets what the engine answers for a request that it aborts, and this error only if that
+    cannot be said in the API that it called.
+    """
+
+    status = 503
+    code = "turn_aborted"
+    retry_after_s = 1
 
 
 class NoReplicaError(ThunderAgentError):

@@ -27,7 +27,10 @@ from thunderagent.event_log import EventLogWriter
 from thunderagent.policy_loader import load_policy, parse_setting
 from thunderagent.programs.events import ResidencyReported
 from thunderagent.programs.scheduler import Scheduler, SchedulerSettings
+from thunderagent.proxy.admin_port import AdminPort
 from thunderagent.proxy.app import HISTORY, build_app
+from thunderagent.proxy.control import ControlSettings
+from thunderagent.proxy.observer import Observer
 from thunderagent.proxy.replicas import Replicas
 from thunderagent.proxy.turns import TurnSettings
 from thunderagent.runtime import Runtime, RuntimeSettings
@@ -122,6 +125,7 @@ async def proxy(config: ServeConfig, runtime: Runtime, urls: tuple[str, ...]) ->
         connect_timeout_s=config.connect_timeout_s, silence_timeout_s=config.silence_timeout_s
     )
     sandboxes = build_manager(config, runtime)
+    admin_port = AdminPort() if config.admin_port is not None else None
     async with open_client(client_settings) as client:
         app = build_app(
             runtime,
@@ -135,11 +139,20 @@ async def proxy(config: ServeConfig, runtime: Runtime, urls: tuple[str, ...]) ->
             ),
             max_body_bytes=config.max_body_bytes,
             sandboxes=sandboxes,
+            control_settings=ControlSettings(
+                timeout_s=config.control_timeout_s,
+                weight_sync_limit_s=config.weight_sync_limit_s,
+                lease_limit_s=config.lease_limit_s,
+            ),
+            admin_port=admin_port,
         )
         loops = [runtime.run, poller.run, app[HISTORY].run, *_kv_events_loops(config, runtime, endpoints)]
         if sandboxes is not None:
             loops.append(sandboxes.run)
-        async with _background(*loops), _listening(app, config) as url:
+        if config.observe_interval_s is not None:
+            interval_s, deadline_s = config.observe_interval_s, config.poll_deadline_s
+            loops.append(Observer(runtime, client, replicas, interval_s=interval_s, deadline_s=deadline_s).run)
+        async with _background(*loops), _listening(app, config, admin_port) as url:
             yield url
 
 
@@ -190,7 +203,7 @@ async def _background(*loops: Callable[[], Coroutine[Any, Any, None]]) -> AsyncI
 
 
 @asynccontextmanager
-async def _listening(app: web.Application, config: ServeConfig) -> AsyncIterator[str]:
+async def _listening(app: web.Application, config: ServeConfig, admin_port: AdminPort | None) -> AsyncIterator[str]:
     runner = web.AppRunner(
         app,
         access_log=None,
@@ -204,6 +217,10 @@ async def _listening(app: web.Application, config: ServeConfig) -> AsyncIterator
     try:
         site = web.TCPSite(runner, config.host, config.port, backlog=4096)
         await site.start()
+        if admin_port is not None:
+            await web.TCPSite(runner, config.host, config.admin_port or 0).start()
+            admin_port.port = runner.addresses[1][1]
+            log.info("admin_port", port=admin_port.port)
         host, port = runner.addresses[0][:2]
         yield f"http://{f'[{host}]' if ':' in host else host}:{port}"
     finally:

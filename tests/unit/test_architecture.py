@@ -116,7 +116,7 @@ FORBIDDEN: list[tuple[str, frozenset[str], frozenset[str]]] = [
     (
         "thunderagent.simulator",
         frozenset({"asyncio", "socket", "socketserver", "selectors", "aiohttp", "httpx", "uvloop"}),
-        frozenset({"thunderagent.simulator.server"}),
+        frozenset({"thunderagent.simulator.server", "thunderagent.simulator.vllm_control"}),
     ),
 ]
 

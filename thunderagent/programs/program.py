@@ -59,10 +59,12 @@ class Turn:
         "arrived_s",
         "branch_id",
         "claim_tokens",
+        "disturbed",
         "granted_s",
         "kept_since_s",
         "kept_tokens",
         "output_tokens",
+        "pinned_replica_id",
         "program",
         "prompt_bytes",
         "prompt_tokens",
@@ -88,6 +90,10 @@ class Turn:
         """The replica that it is in flight on; None while it is held, and once that replica is lost."""
         self.claim_tokens = 0
         """What it claims by itself: only of a turn in flight whose program is None."""
+        self.pinned_replica_id: str | None = None
+        """The only replica that it may run on, if its client chose one."""
+        self.disturbed = False
+        """Its replica was suspended or flushed while it ran: its times and hits tell nothing, nor does its end."""
         self.granted_s = 0.0
         self.started_s: float | None = None
         self.resident_tokens = 0
@@ -175,6 +181,7 @@ class Program:
         "in_flight",
         "larger_tokens_total",
         "let_go_after_s",
+        "limits_since_s",
         "lost",
         "marked",
         "opened_s",
@@ -210,6 +217,8 @@ class Program:
         """For how long its tool had run when its claim was taken."""
         self.hold_until_s = inf
         self.group: Group | None = None
+        self.limits_since_s = 0.0
+        """When it began to act, on the clock of the limits, which stands still while nothing is granted."""
         self.marked = False
         self.idle = False
         """Paused by the idle limit: only a turn brings it back."""

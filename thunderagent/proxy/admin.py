@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import Any, TypeVar
+from typing import Any
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from thunderagent.errors import NotFoundError, RequestError, ThunderAgentError
 from thunderagent.programs.lifecycle import Phase, Status
+from thunderagent.proxy.bodies import read_model as _read_model
 from thunderagent.proxy.identity import check_program_id
 from thunderagent.proxy.metrics import exposition
 from thunderagent.proxy.replicas import Replicas
@@ -51,9 +52,6 @@ class OpenRequest(BaseModel):
     group_id: str = Field("", max_length=256)
     program_class: str = ""
     sandboxes: list[dict[str, Any]] | None = None
-
-
-Model = TypeVar("Model", bound=BaseModel)
 
 
 class Admin:
@@ -210,14 +208,6 @@ class Admin:
         if not body and "program_id" in request.query:
             return ReleaseRequest(program_id=request.query["program_id"])
         return _read_model(ReleaseRequest, body)
-
-
-def _read_model(model: type[Model], body: bytes) -> Model:
-    try:
-        return model.model_validate_json(body)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise RequestError(f"{'.'.join(map(str, first['loc'])) or 'body'}: {first['msg']}") from error
 
 
 def _json(report: Report) -> web.Response:

@@ -83,7 +83,7 @@ class StateCollector:
             "Leases and refusals of them by how they ended; a retried turn counts once for each try.",
             labels=["outcome"],
         )
-        for outcome in ("finished", "refused", "failed", "abandoned", "rejected"):
+        for outcome in ("finished", "refused", "failed", "abandoned", "rejected", "aborted"):
             turns.add_metric([outcome], runtime.outcome_counts[outcome])
         yield turns
         for name, tokens in (
@@ -112,6 +112,11 @@ class StateCollector:
         scheduler = self._runtime.scheduler
         gauges = {
             "up": GaugeMetricFamily("thunderagent_replica_up", "1 if the replica may be used.", labels=["replica"]),
+            "suspended": GaugeMetricFamily(
+                "thunderagent_replica_suspended",
+                "1 if nothing is granted on the replica, because it is paused, sleeps, or gets new weights.",
+                labels=["replica"],
+            ),
             "demand": GaugeMetricFamily(
                 "thunderagent_demand_tokens", "Tokens that programs claim on a replica.", labels=["replica"]
             ),
@@ -148,6 +153,7 @@ class StateCollector:
             account = replica.account
             scheduler.ledger.settle(account, self._runtime.now_s())
             gauges["up"].add_metric([replica_id], int(replica.open_to_programs))
+            gauges["suspended"].add_metric([replica_id], int(bool(replica.suspended_for)))
             gauges["demand"].add_metric([replica_id], account.demand_tokens)
             gauges["shared"].add_metric([replica_id], account.shared_tokens)
             gauges["turns"].add_metric([replica_id], account.turn_count)

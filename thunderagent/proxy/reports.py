@@ -65,6 +65,8 @@ class ReplicaReport(Report):
     up: bool
     draining: bool
     why_down: str
+    suspended_for: list[str] = Field(description="why nothing is granted there at the moment; empty if it is")
+    weight_version: str = Field(description="of the weights that it was last told to take, or said it has")
     capacity_tokens: int | None
     capacity_ratio: float = Field(description="part of the capacity that may be claimed, as corrected by what was lost")
     limit_tokens: int | None = Field(description="tokens that may be claimed; null if the capacity is not known")
@@ -102,6 +104,8 @@ class QueueReport(Report):
     paused_acting_count: int
     anonymous_held_count: int
     turns_held_count: int
+    suspended_for: list[str] = Field(description="why nothing is granted on any replica at the moment; empty if it is")
+    held_in_place_count: int = Field(description="turns that wait until grants go on where their program is active")
 
 
 def program_report(program: Program, now_s: float) -> ProgramReport:
@@ -216,6 +220,8 @@ def replica_reports(runtime: Runtime, replicas: Replicas) -> list[ReplicaReport]
                 up=replica is not None and replica.up,
                 draining=replica is not None and replica.draining,
                 why_down=known.why_down,
+                suspended_for=list(replica.suspended_for) if replica is not None else [],
+                weight_version=known.weight_version,
                 capacity_tokens=account.capacity_tokens,
                 capacity_ratio=round(account.capacity_ratio, 4),
                 limit_tokens=int(account.limit_tokens) if isfinite(account.limit_tokens) else None,
@@ -253,11 +259,16 @@ def tools_report(runtime: Runtime) -> ToolsReport:
 def queue_report(runtime: Runtime, limit: int) -> QueueReport:
     """Report on the paused queue, at most `limit` programs of it."""
     now_s = runtime.now_s()
-    queue = runtime.scheduler.queue
+    scheduler = runtime.scheduler
+    queue = scheduler.queue
+    in_place = (program.held for replica in scheduler.replicas.values() for program in replica.programs.values())
+    causes = [replica.suspended_for for replica in scheduler.open_replicas] if not scheduler.granting_replicas else []
     return QueueReport(
         waiting=[program_report(program, now_s) for program, _ in zip(queue.reasoning, range(limit), strict=False)],
         waiting_count=len(queue.reasoning),
         paused_acting_count=len(queue.acting),
-        anonymous_held_count=len(runtime.scheduler.anonymous_held),
-        turns_held_count=runtime.scheduler.ledger.waiting_count,
+        anonymous_held_count=len(scheduler.anonymous_held),
+        turns_held_count=scheduler.ledger.waiting_count,
+        suspended_for=list(dict.fromkeys(cause for suspended_for in causes for cause in suspended_for)),
+        held_in_place_count=sum(map(len, in_place)),
     )

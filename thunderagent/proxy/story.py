@@ -129,19 +129,30 @@ def _ago_s(at_s: float | None, now_s: float) -> float | None:
 
 
 def _waiting(scheduler: Scheduler, program: Program, now_s: float) -> WaitingReport | None:
-    if program.status is not Status.PAUSED or not program.held:
+    if not program.held:
         return None
-    waiting = list(scheduler.queue.reasoning)
-    ahead_count = waiting.index(program)
+    ahead_count = list(scheduler.queue.reasoning).index(program) if program.status is Status.PAUSED else 0
     rooms = _rooms(scheduler, program)
+    suspended_for = _suspended_for(scheduler, program)
     return WaitingReport(
         reason=program.hold_reason,
         for_s=round(now_s - program.waiting_since_s, 3),
         ahead_count=ahead_count,
         claim_tokens=program.claim_tokens,
         replicas=rooms,
-        what_must_happen=_what_must_happen(rooms, program, ahead_count),
+        what_must_happen=f"grants must go on, which are suspended for: {', '.join(suspended_for)}"
+        if suspended_for
+        else _what_must_happen(rooms, program, ahead_count),
     )
+
+
+def _suspended_for(scheduler: Scheduler, program: Program) -> list[str]:
+    """Return why nothing is granted to a program with held turns, on any replica; nothing if something might be."""
+    if program.status is Status.ACTIVE:
+        return list(scheduler.replicas[program.replica_id or ""].suspended_for)
+    if scheduler.granting_replicas:
+        return []
+    return list(dict.fromkeys(cause for replica in scheduler.open_replicas for cause in replica.suspended_for))
 
 
 def _rooms(scheduler: Scheduler, program: Program) -> list[RoomReport]:
