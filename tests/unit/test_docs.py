@@ -36,7 +36,14 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "deploy/README.md", *DOCS.glob("*.md")])
+INTEGRATIONS = DOCS / "integrations"
+PAGES = sorted(
+    [
+        *(ROOT / name for name in ("README.md", "CHANGELOG.md", "deploy/README.md")),
+        *DOCS.glob("*.md"),
+        *INTEGRATIONS.glob("*.md"),
+    ]
+)
 PICTURES = sorted(DOCS.glob("*.svg"))
 
 HOSTS = {
@@ -143,6 +150,9 @@ def test_every_page_is_in_both_indexes() -> None:
     for index, prefix in ((ROOT / "README.md", "docs/"), (DOCS / "README.md", "")):
         links = {link.partition("#")[0] for link in LINK.findall(index.read_text())}
         assert {f"{prefix}{path.name}" for path in DOCS.glob("*.md") if path.name != "README.md"} <= links
+        assert f"{prefix}integrations/README.md" in links
+    links = set(LINK.findall((INTEGRATIONS / "README.md").read_text()))
+    assert {path.name for path in INTEGRATIONS.glob("*.md") if path.name != "README.md"} <= links
 
 
 def test_every_option_is_documented() -> None:
