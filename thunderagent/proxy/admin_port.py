@@ -18,7 +18,10 @@ from thunderagent.proxy.identity import split_path
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-ADMIN_PATHS = ("/replicas", "/queue", "/tools", "/sandboxes", "/events", "/dashboard", "/add_worker", "/remove_worker")
+ADMIN_PATHS = (
+    *("/replicas", "/queue", "/tools", "/sandboxes", "/summary", "/history", "/events", "/dashboard"),
+    *("/add_worker", "/remove_worker"),
+)
 """What an operator calls, with whatever follows; other paths of ours are for agents, but those read below."""
 
 PROGRAMS_PATH = "/programs"
