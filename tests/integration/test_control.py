@@ -684,6 +684,7 @@ async def test_a_caller_without_http_turns_takes_leases() -> None:
         assert second["held_s"] > 0
         assert (await post(proxy.url, f"/leases/{second['lease_id']}/end", {"outcome": "abandoned"})).status == 200
         assert not replica.calls
+        rubbish: object
         for rubbish in ({"prompt_tokens": -1}, {"program_id": ""}, [], {"prompt_tokens": "many"}):
             assert (await post(proxy.url, "/leases", rubbish)).status == 400
 
