@@ -14,6 +14,7 @@ from thunderagent.programs.events import (
     ReplicaDown,
     ReplicaDraining,
     ReplicaPolled,
+    ReplicaRemoved,
     ReplicaUp,
     ResidencyReported,
     SandboxesMeasured,
@@ -193,6 +194,9 @@ class Driver:
 
     def drains(self, replica_id: str) -> list[Decision]:
         return self.send(ReplicaDraining(self.now_s, replica_id))
+
+    def is_removed(self, replica_id: str) -> list[Decision]:
+        return self.send(ReplicaRemoved(self.now_s, replica_id))
 
     # --- what came of it
 

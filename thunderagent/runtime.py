@@ -46,6 +46,7 @@ from thunderagent.programs.events import (
     ReplicaDraining,
     ReplicaFlushed,
     ReplicaPolled,
+    ReplicaRemoved,
     ReplicaUp,
     Tick,
     TurnAbandoned,
@@ -327,6 +328,10 @@ class Runtime:
     def continue_grants(self, cause: str, replica_id: str | None = None) -> None:
         """Say that a cause for granting nothing is over; nothing happens if it does not hold."""
         self.dispatch(GrantsContinued(self.now_s(), cause, replica_id))
+
+    def replica_removed(self, replica_id: str) -> None:
+        """Say that a replica is gone for good."""
+        self.dispatch(ReplicaRemoved(self.now_s(), replica_id))
 
     async def run(self) -> None:
         """Tick until cancelled, or until the scheduler or its policy raised: then raise that, to end the process.

@@ -23,6 +23,7 @@ from thunderagent.programs.events import (
     ReplicaDraining,
     ReplicaFlushed,
     ReplicaPolled,
+    ReplicaRemoved,
     ReplicaUp,
     ResidencyReported,
     SandboxesMeasured,
@@ -204,6 +205,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     def replica_is_flushed(self, replica_id: str) -> None:
         self.send(ReplicaFlushed(self.now_s, replica_id))
 
+    @rule(replica_id=REPLICAS)
+    def replica_is_removed(self, replica_id: str) -> None:
+        self.send(ReplicaRemoved(self.now_s, replica_id))
+        assert replica_id not in self.scheduler.replicas
+        assert replica_id not in self.scheduler.ledger.accounts
+
     @rule(
         replica_id=REPLICAS,
         capacity=st.none() | st.integers(1, 6000),
@@ -262,6 +269,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         for program in list(self.scheduler.table):
             self.send(ProgramReleased(self.now_s, program.program_id))
         check(self.scheduler)
+        self.nothing_is_left()
+        for replica_id in list(self.scheduler.replicas):
+            self.send(ReplicaRemoved(self.now_s, replica_id))
+        assert not self.scheduler.replicas
+        assert not self.scheduler.ledger.accounts
+        assert not self.scheduler.changed_replicas
+        assert not self.scheduler.open_replicas
+
+    def nothing_is_left(self) -> None:
         assert not self.scheduler.turns
         assert not len(self.scheduler.table)
         assert not len(self.scheduler.queue)

@@ -44,6 +44,8 @@ class Reason(StrEnum):
     """Its replica is gone."""
     REPLICA_DRAINING = "replica_draining"
     """Its replica gets nothing new."""
+    REPLICA_REMOVED = "replica_removed"
+    """Its replica was taken out for good."""
     MOVED = "moved"
     """The program goes to another replica."""
     RELIEVED = "relieved"

@@ -143,6 +143,14 @@ class ReplicaDraining:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplicaRemoved:
+    """A replica will not come back: what is in flight there is lost as if it went down, and it is forgotten."""
+
+    now_s: float
+    replica_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class GrantsSuspended:
     """Nothing may be granted on a replica (None: on any, also on those that come later), until the same cause ends.
 
@@ -251,6 +259,7 @@ Event = (
     | ReplicaUp
     | ReplicaDown
     | ReplicaDraining
+    | ReplicaRemoved
     | GrantsSuspended
     | GrantsContinued
     | ReplicaFlushed

@@ -24,6 +24,12 @@ def check(scheduler: Scheduler) -> None:
     at_tools = [program for program in scheduler.table if program.tool_runs]
     assert all(program.phase is Phase.ACTING for program in at_tools), "a tool runs while a turn is with us"
     assert scheduler.knowledge.tools_running_count == len(at_tools), "running tools miscounted"
+    known = set(scheduler.replicas)
+    assert set(scheduler.ledger.accounts) >= known, "a replica without an account"
+    assert set(scheduler.changed_replicas) <= known, "a replica that was removed is to be balanced"
+    assert {replica.replica_id for replica in scheduler.open_replicas} <= known, "a removed replica is open"
+    placed = {turn.account_id for turn in scheduler.turns.values()} - {None}
+    assert placed <= known, f"turns in flight on replicas that are not there: {placed - known}"
     granting = [replica for replica in scheduler.replicas.values() if replica.grants]
     assert list(scheduler.granting_replicas) == granting, "who grants is stale"
     for turn in scheduler.anonymous_held.values():

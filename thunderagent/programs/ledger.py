@@ -177,6 +177,10 @@ class Ledger:
             account.waited_s = self.waited_s(now_s)
         return account
 
+    def close(self, replica_id: str) -> None:
+        """Forget the account of a replica that was removed, if it has one."""
+        self.accounts.pop(replica_id, None)
+
     def waited_s(self, now_s: float) -> float:
         """Return for how many seconds in all at least one turn was waiting."""
         if self.waiting_count:

@@ -58,6 +58,7 @@ from thunderagent.programs.events import (
     ReplicaDraining,
     ReplicaFlushed,
     ReplicaPolled,
+    ReplicaRemoved,
     ReplicaUp,
     ResidencyReported,
     SandboxesMeasured,
@@ -158,6 +159,7 @@ class Scheduler:
             ReplicaUp: self._replica_up,
             ReplicaDown: self._replica_down,
             ReplicaDraining: self._replica_draining,
+            ReplicaRemoved: self._replica_removed,
             GrantsSuspended: self._grants_suspended,
             GrantsContinued: self._grants_continued,
             ReplicaFlushed: self._replica_flushed,
@@ -810,29 +812,45 @@ class Scheduler:
             self._replicas_changed()
 
     def _replica_down(self, event: ReplicaDown) -> None:
-        replica = self._replica(event.replica_id)
+        self._empty(self._replica(event.replica_id), Reason.REPLICA_DOWN)
+        self._replicas_changed()
+
+    def _replica_removed(self, event: ReplicaRemoved) -> None:
+        replica = self.replicas.get(event.replica_id)
+        if replica is not None:
+            self._empty(replica, Reason.REPLICA_REMOVED)
+            del self.replicas[event.replica_id]
+            self.changed_replicas.pop(event.replica_id, None)
+        self.ledger.close(event.replica_id)
+        self.knowledge.capacity_tokens = max(
+            (account.capacity_tokens or 0 for account in self.ledger.accounts.values()), default=0
+        )
+        if replica is not None:
+            self._replicas_changed()
+
+    def _empty(self, replica: Replica, reason: Reason) -> None:
+        """Take everything off a replica that is gone."""
         self._set_health(replica, up=False, draining=False)
         for program in list(replica.programs.values()):
-            self._lose_replica(program)
+            self._lose_replica(program, reason)
         account = replica.account
-        for turn in [turn for turn in self.turns.values() if turn.account_id == event.replica_id]:
+        for turn in [turn for turn in self.turns.values() if turn.account_id == replica.replica_id]:
             turn.account_id = None
         account.other_tokens = 0
         account.turn_count = 0
         replica.residency.clear()
         replica.suspended_for = dict(self.suspended_for)  # an engine that starts again is paused no longer
-        for turn in [turn for turn in self.anonymous_held.values() if turn.pinned_replica_id == event.replica_id]:
+        for turn in [turn for turn in self.anonymous_held.values() if turn.pinned_replica_id == replica.replica_id]:
             self._decisions.append(Reject(turn.turn_id, None, Reason.NO_REPLICA))
             self._drop_turn(turn, "rejected")
-        self._replicas_changed()
 
-    def _lose_replica(self, program: Program) -> None:
-        """Take a program off a replica that is down; its turns in flight there are lost."""
+    def _lose_replica(self, program: Program, reason: Reason) -> None:
+        """Take a program off a replica that is gone; its turns in flight there are lost."""
         self._lift(program)
         was_reasoning = program.phase is Phase.REASONING
         program.lost.update(program.in_flight)
         program.in_flight.clear()
-        self._leave_replica(program, Trigger.REPLICA_LOST, Reason.REPLICA_DOWN)
+        self._leave_replica(program, Trigger.REPLICA_LOST, reason)
         self._measure_claim(program)
         if program.held:  # where it was, because nothing was granted there
             program.advance(Trigger.TURN_ARRIVED)
@@ -924,11 +942,13 @@ class Scheduler:
                 self._replicas_changed()
 
     def _residency_reported(self, event: ResidencyReported) -> None:
-        residency = self._replica(event.replica_id).residency
+        replica = self.replicas.get(event.replica_id)
+        if replica is None:  # removed: a report of it may be late
+            return
         for program_id, tokens in event.resident_tokens:
             program = self.table.get(program_id)
             if program is not None:
-                residency.report(program.generation, tokens)
+                replica.residency.report(program.generation, tokens)
 
     # --- time -------------------------------------------------------------------------------------------------------
 
