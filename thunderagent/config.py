@@ -7,6 +7,8 @@ TOML file that `--config` names, the default here.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tomllib import TOMLDecodeError
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -21,10 +23,26 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
-from thunderagent.errors import ConfigurationError
+from thunderagent.backends.discovery import wanted_of
+from thunderagent.backends.discovery.base import PodSelection, ranks_count_of
+from thunderagent.backends.discovery.dns import SCHEME as DNS_SCHEME
+from thunderagent.backends.discovery.dns import DnsSource
+from thunderagent.errors import ConfigurationError, DiscoveryError
 from thunderagent.tools.template import DriverKind, Template
 
 ENVIRONMENT_PREFIX = "THUNDERAGENT_"
+
+HOST_FIELD = "{host}"
+"""In an address of KV events it stands for a replica's host, so that one address is for all replicas."""
+
+
+@contextmanager
+def _refused() -> Iterator[None]:
+    """Tell pydantic of what a source of replicas would refuse."""
+    try:
+        yield
+    except DiscoveryError as error:
+        raise ValueError(error.message) from error
 
 
 class ServeConfig(BaseSettings):
@@ -34,7 +52,25 @@ class ServeConfig(BaseSettings):
     toml_file: ClassVar[Path | None] = None
 
     backends: Annotated[tuple[str, ...], NoDecode] = Field(
-        (), description="base URLs of the replicas, separated by commas; none starts simulated engines"
+        (),
+        description="base URLs of the replicas, separated by commas: http://HOST:PORT, also with #dp=N data-parallel "
+        "ranks, or dns+http://NAME:PORT for every address of a name; no source of replicas starts simulated engines",
+    )
+    backends_file: Path | None = Field(
+        None, description="file that names replicas, TOML, JSON or a URL a line; read anew when it changes"
+    )
+    kubernetes_replicas: str = Field(
+        "",
+        description="pods that are replicas, as NAMESPACE/SELECTOR:PORT with a label selector and a port or its name",
+    )
+    discovery_interval_s: float = Field(
+        5.0, gt=0, description="time between two looks at the file or the names of replicas, in seconds"
+    )
+    drain_limit_s: float = Field(
+        300.0, ge=0, description="a replica that is removed may finish what is in flight there for so long, in seconds"
+    )
+    data_parallel_ranks: int | Literal["auto"] = Field(
+        1, description="data-parallel ranks of each URL that are replicas of their own; auto goes by the metrics"
     )
     backend_type: Literal["vllm"] = Field("vllm", description="engine kind of the replicas")
     capacity_tokens: int | None = Field(
@@ -77,7 +113,7 @@ class ServeConfig(BaseSettings):
     kv_events: Annotated[tuple[str, ...], NoDecode] = Field(
         (),
         description="ZeroMQ addresses (tcp://HOST:PORT) where the replicas publish their KV events, one for each "
-        "backend in the same order, separated by commas; says what lies in their memory",
+        "backend in the same order, separated by commas, or tcp://{host}:PORT for all; says what lies in their memory",
     )
     kv_events_replay: Annotated[tuple[str, ...], NoDecode] = Field(
         (), description="addresses where they replay KV events that were missed, in the same order"
@@ -172,13 +208,34 @@ class ServeConfig(BaseSettings):
     log_format: Literal["auto", "console", "json"] = Field(
         "auto", description="console for people, json for one object a line; auto is console on a terminal"
     )
-    embedded_engines: int = Field(2, ge=1, le=16, description="simulated engines to start when there is no backend")
+    embedded_engines: int = Field(
+        2, ge=0, le=16, description="simulated engines to start when there is no source of replicas; 0 starts without"
+    )
     embedded_kv_tokens: int = Field(16_000, ge=1024, description="KV pool of each simulated engine, in tokens")
 
     @property
     def logs_json(self) -> bool:
         """Whether log lines are JSON."""
         return self.log_format == "json" or (self.log_format == "auto" and not sys.stderr.isatty())
+
+    @property
+    def has_replica_source(self) -> bool:
+        """Whether replicas come from somewhere; else simulated engines are started."""
+        return bool(self.backends or self.backends_file or self.kubernetes_replicas)
+
+    @field_validator("data_parallel_ranks", mode="before")
+    @classmethod
+    def _check_ranks(cls, value: object) -> object:
+        with _refused():
+            return ranks_count_of(str(value))
+
+    @field_validator("kubernetes_replicas")
+    @classmethod
+    def _check_selection(cls, value: str) -> str:
+        with _refused():
+            if value:
+                PodSelection.read(value)
+        return value
 
     @field_validator("backends", mode="before")
     @classmethod
@@ -188,10 +245,8 @@ class ServeConfig(BaseSettings):
             return value
         urls = tuple(str(part).strip().rstrip("/") for part in parts if str(part).strip())
         for url in urls:
-            if not url.startswith(("http://", "https://")):
-                raise ValueError(f"{url!r} is no http or https URL")
-            if url.endswith("/v1"):
-                raise ValueError(f"{url!r}: name the engine's root, without /v1")
+            with _refused():
+                wanted_of(url) if not url.startswith(DNS_SCHEME) else DnsSource(url, interval_s=1.0)
         if len(set(urls)) < len(urls):
             raise ValueError("a URL is named twice")
         return urls
@@ -208,7 +263,8 @@ class ServeConfig(BaseSettings):
 
     @model_validator(mode="after")
     def _addresses_have_backends(self) -> Self:
-        if self.kv_events and len(self.kv_events) != len(self.backends):
+        for_all = len(self.kv_events) == 1 and HOST_FIELD in self.kv_events[0]
+        if self.kv_events and not for_all and len(self.kv_events) != len(self.backends):
             raise ValueError(f"kv_events names {len(self.kv_events)} addresses for {len(self.backends)} backends")
         if self.kv_events_replay and len(self.kv_events_replay) != len(self.kv_events):
             raise ValueError(

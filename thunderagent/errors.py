@@ -94,6 +94,19 @@ class PerReplicaOnlyError(RequestError):
     code = "per_replica_only"
 
 
+class ReplicaLeavingError(RequestError):
+    """The replica is about to be removed, because no source names it any more: it takes no new turns."""
+
+    status = 409
+    code = "replica_leaving"
+
+
+class DiscoveryError(ThunderAgentError):
+    """A source of replicas cannot say which there are; those that it named last stay."""
+
+    code = "discovery_error"
+
+
 class ProgramReleasedError(ThunderAgentError):
     """The program was released while this turn waited; the turn was never forwarded.
 
@@ -160,6 +173,12 @@ class ReplicaUnreachableError(ReplicaError):
 
 class ReplicaRefusedError(ReplicaUnreachableError):
     """Nobody listens there: the replica is down."""
+
+
+class ReplicaRemovedError(ReplicaUnreachableError):
+    """The replica was removed: nothing is sent there any more."""
+
+    code = "replica_removed"
 
 
 class ReplicaClosedEarlyError(ReplicaError):

@@ -9,10 +9,8 @@ import resource
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Any
 
 import structlog
@@ -20,19 +18,21 @@ from aiohttp import web
 
 from thunderagent.backends import backend_of
 from thunderagent.backends.client import MAX_HEADER_BYTES, ClientSettings, open_client
-from thunderagent.backends.poller import Poller, PollerSettings, ReplicaEndpoint
+from thunderagent.backends.discovery import Source
+from thunderagent.backends.poller import Poller, PollerSettings
 from thunderagent.config import ServeConfig
 from thunderagent.errors import ConfigurationError
 from thunderagent.event_log import EventLogWriter
 from thunderagent.policy_loader import load_policy, parse_setting
-from thunderagent.programs.events import ResidencyReported
 from thunderagent.programs.scheduler import Scheduler, SchedulerSettings
 from thunderagent.proxy.admin_port import AdminPort
 from thunderagent.proxy.app import HISTORY, build_app
 from thunderagent.proxy.control import ControlSettings
+from thunderagent.proxy.discovery import Discovery, DiscoverySettings
 from thunderagent.proxy.observer import Observer
 from thunderagent.proxy.replicas import Replicas
 from thunderagent.proxy.turns import TurnSettings
+from thunderagent.replica_sources import followers_of, sources_of, static_of
 from thunderagent.runtime import Runtime, RuntimeSettings
 from thunderagent.sandboxes import build_manager
 
@@ -58,7 +58,9 @@ async def serve(config: ServeConfig, *, ready: Callable[[str], None] = lambda _:
     async with AsyncExitStack() as stack:
         if event_log is not None:
             stack.callback(event_log.close)
-        urls = config.backends or await stack.enter_async_context(embedded_engines(config))
+        urls = config.backends
+        if not config.has_replica_source and config.embedded_engines:
+            urls = await stack.enter_async_context(embedded_engines(config))
         url = await stack.enter_async_context(proxy(config, runtime, urls))
         calm_garbage_collector()
         ready(url)
@@ -105,11 +107,14 @@ def build_runtime(config: ServeConfig) -> tuple[Runtime, EventLogWriter | None]:
 
 
 @asynccontextmanager
-async def proxy(config: ServeConfig, runtime: Runtime, urls: tuple[str, ...]) -> AsyncIterator[str]:
-    """Run the proxy in front of the engines at `urls` for the length of the block; yield its own URL."""
-    backend = backend_of(config.backend_type)
-    endpoints = [ReplicaEndpoint(replica_id_of(url), url, backend) for url in urls]
-    replicas = Replicas(runtime, endpoints, capacity_override_tokens=config.capacity_tokens)
+async def proxy(
+    config: ServeConfig, runtime: Runtime, urls: tuple[str, ...], *, further_sources: Sequence[Source] = ()
+) -> AsyncIterator[str]:
+    """Run the proxy in front of the engines at `urls` and of every source for the length of the block; yield its URL.
+
+    `further_sources` come beside those of the configuration.
+    """
+    replicas = Replicas(runtime, [], capacity_override_tokens=config.capacity_tokens)
     poller = Poller(
         replicas,
         PollerSettings(
@@ -119,19 +124,29 @@ async def proxy(config: ServeConfig, runtime: Runtime, urls: tuple[str, ...]) ->
             silence_limit_s=config.poll_silence_limit_s,
         ),
     )
-    for endpoint in endpoints:
-        poller.add(endpoint)
+    kv_followers = followers_of(config, runtime)
+    sources = (*sources_of(config), *further_sources)
+    discovery = Discovery(
+        runtime,
+        replicas,
+        backend_of(config.backend_type),
+        DiscoverySettings(ranks_count=config.data_parallel_ranks, drain_limit_s=config.drain_limit_s),
+        sources,
+    )
     client_settings = ClientSettings(
         connect_timeout_s=config.connect_timeout_s, silence_timeout_s=config.silence_timeout_s
     )
     sandboxes = build_manager(config, runtime)
     admin_port = AdminPort() if config.admin_port is not None else None
     async with open_client(client_settings) as client:
+        replicas.attach(client, poller, *kv_followers)
+        discovery.replicas_wanted("static", static_of(urls))
         app = build_app(
             runtime,
             client,
             replicas,
             poller,
+            discovery,
             turn_settings=TurnSettings(
                 retries_count=config.retries_count,
                 program_headers=config.program_headers,
@@ -146,7 +161,8 @@ async def proxy(config: ServeConfig, runtime: Runtime, urls: tuple[str, ...]) ->
             ),
             admin_port=admin_port,
         )
-        loops = [runtime.run, poller.run, app[HISTORY].run, *_kv_events_loops(config, runtime, endpoints)]
+        loops = [runtime.run, poller.run, discovery.run, app[HISTORY].run]
+        loops.extend(follower.run for follower in kv_followers)
         if sandboxes is not None:
             loops.append(sandboxes.run)
         if config.observe_interval_s is not None:
@@ -154,35 +170,6 @@ async def proxy(config: ServeConfig, runtime: Runtime, urls: tuple[str, ...]) ->
             loops.append(Observer(runtime, client, replicas, interval_s=interval_s, deadline_s=deadline_s).run)
         async with _background(*loops), _listening(app, config, admin_port) as url:
             yield url
-
-
-@dataclass(frozen=True, slots=True)
-class _Residency:
-    """Pass what lies in the engines' memory on to the runtime."""
-
-    runtime: Runtime
-
-    def residency_reported(self, replica_id: str, resident_tokens: tuple[tuple[str, int], ...]) -> None:
-        """Dispatch it."""
-        self.runtime.dispatch(ResidencyReported(self.runtime.now_s(), replica_id, resident_tokens))
-
-
-def _kv_events_loops(
-    config: ServeConfig, runtime: Runtime, replicas: list[ReplicaEndpoint]
-) -> list[Callable[[], Coroutine[Any, Any, None]]]:
-    """Return what follows the engines' KV events, if they are configured. Raises `ConfigurationError`."""
-    if not config.kv_events:
-        return []
-    from thunderagent.backends.kv_events import KvEvents, KvEventsEndpoint  # noqa: PLC0415 - needs an extra
-
-    followed = zip_longest(replicas, config.kv_events, config.kv_events_replay)
-    endpoints = [KvEventsEndpoint(replica.replica_id, address, replay) for replica, address, replay in followed]
-    return [KvEvents(_Residency(runtime), endpoints).run]
-
-
-def replica_id_of(url: str) -> str:
-    """Return the name of a replica: its URL without the scheme, and without a password."""
-    return url.partition("://")[2].rpartition("@")[2]
 
 
 @asynccontextmanager

@@ -55,5 +55,13 @@ class Backend(Protocol):
     def observed_paths(self) -> tuple[str, ...]:
         """Return the paths whose JSON tells `is_paused` or `weight_version`; an engine may not serve them."""
 
+    @property
+    def rank_label(self) -> str:
+        """Return the label of its metrics that says which data-parallel rank they are of."""
+
+    @property
+    def rank_header(self) -> str:
+        """Return the header of a request that chooses the data-parallel rank."""
+
     def read_metrics(self, exposition: str) -> ReplicaReading:
         """Read an exposition; never raise: what cannot be read is None in the reading."""

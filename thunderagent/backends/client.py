@@ -7,14 +7,17 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from io import BytesIO
+from typing import Any
 
 import aiohttp
 from multidict import CIMultiDict
 from yarl import URL
 
+from thunderagent.backends.poller import ReplicaEndpoint
 from thunderagent.errors import (
     ReplicaClosedEarlyError,
     ReplicaRefusedError,
+    ReplicaRemovedError,
     ReplicaTimeoutError,
     ReplicaUnreachableError,
 )
@@ -48,12 +51,69 @@ class _PlainRequest(aiohttp.ClientRequest):
         """Add nothing."""
 
 
-class ReplicaClient:
-    """Send requests to replicas over kept-alive connections. Make it with `open_client`."""
+class _Pool:
+    """The connections to one replica, and how many requests are on them."""
 
-    def __init__(self, session: aiohttp.ClientSession) -> None:
-        """Use `session`, which belongs to the caller."""
-        self._session = session
+    __slots__ = ("connections", "rank_headers", "requests_count")
+
+    def __init__(self, connections: aiohttp.ClientSession, rank_headers: tuple[tuple[str, str], ...]) -> None:
+        self.connections = connections
+        self.rank_headers = rank_headers
+        self.requests_count = 0
+
+    async def request(self, method: str, url: URL, **options: Any) -> aiohttp.ClientResponse:
+        """Send a request, and count it until its connection is free again, or closed."""
+        self.requests_count += 1
+        try:
+            response = await self.connections.request(method, url, **options)
+        except BaseException:
+            self._request_ended()
+            raise
+        if response.connection is not None:
+            response.connection.add_callback(self._request_ended)
+        else:
+            self._request_ended()  # its whole answer is there
+        return response
+
+    def _request_ended(self) -> None:
+        self.requests_count -= 1
+
+    def timeout(self, silence_timeout_s: float | None) -> aiohttp.ClientTimeout:
+        """Return the limits of a request: the usual ones, or with more patience after the connection."""
+        usual = self.connections.timeout
+        if silence_timeout_s is None:
+            return usual
+        return aiohttp.ClientTimeout(total=None, sock_connect=usual.sock_connect, sock_read=silence_timeout_s)
+
+
+class ReplicaClient:
+    """Send requests to replicas over kept-alive connections, a pool for each. Make it with `open_client`."""
+
+    def __init__(self, settings: ClientSettings) -> None:
+        """Know no replica yet."""
+        self._settings = settings
+        self._pools: dict[str, _Pool] = {}
+
+    def add(self, endpoint: ReplicaEndpoint) -> None:
+        """Let requests be sent to a replica. No connection is made yet."""
+        headers = () if endpoint.rank_id is None else ((endpoint.backend.rank_header, str(endpoint.rank_id)),)
+        self._pools[endpoint.replica_id] = _Pool(_connections(self._settings), headers)
+
+    async def remove(self, replica_id: str) -> None:
+        """Close all connections to a replica at once; requests on them fail as if it had closed them."""
+        pool = self._pools.pop(replica_id, None)
+        if pool is not None:
+            await pool.connections.close()
+
+    async def close(self) -> None:
+        """Close all connections to all replicas."""
+        for replica_id in list(self._pools):
+            await self.remove(replica_id)
+
+    def requests_count(self, replica_id: str) -> int:
+        """Return how many requests to a replica have not ended; 0 for one that is not known."""
+        pool = self._pools.get(replica_id)
+        return pool.requests_count if pool is not None else 0
 
     async def send(
         self,
@@ -69,21 +129,29 @@ class ReplicaClient:
         """Send one request and return when the head of the answer is there; its body was not read.
 
         `path` is the raw path and query, `headers` are sent as they are. Close the response, or read it to its end.
+        The replica's rank, if it is one, is named in a header, in place of any that the client sent.
         `silence_timeout_s` takes the place of the limits after the connection, for what may take longer than a turn.
-        Raises `ReplicaUnreachableError` if no connection could be made (`ReplicaRefusedError` if nobody listens there),
+        Raises `ReplicaUnreachableError` if no connection could be made (`ReplicaRefusedError` if nobody listens there,
+        `ReplicaRemovedError` if the replica was removed),
         `ReplicaClosedEarlyError` if the replica closed it without a proper head, `ReplicaTimeoutError` if it stayed
         silent.
         """
+        pool = self._pools.get(replica_id)
+        if pool is None:
+            raise ReplicaRemovedError(f"replica {replica_id} was removed", replica_id=replica_id)
+        if pool.rank_headers:
+            headers = headers.copy()  # other tries of the request go elsewhere
+            headers.update(pool.rank_headers)
         # aiohttp warns of bytes that would be written in one go; a file it writes in pieces.
         data = body if body is None or len(body) <= LARGE_BODY_BYTES else BytesIO(body)
         try:
-            response = await self._session.request(
+            response = await pool.request(
                 method,
                 _url(base_url, path),
                 data=data,
                 headers=headers,
                 allow_redirects=False,
-                timeout=self._session.timeout if silence_timeout_s is None else self._patient(silence_timeout_s),
+                timeout=pool.timeout(silence_timeout_s),
             )
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             # Only a refusal says that the replica is down: our own files may have run out, its backlog may be full.
@@ -104,10 +172,6 @@ class ReplicaClient:
         if "Transfer-Encoding" in response.headers:
             _fail_reader_on_close(response)
         return response
-
-    def _patient(self, silence_timeout_s: float) -> aiohttp.ClientTimeout:
-        connect_timeout_s = self._session.timeout.sock_connect
-        return aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_s, sock_read=silence_timeout_s)
 
     async def read(self, replica_id: str, response: aiohttp.ClientResponse) -> bytes:
         """Read the whole body of an answer. Raises like `next_chunk`."""
@@ -160,21 +224,26 @@ def _url(base_url: str, path: str) -> URL:
     return URL(base_url + path, encoded=True)
 
 
-@asynccontextmanager
-async def open_client(settings: ClientSettings) -> AsyncIterator[ReplicaClient]:
-    """Open the client's connection pool for the length of the block."""
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=settings.keepalive_s)
-    timeout = aiohttp.ClientTimeout(
-        total=None, sock_connect=settings.connect_timeout_s, sock_read=settings.silence_timeout_s
-    )
-    async with aiohttp.ClientSession(
-        connector=connector,
-        timeout=timeout,
+def _connections(settings: ClientSettings) -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=settings.keepalive_s),
+        timeout=aiohttp.ClientTimeout(
+            total=None, sock_connect=settings.connect_timeout_s, sock_read=settings.silence_timeout_s
+        ),
         auto_decompress=False,
         request_class=_PlainRequest,
         cookie_jar=aiohttp.DummyCookieJar(),
         max_line_size=MAX_HEADER_BYTES,
         max_field_size=MAX_HEADER_BYTES,
         read_bufsize=2**20,
-    ) as session:
-        yield ReplicaClient(session)
+    )
+
+
+@asynccontextmanager
+async def open_client(settings: ClientSettings) -> AsyncIterator[ReplicaClient]:
+    """Open a client for the length of the block."""
+    client = ReplicaClient(settings)
+    try:
+        yield client
+    finally:
+        await client.close()

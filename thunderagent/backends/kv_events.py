@@ -18,7 +18,7 @@ the path of a request, and the event loop is given to others after every few mes
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Protocol
@@ -70,7 +70,7 @@ class KvEventsSettings:
 
 
 class KvEvents:
-    """Follow the KV events of some replicas until cancelled."""
+    """Follow the KV events of some replicas until cancelled; add and remove them at any time."""
 
     def __init__(
         self,
@@ -79,26 +79,51 @@ class KvEvents:
         settings: KvEventsSettings | None = None,
     ) -> None:
         """Follow `endpoints` once it runs. Raises `ConfigurationError` for an address that is none."""
-        self._endpoints = tuple(endpoints)
-        for endpoint in self._endpoints:
-            _check(endpoint)
         self._listener = listener
         self._settings = settings or KvEventsSettings()
+        self._endpoints: dict[str, KvEventsEndpoint] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._start: Callable[[KvEventsEndpoint], asyncio.Task[None]] | None = None
+        for endpoint in endpoints:
+            self.add(endpoint)
 
     def __repr__(self) -> str:
         return f"<KvEvents of {len(self._endpoints)} replicas>"
+
+    def add(self, endpoint: KvEventsEndpoint) -> None:
+        """Follow one more replica. Raises `ConfigurationError` for an address that is none."""
+        _check(endpoint)
+        self._endpoints[endpoint.replica_id] = endpoint
+        if self._start is not None:
+            self._tasks[endpoint.replica_id] = self._start(endpoint)
+
+    def remove(self, replica_id: str) -> None:
+        """Follow a replica no longer. An unknown id is no error."""
+        self._endpoints.pop(replica_id, None)
+        task = self._tasks.pop(replica_id, None)
+        if task is not None:
+            task.cancel()
 
     async def run(self) -> None:
         """Subscribe until cancelled."""
         context = Context()
         try:
             async with asyncio.TaskGroup() as group:
-                for endpoint in self._endpoints:
-                    followed = _Followed(endpoint, context, self._settings)
-                    group.create_task(followed.receive(), name=f"KV events of {endpoint.replica_id}")
-                    group.create_task(followed.report(self._listener), name=f"residency of {endpoint.replica_id}")
+                self._start = lambda endpoint: group.create_task(
+                    self._follow(endpoint, context), name=f"KV events of {endpoint.replica_id}"
+                )
+                for replica_id, endpoint in self._endpoints.items():
+                    self._tasks[replica_id] = self._start(endpoint)
+                await asyncio.get_running_loop().create_future()
         finally:
+            self._start = None
             context.destroy(linger=0)
+
+    async def _follow(self, endpoint: KvEventsEndpoint, context: Context) -> None:
+        followed = _Followed(endpoint, context, self._settings)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(followed.receive(), name=f"subscription to {endpoint.replica_id}")
+            group.create_task(followed.report(self._listener), name=f"residency of {endpoint.replica_id}")
 
 
 class _Followed:

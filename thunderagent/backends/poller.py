@@ -1,9 +1,9 @@
 """The poller: asks every replica how it is, and tells a listener what changed.
 
-Each replica has a task of its own, so that a slow or dead one delays no other. A poll asks for health and
-for metrics at the same time, each with its own deadline. Health alone says whether a replica is up: one
-success brings it up, a refused connection or several failures in a row take it down. Metrics that cannot be
-read are no reason to send turns elsewhere; they give a reading that holds nothing.
+Each URL has a task of its own, so that a slow or dead one delays no other; replicas that are data-parallel ranks
+behind one URL share it. A poll asks for health and for metrics at the same time, each with its own deadline. Health
+alone says whether a replica is up: one success brings it up, a refused connection or several failures in a row take it
+down. Metrics that cannot be read are no reason to send turns elsewhere; they give a reading that holds nothing.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import httpx
 import structlog
 
 from thunderagent.backends.base import NOTHING_READ, Backend, ReplicaReading
+from thunderagent.backends.ranks import of_rank, rank_count_of
 from thunderagent.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -44,6 +45,9 @@ class ReplicaListener(Protocol):
     def replica_down(self, replica_id: str, why: str) -> None:
         """Learn that a replica can no longer serve, or, once, that it cannot at the start."""
 
+    def ranks_found(self, url: str, ranks_count: int) -> None:
+        """Learn how many data-parallel ranks a URL has whose endpoints are `finds_ranks`, when that changes."""
+
 
 @dataclass(frozen=True, slots=True)
 class PollerSettings:
@@ -62,11 +66,14 @@ class PollerSettings:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaEndpoint:
-    """Where a replica is, and which engine kind answers there."""
+    """Where a replica is, which engine kind answers there, and which data-parallel rank it is; None is the whole."""
 
     replica_id: str
     url: str
     backend: Backend
+    rank_id: int | None = None
+    finds_ranks: bool = False
+    """Whether the listener wants to hear how many ranks the URL has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,16 +85,20 @@ class _Failure:
 
 @dataclass(slots=True, eq=False)
 class _Watched:
-    """One replica under watch: the only mutable thing here, written by its own task alone."""
+    """One URL under watch: the only mutable thing here, written by its own task alone."""
 
-    endpoint: ReplicaEndpoint
+    backend: Backend
+    url: str
     health_url: httpx.URL
     metrics_url: httpx.URL
     first_poll_after_s: float
-    is_up: bool | None = None
+    endpoints: dict[str, ReplicaEndpoint] = field(default_factory=dict)
+    is_up: dict[str, bool] = field(default_factory=dict)
+    """Of each replica there that was heard of."""
+    ranks_count: int = 0
     failure_count: int = 0
     silent_since_s: float | None = None
-    trouble: str | None = None
+    trouble: dict[str, str | None] = field(default_factory=dict)
     suspected: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
 
@@ -99,33 +110,48 @@ class Poller:
         self._listener = listener
         self._settings = settings
         self._watched: dict[str, _Watched] = {}
+        """By the id of each replica; ranks of one URL share theirs."""
+        self._by_url: dict[tuple[str, str, str], _Watched] = {}
         self._added_count = 0
         self._start: Callable[[_Watched], asyncio.Task[None]] | None = None
 
     def __repr__(self) -> str:
-        up_count = sum(watched.is_up is True for watched in self._watched.values())
+        up_count = sum(sum(watched.is_up.values()) for watched in self._by_url.values())
         return f"<Poller {up_count} up of {len(self._watched)}>"
 
     def add(self, replica: ReplicaEndpoint) -> None:
         """Watch a replica; raise ConfigurationError for an id already watched, or a URL that is none."""
         if replica.replica_id in self._watched:
             raise ConfigurationError(f"replica {replica.replica_id!r} is there already")
-        watched = _Watched(
-            endpoint=replica,
-            health_url=_url_of(replica, replica.backend.health_path),
-            metrics_url=_url_of(replica, replica.backend.metrics_path),
-            first_poll_after_s=self._added_count * _GOLDEN_RATIO % 1.0 * self._settings.interval_s,
-        )
-        self._added_count += 1
+        key = _key_of(replica)
+        watched = self._by_url.get(key)
+        if watched is None:
+            watched = _Watched(
+                backend=replica.backend,
+                url=replica.url,
+                health_url=_url_of(replica, replica.backend.health_path),
+                metrics_url=_url_of(replica, replica.backend.metrics_path),
+                first_poll_after_s=self._added_count * _GOLDEN_RATIO % 1.0 * self._settings.interval_s,
+            )
+            self._added_count += 1
+            self._by_url[key] = watched
+            if self._start is not None:
+                watched.task = self._start(watched)
+        watched.endpoints[replica.replica_id] = replica
         self._watched[replica.replica_id] = watched
-        if self._start is not None:
-            watched.task = self._start(watched)
 
     def remove(self, replica_id: str) -> None:
         """Watch a replica no longer; the listener hears nothing more of it. An unknown id is no error."""
         watched = self._watched.pop(replica_id, None)
-        if watched is not None and watched.task is not None:
-            watched.task.cancel()
+        if watched is None:
+            return
+        endpoint = watched.endpoints.pop(replica_id)
+        watched.is_up.pop(replica_id, None)
+        watched.trouble.pop(replica_id, None)
+        if not watched.endpoints:
+            del self._by_url[_key_of(endpoint)]
+            if watched.task is not None:
+                watched.task.cancel()
 
     def suspect(self, replica_id: str) -> None:
         """Poll a replica at once, because a request just failed there. An unknown id is no error."""
@@ -153,20 +179,20 @@ class Poller:
                 asyncio.TaskGroup() as group,
             ):
                 self._start = lambda watched: group.create_task(
-                    self._watch(watched, client), name=f"poll {watched.endpoint.replica_id}"
+                    self._watch(watched, client), name=f"poll {next(iter(watched.endpoints), watched.url)}"
                 )
-                for watched in self._watched.values():
+                for watched in self._by_url.values():
                     watched.task = self._start(watched)
                 await asyncio.get_running_loop().create_future()
         finally:
             self._start = None
 
     async def _watch(self, watched: _Watched, client: httpx.AsyncClient) -> None:
-        """Poll one replica, on the beat of its first poll, and between beats when it is suspected."""
+        """Poll one URL, on the beat of its first poll, and between beats when it is suspected."""
         loop = asyncio.get_running_loop()
         origin_s = loop.time() + watched.first_poll_after_s
         wait_s = watched.first_poll_after_s
-        while self._is_current(watched):
+        while watched.endpoints:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
                     await watched.suspected.wait()
@@ -202,13 +228,27 @@ class Poller:
     def _heard_health(self, watched: _Watched, metrics: str | _Failure) -> None:
         watched.failure_count = 0
         watched.silent_since_s = None
-        reading = self._read(watched, metrics)
-        replica_id = watched.endpoint.replica_id
-        # The reading goes first, so that nothing is granted on a replica whose capacity is about to be known.
-        self._listener.replica_polled(replica_id, reading)
-        if watched.is_up is not True and self._is_current(watched):
-            watched.is_up = True
-            self._listener.replica_up(replica_id)
+        if isinstance(metrics, str):
+            self._find_ranks(watched, metrics)
+        for endpoint in list(watched.endpoints.values()):  # a listener may remove the very replica it hears of
+            replica_id = endpoint.replica_id
+            if replica_id not in watched.endpoints:
+                continue
+            reading = self._read(watched, endpoint, metrics)
+            # The reading goes first, so that nothing is granted on a replica whose capacity is about to be known.
+            self._listener.replica_polled(replica_id, reading)
+            if replica_id in watched.endpoints and not watched.is_up.get(replica_id):
+                watched.is_up[replica_id] = True
+                self._listener.replica_up(replica_id)
+
+    def _find_ranks(self, watched: _Watched, metrics: str) -> None:
+        """Tell the listener how many ranks there are, if it wants to know and that is news; it may change them."""
+        if not any(endpoint.finds_ranks for endpoint in watched.endpoints.values()):
+            return
+        ranks_count = rank_count_of(metrics, watched.backend.rank_label)
+        if ranks_count and ranks_count != watched.ranks_count:
+            watched.ranks_count = ranks_count
+            self._listener.ranks_found(watched.url, ranks_count)
 
     def _heard_failure(self, watched: _Watched, failure: _Failure) -> None:
         settings = self._settings
@@ -216,35 +256,43 @@ class Poller:
             now_s = asyncio.get_running_loop().time()
             if watched.silent_since_s is None:
                 watched.silent_since_s = now_s - settings.deadline_s
-            is_over = watched.is_up is None or now_s - watched.silent_since_s >= settings.silence_limit_s
+            is_over = not watched.is_up or now_s - watched.silent_since_s >= settings.silence_limit_s
         else:
             watched.failure_count += 1
             is_over = failure.is_refusal or watched.failure_count >= settings.down_after_failures
-        if is_over and watched.is_up is not False:
-            watched.is_up = False
-            self._listener.replica_down(watched.endpoint.replica_id, failure.why)
+        if not is_over:
+            return
+        for replica_id in list(watched.endpoints):
+            if replica_id in watched.endpoints and watched.is_up.get(replica_id) is not False:
+                watched.is_up[replica_id] = False
+                self._listener.replica_down(replica_id, failure.why)
 
-    def _read(self, watched: _Watched, metrics: str | _Failure) -> ReplicaReading:
+    def _read(self, watched: _Watched, endpoint: ReplicaEndpoint, metrics: str | _Failure) -> ReplicaReading:
         """Read metrics, and log what is wrong with them when that changes."""
         why = None
         trouble: str | None = "unavailable"
+        backend = endpoint.backend
         if isinstance(metrics, _Failure):
             reading, why = NOTHING_READ, metrics.why
         else:
-            reading = watched.endpoint.backend.read_metrics(metrics)
+            if endpoint.rank_id is not None:
+                metrics = of_rank(metrics, backend.rank_label, endpoint.rank_id)
+            reading = backend.read_metrics(metrics)
             trouble = _trouble_of(reading)
-        if trouble != watched.trouble:
-            watched.trouble = trouble
-            log = _log.bind(replica_id=watched.endpoint.replica_id, url=str(watched.metrics_url))
+        if trouble != watched.trouble.get(endpoint.replica_id):
+            watched.trouble[endpoint.replica_id] = trouble
+            log = _log.bind(replica_id=endpoint.replica_id, url=str(watched.metrics_url))
             if trouble is None:
                 log.info("replica metrics are usable again")
             else:
                 log.warning("replica metrics are not usable", trouble=trouble, why=why)
         return reading
 
-    def _is_current(self, watched: _Watched) -> bool:
-        """Say whether a replica is still watched: a listener may remove the very replica it hears of."""
-        return self._watched.get(watched.endpoint.replica_id) is watched
+
+def _key_of(replica: ReplicaEndpoint) -> tuple[str, str, str]:
+    """Return what replicas have in common that share their polls: ranks, and what may turn out to have some."""
+    is_whole = replica.rank_id is None and not replica.finds_ranks
+    return replica.url.rstrip("/"), replica.backend.kind, replica.replica_id if is_whole else ""
 
 
 def _trouble_of(reading: ReplicaReading) -> str | None:

@@ -38,6 +38,8 @@ class VllmBackend:
     metrics_path: str = "/metrics"
     health_path: str = "/health"
     observed_paths: tuple[str, ...] = ("/is_paused", "/weight_info")  # with VLLM_SERVER_DEV_MODE=1
+    rank_label: str = "engine"
+    rank_header: str = "X-data-parallel-rank"
 
     def read_metrics(self, exposition: str) -> ReplicaReading:
         """Read an exposition; never raise: what cannot be read is None. About 1 ms for 500 KB."""

@@ -15,6 +15,7 @@ from thunderagent.proxy.admin_port import AdminPort
 from thunderagent.proxy.control import Control, ControlSettings
 from thunderagent.proxy.dashboard import Dashboard
 from thunderagent.proxy.dialects import TURN_DIALECTS, dialect_of
+from thunderagent.proxy.discovery import Discovery
 from thunderagent.proxy.facade import Facade
 from thunderagent.proxy.history import History
 from thunderagent.proxy.identity import split_path
@@ -22,6 +23,7 @@ from thunderagent.proxy.leases import Leases
 from thunderagent.proxy.live import Live
 from thunderagent.proxy.metrics import StateCollector, TurnMetrics
 from thunderagent.proxy.models import Models
+from thunderagent.proxy.replica_routes import ReplicaHandlers, SourceCollector
 from thunderagent.proxy.replicas import Replicas, Watcher
 from thunderagent.proxy.sandboxes import SandboxCollector, Sandboxes, SandboxHandlers
 from thunderagent.proxy.turns import Turns, TurnSettings
@@ -43,6 +45,7 @@ def build_app(
     client: ReplicaClient,
     replicas: Replicas,
     watcher: Watcher,
+    discovery: Discovery,
     *,
     turn_settings: TurnSettings,
     max_body_bytes: int,
@@ -56,6 +59,7 @@ def build_app(
     turns = Turns(runtime, client, replicas, watcher, metrics, turn_settings, sandboxes)
     models = Models(runtime, client, replicas)
     registry.register(StateCollector(runtime, replicas))
+    registry.register(SourceCollector(discovery))
     if sandboxes is not None:
         registry.register(SandboxCollector(sandboxes, registry))
     control_settings = control_settings or ControlSettings()
@@ -74,6 +78,7 @@ def build_app(
         *leases.routes(),
         *SandboxHandlers(sandboxes).routes(),
         *Admin(runtime, replicas, registry, sandboxes).routes(),
+        *ReplicaHandlers(runtime, replicas, discovery).routes(),
         *live.routes(),
         *Dashboard().routes(),
         *(web.post(path, turns.handle) for path in TURN_DIALECTS),

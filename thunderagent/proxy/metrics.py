@@ -136,6 +136,9 @@ class StateCollector:
             "unknown": GaugeMetricFamily(
                 "thunderagent_capacity_unknown", "1 if a replica's capacity is not known: an alarm.", labels=["replica"]
             ),
+            "draining": GaugeMetricFamily(
+                "thunderagent_replica_draining", "1 if the replica gets nothing new.", labels=["replica"]
+            ),
             "turns": GaugeMetricFamily(
                 "thunderagent_replica_turns", "Turns in flight on a replica.", labels=["replica"]
             ),
@@ -145,7 +148,8 @@ class StateCollector:
             "What a replica's memory was spent on, in token-seconds.",
             labels=["replica", "term"],
         )
-        for replica_id in self._replicas.known:
+        for replica_id, known in self._replicas.known.items():
+            gauges["draining"].add_metric([replica_id], int(known.draining_since_s is not None))
             replica = scheduler.replicas.get(replica_id)
             if replica is None:
                 gauges["up"].add_metric([replica_id], 0)

@@ -1,8 +1,12 @@
-"""The replicas as the proxy knows them: where each is, what its last poll said, and who must hear of it."""
+"""The replicas as the proxy knows them: where each is, what its last poll said, and who must hear of it.
+
+They come and go while it runs. A replica that drains finishes what it has; the scheduler is told nothing of its coming
+up meanwhile, because for the scheduler *up* means that it may be used. One that is removed is forgotten everywhere.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -10,7 +14,7 @@ import structlog
 
 from thunderagent.backends.base import NOTHING_READ, ReplicaReading
 from thunderagent.backends.poller import ReplicaEndpoint
-from thunderagent.errors import NoReplicaError
+from thunderagent.errors import NoReplicaError, ReplicaRemovedError
 from thunderagent.runtime import Runtime
 
 log = structlog.get_logger("thunderagent.replicas")
@@ -26,15 +30,44 @@ class Watcher(Protocol):
         """Take a replica for down until a poll says otherwise, because it refused a connection."""
 
 
+class Connections(Protocol):
+    """What the replicas ask of the client."""
+
+    def add(self, endpoint: ReplicaEndpoint) -> None:
+        """Let requests be sent to a replica."""
+
+    async def remove(self, replica_id: str) -> None:
+        """Close all connections to a replica at once."""
+
+    def requests_count(self, replica_id: str) -> int:
+        """Return how many requests to a replica have not ended."""
+
+
+class Follower(Protocol):
+    """Who else must know which replicas there are: the poller, and who listens to KV events."""
+
+    def add(self, replica: ReplicaEndpoint) -> None:
+        """Follow a replica from now on."""
+
+    def remove(self, replica_id: str) -> None:
+        """Follow a replica no longer. An unknown id is no error."""
+
+
 @dataclass(slots=True)
 class KnownReplica:
-    """One replica's address and last reading."""
+    """One replica's address and last reading, and whether it is on its way out."""
 
     endpoint: ReplicaEndpoint
     reading: ReplicaReading = NOTHING_READ
     why_down: str = "not polled yet"
     weight_version: str = ""
     """Of the weights that it was last told to take, or said it has; empty if nobody said."""
+    is_up: bool = False
+    sources: tuple[str, ...] = ()
+    """Which sources name it."""
+    draining_since_s: float | None = None
+    leaving_since_s: float | None = None
+    """Since when no source has named it: it is removed when nothing is in flight there."""
 
 
 class Replicas:
@@ -49,14 +82,87 @@ class Replicas:
         """Know `endpoints`, none of them up yet."""
         self._runtime = runtime
         self._capacity_override_tokens = capacity_override_tokens
+        self.on_ranks_found: Callable[[str, int], None] = lambda url, ranks_count: None  # noqa: ARG005
+        self._followers: list[Follower] = []
+        self._connections: Connections | None = None
         self.known = {endpoint.replica_id: KnownReplica(endpoint) for endpoint in endpoints}
+        """By their ids, in the order in which they were added."""
 
     def __repr__(self) -> str:
         return f"<Replicas {', '.join(self.known)}>"
 
+    def attach(self, connections: Connections, *followers: Follower) -> None:
+        """Let these hear of every replica that is added or removed from now on."""
+        self._connections = connections
+        self._followers.extend(followers)
+
     def url_of(self, replica_id: str) -> str:
-        """Return the base URL of a replica."""
-        return self.known[replica_id].endpoint.url
+        """Return the base URL of a replica. Raises `ReplicaRemovedError` if it is gone."""
+        known = self.known.get(replica_id)
+        if known is None:
+            raise ReplicaRemovedError(f"replica {replica_id} was removed", replica_id=replica_id)
+        return known.endpoint.url
+
+    # --- coming and going
+
+    def add(self, endpoint: ReplicaEndpoint) -> KnownReplica:
+        """Know one more replica; it gets its first turn after its first good poll.
+
+        Raises `ConfigurationError` if somebody cannot follow it; then nobody does.
+        """
+        replica_id = endpoint.replica_id
+        assert replica_id not in self.known, replica_id
+        assert self._connections is not None
+        known = self.known[replica_id] = KnownReplica(endpoint)
+        try:
+            for follower in self._followers:
+                follower.add(endpoint)
+        except Exception:
+            del self.known[replica_id]
+            for follower in self._followers:
+                follower.remove(replica_id)
+            raise
+        self._connections.add(endpoint)
+        return known
+
+    def drain(self, replica_id: str) -> None:
+        """Give a replica nothing new; what is in flight there may end. Once more changes nothing."""
+        known = self.known[replica_id]
+        if known.draining_since_s is None:
+            known.draining_since_s = self._runtime.now_s()
+            log.info("replica_draining", replica_id=replica_id)
+            if known.is_up:
+                self._runtime.replica_draining(replica_id)
+
+    def undrain(self, replica_id: str) -> None:
+        """Let a replica get turns again. Once more changes nothing."""
+        known = self.known[replica_id]
+        if known.draining_since_s is not None:
+            known.draining_since_s = None
+            log.info("replica_undrained", replica_id=replica_id)
+            if known.is_up:
+                self._runtime.replica_up(replica_id)
+
+    def in_flight_count(self, replica_id: str) -> int:
+        """Return how many turns and other requests have not ended there."""
+        account = self._runtime.scheduler.ledger.accounts.get(replica_id)
+        requests_count = self._connections.requests_count(replica_id) if self._connections is not None else 0
+        return max(requests_count, account.turn_count if account is not None else 0)
+
+    async def remove(self, replica_id: str) -> None:
+        """Forget a replica; what is in flight there fails as if it had gone down. An unknown id is no error.
+
+        All but the closing of connections is done before the first await.
+        """
+        if self.known.pop(replica_id, None) is None:
+            return
+        assert self._connections is not None
+        for follower in self._followers:
+            follower.remove(replica_id)
+        self._runtime.replica_removed(replica_id)
+        await self._connections.remove(replica_id)
+
+    # --- what goes where, and what the poller finds
 
     def known_id(self, replica_id: str | None) -> str | None:
         """Return the id if there is such a replica, up or not."""
@@ -69,9 +175,9 @@ class Replicas:
         """
         scheduler = self._runtime.scheduler
         program = scheduler.table.get(program_id) if program_id is not None else None
-        home_id = program.replica_id if program is not None else None
-        if home_id is not None and home_id not in avoid and scheduler.replicas[home_id].up:
-            return home_id
+        home = scheduler.replicas.get(program.replica_id or "") if program is not None else None
+        if home is not None and home.replica_id not in avoid and home.up:
+            return home.replica_id
         usable = [replica for replica in scheduler.open_replicas if replica.replica_id not in avoid]
         if not usable:
             raise NoReplicaError("no replica is up")
@@ -99,13 +205,22 @@ class Replicas:
                 replica_id=replica_id,
                 effect="every program is let in there; set --capacity-tokens if the engine cannot say it",
             )
-        self.known[replica_id].why_down = ""
-        self._runtime.replica_up(replica_id)
+        known = self.known[replica_id]
+        known.why_down = ""
+        known.is_up = True
+        if known.draining_since_s is None:
+            self._runtime.replica_up(replica_id)
+
+    def ranks_found(self, url: str, ranks_count: int) -> None:
+        """Pass on how many ranks a URL has: it may make replicas come and go."""
+        self.on_ranks_found(url, ranks_count)
 
     def replica_down(self, replica_id: str, why: str) -> None:
         """Take a replica away from the scheduler."""
         log.warning("replica_down", replica_id=replica_id, why=why)
-        self.known[replica_id].why_down = why
+        known = self.known[replica_id]
+        known.why_down = why
+        known.is_up = False
         self._runtime.replica_down(replica_id)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from thunderagent.backends.discovery.base import shown_url
 from thunderagent.programs.lifecycle import Phase, Status
 from thunderagent.programs.program import Program, Turn
 from thunderagent.proxy.replicas import Replicas
@@ -62,8 +63,13 @@ class ReplicaReport(Report):
     replica_id: str
     url: str
     kind: str
-    up: bool
-    draining: bool
+    sources: list[str] = Field(description="which sources name it; none while it leaves")
+    rank: int | None = Field(description="which data-parallel rank of the URL it is; null if it is the whole")
+    up: bool = Field(description="whether its last polls were good")
+    draining: bool = Field(description="whether it gets nothing new")
+    draining_for_s: float | None
+    leaving_for_s: float | None = Field(description="since when no source has named it: it goes when it is drained")
+    in_flight_count: int = Field(description="turns and other requests that have not ended there")
     why_down: str
     suspended_for: list[str] = Field(description="why nothing is granted there at the moment; empty if it is")
     weight_version: str = Field(description="of the weights that it was last told to take, or said it has")
@@ -203,22 +209,26 @@ def program_page(
 
 
 def replica_reports(runtime: Runtime, replicas: Replicas) -> list[ReplicaReport]:
-    """Report on every replica that was configured, up or not."""
+    """Report on every replica that is known, up or not."""
     now_s = runtime.now_s()
     ledger = runtime.scheduler.ledger
     reports = []
     for replica_id, known in replicas.known.items():
-        replica = runtime.scheduler.replicas.get(replica_id)
         account = ledger.open(replica_id, now_s)
         ledger.settle(account, now_s)
         costs = {name.removesuffix("_token_s"): round(value, 1) for name, value in asdict(account.costs).items()}
         reports.append(
             ReplicaReport(
                 replica_id=replica_id,
-                url=known.endpoint.url,
+                url=shown_url(known.endpoint.url),
                 kind=known.endpoint.backend.kind,
-                up=replica is not None and replica.up,
-                draining=replica is not None and replica.draining,
+                sources=list(known.sources),
+                rank=known.endpoint.rank_id,
+                up=known.is_up,
+                draining=known.draining_since_s is not None,
+                draining_for_s=_ago_s(known.draining_since_s, now_s),
+                leaving_for_s=_ago_s(known.leaving_since_s, now_s),
+                in_flight_count=replicas.in_flight_count(replica_id),
                 why_down=known.why_down,
                 suspended_for=list(replica.suspended_for) if replica is not None else [],
                 weight_version=known.weight_version,
@@ -242,6 +252,10 @@ def replica_reports(runtime: Runtime, replicas: Replicas) -> list[ReplicaReport]
             )
         )
     return reports
+
+
+def _ago_s(since_s: float | None, now_s: float) -> float | None:
+    return None if since_s is None else round(now_s - since_s, 3)
 
 
 def tools_report(runtime: Runtime) -> ToolsReport:

@@ -1,0 +1,127 @@
+"""What every source of replicas does, and how one is written down."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, Protocol
+from urllib.parse import parse_qsl, urlsplit
+
+from thunderagent.errors import DiscoveryError
+
+AUTO: Final = "auto"
+RanksCount = int | Literal["auto"]
+"""How many data-parallel ranks a URL has; 1: it is one replica as a whole; auto: what its metrics say."""
+
+MOST_RANKS_COUNT = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """One engine that a source names. `ranks_count` None is what the configuration says for all."""
+
+    url: str
+    ranks_count: RanksCount | None = None
+    is_draining: bool = False
+    """It is about to go: it should get nothing new."""
+
+
+@dataclass(frozen=True, slots=True)
+class PodSelection:
+    """Which pods, and on which of their ports the engine listens: a number, or a port's name."""
+
+    namespace: str
+    selector: str
+    port: str
+
+    @classmethod
+    def read(cls, text: str) -> PodSelection:
+        """Read `NAMESPACE/SELECTOR:PORT`, as `default/app=vllm:8000`. Raises `DiscoveryError`."""
+        namespace, slash, rest = text.strip().partition("/")
+        selector, colon, port = rest.rpartition(":")
+        is_port = port.isascii() and (1 <= int(port) <= 65535 if port.isdigit() else port.replace("-", "").isalnum())
+        if not (namespace and slash and selector.strip() and colon and is_port):
+            raise DiscoveryError(f"{text!r} is not NAMESPACE/SELECTOR:PORT, as default/app=vllm:8000")
+        return cls(namespace, selector.strip(), port)
+
+
+class DiscoveryListener(Protocol):
+    """Hear what sources find. Called on the event loop only; must not block."""
+
+    def replicas_wanted(self, source: str, wanted: Sequence[Wanted]) -> None:
+        """Take the whole set of a source, in place of its last one."""
+
+    def source_failed(self, source: str, why: str) -> None:
+        """Learn that a source cannot say which replicas there are: what it named last stays."""
+
+
+class Source(Protocol):
+    """Follow one source of replicas."""
+
+    @property
+    def name(self) -> str:
+        """Return what reports and logs call it."""
+
+    async def run(self, listener: DiscoveryListener) -> None:
+        """Tell the listener the whole set at first and whenever it may have changed, until cancelled.
+
+        A source that fails says so and tries again; it never tells a set that is empty because it failed.
+        """
+
+
+def wanted_of(text: str, ranks_count: RanksCount | None = None) -> Wanted:
+    """Return the engine at a URL, as `http://host:8000` or `http://host:8000#dp=4`. Raises `DiscoveryError`."""
+    url, _, fragment = text.strip().partition("#")
+    url = url.rstrip("/")
+    try:
+        parts = urlsplit(url)
+        has_address = bool(parts.hostname) and parts.port != 0  # a port that is none raises
+    except ValueError as error:
+        raise DiscoveryError(f"{text!r} is no URL: {error}") from error
+    if parts.scheme not in {"http", "https"} or not has_address or any(sign.isspace() for sign in url):
+        raise DiscoveryError(f"{text!r} is no http or https URL")
+    if parts.query:
+        raise DiscoveryError(f"{text!r}: a replica's URL has no query")
+    if parts.path.endswith("/v1"):
+        raise DiscoveryError(f"{text!r}: name the engine's root, without /v1")
+    if fragment:
+        ranks_count = _ranks_count_of(text, fragment)
+    return Wanted(url, ranks_count)
+
+
+def ranks_count_of(text: str) -> RanksCount:
+    """Read a number of ranks, or auto. Raises `DiscoveryError`."""
+    if text == AUTO:
+        return AUTO
+    if not (text.isascii() and text.isdigit() and len(text) < 6 and 1 <= int(text) <= MOST_RANKS_COUNT):
+        raise DiscoveryError(f"{text!r} is no number of data-parallel ranks from 1 to {MOST_RANKS_COUNT}, nor auto")
+    return int(text)
+
+
+def _ranks_count_of(text: str, fragment: str) -> RanksCount:
+    settings = parse_qsl(fragment, keep_blank_values=True)
+    if [name for name, _ in settings] != ["dp"]:
+        raise DiscoveryError(f"{text!r}: after # comes dp=N, the number of its data-parallel ranks")
+    return ranks_count_of(settings[0][1])
+
+
+def replica_id_of(url: str, rank_id: int | None = None) -> str:
+    """Return the name of a replica: its URL without the scheme, and without a password; then its rank."""
+    whole = url.partition("://")[2].rpartition("@")[2]
+    return whole if rank_id is None else f"{whole}/{rank_id}"
+
+
+def shown_url(url: str) -> str:
+    """Return a URL as reports show it: without a user and a password."""
+    scheme, _, rest = url.partition("://")
+    return f"{scheme}://{rest.rpartition('@')[2]}"
+
+
+def refuse_twins(wanted: Sequence[Wanted]) -> None:
+    """Raise `DiscoveryError` if a set names a replica twice."""
+    seen: set[str] = set()
+    for each in wanted:
+        replica_id = replica_id_of(each.url)
+        if replica_id in seen:
+            raise DiscoveryError(f"{shown_url(each.url)} is named twice")
+        seen.add(replica_id)

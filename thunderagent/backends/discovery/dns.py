@@ -1,0 +1,82 @@
+"""Replicas from a name: every address that it has is one. That is what a headless service of Kubernetes gives.
+
+Only a name that is found with at least one address is believed; a lookup that fails, or finds none, changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Sequence
+from typing import Protocol
+from urllib.parse import urlsplit
+
+from thunderagent.backends.discovery.base import DiscoveryListener, Wanted, wanted_of
+from thunderagent.errors import DiscoveryError
+
+SCHEME = "dns+http://"
+LOOKUP_LIMIT_S = 10.0
+
+
+class Resolver(Protocol):
+    """Look a name up."""
+
+    async def addresses(self, name: str) -> Sequence[str]:
+        """Return all addresses of a name, IPv4 and IPv6. Raises OSError if it is not found."""
+
+
+class SystemResolver:
+    """Look names up as the system does: its files, its servers, its search list."""
+
+    async def addresses(self, name: str) -> Sequence[str]:
+        """Return the addresses of a name; see `Resolver`."""
+        found = await asyncio.get_running_loop().getaddrinfo(name, None, type=socket.SOCK_STREAM)
+        return [str(address[0]) for *_, address in found]
+
+
+class DnsSource:
+    """Follow the addresses of one name."""
+
+    def __init__(self, url: str, *, interval_s: float, resolver: Resolver | None = None) -> None:
+        """Look up the host of `url` (`dns+http://name:8000`) every `interval_s`. Raises `DiscoveryError` for another.
+
+        Plain HTTP only: no certificate is for an address that a name had a moment ago.
+        """
+        if not url.startswith(SCHEME):
+            raise DiscoveryError(f"{url!r}: a name is looked up as {SCHEME}NAME:PORT")
+        template = wanted_of(url.removeprefix("dns+"))
+        parts = urlsplit(template.url)
+        if parts.hostname is None or parts.username is not None or parts.path:
+            raise DiscoveryError(f"{url!r}: a name that is looked up is given as {SCHEME}NAME:PORT")
+        self._host = parts.hostname
+        self._port = parts.port or 80
+        self.name = f"dns:{self._host}:{self._port}"
+        self._ranks_count = template.ranks_count
+        self._interval_s = interval_s
+        self._resolver: Resolver = resolver or SystemResolver()
+
+    def __repr__(self) -> str:
+        return f"<DnsSource {self.name}>"
+
+    async def run(self, listener: DiscoveryListener) -> None:
+        """Tell the addresses after every lookup that finds some."""
+        while True:
+            try:
+                async with asyncio.timeout(LOOKUP_LIMIT_S):
+                    addresses = set(await self._resolver.addresses(self._host))
+            except TimeoutError:
+                listener.source_failed(self.name, f"no answer within {LOOKUP_LIMIT_S:g} s")
+            except (OSError, UnicodeError) as error:  # the second is how a name that cannot be one is refused
+                listener.source_failed(self.name, f"{self._host} is not found: {error}")
+            else:
+                # An address with a zone is of this machine's own link: no replica.
+                wanted = [self._wanted(address) for address in sorted(addresses) if "%" not in address]
+                if wanted:
+                    listener.replicas_wanted(self.name, wanted)
+                else:
+                    listener.source_failed(self.name, f"{self._host} has no address")
+            await asyncio.sleep(self._interval_s)
+
+    def _wanted(self, address: str) -> Wanted:
+        host = f"[{address}]" if ":" in address else address
+        return Wanted(f"http://{host}:{self._port}", self._ranks_count)

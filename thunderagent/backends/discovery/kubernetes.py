@@ -1,0 +1,288 @@
+"""Replicas from a Kubernetes cluster: the pods that a label selector selects.
+
+Theory of operation
+===================
+A list, then its changes from the list's version on. A watch that ends goes on from the last version heard of, bookmarks
+included; if the server no longer knows that version (410), or is lost, the list is made again. What was known stays
+until then: only a whole list, or a change, alters the set.
+
+A pod comes in when it is ready for the first time, and stays in until it is deleted or over, because a readiness probe
+may fail under load and whether an engine serves is for the poller to find out. A pod that is being deleted drains.
+
+The `kubernetes` package reads the configuration and renews tokens; the requests themselves are two, and are made with
+httpx, because a request on the event loop can be cancelled and a thread cannot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import structlog
+
+from thunderagent.backends.discovery.base import DiscoveryListener, PodSelection, Wanted
+from thunderagent.errors import ConfigurationError, DiscoveryError
+
+try:
+    from kubernetes import client, config
+except ImportError as error:
+    raise ConfigurationError("kubernetes_replicas needs the extra: pip install 'thunderagent[kubernetes]'") from error
+
+_log = structlog.get_logger(__name__)
+
+WATCH_S = 60
+"""How long a watch lasts before it is asked for anew: so a connection that died in silence is noticed."""
+PAGE_ITEMS_COUNT = 500
+
+Json = dict[str, Any]
+
+
+class _GoneError(DiscoveryError):
+    """The server no longer knows the version that a watch should go on from."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterAccess:
+    """Where the API server is: at `api_url` without a login, or as a kubeconfig file or the pod's own account says."""
+
+    kubeconfig: Path | None = None
+    api_url: str = ""
+    timeout_s: float = 10.0
+
+
+class KubernetesSource:
+    """Follow the pods of one selection."""
+
+    def __init__(self, selection: PodSelection, access: ClusterAccess, *, backoff_s: float) -> None:
+        """Follow nothing yet; `backoff_s` is the time between two tries when the API server is lost."""
+        self.name = "kubernetes"
+        self._selection = selection
+        self._access = access
+        self._backoff_s = backoff_s
+        self._pods: dict[str, Json] = {}
+        """By their uids."""
+        self._urls: dict[str, str] = {}
+        """Of those that were ready once."""
+        self._portless: set[str] = set()
+
+    def __repr__(self) -> str:
+        return f"<KubernetesSource {self._selection}>"
+
+    async def run(self, listener: DiscoveryListener) -> None:
+        """List and watch until cancelled."""
+        while True:
+            try:
+                async with _connected(self._access) as cluster:
+                    await self._follow(cluster, listener)
+            except DiscoveryError as error:
+                listener.source_failed(self.name, str(error))
+                await asyncio.sleep(self._backoff_s)
+
+    async def _follow(self, cluster: _Cluster, listener: DiscoveryListener) -> None:
+        """List, then watch; raise `DiscoveryError` when a new list is needed because the server is lost."""
+        loop = asyncio.get_running_loop()
+        version = ""
+        while True:
+            if not version:
+                pods, version = await cluster.list(self._selection)
+                self._pods = {uid_of(pod): pod for pod in pods}
+                self._tell(listener)
+            begun_at_s = loop.time()
+            try:
+                async for event in cluster.watch(self._selection, version):
+                    version = event["object"]["metadata"].get("resourceVersion") or version
+                    if event["type"] == "BOOKMARK":
+                        continue
+                    self._take(event["type"], event["object"])
+                    self._tell(listener)
+            except _GoneError:
+                _log.info("kubernetes_watch_expired", namespace=self._selection.namespace)
+                version = ""
+            if loop.time() - begun_at_s < self._backoff_s:
+                await asyncio.sleep(self._backoff_s)
+
+    def _take(self, kind: str, pod: Json) -> None:
+        if kind == "DELETED":
+            self._pods.pop(uid_of(pod), None)
+        else:
+            self._pods[uid_of(pod)] = pod
+
+    def _tell(self, listener: DiscoveryListener) -> None:
+        self._urls = {uid: url for uid, pod in self._pods.items() if (url := self._url_of(uid, pod))}
+        wanted: dict[str, Wanted] = {}
+        for uid, url in self._urls.items():
+            is_draining = "deletionTimestamp" in self._pods[uid]["metadata"]
+            if url not in wanted or not is_draining:  # an address may have gone over to a new pod
+                wanted[url] = Wanted(url, is_draining=is_draining)
+        listener.replicas_wanted(self.name, sorted(wanted.values(), key=lambda each: each.url))
+
+    def _url_of(self, uid: str, pod: Json) -> str | None:
+        """Return where a pod's engine is; None if it was never ready, or is over."""
+        status = pod.get("status") or {}
+        if status.get("phase") in {"Succeeded", "Failed"}:
+            return None
+        if uid not in self._urls and not _is_ready(pod):
+            return None
+        address = status.get("podIP")
+        port = _port_of(pod, self._selection.port)
+        if port is None and uid not in self._portless:
+            self._portless.add(uid)
+            _log.warning("kubernetes_pod_without_port", pod=pod["metadata"].get("name"), port=self._selection.port)
+        if not address or port is None:
+            return None
+        return f"http://{f'[{address}]' if ':' in address else address}:{port}"
+
+
+def uid_of(pod: Json) -> str:
+    """Return what identifies a pod: names come back."""
+    return str(pod["metadata"]["uid"])
+
+
+def _is_ready(pod: Json) -> bool:
+    conditions = (pod.get("status") or {}).get("conditions") or ()
+    is_ready = any(each.get("type") == "Ready" and each.get("status") == "True" for each in conditions)
+    return is_ready and "deletionTimestamp" not in pod["metadata"]
+
+
+def _port_of(pod: Json, wanted: str) -> int | None:
+    if wanted.isdigit():
+        return int(wanted)
+    spec = pod.get("spec") or {}
+    for part in (*(spec.get("containers") or ()), *(spec.get("initContainers") or ())):
+        for port in part.get("ports") or ():
+            if port.get("name") == wanted:
+                return int(port["containerPort"])
+    return None
+
+
+# --- the API server
+
+
+class _Cluster:
+    """The two requests that are needed. All raise `DiscoveryError`, and nothing else."""
+
+    def __init__(self, http: httpx.AsyncClient, configuration: Any, timeout_s: float) -> None:
+        self._http = http
+        self._configuration = configuration
+        self._timeout_s = timeout_s
+
+    async def list(self, selection: PodSelection) -> tuple[list[Json], str]:
+        """Return all pods of a selection, and the version that this list is of."""
+        pods: list[Json] = []
+        query = {"labelSelector": selection.selector, "limit": str(PAGE_ITEMS_COUNT)}
+        while True:
+            try:
+                async with asyncio.timeout(self._timeout_s), self._answer(selection, query) as response:
+                    page = msgspec.json.decode(await response.aread())
+                metadata = page["metadata"]
+                pods += [pod for pod in page["items"] or () if uid_of(pod)]
+                query["continue"] = metadata.get("continue") or ""
+                if not query["continue"]:
+                    return pods, str(metadata["resourceVersion"])
+            except _GoneError:  # the list expired before it was read: from the beginning
+                raise DiscoveryError("the list of pods expired while it was read") from None
+            except TimeoutError as error:
+                raise DiscoveryError(f"the Kubernetes API sent nothing within {self._timeout_s:g} s") from error
+            except (httpx.HTTPError, msgspec.DecodeError, KeyError, TypeError, AttributeError) as error:
+                raise DiscoveryError(f"the Kubernetes API does not answer as one does: {error!r}") from error
+
+    async def watch(self, selection: PodSelection, version: str) -> AsyncIterator[Json]:
+        """Yield the events of one watch until it ends or breaks. Raises `_GoneError` if it is to begin too early."""
+        query = {
+            "labelSelector": selection.selector,
+            "watch": "true",
+            "allowWatchBookmarks": "true",
+            "resourceVersion": version,
+            "timeoutSeconds": str(WATCH_S),
+        }
+        try:
+            async with self._answer(selection, query) as response:
+                async for line in response.aiter_lines():
+                    if not line.strip():
+                        continue
+                    event = msgspec.json.decode(line)
+                    if event["type"] == "ERROR":
+                        raise _refusal(int(event["object"].get("code") or 0), event["object"])
+                    _ = event["object"]["metadata"]
+                    yield event
+        except (httpx.HTTPError, msgspec.DecodeError, KeyError, TypeError, AttributeError) as error:
+            # A list, if the server is there, or its error, if it is not, follows from the next watch.
+            _log.info("kubernetes_watch_broken", namespace=selection.namespace, why=repr(error))
+            if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+                raise DiscoveryError(f"the Kubernetes API cannot be reached: {error}") from error
+
+    @asynccontextmanager
+    async def _answer(self, selection: PodSelection, query: Mapping[str, str]) -> AsyncIterator[httpx.Response]:
+        path = f"/api/v1/namespaces/{selection.namespace}/pods"
+        params = {name: value for name, value in query.items() if value}
+        # A token may be renewed by a command or from a file.
+        login = await asyncio.to_thread(self._configuration.auth_settings)
+        headers = {"Accept": "application/json", **{each["key"]: each["value"] for each in login.values()}}
+        async with self._http.stream("GET", path, params=params, headers=headers) as response:
+            if not response.is_success:
+                raise _refusal(response.status_code, _status_of(await response.aread()))
+            yield response
+
+
+@asynccontextmanager
+async def _connected(access: ClusterAccess) -> AsyncIterator[_Cluster]:
+    """Connect as the configuration says. Raises `DiscoveryError` if there is none that can be used."""
+    try:
+        configuration = await asyncio.to_thread(_configuration, access)
+        context = await asyncio.to_thread(_tls, configuration)
+    except (config.ConfigException, OSError, ssl.SSLError, ValueError) as error:
+        raise DiscoveryError(f"no usable configuration for Kubernetes: {error}") from error
+    timeout = httpx.Timeout(access.timeout_s, read=WATCH_S + access.timeout_s)
+    async with httpx.AsyncClient(
+        base_url=configuration.host, verify=context, proxy=configuration.proxy, timeout=timeout, trust_env=False
+    ) as http:
+        yield _Cluster(http, configuration, access.timeout_s)
+
+
+def _configuration(access: ClusterAccess) -> Any:
+    configuration = client.Configuration()
+    if access.api_url:
+        configuration.host = access.api_url
+        configuration.proxy = None
+    elif access.kubeconfig is not None:
+        config.load_kube_config(str(access.kubeconfig), client_configuration=configuration)
+    else:
+        try:
+            config.load_incluster_config(client_configuration=configuration)
+        except config.ConfigException:
+            config.load_kube_config(client_configuration=configuration)
+    return configuration
+
+
+def _tls(configuration: Any) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=configuration.ssl_ca_cert)
+    if not configuration.verify_ssl:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    if configuration.cert_file:
+        context.load_cert_chain(configuration.cert_file, configuration.key_file)
+    return context
+
+
+def _status_of(body: bytes) -> Json:
+    try:
+        status = msgspec.json.decode(body)
+    except msgspec.DecodeError:
+        return {}
+    return status if isinstance(status, dict) else {}
+
+
+def _refusal(code: int, status: Json) -> DiscoveryError:
+    message = str(status.get("message") or "no reason given")
+    if code == 410:
+        return _GoneError(message)
+    if code == 403:
+        return DiscoveryError(f"we lack the right to list and watch pods: {message}")
+    return DiscoveryError(f"the Kubernetes API answered {code}: {message}")
