@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 class EngineCollector(Collector):
-    """Read an engine whenever it is asked; the label `engine` is the data-parallel rank, always 0 here."""
+    """Read an engine whenever it is asked; the label `engine` is the data-parallel rank."""
 
-    def __init__(self, realtime: RealtimeEngine, model: str) -> None:
+    def __init__(self, realtime: RealtimeEngine, model: str, rank_id: int = 0) -> None:
         self._realtime = realtime
-        self._labels = {"model_name": model, "engine": "0"}
+        self._labels = {"model_name": model, "engine": str(rank_id)}
 
     def collect(self) -> Iterator[Metric]:
         """Yield every metric as it is now."""
@@ -67,7 +67,7 @@ class EngineCollector(Collector):
         labels = {
             "block_size": str(config.block_size),
             "enable_prefix_caching": "True",
-            "engine": "0",
+            "engine": self._labels["engine"],
             "kv_cache_size_tokens": str(config.capacity_tokens),
             "num_gpu_blocks": str(config.block_count),
         }

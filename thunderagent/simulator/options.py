@@ -16,7 +16,8 @@ class ServerConfig:
 
     `speed` divides every duration: 2 makes the engine twice as fast. `port` 0 takes a free one. `seed` changes what is
     generated. `grace_s` is how long a shutdown lets requests finish. `end_with_stdin` ends the engine when its
-    standard input does, so that it cannot outlive whoever started it. Raises ValueError.
+    standard input does, so that it cannot outlive whoever started it. `data_parallel_count` engines, each as `engine`
+    says, run behind the one address. Raises ValueError.
     """
 
     engine: EngineConfig
@@ -27,10 +28,13 @@ class ServerConfig:
     seed: int = 0
     grace_s: float = 2.0
     end_with_stdin: bool = False
+    data_parallel_count: int = 1
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port must be 0 to 65535, got {self.port}")
+        if not 1 <= self.data_parallel_count <= 64:
+            raise ValueError(f"data-parallel-size must be 1 to 64, got {self.data_parallel_count}")
         if not self.model:
             raise ValueError("the model needs a name")
         if not 0 < self.speed < float("inf"):
@@ -103,6 +107,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="seconds that requests in flight may take to finish after SIGTERM (default: %(default)s)",
     )
+    add(
+        "--data-parallel-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="run N engines behind the one address, each with a pool of its own; the header X-data-parallel-rank "
+        "chooses (default: %(default)s)",
+    )
     add("--end-with-stdin", action="store_true", help="end when standard input does, as if by SIGTERM")
 
 
@@ -128,4 +140,5 @@ def config_from(args: argparse.Namespace) -> ServerConfig:
         seed=args.seed,
         grace_s=args.grace_s,
         end_with_stdin=args.end_with_stdin,
+        data_parallel_count=args.data_parallel_size,
     )

@@ -2,9 +2,10 @@
 
 Theory of operation
 -------------------
-One task steps the engine, in the rhythm of `realtime.py`. A handler reads a request (`requests.py`), turns it into
-tokens and chooses those of the answer (`tokens.py`), waits until the engine has generated them, and shapes them
-(`answers.py`). A request lives as long as its handler: a client that goes away cancels that, which frees the blocks.
+One task steps the engine, in the rhythm of `realtime.py`; of several data-parallel ranks (`ranks.py`) each has its own.
+A handler reads a request (`requests.py`), turns it into tokens and chooses those of the answer (`tokens.py`), waits
+until the engine has generated them, and shapes them (`answers.py`). A request lives as long as its handler: a client
+that goes away cancels that, which frees the blocks.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ from thunderagent.simulator.answers import (
     usage_of,
 )
 from thunderagent.simulator.messages_api import MessagesBody, MessagesForm, error_body
-from thunderagent.simulator.metrics import EngineCollector
 from thunderagent.simulator.options import ServerConfig, add_arguments, config_from
+from thunderagent.simulator.ranks import RANK_HEADER, RanksCollector, chosen_rank
 from thunderagent.simulator.realtime import Generation, RealtimeEngine
 from thunderagent.simulator.records import EngineRequest, FinishedRequest
 from thunderagent.simulator.requests import (
@@ -86,18 +87,22 @@ class EngineServer:
 
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
-        self._realtime = RealtimeEngine(config.engine, speed=config.speed, now_s=time.monotonic())
-        self._work = asyncio.Event()
+        self._ranks = [
+            RealtimeEngine(config.engine, speed=config.speed, now_s=time.monotonic())
+            for _ in range(config.data_parallel_count)
+        ]
+        self._work = [asyncio.Event() for _ in self._ranks]
         self._may_step = asyncio.Event()
         self._may_step.set()
-        self._control = VllmControl(self._realtime, stand_still=self._may_step.clear, go_on=self._may_step.set)
+        # Pausing is for all ranks; what else is controlled is the first one.
+        self._control = VllmControl(self._ranks[0], stand_still=self._may_step.clear, go_on=self._may_step.set)
         self._tokenizer = WordTokenizer()
         self._started_s = int(time.time())
         self._request_count = 0
         self._responses = ResponseStore()
         self._background: asyncio.TaskGroup | None = None
         self._registry = CollectorRegistry()
-        self._registry.register(EngineCollector(self._realtime, config.model))
+        self._registry.register(RanksCollector(self._ranks, config.model))
         self.app = web.Application(middlewares=[_answer_errors], client_max_size=64 << 20)
         self.app.add_routes(
             [
@@ -122,14 +127,14 @@ class EngineServer:
     async def drive(self) -> None:
         """Run iterations while there is work, and wait for work otherwise, until cancelled."""
         async with asyncio.TaskGroup() as self._background:
-            await self._iterate()
+            for realtime, work in zip(self._ranks, self._work, strict=True):
+                self._background.create_task(self._drive(realtime, work))
 
-    async def _iterate(self) -> None:
-        realtime = self._realtime
+    async def _drive(self, realtime: RealtimeEngine, work: asyncio.Event) -> None:
         while True:
             if not realtime.engine.has_work:
-                self._work.clear()
-                await self._work.wait()
+                work.clear()
+                await work.wait()
                 realtime.catch_up(time.monotonic())
             if not self._may_step.is_set():
                 await self._may_step.wait()
@@ -156,20 +161,27 @@ class EngineServer:
             return await self._answer_in_events(request, body, prompt, answer, form)
         if body.stream or not body.store:
             raise ApiError("background needs store=true, and here a whole answer.", param="background")
+        rank_id = self._rank_of(request)
         stored = Stored(form.response("queued"), chat)
         self._responses.put(stored)
         answered = _json_response(stored.response)
         assert self._background is not None
-        task = self._background.create_task(self._in_background(body, prompt, answer, form, stored))
+        task = self._background.create_task(self._in_background(body, prompt, answer, form, stored, rank_id))
         stored.cancel = task.cancel
         return answered
 
     async def _in_background(
-        self, body: ResponsesBody, prompt: list[int], answer: Answer, form: ResponsesForm, stored: Stored
+        self,
+        body: ResponsesBody,
+        prompt: list[int],
+        answer: Answer,
+        form: ResponsesForm,
+        stored: Stored,
+        rank_id: int,
     ) -> None:
         """Make a response that its client asks for later."""
         news = asyncio.Event()
-        async with self._generation(body, prompt, answer, news) as generation:
+        async with self._generation(body, prompt, answer, news, rank_id) as generation:
             stored.response["status"] = "in_progress"
             await news.wait()
             token_ids, finish_reason, finished = _end_of(generation, answer)
@@ -216,24 +228,32 @@ class EngineServer:
         )
         return prompt, answer
 
+    def _rank_of(self, request: web.Request) -> int:
+        return chosen_rank(request.headers.get(RANK_HEADER), self._ranks)
+
     @asynccontextmanager
     async def _generation(
-        self, body: GenerationBody, prompt: list[int], answer: Answer, news: asyncio.Event
+        self,
+        body: GenerationBody,
+        prompt: list[int],
+        answer: Answer,
+        news: asyncio.Event,
+        rank_id: int,
     ) -> AsyncIterator[Generation]:
-        """Run a request on the engine for as long as the context is open."""
+        """Run a request on a rank's engine for as long as the context is open."""
         self._request_count += 1
         engine_request = EngineRequest(str(self._request_count), prompt, answer.token_ids, body.priority)
         await self._control.enter()
-        with self._realtime.generation(
+        with self._ranks[rank_id].generation(
             engine_request, answer.finish_reason, time.monotonic(), whole=not body.stream, on_news=news.set
         ) as generation:
-            self._work.set()
+            self._work[rank_id].set()
             yield generation
 
     async def _generate(self, request: web.Request, body: ChatBody | CompletionBody, form: Form) -> web.StreamResponse:
         prompt, answer = self._composed(body, body.encode(self._tokenizer))
         news = asyncio.Event()
-        async with self._generation(body, prompt, answer, news) as generation:
+        async with self._generation(body, prompt, answer, news, self._rank_of(request)) as generation:
             if body.stream:
                 return await self._stream(request, form, generation, news, body.stream_options or StreamOptions())
             await news.wait()
@@ -247,7 +267,7 @@ class EngineServer:
         """Answer in an API that has events of its own, streamed or whole."""
         news = asyncio.Event()
         spoken = self._tokenizer.spoken_words
-        async with self._generation(body, prompt, answer, news) as generation:
+        async with self._generation(body, prompt, answer, news, self._rank_of(request)) as generation:
             if not body.stream:
                 await news.wait()
                 token_ids, finish_reason, finished = _end_of(generation, answer)
