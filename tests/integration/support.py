@@ -28,6 +28,7 @@ from thunderagent.serving import build_runtime, proxy
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 
+    from thunderagent.backends.discovery import Source
     from thunderagent.runtime import Runtime
 
 DEADLINE_S = 10.0
@@ -380,6 +381,7 @@ class FakeReplica:
         self.healthy = True
         self.calls: list[Call] = []
         """Requests other than polls."""
+        self.polls_count = 0
         self.peers: set[_Peer] = set()
         self.tasks: set[asyncio.Task[None]] = set()
         self._socket = _bound_socket(0)
@@ -422,6 +424,7 @@ class FakeReplica:
 
     async def answer_call(self, call: Call) -> None:
         if call.target == "/health":
+            self.polls_count += 1
             call.write(_whole_answer(b"", status="200 OK" if self.healthy else "503 Service Unavailable"))
         elif call.target == "/metrics":
             text = self.metrics
@@ -629,8 +632,10 @@ class RunningProxy:
 
 
 @asynccontextmanager
-async def running_proxy(*urls: str, up: int | None = None, **config: Any) -> AsyncIterator[RunningProxy]:
-    """Run a proxy in front of `urls` and wait for `up` of them (None: all).
+async def running_proxy(
+    *urls: str, up: int | None = None, sources: Sequence[Source] = (), **config: Any
+) -> AsyncIterator[RunningProxy]:
+    """Run a proxy in front of `urls`, and of what `sources` find, and wait for `up` of them (None: all URLs).
 
     Afterwards no turn and no socket must be left, and a replay of the events must decide the same, with every
     invariant kept.
@@ -653,7 +658,7 @@ async def running_proxy(*urls: str, up: int | None = None, **config: Any) -> Asy
         assert event_log is not None
         assert settings.event_log is not None
         with contextlib.closing(event_log):
-            async with proxy(settings, runtime, settings.backends) as url:
+            async with proxy(settings, runtime, settings.backends, further_sources=sources) as url:
                 running = RunningProxy(url, runtime)
                 await running.up(len(urls) if up is None else up)
                 yield running
