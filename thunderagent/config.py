@@ -24,8 +24,7 @@ from pydantic_settings import (
 )
 
 from thunderagent.backends.discovery import wanted_of
-from thunderagent.backends.discovery.base import PodSelection, ranks_count_of
-from thunderagent.backends.discovery.dns import SCHEME as DNS_SCHEME
+from thunderagent.backends.discovery.base import PodSelection, ranks_count_of, refuse_twins
 from thunderagent.backends.discovery.dns import DnsSource
 from thunderagent.errors import ConfigurationError, DiscoveryError
 from thunderagent.tools.template import DriverKind, Template
@@ -244,11 +243,11 @@ class ServeConfig(BaseSettings):
         if not isinstance(parts, list | tuple):
             return value
         urls = tuple(str(part).strip().rstrip("/") for part in parts if str(part).strip())
-        for url in urls:
-            with _refused():
-                wanted_of(url) if not url.startswith(DNS_SCHEME) else DnsSource(url, interval_s=1.0)
-        if len(set(urls)) < len(urls):
-            raise ValueError("a URL is named twice")
+        with _refused():
+            for url in urls:
+                if url.startswith("dns+"):
+                    DnsSource(url, interval_s=1.0)
+            refuse_twins([wanted_of(url.removeprefix("dns+")) for url in urls])
         return urls
 
     @field_validator(

@@ -71,7 +71,15 @@ def test_lists_come_from_every_source(tmp_path: Path, monkeypatch: pytest.Monkey
         ({"capacity_tokens": "0"}, "capacity_tokens: "),
         ({"backends": "localhost:8000"}, "backends: .*'localhost:8000' is no http or https URL"),
         ({"backends": "http://a:8000/v1"}, "backends: .*name the engine's root, without /v1"),
-        ({"backends": "http://a,http://a/"}, "backends: .*a URL is named twice"),
+        ({"backends": "http://a,http://a/"}, "backends: .*http://a is named twice"),
+        ({"backends": "http://a:1,http://a:1#dp=2"}, "backends: .*http://a:1 is named twice"),
+        ({"backends": "http://a:1#ranks=2"}, "backends: .*after # comes dp=N"),
+        ({"backends": "http://a:1#dp=0"}, "backends: .*'0' is no number of data-parallel ranks"),
+        ({"backends": "dns+https://a:1"}, "backends: .*is looked up as dns\\+http://NAME:PORT"),
+        ({"backends": "dns+http://a:1/path"}, "backends: .*is given as dns\\+http://NAME:PORT"),
+        ({"data_parallel_ranks": "some"}, "data_parallel_ranks: .*'some' is no number"),
+        ({"kubernetes_replicas": "app=vllm:8000"}, "kubernetes_replicas: .*is not NAMESPACE/SELECTOR:PORT"),
+        ({"kv_events": "tcp://a:1"}, "kv_events names 1 addresses for 0 backends"),
         ({"backends": 5}, "backends: "),
         ({"policy_args": ["n"]}, "policy_args: .*'n' is not name=value"),
         ({"policy_args": ["=6"]}, "policy_args: .*'=6' is not name=value"),
@@ -84,6 +92,22 @@ def test_a_wrong_value_names_its_field(given: dict[str, object], message: str) -
     """A message that says what to mend."""
     with pytest.raises(ConfigurationError, match=message):
         ServeConfig.load(**given)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"backends": "dns+http://engines:8000,http://a:1#dp=4,http://[::1]:8000"},
+        {"data_parallel_ranks": "auto"},
+        {"data_parallel_ranks": 8},
+        {"kubernetes_replicas": "inference/app.kubernetes.io/name=vllm,tier in (gpu, big):http"},
+        {"kv_events": "tcp://{host}:5557"},
+        {"embedded_engines": 0},
+    ],
+)
+def test_the_ways_to_name_replicas_are_taken(given: dict[str, object]) -> None:
+    """Names, ranks, pods; an address of KV events for all; and none at all."""
+    ServeConfig.load(**given)
 
 
 def test_every_wrong_value_is_named_at_once() -> None:

@@ -151,7 +151,8 @@ class Poller:
         watched.trouble.pop(replica_id, None)
         if not watched.endpoints:
             del self._by_url[_key_of(endpoint)]
-            if watched.task is not None:
+            # A task in which a listener removes what it hears of ends by itself: it closes its connections then.
+            if watched.task is not None and watched.task is not asyncio.current_task():
                 watched.task.cancel()
 
     def suspect(self, replica_id: str) -> None:

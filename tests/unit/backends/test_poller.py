@@ -461,3 +461,78 @@ def test_a_url_that_is_none_is_an_error(url: str) -> None:
     """A replica's URL is checked before anything is sent to it."""
     with pytest.raises(ConfigurationError, match="replica 'a'"):
         Poller(Recorder(), PollerSettings()).add(ReplicaEndpoint("a", url, backend_of("vllm")))
+
+
+def ranks_of(engine: Engine, *rank_ids: int | None, finds_ranks: bool = False) -> list[ReplicaEndpoint]:
+    url = f"http://127.0.0.1:{engine.port}"
+    return [ReplicaEndpoint(f"a/{rank_id}", url, backend_of("vllm"), rank_id, finds_ranks) for rank_id in rank_ids]
+
+
+def ranks_exposition(*capacities_tokens: int) -> str:
+    return "".join(
+        f'vllm:cache_config_info{{engine="{rank}",kv_cache_size_tokens="{tokens}"}} 1.0\n'
+        for rank, tokens in enumerate(capacities_tokens)
+    )
+
+
+async def test_ranks_of_a_url_share_its_polls(engines: Callable[[], Engine]) -> None:
+    """Each has its own reading; the engine is asked once for all; they go down together."""
+    engine = engines()
+    engine.metrics = ranks_exposition(1000, 2000, 3000)
+    await engine.start()
+    first, second, third = ranks_of(engine, 0, 1, 2)
+    async with polling(first, second) as (poller, recorder):
+        await recorder.polls("a/1", 3)
+        assert {(each, reading.capacity_tokens) for each, reading in recorder.readings} == {
+            ("a/0", 1000),
+            ("a/1", 2000),
+        }
+        assert engine.health_count <= len(recorder.readings) / 2 + 1
+        assert recorder.heard == [("up", "a/0"), ("up", "a/1")]
+        poller.add(third)
+        assert ("up", "a/2") not in recorder.heard
+        await recorder.until_heard("up", "a/2")
+        assert (recorder.readings[-1][0], recorder.readings[-1][1].capacity_tokens) == ("a/2", 3000)
+        poller.remove("a/0")
+        await recorder.polls("a/1", 2)
+        poller.refused("a/1")
+        assert [each[:2] for each in recorder.heard[3:]] == [("down", "a/1"), ("down", "a/2")]
+        await recorder.until_heard("up", "a/1", times=2)
+        assert ("up", "a/0") not in recorder.heard[3:]
+        for replica_id in ("a/1", "a/2"):
+            poller.remove(replica_id)
+        count = engine.health_count
+        await asyncio.sleep(3 * INTERVAL_S)
+        assert engine.health_count <= count + 1
+        assert repr(poller) == "<Poller 0 up of 0>"
+
+
+@dataclass
+class Splitter(Recorder):
+    """A listener that makes a replica of each rank that is found."""
+
+    poller: Poller | None = None
+    engine: Engine | None = None
+    found: list[int] = field(default_factory=list)
+
+    def ranks_found(self, url: str, ranks_count: int) -> None:
+        assert self.poller is not None
+        assert self.engine is not None
+        self.found.append(ranks_count)
+        for each in ranks_of(self.engine, *range(ranks_count), finds_ranks=True):
+            self.poller.add(each)
+        self.poller.remove("a/None")
+
+
+async def test_ranks_that_are_found_come_up_in_the_poll_that_finds_them(engines: Callable[[], Engine]) -> None:
+    """The listener puts them in the place of the whole, which never comes up."""
+    engine = engines()
+    engine.metrics = ranks_exposition(1000, 2000)
+    await engine.start()
+    splitter = Splitter(engine=engine)
+    async with polling(*ranks_of(engine, None, finds_ranks=True), recorder=splitter) as (splitter.poller, recorder):
+        await recorder.until_heard("up", "a/1")
+        await recorder.polls("a/1", 3)
+        assert recorder.heard == [("up", "a/0"), ("up", "a/1")]
+        assert splitter.found == [2]
+        assert {each for each, _ in recorder.readings} == {"a/0", "a/1"}

@@ -243,6 +243,40 @@ def test_a_turn_is_kept_off_the_replica_that_failed_it_if_there_is_another() -> 
     assert driver.granted_on[third] == driver.granted_on[second]
 
 
+def test_a_removed_replica_is_forgotten_and_what_was_in_flight_there_is_lost() -> None:
+    """Its programs are paused, its turns' ends count nowhere, and nothing names it any more."""
+    driver = by_memory(r0=1000, r1=900)
+    turn = driver.arrives("reasons", 500)
+    anonymous = driver.arrives(None, 100)
+    driver.takes_turn("acts", 300)
+    homes = {name: driver.home(name) for name in ("reasons", "acts")}
+    gone = homes["reasons"]
+    assert gone is not None
+    decisions = driver.is_removed(gone)
+    assert {each.reason for each in decisions if isinstance(each, Pause)} == {Reason.REPLICA_REMOVED}
+    assert gone not in driver.scheduler.replicas
+    assert gone not in driver.scheduler.ledger.accounts
+    assert [replica.replica_id for replica in driver.scheduler.open_replicas] == [{"r0": "r1", "r1": "r0"}[gone]]
+    driver.fails(turn)
+    driver.finishes(anonymous, 100)
+    assert driver.is_removed(gone) == []
+    driver.reports(gone, reasons=500)
+    assert gone not in driver.scheduler.replicas, "a report that comes late brings nothing back"
+    again = driver.arrives("reasons", 500, avoid=gone)
+    assert driver.granted_on[again] != gone
+
+
+def test_the_largest_replica_counts_no_longer_when_it_is_removed() -> None:
+    """What it pays to hold is measured by the largest replica that there is."""
+    driver = by_memory(r0=1000, r1=900)
+    assert driver.scheduler.knowledge.capacity_tokens == 1000
+    driver.is_removed("r0")
+    assert driver.scheduler.knowledge.capacity_tokens == 900
+    driver.is_removed("r1")
+    driver.is_removed("never-was")
+    assert driver.scheduler.knowledge.capacity_tokens == 0
+
+
 def test_a_draining_replica_gets_nothing_new_and_keeps_what_is_in_flight() -> None:
     """Acting programs leave at once, reasoning ones at the end of their turn; new ones go elsewhere."""
     driver = by_memory(r0=1000, r1=900)

@@ -37,7 +37,9 @@ class SystemResolver:
 class DnsSource:
     """Follow the addresses of one name."""
 
-    def __init__(self, url: str, *, interval_s: float, resolver: Resolver | None = None) -> None:
+    def __init__(
+        self, url: str, *, interval_s: float, resolver: Resolver | None = None, limit_s: float = LOOKUP_LIMIT_S
+    ) -> None:
         """Look up the host of `url` (`dns+http://name:8000`) every `interval_s`. Raises `DiscoveryError` for another.
 
         Plain HTTP only: no certificate is for an address that a name had a moment ago.
@@ -53,6 +55,7 @@ class DnsSource:
         self.name = f"dns:{self._host}:{self._port}"
         self._ranks_count = template.ranks_count
         self._interval_s = interval_s
+        self._limit_s = limit_s
         self._resolver: Resolver = resolver or SystemResolver()
 
     def __repr__(self) -> str:
@@ -62,10 +65,10 @@ class DnsSource:
         """Tell the addresses after every lookup that finds some."""
         while True:
             try:
-                async with asyncio.timeout(LOOKUP_LIMIT_S):
+                async with asyncio.timeout(self._limit_s):
                     addresses = set(await self._resolver.addresses(self._host))
             except TimeoutError:
-                listener.source_failed(self.name, f"no answer within {LOOKUP_LIMIT_S:g} s")
+                listener.source_failed(self.name, f"no answer within {self._limit_s:g} s")
             except (OSError, UnicodeError) as error:  # the second is how a name that cannot be one is refused
                 listener.source_failed(self.name, f"{self._host} is not found: {error}")
             else:

@@ -2,7 +2,7 @@
 
 The file is read anew every few seconds and compared by its bytes, because a ConfigMap is exchanged behind a link and
 times of change lie on network file systems. What cannot be read in whole is an error, and never a smaller set: an
-editor may be in the middle of writing it.
+editor may be in the middle of writing it. So a new content counts only if it is still the same a moment later.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ from thunderagent.errors import DiscoveryError
 
 MOST_BYTES = 4 * 2**20
 """A longer file is not what it should be."""
+
+SETTLE_S = 0.05
+"""A file that changed must be the same after so long: else it is being written."""
 
 _COMMENT = re.compile(r"(^|\s)#.*")  # a # inside of a URL begins its number of ranks
 
@@ -69,7 +72,7 @@ class FileSource:
         while True:
             try:
                 content = await asyncio.to_thread(_read, self._path)
-                if content != known:
+                if content != known and await self._is_settled(content):
                     wanted = parse(content, self._path.suffix)
                     known = content
                     listener.replicas_wanted(self.name, wanted)
@@ -77,6 +80,10 @@ class FileSource:
                 known = None
                 listener.source_failed(self.name, f"{self._path}: {error}")
             await asyncio.sleep(self._interval_s)
+
+    async def _is_settled(self, content: bytes) -> bool:
+        await asyncio.sleep(SETTLE_S)
+        return await asyncio.to_thread(_read, self._path) == content
 
 
 def parse(content: bytes, suffix: str) -> list[Wanted]:

@@ -1,0 +1,105 @@
+"""A pool of connections for each replica: counted, and closed at once when the replica goes."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+from aiohttp import web
+from multidict import CIMultiDict
+
+from thunderagent.backends import backend_of
+from thunderagent.backends.client import ClientSettings, ReplicaClient, open_client
+from thunderagent.backends.poller import ReplicaEndpoint
+from thunderagent.errors import ReplicaClosedEarlyError, ReplicaRefusedError, ReplicaRemovedError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+
+class Server:
+    """Answer `/empty`, `/whole` at once, `/slow` when told to, and remember the last headers."""
+
+    def __init__(self) -> None:
+        self.go_on = asyncio.Event()
+        self.asked = asyncio.Event()
+        self.ranks: list[str] = []
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        self.ranks = request.headers.getall("X-data-parallel-rank", [])
+        self.asked.set()
+        if request.path == "/slow":
+            await self.go_on.wait()
+        return web.Response(body=b"" if request.path == "/empty" else b"x" * 100_000)
+
+
+@asynccontextmanager
+async def serving(rank_id: int | None = None) -> AsyncIterator[tuple[Server, ReplicaClient, str]]:
+    server = Server()
+    app = web.Application()
+    app.router.add_get("/{path:.*}", server.handle)
+    runner = web.AppRunner(app, shutdown_timeout=0)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    url = "http://{}:{}".format(*runner.addresses[0])
+    try:
+        async with open_client(ClientSettings()) as client:
+            client.add(ReplicaEndpoint("r", url, backend_of("vllm"), rank_id))
+            yield server, client, url
+    finally:
+        server.go_on.set()
+        await runner.cleanup()
+
+
+async def test_requests_are_counted_until_their_answers_are_read_or_closed() -> None:
+    async with serving() as (_, client, url):
+        for path in ("/empty", "/whole"):
+            response = await client.send("r", url, "GET", path, CIMultiDict(), None)
+            await client.read("r", response)
+            assert client.requests_count("r") == 0
+        response = await client.send("r", url, "GET", "/whole", CIMultiDict(), None)
+        assert client.requests_count("r") == 1
+        response.close()
+        response.close()
+        assert client.requests_count("r") == 0
+        assert client.requests_count("nobody") == 0
+
+
+async def test_a_request_that_fails_or_is_cancelled_counts_no_longer() -> None:
+    async with serving() as (server, client, url):
+        with pytest.raises(ReplicaRefusedError):
+            await client.send("r", "http://127.0.0.1:1", "GET", "/", CIMultiDict(), None)
+        assert client.requests_count("r") == 0
+        task = asyncio.create_task(client.send("r", url, "GET", "/slow", CIMultiDict(), None))
+        await server.asked.wait()
+        assert client.requests_count("r") == 1
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert client.requests_count("r") == 0
+
+
+async def test_a_removed_replicas_requests_fail_at_once() -> None:
+    """Those that wait for an answer, and those that come later; before the first await nothing is sent any more."""
+    async with serving() as (server, client, url):
+        waiting = asyncio.create_task(client.send("r", url, "GET", "/slow", CIMultiDict(), None))
+        await server.asked.wait()
+        async with asyncio.timeout(2):
+            await client.remove("r")
+            with pytest.raises(ReplicaClosedEarlyError):
+                await waiting
+        with pytest.raises(ReplicaRemovedError, match="replica r was removed"):
+            await client.send("r", url, "GET", "/whole", CIMultiDict(), None)
+        await client.remove("r")
+
+
+async def test_a_rank_is_named_in_place_of_what_the_client_sent() -> None:
+    """And the headers that the caller goes on with stay as they are."""
+    async with serving(rank_id=3) as (server, client, url):
+        headers = CIMultiDict([("X-Data-Parallel-Rank", "0"), ("x-data-parallel-rank", "1"), ("A", "b")])
+        response = await client.send("r", url, "GET", "/whole", headers, None)
+        await client.read("r", response)
+        assert server.ranks == ["3"]
+        assert headers.getall("X-data-parallel-rank") == ["0", "1"]
