@@ -29,6 +29,10 @@ class ConfigurationError(ThunderAgentError):
     code = "configuration_error"
 
 
+class DiscoveryError(ConfigurationError):
+    """A source of replicas cannot say which there are: what it says is wrong, or it does not answer."""
+
+
 class TraceError(ConfigurationError):
     """A recorded trace cannot be read; the message names the file and the line."""
 
@@ -99,12 +103,6 @@ class ReplicaLeavingError(RequestError):
 
     status = 409
     code = "replica_leaving"
-
-
-class DiscoveryError(ThunderAgentError):
-    """A source of replicas cannot say which there are; those that it named last stay."""
-
-    code = "discovery_error"
 
 
 class ProgramReleasedError(ThunderAgentError):

@@ -13,7 +13,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from thunderagent import errors
-from thunderagent.backends import vllm
+from thunderagent.backends import backend_of, vllm
 from thunderagent.cli import build_parser
 from thunderagent.config import ENVIRONMENT_PREFIX, ServeConfig
 from thunderagent.policy_loader import load_policy
@@ -24,7 +24,9 @@ from thunderagent.programs.lifecycle import TRANSITIONS
 from thunderagent.programs.policies import POLICIES
 from thunderagent.programs.policies.breakeven import BreakEven
 from thunderagent.programs.scheduler import Scheduler
+from thunderagent.proxy.discovery import Discovery, DiscoverySettings
 from thunderagent.proxy.metrics import StateCollector, TurnMetrics
+from thunderagent.proxy.replica_routes import SourceCollector
 from thunderagent.proxy.replicas import Replicas
 from thunderagent.proxy.sandboxes import SandboxCollector
 from thunderagent.runtime import Runtime
@@ -55,6 +57,8 @@ HOSTS = {
     "127.0.0.1",
     "10.0.0.1",
     "10.0.0.2",
+    "10.0.0.3",
+    "engines.inference.svc.cluster.local",
 }
 # The first part of every path that begins with a slash: endpoints, and no place on somebody's machine.
 ENDPOINTS = {
@@ -70,6 +74,7 @@ ENDPOINTS = {
     *("init_weight_transfer", "init_broadcaster", "init_weights_send_group_for_remote_instance"),
     *("send_weights_to_remote_instance", "workers", "list_workers", "weight_sync", "leases"),
     *("get_load", "get_loads", "end"),
+    *("add_worker", "remove_worker"),
     "min",  # a column of a benchmark's table
 }
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -100,7 +105,9 @@ def metric_names() -> set[str]:
     registry = CollectorRegistry()
     TurnMetrics(registry)
     runtime = Runtime(Scheduler(load_policy("passthrough", {})))
-    registry.register(StateCollector(runtime, Replicas(runtime, [])))
+    replicas = Replicas(runtime, [])
+    registry.register(StateCollector(runtime, replicas))
+    registry.register(SourceCollector(Discovery(runtime, replicas, backend_of("vllm"), DiscoverySettings())))
     manager = build_manager(ServeConfig(sandboxes=("callback",)), runtime)
     assert manager is not None
     manager.failure_counts["x"] = 1
