@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from thunderagent import errors
 from thunderagent.backends import backend_of, vllm
+from thunderagent.backends.discovery.file import parse
 from thunderagent.cli import build_parser
 from thunderagent.config import ENVIRONMENT_PREFIX, ServeConfig
 from thunderagent.policy_loader import load_policy
@@ -301,3 +302,11 @@ def test_every_setting_of_the_default_policy_is_explained() -> None:
     for name, default in settings.items():
         assert rows[name][2].strip() == str(default).lower(), name
         assert all(cell.strip() for cell in rows[name][4:7]), name
+
+
+@pytest.mark.parametrize(("language", "suffix"), [("json", ".json"), ("toml", ".toml"), ("text", ".txt")])
+def test_the_files_of_replicas_of_the_page_are_some(language: str, suffix: str) -> None:
+    """Each example is taken as it stands."""
+    wanted = parse(code_blocks("replicas.md", language)[0].encode(), suffix)
+    assert [each.url for each in wanted][:1] == ["http://10.0.0.1:8000"]
+    assert wanted[-1].ranks_count == 4

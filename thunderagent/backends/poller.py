@@ -235,7 +235,8 @@ class Poller:
             self._find_ranks(watched, metrics)
         for endpoint in list(watched.endpoints.values()):  # a listener may remove the very replica it hears of
             replica_id = endpoint.replica_id
-            if replica_id not in watched.endpoints:
+            is_split = endpoint.finds_ranks and endpoint.rank_id is None and watched.ranks_count > 1
+            if is_split or replica_id not in watched.endpoints:  # its ranks stand for it, or it was removed
                 continue
             reading = self._read(watched, endpoint, metrics)
             # The reading goes first, so that nothing is granted on a replica whose capacity is about to be known.

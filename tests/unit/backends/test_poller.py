@@ -514,6 +514,7 @@ class Splitter(Recorder):
     poller: Poller | None = None
     engine: Engine | None = None
     found: list[int] = field(default_factory=list)
+    removes_whole: bool = True
 
     def ranks_found(self, url: str, ranks_count: int) -> None:
         assert self.poller is not None
@@ -521,15 +522,19 @@ class Splitter(Recorder):
         self.found.append(ranks_count)
         for each in ranks_of(self.engine, *range(ranks_count), finds_ranks=True):
             self.poller.add(each)
-        self.poller.remove("a/None")
+        if self.removes_whole:
+            self.poller.remove("a/None")
 
 
-async def test_ranks_that_are_found_come_up_in_the_poll_that_finds_them(engines: Callable[[], Engine]) -> None:
-    """The listener puts them in the place of the whole, which never comes up."""
+@pytest.mark.parametrize("at_once", [True, False], ids=["at once", "later"])
+async def test_ranks_that_are_found_come_up_in_the_poll_that_finds_them(
+    at_once: bool, engines: Callable[[], Engine]
+) -> None:
+    """The listener puts them in the place of the whole, which never comes up, even if it is removed later."""
     engine = engines()
     engine.metrics = ranks_exposition(1000, 2000)
     await engine.start()
-    splitter = Splitter(engine=engine)
+    splitter = Splitter(engine=engine, removes_whole=at_once)
     async with polling(*ranks_of(engine, None, finds_ranks=True), recorder=splitter) as (splitter.poller, recorder):
         await recorder.until_heard("up", "a/1")
         await recorder.polls("a/1", 3)

@@ -237,7 +237,7 @@ async def _connected(access: ClusterAccess) -> AsyncIterator[_Cluster]:
     try:
         configuration = await asyncio.to_thread(_configuration, access)
         context = await asyncio.to_thread(_tls, configuration)
-    except (config.ConfigException, OSError, ssl.SSLError, ValueError) as error:
+    except Exception as error:  # the package reads a wrong file into whatever error comes of it
         raise DiscoveryError(f"no usable configuration for Kubernetes: {error}") from error
     timeout = httpx.Timeout(access.timeout_s, read=WATCH_S + access.timeout_s)
     async with httpx.AsyncClient(
