@@ -257,18 +257,22 @@ class Discovery:
         """Remove replicas that leave as soon as nothing is in flight there, or their time is over."""
         while True:
             await self._leaving.wait()
-            for replica_id in list(self._left):
-                replica = self._replicas.known.get(replica_id)
-                since_s = replica.leaving_since_s if replica is not None else None
-                if since_s is None:  # removed, or it stays, since the list was made
-                    continue
-                is_late = self._runtime.now_s() - since_s >= self._settings.drain_limit_s
-                if is_late or not self._replicas.in_flight_count(replica_id):
-                    await self._remove(replica_id)
+            await self.remove_drained()
             if self._left:
                 await asyncio.sleep(LOOK_S)
             else:
                 self._leaving.clear()
+
+    async def remove_drained(self) -> None:
+        """Remove what leaves and is drained, or late."""
+        for replica_id in list(self._left):
+            replica = self._replicas.known.get(replica_id)
+            since_s = replica.leaving_since_s if replica is not None else None
+            if since_s is None:  # removed, or it stays, since the list was made
+                continue
+            is_late = self._runtime.now_s() - since_s >= self._settings.drain_limit_s
+            if is_late or not self._replicas.in_flight_count(replica_id):
+                await self._remove(replica_id)
 
     async def _remove(self, replica_id: str) -> None:
         self._left.discard(replica_id)
