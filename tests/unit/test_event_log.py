@@ -42,6 +42,7 @@ def every_event() -> Driver:
     driver.sandboxes_take(1, 20_000)
     driver.drains("r0")
     driver.goes_down("r0")
+    driver.is_removed("r0")
     driver.ticks(100.0)
     return driver
 

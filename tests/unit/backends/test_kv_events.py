@@ -193,6 +193,36 @@ async def test_what_an_engine_stores_and_removes_is_reported(engine: Engine) -> 
     assert engine.asked_from == []
 
 
+async def test_replicas_come_and_go_while_it_runs(engine: Engine) -> None:
+    """One that is added is heard; one that is removed is heard no more, and leaves no task behind."""
+    recorder = Recorder()
+    events = KvEvents(recorder, [], SETTINGS)
+    task = asyncio.create_task(events.run())
+    try:
+        await asyncio.sleep(0)
+        events.add(KvEventsEndpoint("r", engine.address))
+        await connect(engine, recorder)
+        await engine.publish(stored(1, 2))
+        await recorder.until(p=2)
+        assert repr(events) == "<KvEvents of 1 replicas>"
+        events.remove("r")
+        events.remove("nobody")
+        await asyncio.sleep(0.02)
+        await engine.publish(stored(3, parent=2))
+        await asyncio.sleep(0.1)
+        assert recorder.figures == {"p": 2}
+        assert not [each for each in asyncio.all_tasks() if "of r" in each.get_name() or "to r" in each.get_name()]
+        recorder.figures.clear()
+        events.add(KvEventsEndpoint("r", engine.address))
+        await connect(engine, recorder)
+        with pytest.raises(ConfigurationError):
+            events.add(KvEventsEndpoint("x", "nonsense"))
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    assert task.cancelled()
+
+
 @pytest.mark.parametrize("has_topic", [True, False])
 async def test_a_gap_is_filled_from_the_replay(engine: Engine, has_topic: bool) -> None:
     """Asked for from the last message taken, whose bytes tell that it is still the same engine."""
