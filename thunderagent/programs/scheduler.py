@@ -820,7 +820,6 @@ class Scheduler:
         if replica is not None:
             self._empty(replica, Reason.REPLICA_REMOVED)
             del self.replicas[event.replica_id]
-            self.changed_replicas.pop(event.replica_id, None)
         self.ledger.close(event.replica_id)
         self.knowledge.capacity_tokens = max(
             (account.capacity_tokens or 0 for account in self.ledger.accounts.values()), default=0
