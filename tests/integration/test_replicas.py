@@ -102,6 +102,13 @@ async def gone(proxy: RunningProxy, replica_id: str) -> None:
     assert f'replica="{replica_id}"'.encode() not in (await get(proxy.url, "/metrics")).body
 
 
+async def failing(proxy: RunningProxy, source: str, *, times: int = 1) -> None:
+    """Wait until a source fails, or does no more."""
+    async with asyncio.timeout(10):
+        while (await metrics_of(proxy.url))["thunderagent_replica_source_failing"].get((source,), 0) != times:
+            await asyncio.sleep(0.01)
+
+
 async def finished(proxy: RunningProxy, count: int) -> None:
     await until(lambda: proxy.runtime.outcome_counts["finished"] >= count, within_s=20)
 
@@ -123,12 +130,11 @@ async def test_a_file_that_is_edited_while_programs_run_costs_no_turn(tmp_path: 
             replaced(file, f"{two}\n{three}\n")
             await gone(proxy, id_of(one))
             replaced(file, "http://not a url\n")
-            await until(lambda: load.done() or proxy.runtime.outcome_counts["finished"] >= 100)
-            assert (await metrics_of(proxy.url))["thunderagent_replica_source_failing"]["file",] == 1
+            await failing(proxy, "file")
             assert known(proxy) == {id_of(two), id_of(three)}
             replaced(file, f"{two}\n")
             await gone(proxy, id_of(three))
-            assert (await metrics_of(proxy.url))["thunderagent_replica_source_failing"]["file",] == 0
+            await failing(proxy, "file", times=0)
             result = await load
             assert (result.finished_program_count, result.failed_turn_count) == (40, 0)
 
@@ -148,9 +154,7 @@ async def test_a_file_that_is_not_there_yet_or_no_more_is_waited_for(tmp_path: P
         file.write_text(f'[[replicas]]\nurl = "{one.url}"\n')
         await proxy.up(1)
         file.unlink()
-        async with asyncio.timeout(5):
-            while not (await metrics_of(proxy.url))["thunderagent_replica_source_failing"]["file",]:
-                await asyncio.sleep(0.01)
+        await failing(proxy, "file")
         assert (await ask(proxy.url, "a")).status == 200
         file.write_text("replicas = []\n")
         await gone(proxy, one.replica_id)
@@ -496,7 +500,7 @@ async def test_the_addresses_of_a_name_are_replicas() -> None:
             await proxy.up(2)
             resolver.found = OSError("no such host")
             await until(lambda: len(resolver.asked) > 5)
-            assert (await metrics_of(proxy.url))["thunderagent_replica_source_failing"][source.name,] == 1
+            await failing(proxy, source.name)
             assert known(proxy) == {f"127.0.0.1:{port}", f"127.0.0.2:{port}"}
             resolver.found = []
             await asyncio.sleep(0.1)
@@ -580,14 +584,10 @@ async def test_the_pods_of_a_selection_are_replicas() -> None:
             await proxy.up(1)
             api.errors["", "pods", "list"] = [ApiError(500, "InternalError", "oh")]
             await api.stop()
-            async with asyncio.timeout(5):
-                while not (await metrics_of(proxy.url))["thunderagent_replica_source_failing"]["kubernetes",]:
-                    await asyncio.sleep(0.01)
+            await failing(proxy, "kubernetes")
             assert (await ask(proxy.url, "b")).header("X-Replica-ID") == two.replica_id
             await api.start()
-            async with asyncio.timeout(5):
-                while (await metrics_of(proxy.url))["thunderagent_replica_source_failing"]["kubernetes",]:
-                    await asyncio.sleep(0.01)
+            await failing(proxy, "kubernetes", times=0)
             api.delete("pods", "two", {"gracePeriodSeconds": 0})
             await gone(proxy, two.replica_id)
         assert {verb for _, _, verb in api.requests} == {"list", "watch"}
@@ -598,13 +598,7 @@ async def test_without_the_right_to_list_pods_the_proxy_says_so() -> None:
         api.rights = set()
         config = {"kubernetes_replicas": "default/app=vllm:8000", "kubernetes_url": api.url, **QUICK}
         async with running_proxy(up=0, **config) as proxy:
-            async with asyncio.timeout(5):
-                while (
-                    not (await metrics_of(proxy.url))
-                    .get("thunderagent_replica_source_failing", {})
-                    .get(("kubernetes",))
-                ):
-                    await asyncio.sleep(0.01)
+            await failing(proxy, "kubernetes")
             assert (await get(proxy.url, "/health")).status == 200
 
 

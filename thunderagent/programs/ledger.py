@@ -23,7 +23,7 @@ recompute are booked when a turn ends, because only then its usage is known.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import exp2, inf
 
 from thunderagent.programs.program import Turn
@@ -158,12 +158,14 @@ class Account:
 class Ledger:
     """All accounts, and the clock of waiting that tells idle memory from unused memory."""
 
-    __slots__ = ("_half_life_s", "_waited_s", "_waiting_since_s", "accounts", "waiting_count")
+    __slots__ = ("_half_life_s", "_waited_s", "_waiting_since_s", "accounts", "closed_costs", "waiting_count")
 
     def __init__(self, half_life_s: float) -> None:
         """Begin without accounts; `half_life_s` is that of f(t)."""
         self._half_life_s = half_life_s
         self.accounts: dict[str, Account] = {}
+        self.closed_costs = Costs()
+        """What the memory of replicas was spent on that were removed: sums over all replicas never shrink."""
         self.waiting_count = 0
         """Turns that wait for a lease."""
         self._waiting_since_s = 0.0
@@ -178,8 +180,12 @@ class Ledger:
         return account
 
     def close(self, replica_id: str) -> None:
-        """Forget the account of a replica that was removed, if it has one."""
-        self.accounts.pop(replica_id, None)
+        """Forget the account of a replica that was removed, if it has one; it must be settled."""
+        account = self.accounts.pop(replica_id, None)
+        if account is not None:
+            for field in fields(Costs):
+                total_token_s = getattr(self.closed_costs, field.name) + getattr(account.costs, field.name)
+                setattr(self.closed_costs, field.name, total_token_s)
 
     def waited_s(self, now_s: float) -> float:
         """Return for how many seconds in all at least one turn was waiting."""

@@ -11,13 +11,12 @@ import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import islice, pairwise
 from math import isfinite
 
 from pydantic import Field
 
-from thunderagent.programs.ledger import Costs
 from thunderagent.proxy.metrics import HOLD_BUCKETS_S
 from thunderagent.proxy.replicas import Replicas
 from thunderagent.proxy.reports import Report
@@ -132,7 +131,13 @@ class History:
         hold_counts = self._hold_counts()
         before_counts = self._before(at_s)[1] if self._samples else (0,) * len(hold_counts)
         held = [now - before for now, before in zip(hold_counts, before_counts, strict=True)]
-        costs, reasoning_count, acting_count, turn_count, demand_tokens = Costs(), 0, 0, 0, 0
+        costs, reasoning_count, acting_count, turn_count, demand_tokens = (
+            replace(scheduler.ledger.closed_costs),
+            0,
+            0,
+            0,
+            0,
+        )
         limit_tokens = 0.0
         for replica in scheduler.replicas.values():
             account = replica.account
@@ -188,6 +193,7 @@ class _CacheTotals:
                 self.query_tokens += queries - last_queries
                 self.hit_tokens += hits - last_hits
             self._last[replica_id] = (queries, hits)
+        self._last = {replica_id: last for replica_id, last in self._last.items() if replica_id in replicas.known}
 
 
 def quantile_s(counts: Sequence[int], part_ratio: float) -> float | None:

@@ -233,3 +233,16 @@ def test_the_weighed_sum_is_the_left_side_of_equation_7() -> None:
     assert account.weighed_tokens(2.0) == pytest.approx(350 + 200)
     assert account.weighed_tokens(4.0) == pytest.approx(350 + 100)
     assert account.demand_tokens == 750
+
+
+def test_what_a_removed_replicas_memory_was_spent_on_stays_in_the_sum() -> None:
+    """Whoever plots costs over all replicas sees no step down."""
+    ledger = Ledger(60.0)
+    for name, number in (("a", 1.0), ("b", 2.0), ("c", 4.0)):
+        ledger.open(name, 0.0).costs.decode_token_s = number
+    ledger.close("a")
+    ledger.close("b")
+    ledger.close("b")
+    assert ledger.closed_costs.decode_token_s == 3.0
+    assert ledger.closed_costs.caching_token_s == 0.0
+    assert set(ledger.accounts) == {"c"}
