@@ -201,6 +201,8 @@ class Control:
     def _did(self, reply: Reply, command: Command, asked: Asked) -> None:
         """Take in that a replica did what it was told, while nothing is granted there yet."""
         runtime, replica_id = self._runtime, reply.replica_id
+        if replica_id not in self._replicas.known:  # removed meanwhile
+            return
         if command.clears(asked):
             runtime.replica_flushed(replica_id)
         if command.leaves:

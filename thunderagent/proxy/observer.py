@@ -48,6 +48,8 @@ class Observer:
             return
         for path in known.endpoint.backend.observed_paths:
             state = await self._ask(replica_id, known.endpoint.url, path)
+            if self._replicas.known.get(replica_id) is not known or replica_id not in self._runtime.scheduler.replicas:
+                return  # it was removed meanwhile
             if isinstance(paused := state.get("is_paused"), bool):
                 self._take_paused(replica_id, paused=paused)
             if isinstance(version := state.get("weight_version"), str):

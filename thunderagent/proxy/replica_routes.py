@@ -55,7 +55,6 @@ class ReplicaHandlers:
             web.delete("/workers/{replica:.+}", self.gateway_remove),
             web.post("/add_worker", self.legacy_add),
             web.post("/remove_worker", self.legacy_remove),
-            web.get("/list_workers", self.legacy_list),
         ]
 
     # --- our own
@@ -123,12 +122,6 @@ class ReplicaHandlers:
         for replica_id in self._discovery.ids_at(_plain_url(url)):
             self._discovery.remove(replica_id)
         return web.Response(text=f"Successfully removed worker: {shown_url(url)}")
-
-    async def legacy_list(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler's signature
-        """List the URLs of engines that do not leave."""
-        known = self._replicas.known.values()
-        urls = [shown_url(each.endpoint.url) for each in known if each.leaving_since_s is None]
-        return web.json_response({"urls": list(dict.fromkeys(urls))})
 
     def _report(self, replica_ids: list[str], *, status: int = 200) -> web.Response:
         reports = replica_reports(self._runtime, self._replicas)

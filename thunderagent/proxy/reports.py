@@ -214,6 +214,7 @@ def replica_reports(runtime: Runtime, replicas: Replicas) -> list[ReplicaReport]
     ledger = runtime.scheduler.ledger
     reports = []
     for replica_id, known in replicas.known.items():
+        replica = runtime.scheduler.replicas.get(replica_id)
         account = ledger.open(replica_id, now_s)
         ledger.settle(account, now_s)
         costs = {name.removesuffix("_token_s"): round(value, 1) for name, value in asdict(account.costs).items()}
