@@ -8,11 +8,15 @@ from zlib import crc32
 from thunderagent.programs.decisions import Decision, Grant, Reason, Reject, Restore
 from thunderagent.programs.events import (
     Event,
+    GrantsContinued,
+    GrantsSuspended,
+    PinnedTurnArrived,
     ProgramOpened,
     ProgramReleased,
     ProgramsReleased,
     ReplicaDown,
     ReplicaDraining,
+    ReplicaFlushed,
     ReplicaPolled,
     ReplicaRemoved,
     ReplicaUp,
@@ -197,6 +201,25 @@ class Driver:
 
     def is_removed(self, replica_id: str) -> list[Decision]:
         return self.send(ReplicaRemoved(self.now_s, replica_id))
+
+    # --- engine control
+
+    def arrives_pinned(self, replica_id: str, tokens: int = 10) -> int:
+        """Let an anonymous turn arrive whose client chose the replica; return its id."""
+        self._turn_count += 1
+        self.send(PinnedTurnArrived(self.now_s, self._turn_count, replica_id, tokens * BYTES_PER_TOKEN))
+        return self._turn_count
+
+    def suspends(self, cause: str = "pause", replica_id: str | None = None) -> list[Decision]:
+        """Stop grants on a replica, or on all."""
+        return self.send(GrantsSuspended(self.now_s, cause, replica_id))
+
+    def goes_on(self, cause: str = "pause", replica_id: str | None = None) -> list[Decision]:
+        """Let grants go on there."""
+        return self.send(GrantsContinued(self.now_s, cause, replica_id))
+
+    def is_flushed(self, replica_id: str = "r0") -> list[Decision]:
+        return self.send(ReplicaFlushed(self.now_s, replica_id))
 
     # --- what came of it
 

@@ -6,33 +6,14 @@ import pytest
 
 from tests.builders import Driver, of_kind
 from thunderagent.programs.decisions import Grant, Hold, Pause, Reason, Reject, Restore
-from thunderagent.programs.events import GrantsContinued, GrantsSuspended, PinnedTurnArrived, ReplicaFlushed
 from thunderagent.programs.policies.cap import Cap
 from thunderagent.programs.scheduler import SchedulerSettings
 
 LIMITS = SchedulerSettings(idle_limit_s=10.0, forget_limit_s=30.0, no_replica_limit_s=5.0)
 
 
-class Suspending(Driver):
-    """A driver that also stops grants."""
-
-    def suspends(self, cause: str = "pause", replica_id: str | None = None) -> None:
-        self.send(GrantsSuspended(self.now_s, cause, replica_id))
-
-    def goes_on(self, cause: str = "pause", replica_id: str | None = None) -> None:
-        self.send(GrantsContinued(self.now_s, cause, replica_id))
-
-    def is_flushed(self, replica_id: str = "r0") -> None:
-        self.send(ReplicaFlushed(self.now_s, replica_id))
-
-    def arrives_pinned(self, replica_id: str) -> int:
-        self._turn_count += 1
-        self.send(PinnedTurnArrived(self.now_s, self._turn_count, replica_id, 40))
-        return self._turn_count
-
-
-def two_replicas() -> Suspending:
-    return Suspending(Cap(n=10), replicas={"r0": 1000, "r1": 1000}, settings=LIMITS)
+def two_replicas() -> Driver:
+    return Driver(Cap(n=10), replicas={"r0": 1000, "r1": 1000}, settings=LIMITS)
 
 
 # --- Where turns wait
@@ -40,7 +21,7 @@ def two_replicas() -> Suspending:
 
 def test_an_active_program_keeps_its_claim_and_its_place() -> None:
     """Its turns are held where it is, and granted there without a word of the policy."""
-    driver = Suspending(settings=LIMITS)
+    driver = Driver(settings=LIMITS)
     driver.takes_turn("a", 100)
     driver.suspends()
     first, second = driver.arrives("a", 120), driver.arrives("a", 50, branch="sub")
@@ -57,7 +38,7 @@ def test_an_active_program_keeps_its_claim_and_its_place() -> None:
 
 def test_a_branch_beside_a_turn_in_flight_waits_too() -> None:
     """The turn in flight goes on when its engine does; nothing is granted beside it."""
-    driver = Suspending(settings=LIMITS)
+    driver = Driver(settings=LIMITS)
     parent = driver.arrives("a", 100)
     driver.suspends()
     child = driver.arrives("a", 50, branch="sub")
@@ -70,7 +51,7 @@ def test_a_branch_beside_a_turn_in_flight_waits_too() -> None:
 
 def test_who_waits_longest_is_granted_first() -> None:
     """Not who came to the replica first."""
-    driver = Suspending(settings=LIMITS)
+    driver = Driver(settings=LIMITS)
     driver.takes_turn("a", 10)
     driver.takes_turn("b", 10)
     driver.suspends()
@@ -83,7 +64,7 @@ def test_who_waits_longest_is_granted_first() -> None:
 
 def test_new_programs_and_anonymous_turns_wait_in_the_queue() -> None:
     """With a reason that says why, and another one once it is room that is missing."""
-    driver = Suspending(Cap(n=1), settings=LIMITS)
+    driver = Driver(Cap(n=1), settings=LIMITS)
     driver.suspends()
     first, second, anonymous = driver.arrives("a", 10), driver.arrives("b", 10), driver.arrives(None, 10)
     assert {driver.program(name).hold_reason for name in "ab"} == {Reason.SUSPENDED}
@@ -116,7 +97,7 @@ def test_a_program_goes_to_a_replica_that_grants_if_there_is_one() -> None:
 @pytest.mark.parametrize("order", [("pause", "weights"), ("weights", "pause")])
 def test_all_causes_must_be_over(order: tuple[str, str]) -> None:
     """And one that does not hold can be ended."""
-    driver = Suspending(settings=LIMITS)
+    driver = Driver(settings=LIMITS)
     driver.suspends("pause")
     driver.suspends("weights")
     turn_id = driver.arrives("a", 10)
@@ -129,7 +110,7 @@ def test_all_causes_must_be_over(order: tuple[str, str]) -> None:
 
 def test_a_cause_that_holds_for_all_holds_for_a_replica_that_comes_later() -> None:
     """It may end for one of them alone."""
-    driver = Suspending(settings=LIMITS)
+    driver = Driver(settings=LIMITS)
     driver.suspends()
     driver.comes_up("r1", 1000)
     turn_id = driver.arrives("a", 10)
@@ -169,7 +150,7 @@ def test_a_replica_that_drains_gives_its_waiting_programs_away() -> None:
 
 def test_a_release_rejects_what_waits() -> None:
     """Also where it is held in place."""
-    driver = Suspending(settings=LIMITS)
+    driver = Driver(settings=LIMITS)
     driver.takes_turn("a", 10)
     driver.suspends()
     waits = driver.arrives("a", 20)
@@ -181,7 +162,7 @@ def test_a_release_rejects_what_waits() -> None:
 
 def test_a_turn_whose_client_leaves_is_gone() -> None:
     """The program acts again, with its claim."""
-    driver = Suspending(settings=LIMITS)
+    driver = Driver(settings=LIMITS)
     driver.takes_turn("a", 10)
     driver.suspends()
     driver.is_abandoned(driver.arrives("a", 20))
@@ -191,7 +172,7 @@ def test_a_turn_whose_client_leaves_is_gone() -> None:
 
 def test_turns_are_rejected_when_the_paused_replica_is_gone_for_good() -> None:
     """A pause is no reason to be rejected, an outage is."""
-    driver = Suspending(settings=LIMITS)
+    driver = Driver(settings=LIMITS)
     driver.suspends()
     waits = driver.arrives("a", 10)
     driver.ticks(60.0)
@@ -206,7 +187,7 @@ def test_turns_are_rejected_when_the_paused_replica_is_gone_for_good() -> None:
 
 def test_no_limit_runs_while_nothing_is_granted() -> None:
     """Time before and after the pause adds up; many short pauses are no way to stay for ever."""
-    driver = Suspending(settings=LIMITS)
+    driver = Driver(settings=LIMITS)
     driver.takes_turn("a", 10)
     for _ in range(4):
         driver.ticks(2.4)
@@ -250,7 +231,7 @@ def test_the_idle_limit_spares_the_programs_of_a_paused_replica() -> None:
 
 def test_a_flush_forgets_what_lay_there_and_nothing_else() -> None:
     """Claims stay; a turn in flight keeps its memory; the next turn is not expected to find anything."""
-    driver = Suspending(settings=LIMITS)
+    driver = Driver(settings=LIMITS)
     driver.takes_turn("a", 100)
     running = driver.arrives("b", 50)
     driver.passes(1.0)
@@ -272,7 +253,7 @@ def test_a_flush_forgets_what_lay_there_and_nothing_else() -> None:
 @pytest.mark.parametrize("disturbs", ["pause", "flush", "nothing"])
 def test_a_turn_that_was_disturbed_teaches_nothing_but_its_size(disturbs: str) -> None:
     """Neither its time nor its hits are the engine's usual ones, and what comes after it may be no tool."""
-    driver = Suspending(settings=LIMITS)
+    driver = Driver(settings=LIMITS)
     first = driver.arrives("a", 1000)
     driver.passes(1.0)
     if disturbs == "pause":
@@ -306,7 +287,7 @@ def test_a_pinned_turn_runs_on_its_replica_or_not_at_all() -> None:
 
 def test_a_restore_is_refused_where_nothing_is_granted() -> None:
     """Whatever a policy proposes: it does not even see such a replica."""
-    driver = Suspending(Cap(n=2), settings=LIMITS)
+    driver = Driver(Cap(n=2), settings=LIMITS)
     driver.takes_turn("a", 10)
     driver.ticks(11.0)
     assert driver.home("a") is None
