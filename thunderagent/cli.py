@@ -1,9 +1,10 @@
-"""The command line: `thunderagent serve | engine | simulate | compare | calibrate | status | replay | record`."""
+"""The command line: `thunderagent serve | engine | simulate | compare | calibrate | status | key | replay | record`."""
 
 from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -20,6 +21,7 @@ from thunderagent.calibrate import command as calibrate_command
 from thunderagent.config import ENVIRONMENT_PREFIX, ServeConfig
 from thunderagent.errors import ThunderAgentError
 from thunderagent.event_log import read_events, replay
+from thunderagent.security import print_key
 from thunderagent.serving import serve
 from thunderagent.simulator import command as simulate_command
 from thunderagent.simulator import compare_command
@@ -127,7 +129,28 @@ def build_parser() -> argparse.ArgumentParser:
     status_parser.add_argument("--url", default="http://127.0.0.1:8300", help="where it runs (default: %(default)s)")
     status_parser.add_argument("--watch", action="store_true", help="refresh every second until Ctrl-C")
     status_parser.add_argument("--programs", type=int, default=20, metavar="N", help="show N programs (default: 20)")
-    status_parser.set_defaults(run=lambda args: watch_status(args.url, watch=args.watch, programs_count=args.programs))
+    status_parser.add_argument(
+        "--key",
+        default=os.environ.get(f"{ENVIRONMENT_PREFIX}KEY", ""),
+        help=f"an admin key of the proxy; better in the environment, where other users do not see it "
+        f"[{ENVIRONMENT_PREFIX}KEY]",
+    )
+    status_parser.add_argument(
+        "--ca-file",
+        type=Path,
+        metavar="FILE",
+        help="certificates to trust for an https URL, PEM, instead of the system's",
+    )
+    status_parser.set_defaults(run=run_status)
+
+    key_parser = commands.add_parser(
+        "key",
+        help="make an API key for the proxy",
+        description="Make an API key: print it, once, and the line of the configuration that lets it in.",
+    )
+    key_parser.add_argument("name", metavar="NAME", help="whose it is; letters, digits and . _ - @")
+    key_parser.add_argument("--admin", action="store_true", help="for the admin API too, not only for data")
+    key_parser.set_defaults(run=lambda args: print_key(args.name, is_admin=args.admin))
 
     replay_parser = commands.add_parser(
         "replay",
@@ -165,6 +188,11 @@ def run_serve(args: argparse.Namespace) -> int:
         print(f"thunderagent: error: cannot serve on {config.host}:{config.port}: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def run_status(args: argparse.Namespace) -> int:
+    """Show a running proxy."""
+    return watch_status(args.url, watch=args.watch, programs_count=args.programs, key=args.key, ca_file=args.ca_file)
 
 
 def run_replay(args: argparse.Namespace) -> int:

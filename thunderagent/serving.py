@@ -28,10 +28,20 @@ from thunderagent.policy_loader import load_policy, parse_setting
 from thunderagent.programs.events import ResidencyReported
 from thunderagent.programs.scheduler import Scheduler, SchedulerSettings
 from thunderagent.proxy.app import build_app
+from thunderagent.proxy.outgoing import Outgoing
 from thunderagent.proxy.replicas import Replicas
 from thunderagent.proxy.turns import TurnSettings
 from thunderagent.runtime import Runtime, RuntimeSettings
 from thunderagent.sandboxes import build_manager
+from thunderagent.security import (
+    ServerTls,
+    backend_api_key,
+    backend_ssl_context,
+    build_keyring,
+    check_security,
+    guard_settings,
+    is_loopback,
+)
 
 log = structlog.get_logger("thunderagent")
 
@@ -51,6 +61,7 @@ async def serve(config: ServeConfig, *, ready: Callable[[str], None] = lambda _:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    check_security(config)
     runtime, event_log = build_runtime(config)
     async with AsyncExitStack() as stack:
         if event_log is not None:
@@ -104,6 +115,8 @@ def build_runtime(config: ServeConfig) -> tuple[Runtime, EventLogWriter | None]:
 @asynccontextmanager
 async def proxy(config: ServeConfig, runtime: Runtime, urls: tuple[str, ...]) -> AsyncIterator[str]:
     """Run the proxy in front of the engines at `urls` for the length of the block; yield its own URL."""
+    keyring, tls, ssl_context = build_keyring(config), ServerTls.of(config), backend_ssl_context(config)
+    api_key = backend_api_key(config)
     backend = backend_of(config.backend_type)
     endpoints = [ReplicaEndpoint(replica_id_of(url), url, backend) for url in urls]
     replicas = Replicas(runtime, endpoints, capacity_override_tokens=config.capacity_tokens)
@@ -114,12 +127,17 @@ async def proxy(config: ServeConfig, runtime: Runtime, urls: tuple[str, ...]) ->
             deadline_s=config.poll_deadline_s,
             down_after_failures=config.down_after_failures,
             silence_limit_s=config.poll_silence_limit_s,
+            authorization=f"Bearer {api_key}" if api_key else "",
+            ssl_context=ssl_context,
         ),
     )
     for endpoint in endpoints:
         poller.add(endpoint)
     client_settings = ClientSettings(
-        connect_timeout_s=config.connect_timeout_s, silence_timeout_s=config.silence_timeout_s
+        connect_timeout_s=config.connect_timeout_s,
+        silence_timeout_s=config.silence_timeout_s,
+        outgoing=Outgoing(keyring, api_key),
+        ssl_context=ssl_context,
     )
     sandboxes = build_manager(config, runtime)
     async with open_client(client_settings) as client:
@@ -133,13 +151,14 @@ async def proxy(config: ServeConfig, runtime: Runtime, urls: tuple[str, ...]) ->
                 program_headers=config.program_headers,
                 names_programs=bool(config.kv_events),
             ),
-            max_body_bytes=config.max_body_bytes,
+            guard_settings=guard_settings(config),
+            keyring=keyring,
             sandboxes=sandboxes,
         )
         loops = [runtime.run, poller.run, *_kv_events_loops(config, runtime, endpoints)]
         if sandboxes is not None:
             loops.append(sandboxes.run)
-        async with _background(*loops), _listening(app, config) as url:
+        async with _background(*loops), _listening(app, config, tls) as url:
             yield url
 
 
@@ -190,7 +209,7 @@ async def _background(*loops: Callable[[], Coroutine[Any, Any, None]]) -> AsyncI
 
 
 @asynccontextmanager
-async def _listening(app: web.Application, config: ServeConfig) -> AsyncIterator[str]:
+async def _listening(app: web.Application, config: ServeConfig, tls: ServerTls | None) -> AsyncIterator[str]:
     runner = web.AppRunner(
         app,
         access_log=None,
@@ -199,14 +218,23 @@ async def _listening(app: web.Application, config: ServeConfig) -> AsyncIterator
         max_line_size=MAX_HEADER_BYTES,
         max_field_size=MAX_HEADER_BYTES,
         shutdown_timeout=CLOSE_S,
+        keepalive_timeout=config.idle_timeout_s,  # aiohttp's word; it counts from a connection's first moment
     )
     await runner.setup()
     try:
-        site = web.TCPSite(runner, config.host, config.port, backlog=4096)
+        site = web.TCPSite(
+            runner, config.host, config.port, backlog=4096, ssl_context=tls.context if tls is not None else None
+        )
         await site.start()
+        if tls is not None:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, tls.reload)
+        if not config.api_keys and not is_loopback(config.host):
+            log.warning("open_to_the_network", host=config.host, effect="whoever reaches this port may use the proxy")
         host, port = runner.addresses[0][:2]
-        yield f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        yield f"{'http' if tls is None else 'https'}://{f'[{host}]' if ':' in host else host}:{port}"
     finally:
+        if tls is not None:
+            asyncio.get_running_loop().remove_signal_handler(signal.SIGHUP)
         await runner.cleanup()
 
 

@@ -76,7 +76,7 @@ def is_under(dotted: str, prefix: str) -> bool:
 EVERY_ROOM = frozenset(
     {
         *("errors", "programs", "policy_loader", "backends", "tools", "simulator"),
-        *("event_log", "runtime", "proxy", "client", "sandboxes"),
+        *("event_log", "runtime", "proxy", "client", "sandboxes", "security"),
     }
 )
 
@@ -101,6 +101,8 @@ ARROWS: dict[str, frozenset[str]] = {
     "config": EVERY_ROOM,
     # Lets the sandbox manager and the scheduler hear of each other.
     "sandboxes": frozenset({"errors", "programs", "tools", "runtime", "proxy", "config"}),
+    # Makes keys, TLS and limits of the configuration.
+    "security": frozenset({"errors", "proxy", "config"}),
     # Wires everything up; the command line starts it.
     "serving": EVERY_ROOM | {"config"},
     "cli": EVERY_ROOM | {"config", "serving", "status", "calibrate"},

@@ -7,6 +7,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from io import BytesIO
+from ssl import SSLContext
+from typing import Protocol
 
 import aiohttp
 from multidict import CIMultiDict
@@ -23,6 +25,16 @@ MAX_HEADER_BYTES = 64 * 1024
 LARGE_BODY_BYTES = 512 * 1024
 
 
+class Outgoing(Protocol):
+    """What is done to every request, whoever sends it."""
+
+    def mend(self, headers: CIMultiDict[str]) -> None:
+        """Mend the headers in place, before they are sent."""
+
+    def answered(self, status: int) -> None:
+        """Hear that the head of an answer came."""
+
+
 @dataclass(frozen=True, slots=True)
 class ClientSettings:
     """Deadlines of the connections to replicas."""
@@ -34,6 +46,9 @@ class ClientSettings:
     keepalive_s: float = 4.0
     """An idle connection is closed after so long: sooner than the 5 s after which vLLM's server closes it, because
     a request that meets the close would fail."""
+    outgoing: Outgoing | None = None
+    ssl_context: SSLContext | None = None
+    """Whom to trust where a replica speaks https; None is whom the system trusts."""
 
 
 class _PlainRequest(aiohttp.ClientRequest):
@@ -51,9 +66,10 @@ class _PlainRequest(aiohttp.ClientRequest):
 class ReplicaClient:
     """Send requests to replicas over kept-alive connections. Make it with `open_client`."""
 
-    def __init__(self, session: aiohttp.ClientSession) -> None:
+    def __init__(self, session: aiohttp.ClientSession, outgoing: Outgoing | None = None) -> None:
         """Use `session`, which belongs to the caller."""
         self._session = session
+        self._outgoing = outgoing
 
     async def send(
         self, replica_id: str, base_url: str, method: str, path: str, headers: CIMultiDict[str], body: bytes | None
@@ -67,6 +83,10 @@ class ReplicaClient:
         """
         # aiohttp warns of bytes that would be written in one go; a file it writes in pieces.
         data = body if body is None or len(body) <= LARGE_BODY_BYTES else BytesIO(body)
+        if self._outgoing is not None:
+            self._outgoing.mend(headers)
+        if "@" in base_url:  # its name and password are sent; aiohttp refuses to send another
+            headers.popall("Authorization", None)
         try:
             response = await self._session.request(
                 method, _url(base_url, path), data=data, headers=headers, allow_redirects=False
@@ -87,6 +107,8 @@ class ReplicaClient:
             raise ReplicaClosedEarlyError(
                 f"replica {replica_id} closed the connection before it answered: {error!r}", replica_id=replica_id
             ) from error
+        if self._outgoing is not None:
+            self._outgoing.answered(response.status)
         if "Transfer-Encoding" in response.headers:
             _fail_reader_on_close(response)
         return response
@@ -145,7 +167,7 @@ def _url(base_url: str, path: str) -> URL:
 @asynccontextmanager
 async def open_client(settings: ClientSettings) -> AsyncIterator[ReplicaClient]:
     """Open the client's connection pool for the length of the block."""
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=settings.keepalive_s)
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=settings.keepalive_s, ssl=settings.ssl_context or True)
     timeout = aiohttp.ClientTimeout(
         total=None, sock_connect=settings.connect_timeout_s, sock_read=settings.silence_timeout_s
     )
@@ -159,4 +181,4 @@ async def open_client(settings: ClientSettings) -> AsyncIterator[ReplicaClient]:
         max_field_size=MAX_HEADER_BYTES,
         read_bufsize=2**20,
     ) as session:
-        yield ReplicaClient(session)
+        yield ReplicaClient(session, settings.outgoing)

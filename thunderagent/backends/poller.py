@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from dataclasses import dataclass, field
+from ssl import SSLContext
 from typing import TYPE_CHECKING, Protocol
 
 import httpx
@@ -58,6 +59,10 @@ class PollerSettings:
     # Silence is weaker evidence: a loaded engine may let a poll wait for many seconds while its streams flow
     # (vLLM on a busy CPU: 10 s seen). Polls that only got no answer in time take a replica down after so long.
     silence_limit_s: float = 30.0
+    # The header Authorization of polls; empty: none.
+    authorization: str = ""
+    # Whom to trust where a replica speaks https; None is whom the system trusts.
+    ssl_context: SSLContext | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +154,13 @@ class Poller:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         try:
             async with (
-                httpx.AsyncClient(trust_env=False, timeout=None, limits=limits) as client,  # noqa: S113
+                httpx.AsyncClient(
+                    trust_env=False,
+                    timeout=None,  # noqa: S113
+                    limits=limits,
+                    headers={"Authorization": self._settings.authorization} if self._settings.authorization else None,
+                    verify=self._settings.ssl_context or True,
+                ) as client,
                 asyncio.TaskGroup() as group,
             ):
                 self._start = lambda watched: group.create_task(
@@ -235,7 +246,9 @@ class Poller:
             trouble = _trouble_of(reading)
         if trouble != watched.trouble:
             watched.trouble = trouble
-            log = _log.bind(replica_id=watched.endpoint.replica_id, url=str(watched.metrics_url))
+            log = _log.bind(
+                replica_id=watched.endpoint.replica_id, url=str(watched.metrics_url.copy_with(userinfo=b""))
+            )
             if trouble is None:
                 log.info("replica metrics are usable again")
             else:

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Iterable
 
 import structlog
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from thunderagent.backends.client import ReplicaClient
-from thunderagent.errors import BodyTooLargeError, NotFoundError, ThunderAgentError
+from thunderagent.errors import BodyTooLargeError, KeyNeededError, NotFoundError, ThunderAgentError
 from thunderagent.proxy.admin import Admin
 from thunderagent.proxy.dialects import TURN_DIALECTS, dialect_of
+from thunderagent.proxy.guard import Guard, GuardSettings, Handler
 from thunderagent.proxy.identity import split_path
+from thunderagent.proxy.keys import Keyring
 from thunderagent.proxy.metrics import StateCollector, TurnMetrics
 from thunderagent.proxy.models import Models
 from thunderagent.proxy.replicas import Replicas, Watcher
+from thunderagent.proxy.request_id import REQUEST_ID
 from thunderagent.proxy.sandboxes import SandboxCollector, Sandboxes, SandboxHandlers
 from thunderagent.proxy.turns import Turns, TurnSettings
 from thunderagent.runtime import Runtime
 
 log = structlog.get_logger("thunderagent.proxy")
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 CLIENT_CLOSED_REQUEST = 499
 
@@ -34,7 +36,8 @@ def build_app(
     watcher: Watcher,
     *,
     turn_settings: TurnSettings,
-    max_body_bytes: int,
+    guard_settings: GuardSettings,
+    keyring: Keyring | None = None,
     sandboxes: Sandboxes | None = None,
 ) -> web.Application:
     """Put the proxy together. The caller owns what it is made of."""
@@ -44,7 +47,9 @@ def build_app(
     registry.register(StateCollector(runtime, replicas))
     if sandboxes is not None:
         registry.register(SandboxCollector(sandboxes, registry))
-    app = web.Application(client_max_size=max_body_bytes)
+    guard = Guard(guard_settings, keyring or Keyring(), registry)
+    app = web.Application(client_max_size=guard_settings.max_body_bytes)
+    guard.attach(app)
     routes = [
         *SandboxHandlers(sandboxes).routes(),
         *Admin(runtime, replicas, registry, sandboxes).routes(),
@@ -53,7 +58,7 @@ def build_app(
     ]
     routes.append(web.route("*", "/{path:.*}", _by_inner_path(turns, models, _own_parts(routes))))
     for route in routes:
-        handler = answering_errors(route.handler)
+        handler = answering_errors(guard.before(route.handler, route.method, route.path))
         if route.method == "GET":
             app.router.add_get(route.path, handler)  # allows HEAD too
         else:
@@ -103,7 +108,7 @@ def answering_errors(handler: Handler) -> Handler:
         except ConnectionError:
             return web.Response(status=CLIENT_CLOSED_REQUEST)  # never sent: the client left
         except Exception:
-            log.exception("bug", method=request.method, path=request.path)
+            log.exception("bug", method=request.method, path=request.path, request_id=REQUEST_ID.get())
             return _error_body(request, 500, "internal_error", "the proxy has a bug; its log has the trace")
 
     return handle
@@ -114,6 +119,8 @@ def error_response(request: web.Request, error: ThunderAgentError) -> web.Respon
     response = _error_body(request, error.status, error.code, error.message)
     if error.retry_after_s is not None:
         response.headers["Retry-After"] = str(error.retry_after_s)
+    if error.status == KeyNeededError.status:
+        response.headers["WWW-Authenticate"] = "Bearer"
     return response
 
 

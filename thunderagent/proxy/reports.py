@@ -103,6 +103,12 @@ class QueueReport(Report):
     turns_held_count: int
 
 
+def without_password(url: str) -> str:
+    """Return a URL as it may be shown: without a name and a password."""
+    scheme, mark, rest = url.partition("://")
+    return f"{scheme}{mark}{rest.rpartition('@')[2]}"
+
+
 def program_report(program: Program, now_s: float) -> ProgramReport:
     """Report on one program."""
     return ProgramReport(**program_fields(program, now_s))
@@ -169,7 +175,7 @@ def replica_reports(runtime: Runtime, replicas: Replicas) -> list[ReplicaReport]
         reports.append(
             ReplicaReport(
                 replica_id=replica_id,
-                url=known.endpoint.url,
+                url=without_password(known.endpoint.url),
                 kind=known.endpoint.backend.kind,
                 up=replica is not None and replica.up,
                 draining=replica is not None and replica.draining,
