@@ -235,7 +235,10 @@ def configure_logging(level: str, *, as_json: bool) -> None:
         processors = [
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty()),
+            structlog.dev.ConsoleRenderer(
+                colors=sys.stderr.isatty(),
+                exception_formatter=structlog.dev.plain_traceback,  # the default shows variables, so keys, too
+            ),
         ]
         factory = structlog.WriteLoggerFactory(file=sys.stderr)
     structlog.configure(

@@ -86,7 +86,7 @@ class Guard:
         caller = f"address {request.remote}"
         if self._keyring:
             key = self._keyring.key_of(request.headers)
-            check_key(request, key, for_admin=for_admin, keyring=self._keyring)
+            check_key(key, self._keyring, for_admin=for_admin)
             if key is not None:
                 caller = f"key {key.name}"
         if self._limits is not None:

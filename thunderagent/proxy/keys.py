@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from hashlib import sha256
 from hmac import compare_digest
 from http.cookies import CookieError, SimpleCookie
 from secrets import token_urlsafe
 
-from aiohttp import web
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from thunderagent.errors import AdminKeyNeededError, ConfigurationError, KeyNeededError
@@ -26,7 +26,8 @@ COOKIE = "thunderagent_key"
 
 KEY_PREFIX = "tak_"
 _LINE = re.compile(r"(?P<name>[\w.@-]{1,64}):sha256:(?P<digest>[0-9a-f]{64})", re.ASCII)
-_DATA_KEY_ONLY = "thunderagent_data_key_only"
+_HAS_DATA_KEY_ONLY: ContextVar[bool] = ContextVar("has_data_key_only", default=False)
+"""Of the request that is being handled; aiohttp handles each in a context of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +123,8 @@ def _cookie_texts(headers: CIMultiDictProxy[str]) -> list[str]:
     return [cookie.value] if cookie is not None else []
 
 
-def check_key(request: web.Request, key: Key | None, *, for_admin: bool, keyring: Keyring) -> None:
-    """Check that a request may go on. Raises `KeyNeededError` (401), `AdminKeyNeededError` (403)."""
+def check_key(key: Key | None, keyring: Keyring, *, for_admin: bool) -> None:
+    """Check that a request with this key may go on. Raises `KeyNeededError` (401), `AdminKeyNeededError` (403)."""
     if key is None:
         if not for_admin and not keyring.has_data_keys:
             return
@@ -136,10 +137,10 @@ def check_key(request: web.Request, key: Key | None, *, for_admin: bool, keyring
     if not key.is_admin:
         if for_admin:
             raise AdminKeyNeededError("this needs an admin key; the key is one for data")
-        request[_DATA_KEY_ONLY] = True
+        _HAS_DATA_KEY_ONLY.set(True)
 
 
-def check_admin(request: web.Request) -> None:
+def check_admin() -> None:
     """Check, in a handler that takes data keys, that this request of it may be made. Raises `AdminKeyNeededError`."""
-    if request.get(_DATA_KEY_ONLY):
+    if _HAS_DATA_KEY_ONLY.get():
         raise AdminKeyNeededError("what concerns every program needs an admin key; the key is one for data")

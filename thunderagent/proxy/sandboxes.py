@@ -14,6 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from thunderagent.errors import NotFoundError, RequestError
 from thunderagent.proxy.identity import check_program_id
+from thunderagent.proxy.keys import check_admin
 
 HEARTBEAT_S = 15.0
 """A comment is sent on a silent feed so often, so that nobody between takes it for dead."""
@@ -174,6 +175,8 @@ class SandboxHandlers:
         program_id = request.query.get("program_id")
         if program_id == "":
             raise RequestError("program_id is empty")
+        if program_id is None:
+            check_admin()
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         async with sandboxes.feed(program_id) as queue:
             there = sandboxes.all() if program_id is None else sandboxes.of_program(program_id)
