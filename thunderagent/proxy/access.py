@@ -32,7 +32,8 @@ ROUTES: tuple[tuple[Access, str, str], ...] = (
     (OPEN, "GET", "/ready"),
     (OPEN, "GET", "/metrics"),  # `metrics_need_key` closes it
     (OPEN, "GET", "/openapi.json"),
-    (OPEN, "GET POST", "/login"),
+    (OPEN, "GET", "/dashboard**"),  # a page without any data, which asks for the key
+    (OPEN, "POST", "/dashboard/login"),
     # What a program's agent calls.
     (DATA, "POST", "/programs"),
     (DATA, "POST", "/programs/release"),  # of all programs: the handler asks for an admin key
@@ -51,7 +52,8 @@ ROUTES: tuple[tuple[Access, str, str], ...] = (
     (ADMIN, "GET", "/tools"),
     (ADMIN, "GET", "/sandboxes"),
     (ADMIN, "GET", "/events"),
-    (ADMIN, "*", "/dashboard**"),
+    (ADMIN, "GET", "/summary"),
+    (ADMIN, "GET", "/history"),
     (ADMIN, "*", "/replicas**"),
     (ADMIN, "*", "/weight_sync/**"),
     # In the words of other gateways.
@@ -79,41 +81,48 @@ ROUTES: tuple[tuple[Access, str, str], ...] = (
 ENGINE_CONTROL = frozenset(
     {
         # vLLM, with the routes of its development mode.
-        *("pause", "resume", "is_paused", "sleep", "wake_up", "is_sleeping", "abort_requests", "collective_rpc"),
-        *("reset_prefix_cache", "reset_mm_cache", "reset_encoder_cache", "release_kv_cache_memory"),
-        *("init_weight_transfer_engine", "shutdown_weight_transfer_engine", "start_weight_update", "update_weights"),
-        *("start_draft_weight_update", "finish_weight_update", "update_weight_version", "weight_info"),
-        *("weight_checker", "get_world_size", "load_lora_adapter", "unload_lora_adapter", "server_info", "load"),
-        *("start_profile", "stop_profile", "scale_elastic_ep", "is_scaling_elastic_ep", "kv_event_sources", "loads"),
-        *("init_broadcaster", "update_lora_adapter"),
+        *("pause", "resume", "is_paused", "sleep", "wake_up", "is_sleeping", "collective_rpc", "abort_requests"),
+        *("shutdown_weight_transfer_engine", "weight_info", "weight_checker", "get_world_size", "kv_event_sources"),
+        *("server_info", "load", "loads", "scale_elastic_ep", "is_scaling_elastic_ep", "fault_tolerance"),
         # SGLang.
-        *("pause_generation", "continue_generation", "flush_cache", "abort_request", "get_load", "get_loads"),
-        *("release_memory_occupation", "resume_memory_occupation", "init_weights_update_group"),
-        *("destroy_weights_update_group", "init_weights_send_group_for_remote_instance", "get_weights_by_name"),
+        *("pause_generation", "continue_generation", "flush_cache", "abort_request", "slow_down", "freeze_gc"),
         *("send_weights_to_remote_instance", "get_remote_instance_transfer_engine_info", "check_weights"),
-        *("load_lora_adapter_from_tensors", "get_server_info", "get_internal_state", "set_internal_state"),
-        *("configure_logging", "set_trace_level", "slow_down", "freeze_gc", "clear_hicache_storage_backend"),
-        *("attach_hicache_storage_backend", "detach_hicache_storage_backend", "hicache_storage_backend_status"),
-        *("start_expert_distribution_record", "stop_expert_distribution_record", "dump_expert_distribution_record"),
-        *("get_weight_version", "weights_checker", "post_process_weights", "dumper"),
+        *("get_weights_by_name", "get_weight_version", "get_server_info", "get_internal_state", "get_load"),
+        *("get_loads", "weights_checker", "post_process_weights", "dumper", "hicache"),
     }
 )
 """First words of the paths with which an engine is controlled, or tells of its inside, with or without `/v1`."""
 
-_CONTROL_PREFIXES = ("update_weight", "fault_tolerance", "hicache", "set_trace_level")
+_CONTROL_PREFIXES = (
+    *("init_", "update_", "start_", "stop_", "finish_", "finalize_", "destroy_", "reset_", "release_", "resume_"),
+    *("load_", "unload_", "set_", "configure_", "dump_", "attach_", "detach_", "clear_", "hicache_"),
+)
+"""How other such words begin, those that engines will have, too."""
+
 _NAMED_PART = re.compile(r"\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}")
 _OF_A_PROGRAM = re.compile(r"^/(?:p|sessions)/")
 
 
 def access_of_route(method: str, route_path: str) -> Access | None:
     """Return what a route of ours needs, by the path that it was registered with; None if it is in no row."""
+    row = _row_of(method, route_path)
+    return ADMIN if row is None and controls_engine(_NAMED_PART.sub("{}", route_path)) else row
+
+
+def is_engines(method: str, route_path: str) -> bool:
+    """Say whether what a route takes and answers is an engine's to describe."""
+    row = _row_of(method, route_path)
+    return row is ENGINE or (row is None and controls_engine(_NAMED_PART.sub("{}", route_path)))
+
+
+def _row_of(method: str, route_path: str) -> Access | None:
     path = _NAMED_PART.sub("{}", route_path)
     for access, methods, pattern in ROUTES:
         if methods != "*" and method not in methods.split():
             continue
         if path == pattern or (pattern.endswith("**") and path.startswith(pattern.removesuffix("**"))):
             return access
-    return ADMIN if controls_engine(path) else None
+    return None
 
 
 def controls_engine(raw_path: str) -> bool:

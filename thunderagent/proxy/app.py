@@ -17,6 +17,7 @@ from thunderagent.proxy.identity import split_path
 from thunderagent.proxy.keys import Keyring
 from thunderagent.proxy.metrics import StateCollector, TurnMetrics
 from thunderagent.proxy.models import Models
+from thunderagent.proxy.openapi import OpenApi
 from thunderagent.proxy.replicas import Replicas, Watcher
 from thunderagent.proxy.request_id import REQUEST_ID
 from thunderagent.proxy.sandboxes import SandboxCollector, Sandboxes, SandboxHandlers
@@ -56,6 +57,7 @@ def build_app(
         *(web.post(path, turns.handle) for path in TURN_DIALECTS),
         web.get("/v1/models", models.handle),
     ]
+    routes += OpenApi(routes).routes()
     routes.append(web.route("*", "/{path:.*}", _by_inner_path(turns, models, _own_parts(routes))))
     for route in routes:
         handler = answering_errors(guard.before(route.handler, route.method, route.path))
