@@ -181,6 +181,12 @@ class ServeConfig(BaseSettings):
     log_format: Literal["auto", "console", "json"] = Field(
         "auto", description="console for people, json for one object a line; auto is console on a terminal"
     )
+    otlp_endpoint: str = Field(
+        "", description="base URL of an OpenTelemetry collector (OTLP over HTTP), as http://127.0.0.1:4318; none: off"
+    )
+    trace_sample_ratio: float | None = Field(
+        None, ge=0, le=1, description="part of the traces that begin here which is sent; by default OTEL_TRACES_SAMPLER"
+    )
     embedded_engines: int = Field(2, ge=1, le=16, description="simulated engines to start when there is no backend")
     embedded_kv_tokens: int = Field(16_000, ge=1024, description="KV pool of each simulated engine, in tokens")
 

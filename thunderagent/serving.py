@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
 from aiohttp import web
@@ -42,6 +42,9 @@ from thunderagent.security import (
     guard_settings,
     is_loopback,
 )
+
+if TYPE_CHECKING:
+    from thunderagent.proxy.tracing import Tracing
 
 log = structlog.get_logger("thunderagent")
 
@@ -133,14 +136,19 @@ async def proxy(config: ServeConfig, runtime: Runtime, urls: tuple[str, ...]) ->
     )
     for endpoint in endpoints:
         poller.add(endpoint)
+    tracing = _tracing(config)
     client_settings = ClientSettings(
         connect_timeout_s=config.connect_timeout_s,
         silence_timeout_s=config.silence_timeout_s,
-        outgoing=Outgoing(keyring, api_key),
+        outgoing=Outgoing(keyring, api_key, tracing),
         ssl_context=ssl_context,
     )
     sandboxes = build_manager(config, runtime)
-    async with open_client(client_settings) as client:
+    async with AsyncExitStack() as stack:
+        if tracing is not None:
+            stack.push_async_callback(asyncio.to_thread, tracing.close)
+            runtime.observe(tracing.observe)
+        client = await stack.enter_async_context(open_client(client_settings))
         app = build_app(
             runtime,
             client,
@@ -153,6 +161,7 @@ async def proxy(config: ServeConfig, runtime: Runtime, urls: tuple[str, ...]) ->
             ),
             guard_settings=guard_settings(config),
             keyring=keyring,
+            tracing=tracing,
             sandboxes=sandboxes,
         )
         loops = [runtime.run, poller.run, *_kv_events_loops(config, runtime, endpoints)]
@@ -184,6 +193,17 @@ def _kv_events_loops(
     followed = zip_longest(replicas, config.kv_events, config.kv_events_replay)
     endpoints = [KvEventsEndpoint(replica.replica_id, address, replay) for replica, address, replay in followed]
     return [KvEvents(_Residency(runtime), endpoints).run]
+
+
+def _tracing(config: ServeConfig) -> Tracing | None:
+    """Return what makes spans, if that is configured. Raises `ConfigurationError`."""
+    if not config.otlp_endpoint:
+        return None
+    try:
+        from thunderagent.proxy.tracing import open_tracing  # noqa: PLC0415 - needs an extra
+    except ImportError as error:
+        raise ConfigurationError("otlp_endpoint: needs the extra otel: pip install 'thunderagent[otel]'") from error
+    return open_tracing(config.otlp_endpoint, config.trace_sample_ratio)
 
 
 def replica_id_of(url: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Protocol
 
 import structlog
 from aiohttp import web
@@ -30,6 +31,13 @@ log = structlog.get_logger("thunderagent.proxy")
 CLIENT_CLOSED_REQUEST = 499
 
 
+class Tracing(Protocol):
+    """What makes spans of requests."""
+
+    def around(self, handler: Handler) -> Handler:
+        """Wrap the handler of a route."""
+
+
 def build_app(
     runtime: Runtime,
     client: ReplicaClient,
@@ -39,6 +47,7 @@ def build_app(
     turn_settings: TurnSettings,
     guard_settings: GuardSettings,
     keyring: Keyring | None = None,
+    tracing: Tracing | None = None,
     sandboxes: Sandboxes | None = None,
 ) -> web.Application:
     """Put the proxy together. The caller owns what it is made of."""
@@ -61,6 +70,8 @@ def build_app(
     routes.append(web.route("*", "/{path:.*}", _by_inner_path(turns, models, _own_parts(routes))))
     for route in routes:
         handler = answering_errors(guard.before(route.handler, route.method, route.path))
+        if tracing is not None:
+            handler = tracing.around(handler)
         if route.method == "GET":
             app.router.add_get(route.path, handler)  # allows HEAD too
         else:

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
+from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
 from thunderagent import __version__
 from thunderagent.proxy import openapi_answers as answers
@@ -150,13 +150,11 @@ class OpenApi:
 def document(routes: Iterable[web.RouteDef]) -> dict[str, Any]:
     """Return the document of these routes, as OpenAPI 3.1."""
     handlers = {(route.method, documented_path(route.path)): route.handler for route in routes}
-    models = [model for each in OPERATIONS for model in (*each.answers, *each.also.values())]
-    bodies = [model for each in OPERATIONS for model in each.body]
-    references, schemas = models_json_schema(
-        [(answers.ErrorReport, "serialization"), *((model, "serialization") for model in models)]
-        + [(model, "validation") for model in bodies],
-        ref_template="#/components/schemas/{model}",
-    )
+    inputs: list[tuple[type[BaseModel], JsonSchemaMode]] = [(answers.ErrorReport, "serialization")]
+    for each in OPERATIONS:
+        inputs += [(model, "serialization") for model in (*each.answers, *each.also.values())]
+        inputs += [(model, "validation") for model in each.body]
+    references, schemas = models_json_schema(inputs, ref_template="#/components/schemas/{model}")
     paths: dict[str, dict[str, Any]] = {}
     for operation in OPERATIONS:
         handler = handlers.get((operation.method, operation.path))
@@ -181,7 +179,8 @@ def document(routes: Iterable[web.RouteDef]) -> dict[str, Any]:
     }
 
 
-References = Mapping[tuple[type[BaseModel], Any], Mapping[str, Any]]
+References = Mapping[Any, Schema]
+"""Where the schema of a model stands, by the model and the mode."""
 
 
 def _described(operation: Operation, said: str, references: References) -> dict[str, Any]:
