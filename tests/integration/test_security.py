@@ -225,6 +225,20 @@ async def test_origins_that_are_named_may_call_us() -> None:
         assert (await call(proxy.url, "DELETE", "/programs/p", PAGE, bearer(DATA_KEY))).status == 200
 
 
+async def test_a_browser_trades_an_admin_key_for_a_cookie(replica: FakeReplica) -> None:
+    """One that scripts cannot read and other sites cannot use; and only for an admin key."""
+    async with running_proxy(replica.url, **KEYS) as proxy:
+        login = await post(proxy.url, "/dashboard/login", {"key": ADMIN_KEY})
+        assert login.status == 200
+        cookie, *attributes = (login.header("Set-Cookie") or "").split("; ")
+        assert {"HttpOnly", "SameSite=Strict", "Path=/"} == set(attributes)
+        assert (await call(proxy.url, "GET", "/replicas", ("Cookie", cookie))).status == 200
+        for key, status in ((DATA_KEY, 403), ("wrong", 401), ("", 401), (None, 400)):
+            refused = await post(proxy.url, "/dashboard/login", {"key": key})
+            assert (refused.status, refused.header("Set-Cookie")) == (status, None)
+        assert (await post(proxy.url, "/dashboard/login", {"key": ADMIN_KEY}, PAGE)).status == 403
+
+
 # --- limits
 
 

@@ -117,7 +117,7 @@ class Admin:
 
     async def open(self, request: web.Request) -> web.Response:
         """Open a program before its first turn, so that its sandboxes are made meanwhile. Idempotent."""
-        wanted = _read_model(OpenRequest, await request.read())
+        wanted = read_model(OpenRequest, await request.read())
         program_id = check_program_id(wanted.program_id)
         if wanted.sandboxes is not None and self._sandboxes is None:
             raise RequestError(SANDBOXES_OFF)
@@ -196,10 +196,11 @@ class Admin:
         body = await request.read()
         if not body and "program_id" in request.query:
             return ReleaseRequest(program_id=request.query["program_id"])
-        return _read_model(ReleaseRequest, body)
+        return read_model(ReleaseRequest, body)
 
 
-def _read_model(model: type[Model], body: bytes) -> Model:
+def read_model(model: type[Model], body: bytes) -> Model:
+    """Read a body. Raises `RequestError` that names what is wrong first."""
     try:
         return model.model_validate_json(body)
     except ValidationError as error:

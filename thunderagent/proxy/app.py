@@ -16,6 +16,7 @@ from thunderagent.proxy.dialects import TURN_DIALECTS, dialect_of
 from thunderagent.proxy.guard import Guard, GuardSettings, Handler
 from thunderagent.proxy.identity import split_path
 from thunderagent.proxy.keys import Keyring
+from thunderagent.proxy.login import Login
 from thunderagent.proxy.metrics import StateCollector, TurnMetrics
 from thunderagent.proxy.models import Models
 from thunderagent.proxy.openapi import OpenApi
@@ -57,12 +58,14 @@ def build_app(
     registry.register(StateCollector(runtime, replicas))
     if sandboxes is not None:
         registry.register(SandboxCollector(sandboxes, registry))
-    guard = Guard(guard_settings, keyring or Keyring(), registry)
+    keyring = keyring or Keyring()
+    guard = Guard(guard_settings, keyring, registry)
     app = web.Application(client_max_size=guard_settings.max_body_bytes)
     guard.attach(app)
     routes = [
         *SandboxHandlers(sandboxes).routes(),
         *Admin(runtime, replicas, registry, sandboxes).routes(),
+        *Login(keyring).routes(),
         *(web.post(path, turns.handle) for path in TURN_DIALECTS),
         web.get("/v1/models", models.handle),
     ]

@@ -23,6 +23,7 @@ from thunderagent.proxy import openapi_answers as answers
 from thunderagent.proxy.access import Access, access_of_route
 from thunderagent.proxy.admin import MAX_PAGE, OpenRequest, ReleaseRequest
 from thunderagent.proxy.keys import KEY_HEADER
+from thunderagent.proxy.login import LoginRequest
 from thunderagent.proxy.reports import ProgramPage, QueueReport, ToolsReport
 from thunderagent.proxy.story import ProgramStoryReport
 
@@ -114,6 +115,7 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation("GET", "/replicas", (answers.ReplicasReport,)),
     Operation("GET", "/queue", (QueueReport,), query={"limit": {**LIMIT, "minimum": 0}}),
     Operation("GET", "/tools", (ToolsReport,)),
+    Operation("POST", "/dashboard/login", (answers.LoginReport,), body=(LoginRequest,)),
 )
 
 _NAMED_PART = re.compile(r"\{(\w+):[^{}]*(?:\{[^{}]*\}[^{}]*)*\}")

@@ -124,3 +124,9 @@ class SandboxBody(Report):
     driver: Literal["docker", "kubernetes", "callback"] = Field("docker", description="with handle: whose name it is")
     reclaim_url: str = Field("", description="with handle, for one that runs elsewhere: gets a POST at the end")
     share: str = Field("", max_length=256, description="programs that ask with the same word share one sandbox")
+
+
+class LoginReport(Report):
+    """The answer bears the cookie."""
+
+    logged_in: Literal[True]
