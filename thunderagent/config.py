@@ -112,7 +112,7 @@ class ServeConfig(BaseSettings):
         None, gt=0, description="requests per second of each key, or address without keys; data waits, admin gets 429"
     )
     rate_limit_burst_count: int = Field(100, ge=1, description="requests that a caller may send at once")
-    backend_api_key: SecretStr = Field(SecretStr(""), description="key that the replicas are sent, as a bearer token")
+    backend_api_key: SecretStr | None = Field(None, description="key that the replicas are sent, as a bearer token")
     backend_api_key_file: Path | None = Field(None, description="file that holds it, instead")
     backend_ca_file: Path | None = Field(
         None, description="certificates to trust for replicas with https, PEM, besides the system's"
@@ -243,7 +243,7 @@ class ServeConfig(BaseSettings):
     def _security_is_of_one_piece(self) -> Self:
         if self.tls_key is not None and self.tls_cert is None:
             raise ValueError("tls_key goes with tls_cert")
-        if self.backend_api_key_file is not None and self.backend_api_key.get_secret_value():
+        if self.backend_api_key_file is not None and self.backend_api_key is not None:
             raise ValueError("backend_api_key and backend_api_key_file are two ways to say the same")
         return self
 

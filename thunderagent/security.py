@@ -60,7 +60,7 @@ def guard_settings(config: ServeConfig) -> GuardSettings:
 def backend_api_key(config: ServeConfig) -> str:
     """Return the key for the engines, from the configuration or from its file. Raises `ConfigurationError`."""
     if config.backend_api_key_file is None:
-        return config.backend_api_key.get_secret_value()
+        return config.backend_api_key.get_secret_value() if config.backend_api_key is not None else ""
     try:
         return config.backend_api_key_file.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:

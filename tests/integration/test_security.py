@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import ssl
+import tomllib
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -40,9 +41,11 @@ from tests.integration.support import (
     until,
     value_of,
 )
+from thunderagent.cli import main
+from thunderagent.client import ProxyRefusedError, program
 from thunderagent.config import ServeConfig
 from thunderagent.errors import ConfigurationError
-from thunderagent.proxy.keys import mint_key
+from thunderagent.proxy.keys import Keyring, mint_key
 from thunderagent.security import check_security
 
 if TYPE_CHECKING:
@@ -149,6 +152,37 @@ async def test_a_stranger_sends_no_body(replica: FakeReplica) -> None:
     async with running_proxy(replica.url, **KEYS) as proxy, Wire.open(proxy.url) as wire:
         wire.send_raw(head_bytes(f"POST {CHAT} HTTP/1.1", [("Host", "x"), ("Content-Length", "1000000")]))
         assert (await wire.head()).status == 401
+
+
+async def test_the_sdk_and_the_status_command_bring_the_key_of_the_environment(
+    replica: FakeReplica, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A program begins and ends with a data key; the status is for an admin key."""
+    async with running_proxy(replica.url, **KEYS) as proxy:
+
+        def run_program() -> None:
+            with program("sdk", proxy=proxy.url, group="g"):
+                assert proxy.runtime.scheduler.table.get("sdk") is not None
+
+        with pytest.raises(ProxyRefusedError, match="401 invalid_api_key"):
+            await asyncio.to_thread(run_program)
+        monkeypatch.setenv("THUNDERAGENT_KEY", DATA_KEY)
+        await asyncio.to_thread(run_program)
+        assert proxy.runtime.scheduler.table.get("sdk") is None
+        assert await asyncio.to_thread(main, ["status", "--url", proxy.url]) == 1
+        assert "answers 403" in capfd.readouterr().err
+        assert await asyncio.to_thread(main, ["status", "--url", proxy.url, "--key", ADMIN_KEY]) == 0
+
+
+def test_the_key_command_makes_keys_that_are_let_in(capsys: pytest.CaptureFixture[str]) -> None:
+    """What it prints goes into the configuration as it stands."""
+    assert main(["key", "ops", "--admin"]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    line = tomllib.loads(second.removeprefix("in the configuration:").strip())["admin_keys"]
+    found = Keyring((), line).find(first.removeprefix("key (shown only now):").strip())
+    assert found is not None
+    assert (found.name, found.is_admin) == ("ops", True)
+    assert main(["key", "two words"]) == 2
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.test"])

@@ -25,6 +25,7 @@ from thunderagent.programs.policies import POLICIES
 from thunderagent.programs.policies.breakeven import BreakEven
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.proxy.metrics import StateCollector, TurnMetrics
+from thunderagent.proxy.rate_limit import RateLimits
 from thunderagent.proxy.replicas import Replicas
 from thunderagent.proxy.sandboxes import SandboxCollector
 from thunderagent.runtime import Runtime
@@ -54,6 +55,7 @@ ENDPOINTS = {
     *("v1", "p", "sessions", "programs", "finish_session", "replicas", "queue", "health", "ready", "metrics"),
     *("sandboxes", "work", "NAMESPACE", "tools"),
     *("tokenize", "detokenize", "version", "reset_prefix_cache", "generate", "inference"),
+    *("openapi", "docs", "dashboard", "pause", "collective_rpc", "update_weights_from_disk"),
     "min",  # a column of a benchmark's table
 }
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -83,6 +85,7 @@ def metric_names() -> set[str]:
     """Return what `/metrics` exposes, under the names that a dashboard uses."""
     registry = CollectorRegistry()
     TurnMetrics(registry)
+    RateLimits(1, 1, registry)
     runtime = Runtime(Scheduler(load_policy("passthrough", {})))
     registry.register(StateCollector(runtime, Replicas(runtime, [])))
     manager = build_manager(ServeConfig(sandboxes=("callback",)), runtime)
