@@ -274,7 +274,8 @@ def _add_serve_options(parser: argparse.ArgumentParser) -> None:
         elif get_origin(field.annotation) is Literal:
             parser.add_argument(f"--{option}", dest=name, choices=get_args(field.annotation), help=help_text)
         else:
-            parser.add_argument(f"--{option}", dest=name, metavar=_metavar(field.annotation), help=help_text)
+            metavar = "X" if name.endswith(("_per_s", "_ratio")) else _metavar(field.annotation)
+            parser.add_argument(f"--{option}", dest=name, metavar=metavar, help=help_text)
 
 
 def _metavar(annotation: Any) -> str:

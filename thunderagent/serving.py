@@ -30,6 +30,7 @@ from thunderagent.programs.scheduler import Scheduler, SchedulerSettings
 from thunderagent.proxy.app import build_app
 from thunderagent.proxy.outgoing import Outgoing
 from thunderagent.proxy.replicas import Replicas
+from thunderagent.proxy.server_log import server_logger
 from thunderagent.proxy.turns import TurnSettings
 from thunderagent.runtime import Runtime, RuntimeSettings
 from thunderagent.sandboxes import build_manager
@@ -233,6 +234,7 @@ async def _listening(app: web.Application, config: ServeConfig, tls: ServerTls |
     runner = web.AppRunner(
         app,
         access_log=None,
+        logger=server_logger(),
         handler_cancellation=True,
         auto_decompress=False,
         max_line_size=MAX_HEADER_BYTES,

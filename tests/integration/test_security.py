@@ -326,6 +326,15 @@ async def test_a_head_over_the_limit_is_refused(replica: FakeReplica) -> None:
             assert (await call(proxy.url, "GET", "/health", *headers)).status == 400
 
 
+@pytest.mark.parametrize("target", ["http://x/v1/files", "x://evil.test/v1/files"])
+async def test_a_target_is_a_path(target: str, replica: FakeReplica) -> None:
+    """Put behind a replica's address, anything else would name another host."""
+    async with running_proxy(replica.url) as proxy:
+        refused = await call(proxy.url, "GET", target)
+        assert (refused.status, refused.error["code"]) == (400, "invalid_request")
+        assert not replica.calls
+
+
 async def test_slow_heads_and_bodies_are_cut(replica: FakeReplica) -> None:
     """Who sends a byte now and then keeps no connection."""
     async with running_proxy(replica.url, idle_timeout_s=0.2, body_timeout_s=0.1) as proxy:
@@ -430,7 +439,9 @@ async def test_engines_with_https_are_verified_by_the_file(tmp_path: Path) -> No
             assert (await ask(proxy.url, "p")).status == 200
         async with running_proxy(engine.url, up=0, no_replica_limit_s=0, backend_api_key=DATA_KEY) as proxy:
             assert (await ask(proxy.url, "p")).status == 503
-            assert "CERTIFICATE_VERIFY_FAILED" in (await get(proxy.url, "/replicas")).body.decode()
+            async with asyncio.timeout(5):
+                while "CERTIFICATE_VERIFY_FAILED" not in (await get(proxy.url, "/replicas")).body.decode():
+                    await asyncio.sleep(0.01)
 
 
 # --- request ids
@@ -490,6 +501,9 @@ async def test_no_secret_is_ever_shown(tmp_path: Path) -> None:
                     for target in ("/programs", "/programs/p", "/replicas", "/queue", "/tools", "/sandboxes", "/none"):
                         said = await call(process.url, "GET", target, header)
                         assert not [secret for secret in secrets if secret.encode() in said.body], target
+            async with Wire.open(process.url) as wire:  # what is no HTTP is not repeated, either
+                wire.send_raw(f"GET / HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {DATA_KEY}\0\r\n\r\n".encode())
+                assert (await wire.head()).status == 400
             metrics = (await get(process.url, "/metrics")).body.decode()
             await replica.stop()  # so that failures are logged, too
             await post(process.url, CHAT, turn("q"), bearer(DATA_KEY), ("Connection", "close"))
@@ -497,6 +511,7 @@ async def test_no_secret_is_ever_shown(tmp_path: Path) -> None:
             assert await process.exit_status() == 0
             shown = process.log + metrics + (tmp_path / "events").read_text()
     assert "replica_down" in shown
+    assert "request_is_not_http" in shown
     assert not [secret for secret in secrets if secret in shown]
     config = ServeConfig.load(backend_api_key="s3cret-of-the-engine", api_keys=(DATA_LINE,))
     assert "s3cret" not in repr(config)

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
-from thunderagent.errors import BodyTimeoutError, BodyTooLargeError, OriginRefusedError
+from thunderagent.errors import BodyTimeoutError, BodyTooLargeError, OriginRefusedError, RequestError
 from thunderagent.proxy.access import Access, access_of_route, controls_engine
 from thunderagent.proxy.keys import KEY_HEADER, Keyring, check_key
 from thunderagent.proxy.rate_limit import RateLimits
@@ -65,6 +65,8 @@ class Guard:
 
         async def handle(request: web.Request) -> web.StreamResponse:
             REQUEST_ID.set(take_request_id(request.headers))
+            if not request.raw_path.startswith("/"):  # it would become a part of the replica's host name
+                raise RequestError("the target of a request is a path, not a whole URL")
             if "Origin" in request.headers:
                 if self._is_preflight(request):
                     return self._preflight(request)
