@@ -6,6 +6,7 @@ TOML file that `--config` names, the default here.
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from tomllib import TOMLDecodeError
@@ -25,6 +26,7 @@ from thunderagent.errors import ConfigurationError
 from thunderagent.tools.template import DriverKind, Template
 
 ENVIRONMENT_PREFIX = "THUNDERAGENT_"
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+")
 
 
 class ServeConfig(BaseSettings):
@@ -204,9 +206,9 @@ class ServeConfig(BaseSettings):
         urls = tuple(str(part).strip().rstrip("/") for part in parts if str(part).strip())
         for url in urls:
             if not url.startswith(("http://", "https://")):
-                raise ValueError(f"{url!r} is no http or https URL")
+                raise ValueError(f"{url.rpartition('@')[2]!r} is no http or https URL")
             if url.endswith("/v1"):
-                raise ValueError(f"{url!r}: name the engine's root, without /v1")
+                raise ValueError(f"{url.rpartition('@')[2]!r}: name the engine's root, without /v1")
         if len(set(urls)) < len(urls):
             raise ValueError("a URL is named twice")
         return urls
@@ -243,6 +245,9 @@ class ServeConfig(BaseSettings):
     def _security_is_of_one_piece(self) -> Self:
         if self.tls_key is not None and self.tls_cert is None:
             raise ValueError("tls_key goes with tls_cert")
+        for origin in self.cors_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):  # it would match no page
+                raise ValueError(f"cors_origins: {origin!r} is no origin, such as https://page.example:8443")
         if self.backend_api_key_file is not None and self.backend_api_key is not None:
             raise ValueError("backend_api_key and backend_api_key_file are two ways to say the same")
         return self

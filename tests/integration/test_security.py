@@ -210,6 +210,9 @@ def test_loopback_needs_no_key(host: str) -> None:
         ({"tls_cert": "missing.pem"}, "tls_cert: cannot use missing.pem"),
         ({"backend_ca_file": "missing.pem"}, "backend_ca_file: cannot use missing.pem"),
         ({"backend_api_key_file": "missing"}, "backend_api_key_file: cannot read missing"),
+        ({"backend_api_key_file": "a", "backend_api_key": "b"}, "two ways to say the same"),
+        ({"cors_origins": "https://page.test/"}, "is no origin"),
+        ({"tls_key": "key.pem"}, "goes with tls_cert"),
     ],
 )
 def test_what_is_configured_wrongly_is_said_at_the_start(given: dict[str, Any], message: str) -> None:
@@ -513,5 +516,8 @@ async def test_no_secret_is_ever_shown(tmp_path: Path) -> None:
     assert "replica_down" in shown
     assert "request_is_not_http" in shown
     assert not [secret for secret in secrets if secret in shown]
+    with pytest.raises(ConfigurationError) as error:
+        ServeConfig.load(backends="user:s3cret-in-the-url@10.0.0.1:8000", backend_api_key="s3cret-of-the-engine")
+    assert "s3cret" not in str(error.value)
     config = ServeConfig.load(backend_api_key="s3cret-of-the-engine", api_keys=(DATA_LINE,))
     assert "s3cret" not in repr(config)

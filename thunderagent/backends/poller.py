@@ -270,9 +270,9 @@ def _url_of(replica: ReplicaEndpoint, path: str) -> httpx.URL:
     try:
         url = httpx.URL(replica.url.rstrip("/") + path)
     except httpx.InvalidURL as error:
-        raise ConfigurationError(f"replica {replica.replica_id!r}: {replica.url!r}: {error}") from error
+        raise ConfigurationError(f"replica {replica.replica_id!r}: its URL is none: {error}") from error
     if url.scheme not in {"http", "https"} or not url.host:
-        raise ConfigurationError(f"replica {replica.replica_id!r}: {replica.url!r} is no http or https URL")
+        raise ConfigurationError(f"replica {replica.replica_id!r}: its URL is no http or https URL")
     return url
 
 
