@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import signal
@@ -512,6 +513,9 @@ async def test_no_secret_is_ever_shown(tmp_path: Path) -> None:
             await post(process.url, CHAT, turn("q"), bearer(DATA_KEY), ("Connection", "close"))
             process.process.terminate()
             assert await process.exit_status() == 0
+            lines = [json.loads(line) for line in process.log.splitlines()]  # every line is JSON
+            turns = [line for line in lines if line["event"] == "turn" and line["program_id"] == "p"]
+            assert len({line["request_id"] for line in turns}) == 2
             shown = process.log + metrics + (tmp_path / "events").read_text()
     assert "replica_down" in shown
     assert "request_is_not_http" in shown
