@@ -96,6 +96,22 @@ async def test_a_turn_needs_a_key_and_the_engine_never_sees_it(replica: FakeRepl
         assert replica.calls[-1].header("Authorization") == "Bearer sk-of-the-client"
 
 
+async def test_a_refusal_is_in_the_schema_of_the_api_that_was_called(replica: FakeReplica) -> None:
+    """Anthropic's clients get theirs, which has a place for the request's id."""
+    async with running_proxy(replica.url, **KEYS, max_body_bytes=10) as proxy:
+        mine = ("X-Request-Id", "mine")
+        refused = await call(proxy.url, "POST", "/p/a/v1/messages", mine, body=b"{}")
+        assert refused.status == 401
+        assert refused.json()["type"] == "error"
+        assert refused.json()["error"]["type"] == "authentication_error"
+        assert refused.json()["request_id"] == "mine"
+        key = ("x-api-key", DATA_KEY)
+        large = await call(proxy.url, "POST", "/v1/messages", key, body=b" " * 11)
+        assert (large.status, large.json()["error"]["type"]) == (413, "request_too_large")
+        admin = await call(proxy.url, "POST", "/v1/load_lora_adapter", key, body=b"{}")
+        assert (admin.status, admin.error["code"]) == (403, "admin_key_needed")
+
+
 async def test_data_keys_and_admin_keys_are_apart(replica: FakeReplica) -> None:
     """A program's agent may do what concerns its program, and nothing that concerns all."""
     async with running_proxy(replica.url, **KEYS) as proxy:

@@ -142,4 +142,7 @@ def error_response(request: web.Request, error: ThunderAgentError) -> web.Respon
 
 def _error_body(request: web.Request, status: int, code: str, message: str) -> web.Response:
     path = split_path(request.raw_path)[1].partition("?")[0]
-    return web.json_response(dialect_of(path).error(status, code, message), status=status)
+    body = dialect_of(path).error(status, code, message)
+    if body.get("type") == "error":  # Anthropic's schema, which has a place for it
+        body["request_id"] = REQUEST_ID.get()
+    return web.json_response(body, status=status)
