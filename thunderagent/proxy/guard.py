@@ -102,7 +102,7 @@ class Guard:
         settings = self._settings
         if (request.content_length or 0) > settings.max_body_bytes:
             raise BodyTooLargeError(
-                f"the body has {request.content_length} bytes, the limit are {settings.max_body_bytes}"
+                f"the body has {request.content_length} bytes, the limit is {settings.max_body_bytes}"
             )
         try:
             async with asyncio.timeout(settings.body_timeout_s):
