@@ -1,4 +1,4 @@
-"""A replica whose model uses the first tool that it is given, once, and then says what the tool said.
+"""A replica whose model uses a tool that it is given, once, and then says what the tool said.
 
 It speaks the three APIs that agent frameworks speak - chat completions, responses, messages - whole and streamed, and
 keeps no state: what comes next is told by the history that it is sent, so that it plays for any number of programs.
@@ -37,16 +37,6 @@ class Step:
         return json.dumps(self.arguments)
 
 
-def _step(tools: Iterable[tuple[str, Json]], results: list[str]) -> Step:
-    """Call the first tool unless there is a result already."""
-    if not results:
-        for name, schema in tools:
-            properties: Json = schema.get("properties") or {}
-            needed = schema.get("required") or list(properties)
-            return Step(name, {key: _EXAMPLES.get(properties[key].get("type", ""), "Paris") for key in needed})
-    return Step(text=f"The tool says: {results[-1]}" if results else "hello to you")
-
-
 def _text(content: object) -> str:
     """Return the text of a content that is one, or a list of parts."""
     if isinstance(content, list):
@@ -56,8 +46,15 @@ def _text(content: object) -> str:
 
 @dataclass
 class ScriptedModel:
-    """Serve it with `async with ScriptedModel().running() as model`."""
+    """Serve it with `async with ScriptedModel().running() as model`.
 
+    It calls the tool `tool` with `arguments`; without that, the first one, with arguments that fit its schema. Requests
+    with the header `leaf_header`, as those of sub-agents, get an answer without a call.
+    """
+
+    tool: str = ""
+    arguments: Json = field(default_factory=dict)
+    leaf_header: str = ""
     asked: list[tuple[str, dict[str, str], Json]] = field(default_factory=list)
     """Path, headers and body of each request, in order."""
     url: str = ""
@@ -82,6 +79,19 @@ class ScriptedModel:
         finally:
             await runner.cleanup()
 
+    def _step(self, request: web.Request, tools: Iterable[tuple[str, Json]], results: list[str]) -> Step:
+        """Call a tool unless there is a result already."""
+        if results:
+            return Step(text=f"The tool says: {results[-1]}")
+        for name, schema in tools if self.leaf_header not in request.headers else ():
+            if name == self.tool:
+                return Step(name, self.arguments)
+            if not self.tool:
+                properties: Json = schema.get("properties") or {}
+                needed = schema.get("required") or list(properties)
+                return Step(name, {key: _EXAMPLES.get(properties[key].get("type", ""), "Paris") for key in needed})
+        return Step(text="hello to you")
+
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response()
 
@@ -103,7 +113,7 @@ class ScriptedModel:
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         body = await self._body(request)
         tools = [(tool["function"]["name"], tool["function"].get("parameters", {})) for tool in body.get("tools", [])]
-        step = _step(tools, [_text(m["content"]) for m in body["messages"] if m["role"] == "tool"])
+        step = self._step(request, tools, [_text(m["content"]) for m in body["messages"] if m["role"] == "tool"])
         message: Json = {"role": "assistant", "content": step.text or None}
         if step.tool:
             function = {"name": step.tool, "arguments": step.arguments_json}
@@ -134,7 +144,8 @@ class ScriptedModel:
         items = body["input"] if isinstance(body["input"], list) else []
         results = [_text(item.get("output")) for item in items if item.get("type", "").endswith("call_output")]
         functions = [tool for tool in body.get("tools", []) if tool.get("type") == "function"]
-        step = _step([(tool["name"], tool.get("parameters") or {}) for tool in functions], results)
+        described = [(tool["name"], tool.get("parameters") or {}) for tool in functions]
+        step = self._step(request, described, results)
         if step.tool:
             item = {"type": "function_call", "id": "fc_1", "call_id": _CALL_ID, "status": "completed"}
             item |= {"name": step.tool, "arguments": step.arguments_json}
@@ -187,7 +198,7 @@ class ScriptedModel:
         parts = [part for m in body["messages"] if isinstance(m["content"], list) for part in m["content"]]
         results = [_text(part.get("content")) for part in parts if part.get("type") == "tool_result"]
         tools = [(tool["name"], tool["input_schema"]) for tool in body.get("tools", []) if "input_schema" in tool]
-        step = _step(tools, results)
+        step = self._step(request, tools, results)
         block: Json = {"type": "text", "text": step.text}
         if step.tool:
             block = {"type": "tool_use", "id": "toolu_1", "name": step.tool, "input": step.arguments}

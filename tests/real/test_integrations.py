@@ -60,6 +60,7 @@ class Seen:
 
     def __init__(self) -> None:
         self.arrived: list[str | None] = []
+        self.branches: list[str] = []
         self.finished_count = 0
         self.tools: list[str] = []
         self.released: list[str] = []
@@ -67,6 +68,7 @@ class Seen:
     def __call__(self, event: Event, decisions: Sequence[Decision]) -> None:
         if isinstance(event, TurnArrived):
             self.arrived.append(event.program_id)
+            self.branches.append(event.branch_id)
         elif isinstance(event, TurnFinished):
             self.finished_count += 1
             self.tools.append(event.tool)
