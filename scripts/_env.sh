@@ -53,7 +53,7 @@ _set_up() {
     python=$(_find_python)
     "$python" -m venv --clear .venv
   fi
-  "$PYTHON" -m pip install --quiet --quiet --disable-pip-version-check --editable '.[dev,plots]'
+  "$PYTHON" -m pip install --quiet --quiet --disable-pip-version-check --editable '.[dev,e2e,plots]'
   _wanted_stamp >.venv/.stamp
 }
 

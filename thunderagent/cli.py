@@ -21,6 +21,7 @@ from thunderagent.calibrate import command as calibrate_command
 from thunderagent.config import ENVIRONMENT_PREFIX, ServeConfig
 from thunderagent.errors import ThunderAgentError
 from thunderagent.event_log import read_events, replay
+from thunderagent.lookups import Loop
 from thunderagent.security import print_key
 from thunderagent.serving import serve
 from thunderagent.simulator import command as simulate_command
@@ -183,7 +184,7 @@ def run_serve(args: argparse.Namespace) -> int:
         print(f"thunderagent ready at {url}: policy {config.policy}", flush=True)
 
     try:
-        uvloop.run(serve(config, ready=announce))
+        uvloop.run(serve(config, ready=announce), loop_factory=Loop)
     except OSError as error:
         print(f"thunderagent: error: cannot serve on {config.host}:{config.port}: {error}", file=sys.stderr)
         return 1

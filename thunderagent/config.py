@@ -44,6 +44,12 @@ class ServeConfig(BaseSettings):
     )
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8300, ge=0, le=65535, description="port to listen on; 0 takes a free one")
+    admin_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="second port, for the admin API and engine control; the first one refuses them then",
+    )
     policy: str = Field(
         "breakeven",
         description="breakeven, thunderagent, thunderagent-ports, cap, ttl, sticky, passthrough, package.module:Class",
@@ -87,6 +93,21 @@ class ServeConfig(BaseSettings):
     )
     retries_count: int = Field(
         2, ge=0, description="tries on another replica after a connection failed before the first byte"
+    )
+    control_timeout_s: float = Field(
+        7200.0, gt=0, description="for a replica's whole answer to a control call, as new weights, in seconds"
+    )
+    weight_sync_limit_s: float = Field(
+        1800.0, gt=0, description="a weight sync that its trainer does not end is over after so long, in seconds"
+    )
+    observe_interval_s: float | None = Field(
+        None,
+        gt=0,
+        description="how often to ask replicas whether they are paused and which weights they have, in seconds; never "
+        "by default",
+    )
+    lease_limit_s: float = Field(
+        3600.0, gt=0, description="a lease taken over the API of which nothing is heard for longer is ended, in seconds"
     )
     max_body_bytes: int = Field(64 * 2**20, gt=0, description="largest request body, in bytes; more gets 413")
     body_timeout_s: float = Field(300.0, gt=0, description="for a request body to come, in seconds; else 408")

@@ -123,6 +123,13 @@ class NotFoundError(RequestError):
     code = "not_found"
 
 
+class PerReplicaOnlyError(RequestError):
+    """An engine control call that each replica needs in words of its own was sent for all of them."""
+
+    status = 409
+    code = "per_replica_only"
+
+
 class ProgramReleasedError(ThunderAgentError):
     """The program was released while this turn waited; the turn was never forwarded.
 
@@ -131,6 +138,18 @@ class ProgramReleasedError(ThunderAgentError):
 
     status = 410
     code = "program_released"
+
+
+class TurnAbortedError(ThunderAgentError):
+    """A trainer aborted all requests while this turn was held; the turn was never forwarded.
+
+    Whoever asked for the turn gets what the engine answers for a request that it aborts, and this error only if that
+    cannot be said in the API that it called.
+    """
+
+    status = 503
+    code = "turn_aborted"
+    retry_after_s = 1
 
 
 class NoReplicaError(ThunderAgentError):
@@ -147,6 +166,14 @@ class ShuttingDownError(ThunderAgentError):
     status = 503
     code = "shutting_down"
     retry_after_s = 5
+
+
+class TooManyListenersError(ThunderAgentError):
+    """As many listen to the stream of events as may."""
+
+    status = 503
+    code = "too_many_listeners"
+    retry_after_s = 10
 
 
 class ReplicaError(ThunderAgentError):

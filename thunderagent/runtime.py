@@ -24,17 +24,27 @@ from typing import Self
 
 import structlog
 
-from thunderagent.errors import NoReplicaError, ProgramReleasedError, ShuttingDownError, ThunderAgentError
+from thunderagent.errors import (
+    NoReplicaError,
+    ProgramReleasedError,
+    ShuttingDownError,
+    ThunderAgentError,
+    TurnAbortedError,
+)
 from thunderagent.event_log import EventLogWriter
 from thunderagent.programs.decisions import Decision, Grant, Hold, Reason, Reject
 from thunderagent.programs.events import (
     Event,
+    GrantsContinued,
+    GrantsSuspended,
+    PinnedTurnArrived,
     PrefixCut,
     ProgramOpened,
     ProgramReleased,
     ProgramsReleased,
     ReplicaDown,
     ReplicaDraining,
+    ReplicaFlushed,
     ReplicaPolled,
     ReplicaUp,
     Tick,
@@ -150,10 +160,15 @@ class Runtime:
         self.outcome_counts: Counter[str] = Counter()
         """Turns by how they ended."""
         self.leases_count = 0
+        self.prompt_tokens_total = 0
+        """Of finished turns, as far as engines said their usage; so are the next two."""
+        self.output_tokens_total = 0
+        self.cached_tokens_total = 0
         self._event_log = event_log
         self._observers: list[Observer] = []
         self._turn_ids = count(1)
         self._waiters: dict[int, asyncio.Future[Grant]] = {}
+        self._abortable: dict[int, Callable[[], bool]] = {}
         self._closing = False
         self._crash: Exception | None = None
         self._crashed = asyncio.Event()
@@ -182,11 +197,15 @@ class Runtime:
         avoid_replica_id: str | None = None,
         prefix: tuple[PrefixCut, ...] = (),
         group_id: str = "",
+        pinned_replica_id: str | None = None,
+        abortable: Callable[[], bool] | None = None,
     ) -> Lease:
         """Wait for leave to run one turn; `program_id` None is an anonymous one. The rest is as in `TurnArrived`.
 
-        Raises `ProgramReleasedError`, `NoReplicaError` or `ShuttingDownError` if there will be none. Cancelling the
-        wait takes the turn out of the queue.
+        An anonymous turn may be pinned to the replica that its client chose itself.
+        `abortable` says, when it is asked, whether `abort_held` may end the wait; without it never.
+        Raises `ProgramReleasedError`, `NoReplicaError`, `TurnAbortedError` or `ShuttingDownError` if there will be
+        none. Cancelling the wait takes the turn out of the queue.
         """
         if self._closing:
             raise ShuttingDownError("the proxy is shutting down")
@@ -194,25 +213,49 @@ class Runtime:
         arrived_s = self.now_s()
         decisions = self.dispatch(
             TurnArrived(arrived_s, turn_id, program_id, branch_id, prompt_bytes, avoid_replica_id, prefix, group_id)
+            if pinned_replica_id is None
+            else PinnedTurnArrived(arrived_s, turn_id, pinned_replica_id, prompt_bytes)
         )
         for decision in reversed(decisions):
             if type(decision) is Grant and decision.turn_id == turn_id:
                 return self._begin(decision, 0.0)
+            if type(decision) is Reject and decision.turn_id == turn_id:
+                self.outcome_counts["rejected"] += 1
+                raise _refusal(decision)
         waiter: asyncio.Future[Grant] = asyncio.get_running_loop().create_future()
         self._waiters[turn_id] = waiter
+        if abortable is not None:
+            self._abortable[turn_id] = abortable
         try:
             grant = await waiter
         except asyncio.CancelledError:
             self.outcome_counts["abandoned"] += 1
             self.dispatch(TurnAbandoned(self.now_s(), turn_id))
             raise
-        except ThunderAgentError:
-            self.outcome_counts["rejected"] += 1
+        except ThunderAgentError as error:
+            self.outcome_counts["aborted" if isinstance(error, TurnAbortedError) else "rejected"] += 1
             self.dispatch(TurnAbandoned(self.now_s(), turn_id))  # at a shutdown the scheduler still holds it
             raise
         finally:
             self._waiters.pop(turn_id, None)
+            self._abortable.pop(turn_id, None)
         return self._begin(grant, self.now_s() - arrived_s)
+
+    def abort_held(self, replica_id: str | None = None) -> int:
+        """End the wait of held turns that may be aborted, with `TurnAbortedError`; return how many.
+
+        With a `replica_id`, only of those whose program was there last, was nowhere yet, or that must run there.
+        """
+        aborted_count = 0
+        for turn_id, may_abort in list(self._abortable.items()):
+            waiter, turn = self._waiters[turn_id], self.scheduler.turns.get(turn_id)
+            if waiter.done() or turn is None:
+                continue
+            home_id = turn.program.replica_id if turn.program is not None else turn.pinned_replica_id
+            if (replica_id is None or home_id in (None, replica_id)) and may_abort():
+                waiter.set_exception(TurnAbortedError("the trainer aborted this turn while it was held"))
+                aborted_count += 1
+        return aborted_count
 
     def open_program(self, program_id: str, group_id: str = "") -> bool:
         """Open a program before its first turn; False if it lives already."""
@@ -221,9 +264,17 @@ class Runtime:
         self.dispatch(ProgramOpened(self.now_s(), program_id, group_id))
         return True
 
-    def observe(self, observer: Observer) -> None:
-        """Have `observer` called with each event and what was decided on it, once that was carried out."""
-        self._observers.append(observer)
+    def observe(self, observer: Observer) -> Callable[[], None]:
+        """Have `observer` called with each event and what was decided on it, once that was carried out.
+
+        Return what ends that; idempotent.
+        """
+        self._observers = [*self._observers, observer]
+
+        def stop() -> None:
+            self._observers = [other for other in self._observers if other is not observer]
+
+        return stop
 
     def release(self, program_id: str, generation: int | None = None) -> bool:
         """End a program; False if there is none of that id, or not of that generation. Idempotent."""
@@ -264,6 +315,18 @@ class Runtime:
     def replica_draining(self, replica_id: str) -> None:
         """Say that a replica gets nothing new."""
         self.dispatch(ReplicaDraining(self.now_s(), replica_id))
+
+    def replica_flushed(self, replica_id: str) -> None:
+        """Say that a replica threw away what it kept for later turns."""
+        self.dispatch(ReplicaFlushed(self.now_s(), replica_id))
+
+    def suspend_grants(self, cause: str, replica_id: str | None = None) -> None:
+        """Grant nothing on a replica (None: on any) until the cause is over."""
+        self.dispatch(GrantsSuspended(self.now_s(), cause, replica_id))
+
+    def continue_grants(self, cause: str, replica_id: str | None = None) -> None:
+        """Say that a cause for granting nothing is over; nothing happens if it does not hold."""
+        self.dispatch(GrantsContinued(self.now_s(), cause, replica_id))
 
     async def run(self) -> None:
         """Tick until cancelled, or until the scheduler or its policy raised: then raise that, to end the process.
@@ -318,6 +381,10 @@ class Runtime:
         """Take a lease back, with the event that says how it ended. Called by `Lease` alone."""
         self.outcome_counts[outcome] += 1
         self.leases_count -= 1
+        if type(event) is TurnFinished:
+            self.prompt_tokens_total += event.prompt_tokens or 0
+            self.output_tokens_total += event.output_tokens or 0
+            self.cached_tokens_total += event.cached_tokens or 0
         if not self.leases_count:
             self._no_lease_left.set()
         self.dispatch(event)

@@ -27,7 +27,10 @@ from thunderagent.event_log import EventLogWriter
 from thunderagent.policy_loader import load_policy, parse_setting
 from thunderagent.programs.events import ResidencyReported
 from thunderagent.programs.scheduler import Scheduler, SchedulerSettings
-from thunderagent.proxy.app import build_app
+from thunderagent.proxy.admin_port import AdminPort
+from thunderagent.proxy.app import HISTORY, build_app
+from thunderagent.proxy.control import ControlSettings
+from thunderagent.proxy.observer import Observer
 from thunderagent.proxy.outgoing import Outgoing
 from thunderagent.proxy.replicas import Replicas
 from thunderagent.proxy.server_log import server_logger
@@ -145,6 +148,7 @@ async def proxy(config: ServeConfig, runtime: Runtime, urls: tuple[str, ...]) ->
         ssl_context=ssl_context,
     )
     sandboxes = build_manager(config, runtime)
+    admin_port = AdminPort() if config.admin_port is not None else None
     async with AsyncExitStack() as stack:
         if tracing is not None:
             stack.push_async_callback(asyncio.to_thread, tracing.close)
@@ -164,11 +168,20 @@ async def proxy(config: ServeConfig, runtime: Runtime, urls: tuple[str, ...]) ->
             keyring=keyring,
             tracing=tracing,
             sandboxes=sandboxes,
+            control_settings=ControlSettings(
+                timeout_s=config.control_timeout_s,
+                weight_sync_limit_s=config.weight_sync_limit_s,
+                lease_limit_s=config.lease_limit_s,
+            ),
+            admin_port=admin_port,
         )
-        loops = [runtime.run, poller.run, *_kv_events_loops(config, runtime, endpoints)]
+        loops = [runtime.run, poller.run, app[HISTORY].run, *_kv_events_loops(config, runtime, endpoints)]
         if sandboxes is not None:
             loops.append(sandboxes.run)
-        async with _background(*loops), _listening(app, config, tls) as url:
+        if config.observe_interval_s is not None:
+            interval_s, deadline_s = config.observe_interval_s, config.poll_deadline_s
+            loops.append(Observer(runtime, client, replicas, interval_s=interval_s, deadline_s=deadline_s).run)
+        async with _background(*loops), _listening(app, config, tls, admin_port) as url:
             yield url
 
 
@@ -230,7 +243,9 @@ async def _background(*loops: Callable[[], Coroutine[Any, Any, None]]) -> AsyncI
 
 
 @asynccontextmanager
-async def _listening(app: web.Application, config: ServeConfig, tls: ServerTls | None) -> AsyncIterator[str]:
+async def _listening(
+    app: web.Application, config: ServeConfig, tls: ServerTls | None, admin_port: AdminPort | None
+) -> AsyncIterator[str]:
     runner = web.AppRunner(
         app,
         access_log=None,
@@ -248,6 +263,12 @@ async def _listening(app: web.Application, config: ServeConfig, tls: ServerTls |
             runner, config.host, config.port, backlog=4096, ssl_context=tls.context if tls is not None else None
         )
         await site.start()
+        if admin_port is not None:
+            await web.TCPSite(
+                runner, config.host, config.admin_port or 0, ssl_context=tls.context if tls is not None else None
+            ).start()
+            admin_port.port = runner.addresses[1][1]
+            log.info("admin_port", port=admin_port.port)
         if tls is not None:
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, tls.reload)
         if not config.api_keys and not is_loopback(config.host):

@@ -93,6 +93,8 @@ def _replica_table(replicas: list[dict[str, Any]]) -> Table:
     table = _table("Replicas", "replica", "health", numbers=numbers)
     for replica in replicas:
         health = "draining" if replica["draining"] else "up" if replica["up"] else f"down: {replica['why_down']}"
+        if replica["suspended_for"]:
+            health += f", suspended: {', '.join(replica['suspended_for'])}"
         capacity = replica["capacity_tokens"]
         table.add_row(
             replica["replica_id"],

@@ -13,11 +13,15 @@ from thunderagent.policy_loader import load_policy
 from thunderagent.programs.decisions import Grant, Reject
 from thunderagent.programs.events import (
     Event,
+    GrantsContinued,
+    GrantsSuspended,
+    PinnedTurnArrived,
     ProgramOpened,
     ProgramReleased,
     ProgramsReleased,
     ReplicaDown,
     ReplicaDraining,
+    ReplicaFlushed,
     ReplicaPolled,
     ReplicaUp,
     ResidencyReported,
@@ -47,6 +51,7 @@ SETTINGS = SchedulerSettings(idle_limit_s=20.0, forget_limit_s=60.0, no_replica_
 PROGRAMS = st.sampled_from([None, "a", "b", "c", "d", "e", "f"])
 REPLICAS = st.sampled_from(["r0", "r1", "r2"])
 BRANCHES = st.sampled_from(["", "", "sub"])
+CAUSES = st.sampled_from(["pause", "weights"])
 TOKENS = st.integers(0, 1500)
 TOOLS = st.sampled_from(["", "ls", "make"])
 GROUPS = st.sampled_from(["", "g", "h"])
@@ -85,6 +90,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if isinstance(decision, Grant):
                 replica = self.scheduler.replicas[decision.replica_id]
                 assert replica.up, f"granted on a replica that is down: {decision}"
+                assert not replica.suspended_for, f"granted though nothing is: {decision}"
 
     @rule(elapsed_s=st.floats(0, 30))
     def time_passes(self, elapsed_s: float) -> None:
@@ -111,6 +117,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         turn_id = self.next_turn_id
         self.next_turn_id += 1
         self.send(TurnArrived(self.now_s, turn_id, program_id, branch_id, size * 4, avoid, prefix, group_id))
+        return turn_id
+
+    @rule(target=turns, replica_id=REPLICAS, size=TOKENS)
+    def pinned_turn_arrives(self, replica_id: str, size: int) -> int:
+        turn_id = self.next_turn_id
+        self.next_turn_id += 1
+        self.send(PinnedTurnArrived(self.now_s, turn_id, replica_id, size * 4))
         return turn_id
 
     @rule(target=turns, program_id=st.sampled_from(["a", "b"]), count=st.integers(2, 8))
@@ -178,6 +191,18 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(replica_id=REPLICAS)
     def replica_drains(self, replica_id: str) -> None:
         self.send(ReplicaDraining(self.now_s, replica_id))
+
+    @rule(replica_id=st.none() | REPLICAS, cause=CAUSES)
+    def grants_are_suspended(self, replica_id: str | None, cause: str) -> None:
+        self.send(GrantsSuspended(self.now_s, cause, replica_id))
+
+    @rule(replica_id=st.none() | REPLICAS, cause=CAUSES)
+    def grants_go_on(self, replica_id: str | None, cause: str) -> None:
+        self.send(GrantsContinued(self.now_s, cause, replica_id))
+
+    @rule(replica_id=REPLICAS)
+    def replica_is_flushed(self, replica_id: str) -> None:
+        self.send(ReplicaFlushed(self.now_s, replica_id))
 
     @rule(
         replica_id=REPLICAS,

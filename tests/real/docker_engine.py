@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Self
 import docker
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
 READY_S = 60.0
 STOP_S = 30.0
@@ -33,9 +33,13 @@ class DockerEngineError(RuntimeError):
     """There can be no engine here; the text says why."""
 
 
-def ensure_docker() -> None:
-    """Install what is missing. Raises DockerEngineError."""
-    missing = [package for package, program in PACKAGES.items() if shutil.which(program, path=_PATH) is None]
+def ensure_docker(further: Mapping[str, str] | None = None) -> None:
+    """Install what is missing; `further` are programs that a test needs beside, by Debian's packages.
+
+    Raises DockerEngineError.
+    """
+    packages = {**PACKAGES, **(further or {})}
+    missing = [package for package, program in packages.items() if shutil.which(program, path=_PATH) is None]
     if os.geteuid() != 0:
         raise DockerEngineError("a Docker engine of the tests' own needs root")
     if not missing:

@@ -93,6 +93,7 @@ ARROWS: dict[str, frozenset[str]] = {
     "runtime": frozenset({"errors", "programs", "event_log"}),
     "proxy": frozenset({"errors", "programs", "runtime", "backends"}),
     "client": frozenset(),
+    "lookups": frozenset(),
     # A client of the admin API: it knows the proxy by its answers alone.
     "status": frozenset({"errors"}),
     # A client of an engine, which it knows by its answers alone.
@@ -105,7 +106,7 @@ ARROWS: dict[str, frozenset[str]] = {
     "security": frozenset({"errors", "proxy", "config"}),
     # Wires everything up; the command line starts it.
     "serving": EVERY_ROOM | {"config"},
-    "cli": EVERY_ROOM | {"config", "serving", "status", "calibrate"},
+    "cli": EVERY_ROOM | {"config", "serving", "status", "calibrate", "lookups"},
     "__main__": frozenset({"cli"}),
 }
 
@@ -117,7 +118,7 @@ FORBIDDEN: list[tuple[str, frozenset[str], frozenset[str]]] = [
     (
         "thunderagent.simulator",
         frozenset({"asyncio", "socket", "socketserver", "selectors", "aiohttp", "httpx", "uvloop"}),
-        frozenset({"thunderagent.simulator.server"}),
+        frozenset({"thunderagent.simulator.server", "thunderagent.simulator.vllm_control"}),
     ),
 ]
 

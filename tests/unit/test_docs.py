@@ -37,7 +37,14 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *DOCS.glob("*.md")])
+INTEGRATIONS = DOCS / "integrations"
+PAGES = sorted(
+    [
+        *(ROOT / name for name in ("README.md", "CHANGELOG.md", "deploy/README.md")),
+        *DOCS.glob("*.md"),
+        *INTEGRATIONS.glob("*.md"),
+    ]
+)
 PICTURES = sorted(DOCS.glob("*.svg"))
 
 HOSTS = {
@@ -53,9 +60,18 @@ HOSTS = {
 # The first part of every path that begins with a slash: endpoints, and no place on somebody's machine.
 ENDPOINTS = {
     *("v1", "p", "sessions", "programs", "finish_session", "replicas", "queue", "health", "ready", "metrics"),
-    *("sandboxes", "work", "NAMESPACE", "tools"),
+    *("sandboxes", "work", "NAMESPACE", "tools", "summary", "history", "events", "dashboard"),
     *("tokenize", "detokenize", "version", "reset_prefix_cache", "generate", "inference"),
-    *("openapi", "docs", "dashboard", "pause", "collective_rpc", "update_weights_from_disk"),
+    *("openapi", "docs", "dashboard"),
+    *("pause", "resume", "pause_generation", "continue_generation", "flush_cache", "is_paused", "is_sleeping"),
+    *("sleep", "wake_up", "release_kv_cache_memory", "release_memory_occupation", "resume_memory_occupation"),
+    *("start_weight_update", "start_draft_weight_update", "finish_weight_update", "finalize_weight_update"),
+    *("update_weights", "update_weights_from_disk", "update_weight_version", "collective_rpc", "weight_info"),
+    *("destroy_weights_update_group", "shutdown_weight_transfer_engine", "abort_request", "abort_requests"),
+    *("load_lora_adapter", "unload_lora_adapter", "init_weights_update_group", "init_weight_transfer_engine"),
+    *("init_weight_transfer", "init_broadcaster", "init_weights_send_group_for_remote_instance"),
+    *("send_weights_to_remote_instance", "workers", "list_workers", "weight_sync", "leases"),
+    *("get_load", "get_loads", "end"),
     "min",  # a column of a benchmark's table
 }
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -137,6 +153,9 @@ def test_every_page_is_in_both_indexes() -> None:
     for index, prefix in ((ROOT / "README.md", "docs/"), (DOCS / "README.md", "")):
         links = {link.partition("#")[0] for link in LINK.findall(index.read_text())}
         assert {f"{prefix}{path.name}" for path in DOCS.glob("*.md") if path.name != "README.md"} <= links
+        assert f"{prefix}integrations/README.md" in links
+    links = set(LINK.findall((INTEGRATIONS / "README.md").read_text()))
+    assert {path.name for path in INTEGRATIONS.glob("*.md") if path.name != "README.md"} <= links
 
 
 def test_every_option_is_documented() -> None:

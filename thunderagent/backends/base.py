@@ -51,5 +51,9 @@ class Backend(Protocol):
     def health_path(self) -> str:
         """Return the path that answers 2xx while the engine can serve, from the replica's URL."""
 
+    @property
+    def observed_paths(self) -> tuple[str, ...]:
+        """Return the paths whose JSON tells `is_paused` or `weight_version`; an engine may not serve them."""
+
     def read_metrics(self, exposition: str) -> ReplicaReading:
         """Read an exposition; never raise: what cannot be read is None in the reading."""

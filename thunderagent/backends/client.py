@@ -72,11 +72,20 @@ class ReplicaClient:
         self._outgoing = outgoing
 
     async def send(
-        self, replica_id: str, base_url: str, method: str, path: str, headers: CIMultiDict[str], body: bytes | None
+        self,
+        replica_id: str,
+        base_url: str,
+        method: str,
+        path: str,
+        headers: CIMultiDict[str],
+        body: bytes | None,
+        *,
+        silence_timeout_s: float | None = None,
     ) -> aiohttp.ClientResponse:
         """Send one request and return when the head of the answer is there; its body was not read.
 
         `path` is the raw path and query, `headers` are sent as they are. Close the response, or read it to its end.
+        `silence_timeout_s` takes the place of the limits after the connection, for what may take longer than a turn.
         Raises `ReplicaUnreachableError` if no connection could be made (`ReplicaRefusedError` if nobody listens there),
         `ReplicaClosedEarlyError` if the replica closed it without a proper head, `ReplicaTimeoutError` if it stayed
         silent.
@@ -89,7 +98,12 @@ class ReplicaClient:
             headers.popall("Authorization", None)
         try:
             response = await self._session.request(
-                method, _url(base_url, path), data=data, headers=headers, allow_redirects=False
+                method,
+                _url(base_url, path),
+                data=data,
+                headers=headers,
+                allow_redirects=False,
+                timeout=self._session.timeout if silence_timeout_s is None else self._patient(silence_timeout_s),
             )
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             # Only a refusal says that the replica is down: our own files may have run out, its backlog may be full.
@@ -112,6 +126,10 @@ class ReplicaClient:
         if "Transfer-Encoding" in response.headers:
             _fail_reader_on_close(response)
         return response
+
+    def _patient(self, silence_timeout_s: float) -> aiohttp.ClientTimeout:
+        connect_timeout_s = self._session.timeout.sock_connect
+        return aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_s, sock_read=silence_timeout_s)
 
     async def read(self, replica_id: str, response: aiohttp.ClientResponse) -> bytes:
         """Read the whole body of an answer. Raises like `next_chunk`."""

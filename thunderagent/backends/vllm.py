@@ -37,6 +37,7 @@ class VllmBackend:
     kind: str = "vllm"
     metrics_path: str = "/metrics"
     health_path: str = "/health"
+    observed_paths: tuple[str, ...] = ("/is_paused", "/weight_info")  # with VLLM_SERVER_DEV_MODE=1
 
     def read_metrics(self, exposition: str) -> ReplicaReading:
         """Read an exposition; never raise: what cannot be read is None. About 1 ms for 500 KB."""

@@ -29,6 +29,8 @@ class Reason(StrEnum):
     """Its history lies on a replica without room, and to wait for that is cheaper than to compute it elsewhere."""
     NO_REPLICA = "no_replica"
     """No replica is usable."""
+    SUSPENDED = "suspended"
+    """Nothing is granted while engines are paused, sleep, or get new weights."""
     # paused, marked
     THRASHING = "thrashing"
     """The programs claim more than the replica's memory."""

@@ -39,6 +39,16 @@ class TurnArrived:
 
 
 @dataclass(frozen=True, slots=True)
+class PinnedTurnArrived:
+    """An anonymous turn wants a lease on the replica that its client chose itself, and on no other."""
+
+    now_s: float
+    turn_id: int
+    replica_id: str
+    prompt_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class TurnStarted:
     """The first byte of the answer came: prefill is over."""
 
@@ -133,6 +143,36 @@ class ReplicaDraining:
 
 
 @dataclass(frozen=True, slots=True)
+class GrantsSuspended:
+    """Nothing may be granted on a replica (None: on any, also on those that come later), until the same cause ends.
+
+    The engine is paused, sleeps, or gets new weights: what runs there goes on when it does, what lies in its memory
+    stays there, and nobody may be taken for gone meanwhile. Several causes may hold at once.
+    """
+
+    now_s: float
+    cause: str
+    replica_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GrantsContinued:
+    """A cause for granting nothing on a replica (None: on any) is over. One that does not hold changes nothing."""
+
+    now_s: float
+    cause: str
+    replica_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaFlushed:
+    """What a replica kept in its memory for later turns was thrown away; turns in flight keep theirs."""
+
+    now_s: float
+    replica_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class ReplicaPolled:
     """A replica's metrics were read, whether it is up or not. None is *not known*, never zero.
 
@@ -200,6 +240,7 @@ class Tick:
 Event = (
     ProgramOpened
     | TurnArrived
+    | PinnedTurnArrived
     | TurnStarted
     | TurnProgressed
     | TurnFinished
@@ -210,6 +251,9 @@ Event = (
     | ReplicaUp
     | ReplicaDown
     | ReplicaDraining
+    | GrantsSuspended
+    | GrantsContinued
+    | ReplicaFlushed
     | ReplicaPolled
     | ResidencyReported
     | SandboxReady

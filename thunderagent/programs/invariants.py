@@ -24,8 +24,12 @@ def check(scheduler: Scheduler) -> None:
     at_tools = [program for program in scheduler.table if program.tool_runs]
     assert all(program.phase is Phase.ACTING for program in at_tools), "a tool runs while a turn is with us"
     assert scheduler.knowledge.tools_running_count == len(at_tools), "running tools miscounted"
-    if scheduler.open_replicas:
-        assert not scheduler.anonymous_held, "an anonymous turn is held though a replica is usable"
+    granting = [replica for replica in scheduler.replicas.values() if replica.grants]
+    assert list(scheduler.granting_replicas) == granting, "who grants is stale"
+    for turn in scheduler.anonymous_held.values():
+        pinned = scheduler.replicas.get(turn.pinned_replica_id or "")
+        may_run = bool(granting) if pinned is None else not pinned.suspended_for
+        assert not may_run, "an anonymous turn is held though a replica is usable"
 
 
 def _check_program(scheduler: Scheduler, program: Program) -> None:
@@ -40,7 +44,8 @@ def _check_program(scheduler: Scheduler, program: Program) -> None:
     if program.status is Status.ACTIVE:
         assert homes == [program.replica_id], f"active on {homes}\n{story}"
         assert scheduler.replicas[homes[0]].up, f"active on a replica that is down\n{story}"
-        assert not program.held, f"active, but a turn is held\n{story}"
+        suspended_for = scheduler.replicas[homes[0]].suspended_for
+        assert not program.held or suspended_for, f"active, but a turn is held\n{story}"
         assert queued == (False, False), f"active, but in the queue\n{story}"
     else:
         assert not homes, f"paused, but active on {homes}\n{story}"
@@ -67,6 +72,7 @@ def _check_replica(scheduler: Scheduler, replica: Replica) -> None:
     assert account.reasoning_tokens == sum(p.claim_tokens for p in reasoning), f"sum differs: {replica!r}"
     assert account.acting_tokens == sum(p.claim_tokens for p in acting), f"sum differs: {replica!r}"
     assert account.marked_tokens == sum(p.claim_tokens for p in reasoning if p.marked), f"sum differs: {replica!r}"
+    assert account.usable == replica.grants, f"stale: {replica!r}"
     assert account.other_tokens == sum(t.claim_tokens for t in turns if t.program is None), f"sum differs: {replica!r}"
     assert set(replica.acting) == set(acting), f"pause order misses some: {replica!r}"
     assert set(replica.reasoning) == {p for p in reasoning if not p.marked}, f"mark order misses some: {replica!r}"

@@ -18,9 +18,12 @@ Three rules keep the table this small:
 
 - A program that is ACTIVE has all its turns in flight, a program that is PAUSED has all its turns held. A restore
   grants every held turn at once; a turn that arrives for an ACTIVE program is granted at once. So a branch that
-  another branch waits for is never stuck behind it.
+  another branch waits for is never stuck behind it. The one exception: while nothing is granted on its replica
+  (its engine is paused, sleeps, gets new weights) turns of an ACTIVE program are held where it is, and all of them
+  granted there when grants go on.
 - A program with a turn in flight is never paused. It is *marked*, and paused when its last turn in flight ends. The
-  mark is a flag on (ACTIVE, REASONING), not a status.
+  mark is a flag on (ACTIVE, REASONING), not a status. (One whose turns are all held where it is may be paused: they
+  stay held, and it waits in the queue.)
 - When a replica is lost, so are the turns in flight on it: they no longer count for the program. Whoever carries
   them out sees them fail and lets them arrive again.
 
@@ -85,6 +88,7 @@ TRANSITIONS: dict[tuple[State, Trigger], State] = {
     (ACTIVE_ACTING, Trigger.RELEASE): TERMINATED,
     (ACTIVE_REASONING, Trigger.TURN_ARRIVED): ACTIVE_REASONING,
     (ACTIVE_REASONING, Trigger.TURNS_ENDED): ACTIVE_ACTING,
+    (ACTIVE_REASONING, Trigger.PAUSE): PAUSED_REASONING,
     (ACTIVE_REASONING, Trigger.MARK): ACTIVE_REASONING,
     (ACTIVE_REASONING, Trigger.UNMARK): ACTIVE_REASONING,
     (ACTIVE_REASONING, Trigger.REPLICA_LOST): PAUSED_ACTING,

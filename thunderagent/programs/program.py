@@ -29,6 +29,8 @@ class StoryEntry:
     why: str
     replica_id: str | None
     tokens: int
+    began_s: float | None = None
+    """Of a turn that ended, when it was granted; None if it never was."""
 
 
 class Group:
@@ -57,10 +59,12 @@ class Turn:
         "arrived_s",
         "branch_id",
         "claim_tokens",
+        "disturbed",
         "granted_s",
         "kept_since_s",
         "kept_tokens",
         "output_tokens",
+        "pinned_replica_id",
         "program",
         "prompt_bytes",
         "prompt_tokens",
@@ -86,6 +90,10 @@ class Turn:
         """The replica that it is in flight on; None while it is held, and once that replica is lost."""
         self.claim_tokens = 0
         """What it claims by itself: only of a turn in flight whose program is None."""
+        self.pinned_replica_id: str | None = None
+        """The only replica that it may run on, if its client chose one."""
+        self.disturbed = False
+        """Its replica was suspended or flushed while it ran: its times and hits tell nothing, nor does its end."""
         self.granted_s = 0.0
         self.started_s: float | None = None
         self.resident_tokens = 0
@@ -173,6 +181,7 @@ class Program:
         "in_flight",
         "larger_tokens_total",
         "let_go_after_s",
+        "limits_since_s",
         "lost",
         "marked",
         "opened_s",
@@ -208,6 +217,8 @@ class Program:
         """For how long its tool had run when its claim was taken."""
         self.hold_until_s = inf
         self.group: Group | None = None
+        self.limits_since_s = 0.0
+        """When it began to act, on the clock of the limits, which stands still while nothing is granted."""
         self.marked = False
         self.idle = False
         """Paused by the idle limit: only a turn brings it back."""
@@ -233,7 +244,7 @@ class Program:
         self.output_tokens_total = 0
         self.cached_tokens_total = 0
         self.held_s_total = 0.0
-        self.story_entries: deque[tuple[float, str, str, str | None, int]] = deque(maxlen=STORY_ENTRIES)
+        self.story_entries: deque[tuple[float, str, str, str | None, int, float | None]] = deque(maxlen=STORY_ENTRIES)
 
     def __repr__(self) -> str:
         mark = ", marked" if self.marked else ""
@@ -265,9 +276,9 @@ class Program:
             raise no_transition(state, trigger, "\n".join(map(str, (self, *self.story()))))
         self.status, self.phase = following
 
-    def note(self, now_s: float, what: str, why: str, replica_id: str | None) -> None:
-        """Remember a happening."""
-        self.story_entries.append((now_s, what, why, replica_id, self.claim_tokens))
+    def note(self, now_s: float, what: str, why: str, replica_id: str | None, began_s: float | None = None) -> None:
+        """Remember a happening, and when that began if it took time."""
+        self.story_entries.append((now_s, what, why, replica_id, self.claim_tokens, began_s))
 
     def story(self) -> list[StoryEntry]:
         """Return what happened to it, oldest first; only the last `STORY_ENTRIES` are kept."""

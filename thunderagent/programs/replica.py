@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from thunderagent.programs.capacity import CapacityControl
 from thunderagent.programs.ledger import Account
 from thunderagent.programs.program import Program
@@ -23,11 +25,13 @@ class Replica:
         "control",
         "draining",
         "expiring",
+        "flushed_s",
         "marked",
         "programs",
         "reasoning",
         "replica_id",
         "residency",
+        "suspended_for",
         "tells_cached",
         "up",
     )
@@ -38,6 +42,10 @@ class Replica:
         self.account = account
         self.up = False
         self.draining = False
+        self.suspended_for: dict[str, None] = {}
+        """Causes for which nothing is granted here, in the order in which they came."""
+        self.flushed_s = -inf
+        """When what it kept for later turns was thrown away last."""
         self.programs: dict[str, Program] = {}
         self.acting: RankedSet[Program] = RankedSet()
         self.reasoning: RankedSet[Program] = RankedSet()
@@ -51,6 +59,8 @@ class Replica:
     def __repr__(self) -> str:
         account = self.account
         health = "draining" if self.draining else "up" if self.up else "down"
+        if self.suspended_for:
+            health += f", suspended for {', '.join(self.suspended_for)}"
         return (
             f"<Replica {self.replica_id} {health}: {account.demand_tokens}/{account.capacity_tokens} tokens, "
             f"{account.reasoning_count} reasoning, {account.acting_count} acting>"
@@ -58,5 +68,10 @@ class Replica:
 
     @property
     def open_to_programs(self) -> bool:
-        """Whether a program may get a claim here."""
+        """Whether programs may get claims here: now, or when grants go on."""
         return self.up and not self.draining
+
+    @property
+    def grants(self) -> bool:
+        """Whether a program may get a claim here now."""
+        return self.open_to_programs and not self.suspended_for

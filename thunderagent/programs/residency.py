@@ -67,6 +67,11 @@ class Residency:
             self._idle_tokens += tokens - self._idle.get(generation, 0)
             self._idle[generation] = tokens
 
+    def clear_idle(self) -> None:
+        """Note that nothing is left but what turns in flight use."""
+        self._idle.clear()
+        self._idle_tokens = 0
+
     def clear(self) -> None:
         """Note that the memory is empty."""
         self._idle.clear()

@@ -19,6 +19,11 @@ What the scheduler decides without asking a policy: a turn of a program that has
 it; an anonymous turn is granted on the least loaded replica; programs leave a replica that is down at once, and one
 that is draining at the end of their turn; the idle limit takes a claim, the forget limit a program; turns for which no
 replica has been usable for longer than the limit are rejected.
+
+While grants are suspended on a replica - its engine is paused, sleeps, or gets new weights - no policy sees it and
+no limit takes anything there. Turns of programs that are active there are held where they are, if there is no other
+replica that grants or one of their turns is in flight, and are granted there when grants go on: no policy has a say in
+that, for nothing has changed. The clock of the idle and forget limits stands still while nothing is granted anywhere.
 """
 
 from __future__ import annotations
@@ -42,12 +47,16 @@ from thunderagent.programs.decisions import (
 )
 from thunderagent.programs.events import (
     Event,
+    GrantsContinued,
+    GrantsSuspended,
+    PinnedTurnArrived,
     PrefixCut,
     ProgramOpened,
     ProgramReleased,
     ProgramsReleased,
     ReplicaDown,
     ReplicaDraining,
+    ReplicaFlushed,
     ReplicaPolled,
     ReplicaUp,
     ResidencyReported,
@@ -65,6 +74,7 @@ from thunderagent.programs.events import (
 from thunderagent.programs.knowledge import Knowledge
 from thunderagent.programs.ledger import Ledger
 from thunderagent.programs.lifecycle import Phase, Status, Trigger
+from thunderagent.programs.limits_clock import LimitsClock
 from thunderagent.programs.paused_queue import PausedQueue
 from thunderagent.programs.policies.base import Moment, Policy, ReplicaView, SandboxSums, least_loaded
 from thunderagent.programs.program import MAIN_BRANCH, Branch, Group, Program, Turn
@@ -124,7 +134,11 @@ class Scheduler:
         self.previous_tick_s = 0.0
         self.sandboxes = SandboxSums()
         """As last measured."""
+        self.suspended_for: dict[str, None] = {}
+        """Causes for which nothing is granted on any replica; each replica has them, too."""
         self._open_replicas: list[Replica] = []
+        self._granting_replicas: list[Replica] = []
+        self._limits_clock = LimitsClock()
         self._no_replica_since_s: float | None = None
         self._tokens_per_byte_ratio = FIRST_TOKENS_PER_BYTE_RATIO
         self._decisions: list[Decision] = []
@@ -133,6 +147,7 @@ class Scheduler:
         self._handlers: dict[type[Any], Callable[[Any], None]] = {
             ProgramOpened: self._program_opened,
             TurnArrived: self._turn_arrived,
+            PinnedTurnArrived: self._pinned_turn_arrived,
             TurnStarted: self._turn_started,
             TurnProgressed: self._turn_progressed,
             TurnFinished: self._turn_finished,
@@ -143,6 +158,9 @@ class Scheduler:
             ReplicaUp: self._replica_up,
             ReplicaDown: self._replica_down,
             ReplicaDraining: self._replica_draining,
+            GrantsSuspended: self._grants_suspended,
+            GrantsContinued: self._grants_continued,
+            ReplicaFlushed: self._replica_flushed,
             ReplicaPolled: self._replica_polled,
             ResidencyReported: self._residency_reported,
             SandboxReady: self._sandbox_ready,
@@ -161,8 +179,13 @@ class Scheduler:
 
     @property
     def open_replicas(self) -> Sequence[Replica]:
-        """Replicas on which a program may get a claim."""
+        """Replicas on which a program may get a claim, now or when grants go on."""
         return self._open_replicas
+
+    @property
+    def granting_replicas(self) -> Sequence[Replica]:
+        """Those of them on which grants are not suspended: what a policy sees."""
+        return self._granting_replicas
 
     def handle(self, event: Event) -> list[Decision]:
         """Take in one event and return what follows from it, in the order in which it was decided.
@@ -173,7 +196,8 @@ class Scheduler:
         self._now_s = max(self._now_s, event.now_s)
         decisions = self._decisions = []
         self._handlers[type(event)](event)
-        self.knowledge.admission.settle(self._now_s, waiting=bool(self.queue.reasoning))
+        waiting = bool(self.queue.reasoning) and not self._limits_clock.halted
+        self.knowledge.admission.settle(self._now_s, waiting=waiting)
         return decisions
 
     # --- turns ------------------------------------------------------------------------------------------------------
@@ -203,7 +227,10 @@ class Scheduler:
         branch.last_turn_id = turn.turn_id
         if self._rules.share_prefixes and event.prefix:
             self._set_prefix(program, branch, event.prefix)
-        if program.in_flight:
+        suspended = program.status is Status.ACTIVE and bool(self.replicas[program.replica_id or ""].suspended_for)
+        if suspended and (program.in_flight or not self._granting_replicas):
+            self._hold_in_place(program, turn)
+        elif program.in_flight:
             self._grant_beside(program, turn)
         else:
             self._place(program, turn, event.avoid_replica_id)
@@ -224,7 +251,7 @@ class Scheduler:
         self._measure_claim(program)
         candidates = self._candidates(avoid_replica_id)
         if not candidates:
-            self._hold(program, turn, Reason.NO_REPLICA)
+            self._hold(program, turn, Reason.SUSPENDED if self._open_replicas else Reason.NO_REPLICA)
             return
         placement = self.policy.place(self._view, program, candidates)
         target = self.open_replica(placement.replica)
@@ -237,8 +264,9 @@ class Scheduler:
             self.table.acting_ends(program)
             program.advance(Trigger.TURN_ARRIVED)
             self._begin_flight(program, turn)
-            turn.kept_since_s = program.acting_since_s
-            turn.kept_tokens = min(turn.prompt_tokens, program.branches[turn.branch_id].prompt_tokens)
+            if program.acting_since_s > target.flushed_s:
+                turn.kept_since_s = program.acting_since_s
+                turn.kept_tokens = min(turn.prompt_tokens, program.branches[turn.branch_id].prompt_tokens)
             target.control.turn_granted(turn.kept_tokens)
             self._put(program)
             self._decisions.append(Grant(turn.turn_id, program.program_id, home, placement.reason))
@@ -252,6 +280,19 @@ class Scheduler:
         program.hold_reason = reason
         program.note(self._now_s, "hold", reason, None)
         self._decisions.append(Hold(turn.turn_id, program.program_id, reason))
+
+    def _hold_in_place(self, program: Program, turn: Turn) -> None:
+        """Hold a turn of an active program where that is, because nothing is granted there at the moment."""
+        self._lift(program)
+        program.held[turn.turn_id] = turn
+        self.table.acting_ends(program)
+        program.advance(Trigger.TURN_ARRIVED)
+        self.ledger.wait_begins(turn.arrived_s)
+        self._measure_claim(program)
+        self._put(program)
+        program.hold_reason = Reason.SUSPENDED
+        program.note(self._now_s, "hold", Reason.SUSPENDED, program.replica_id)
+        self._decisions.append(Hold(turn.turn_id, program.program_id, Reason.SUSPENDED))
 
     def _to_paused_reasoning(self, program: Program, turn: Turn, reason: Reason) -> None:
         """Make a program whose claim was lifted PAUSED and REASONING, whatever it was."""
@@ -275,15 +316,27 @@ class Scheduler:
 
     def _anonymous_turn_arrived(self, event: TurnArrived) -> None:
         turn = Turn(event.turn_id, None, MAIN_BRANCH, event.prompt_bytes, self._now_s)
-        turn.claim_tokens = int(event.prompt_bytes * self._tokens_per_byte_ratio)
+        self._place_anonymous(turn, self._candidates(event.avoid_replica_id))
+
+    def _pinned_turn_arrived(self, event: PinnedTurnArrived) -> None:
+        replica = self.replicas.get(event.replica_id)
+        if replica is None or not replica.up:
+            self._decisions.append(Reject(event.turn_id, None, Reason.NO_REPLICA))
+            return
+        turn = Turn(event.turn_id, None, MAIN_BRANCH, event.prompt_bytes, self._now_s)
+        turn.pinned_replica_id = event.replica_id
+        self._place_anonymous(turn, [] if replica.suspended_for else [replica])
+
+    def _place_anonymous(self, turn: Turn, candidates: Sequence[Replica]) -> None:
+        turn.claim_tokens = int(turn.prompt_bytes * self._tokens_per_byte_ratio)
         self.turns[turn.turn_id] = turn
-        candidates = self._candidates(event.avoid_replica_id)
         if candidates:
             self._grant_anonymous(turn, candidates)
         else:
             self.anonymous_held[turn.turn_id] = turn
             self.ledger.wait_begins(self._now_s)
-            self._decisions.append(Hold(turn.turn_id, None, Reason.NO_REPLICA))
+            suspended = bool(self._open_replicas or turn.pinned_replica_id)
+            self._decisions.append(Hold(turn.turn_id, None, Reason.SUSPENDED if suspended else Reason.NO_REPLICA))
 
     def _grant_anonymous(self, turn: Turn, candidates: Sequence[Replica]) -> None:
         replica_id = least_loaded(candidates).replica_id
@@ -349,13 +402,15 @@ class Scheduler:
         self._end_turn(program, turn)
         if len(program.branches) > 1:
             self._forget_branches(program, turn, finished=True)
-        self._after_turn(program, "finished")
+        self._after_turn(program, turn, "finished", tool_begins=not turn.disturbed)
         self._balance(Moment.TURN_ENDED)
 
     def _learn_from(
         self, turn: Turn, branch: Branch | None, prompt_tokens: int, output_tokens: int, cached_tokens: int | None
     ) -> None:
         """Learn from a turn in flight that finished, and what of it was lost."""
+        if turn.disturbed:
+            return
         replica = self.replicas[turn.account_id or ""]
         if cached_tokens is None:
             cached_tokens = turn.resident_tokens
@@ -391,7 +446,7 @@ class Scheduler:
         self._end_turn(program, turn)
         if len(program.branches) > 1:
             self._forget_branches(program, turn, finished=False)
-        self._after_turn(program, outcome)
+        self._after_turn(program, turn, outcome)
 
     def _end_turn(self, program: Program, turn: Turn) -> None:
         """Take an ended turn out of its program, whose claim must be lifted."""
@@ -404,13 +459,15 @@ class Scheduler:
             if not program.in_flight:
                 replica.residency.leave(program.generation, self.shares.own_tokens(program, program.context_tokens))
 
-    def _after_turn(self, program: Program, outcome: str) -> None:
+    def _after_turn(self, program: Program, turn: Turn, outcome: str, *, tool_begins: bool = False) -> None:
         """Put a program back after one of its turns ended, and pause it if it was marked."""
-        program.note(self._now_s, outcome, "", program.replica_id)
+        why = f"calls {program.tool}" if program.tool and outcome == "finished" else ""
+        program.note(self._now_s, outcome, why, program.replica_id, turn.granted_s or None)
         if program.phase is Phase.REASONING and not program.in_flight and not program.held:
             program.advance(Trigger.TURNS_ENDED)
             program.acting_since_s = self._now_s
-            if outcome == "finished":
+            program.limits_since_s = self._limits_clock.at(self._now_s)
+            if tool_begins:
                 self.knowledge.tool_began(program)
             program.hold_until_s = self._now_s + self.policy.hold_s(self._view, program)
             self.table.acting_begins(program)
@@ -545,7 +602,7 @@ class Scheduler:
             replica.acting.add(program, self.policy.pause_rank(program))
             if program.hold_until_s < inf:
                 replica.expiring.add(program, program.hold_until_s)
-            self.table.acting_with_claim.add(program, program.acting_since_s)
+            self.table.acting_with_claim.add(program, program.limits_since_s)
 
     def _leave_replica(self, program: Program, trigger: Trigger, reason: Reason) -> None:
         """Make an active program paused; its claim must be lifted."""
@@ -553,6 +610,8 @@ class Scheduler:
         replica = self.replicas[replica_id]
         program.advance(trigger)
         program.marked = False
+        if program.held:
+            program.hold_reason = reason
         self.shares.leave(program, replica.account)
         del replica.programs[program.program_id]
         self.active_count -= 1
@@ -590,19 +649,23 @@ class Scheduler:
             self.knowledge.admission.restored()
         program.advance(Trigger.RESTORE)
         program.replica_id = replica.replica_id
-        program.hold_reason = ""
         replica.programs[program.program_id] = program
         self.active_count += 1
         self.ledger.settle(replica.account, self._now_s)
         self.shares.enter(program, replica.account)
         program.note(self._now_s, "restore", reason, replica.replica_id)
         self._decisions.append(Restore(program.program_id, replica.replica_id, reason))
+        self._grant_held(program, reason)
+        self._put(program)
+
+    def _grant_held(self, program: Program, reason: Reason) -> None:
+        """Grant every held turn of an active program, whose claim must be lifted, where it is."""
+        program.hold_reason = ""
         held, program.held = program.held, {}
         for turn in held.values():
             self._wait_ends(program, turn)
             self._begin_flight(program, turn)
-            self._decisions.append(Grant(turn.turn_id, program.program_id, replica.replica_id, reason))
-        self._put(program)
+            self._decisions.append(Grant(turn.turn_id, program.program_id, program.replica_id or "", reason))
 
     # --- what a program is told of outside its turns ----------------------------------------------------------------
 
@@ -611,6 +674,7 @@ class Scheduler:
             return
         program = self.table.open(event.program_id, self._now_s)
         program.announced = program.idle = True
+        program.limits_since_s = self._limits_clock.at(self._now_s)
         self._join_group(program, event.group_id)
         self.table.acting_begins(program)
         self._measure_claim(program)
@@ -691,14 +755,14 @@ class Scheduler:
     def _candidates(self, avoid_replica_id: str | None) -> Sequence[Replica]:
         """Return the replicas that a turn may go to: without the one to be avoided, if another is left."""
         if avoid_replica_id is None:
-            return self._open_replicas
-        others = [replica for replica in self._open_replicas if replica.replica_id != avoid_replica_id]
-        return others or self._open_replicas
+            return self._granting_replicas
+        others = [replica for replica in self._granting_replicas if replica.replica_id != avoid_replica_id]
+        return others or self._granting_replicas
 
     def open_replica(self, proposed: ReplicaView | None) -> Replica | None:
         """Return the replica that a policy named, if a program may get a claim there."""
         replica = self.replicas.get(proposed.replica_id) if proposed is not None else None
-        return replica if replica is not None and replica.open_to_programs else None
+        return replica if replica is not None and replica.grants else None
 
     def _balance(self, moment: Moment) -> None:
         self.policy.balance(self._view, moment)
@@ -709,24 +773,35 @@ class Scheduler:
         if replica is None:
             account = self.ledger.open(replica_id, self._now_s)
             replica = self.replicas[replica_id] = Replica(replica_id, account)
+            replica.suspended_for = dict(self.suspended_for)
         return replica
 
     def _replicas_changed(self) -> None:
         self._open_replicas = [replica for replica in self.replicas.values() if replica.open_to_programs]
+        self._granting_replicas = [replica for replica in self._open_replicas if replica.grants]
+        halted = bool(self._open_replicas) and not self._granting_replicas
+        self._limits_clock.set_halted(self._now_s, halted=halted)
+        for turn in list(self.anonymous_held.values()):
+            pinned = self.replicas.get(turn.pinned_replica_id or "")
+            candidates = self._granting_replicas if pinned is None else [pinned]
+            if candidates and (pinned is None or not pinned.suspended_for):
+                del self.anonymous_held[turn.turn_id]
+                self.ledger.wait_ends(self._now_s)
+                self._grant_anonymous(turn, candidates)
         if self._open_replicas:
             self._no_replica_since_s = None
-            for turn in self.anonymous_held.values():
-                self.ledger.wait_ends(self._now_s)
-                self._grant_anonymous(turn, self._open_replicas)
-            self.anonymous_held.clear()
         elif self._no_replica_since_s is None:
             self._no_replica_since_s = self._now_s
         self._balance(Moment.REPLICAS_CHANGED)
 
     def _set_health(self, replica: Replica, *, up: bool, draining: bool) -> None:
-        self.ledger.settle(replica.account, self._now_s)
         replica.up, replica.draining = up, draining
-        replica.account.usable = replica.open_to_programs
+        self._settle_usable(replica)
+
+    def _settle_usable(self, replica: Replica) -> None:
+        """Note from when on a replica's memory can be had, or no longer."""
+        self.ledger.settle(replica.account, self._now_s)
+        replica.account.usable = replica.grants
 
     def _replica_up(self, event: ReplicaUp) -> None:
         replica = self._replica(event.replica_id)
@@ -745,6 +820,10 @@ class Scheduler:
         account.other_tokens = 0
         account.turn_count = 0
         replica.residency.clear()
+        replica.suspended_for = dict(self.suspended_for)  # an engine that starts again is paused no longer
+        for turn in [turn for turn in self.anonymous_held.values() if turn.pinned_replica_id == event.replica_id]:
+            self._decisions.append(Reject(turn.turn_id, None, Reason.NO_REPLICA))
+            self._drop_turn(turn, "rejected")
         self._replicas_changed()
 
     def _lose_replica(self, program: Program) -> None:
@@ -755,8 +834,11 @@ class Scheduler:
         program.in_flight.clear()
         self._leave_replica(program, Trigger.REPLICA_LOST, Reason.REPLICA_DOWN)
         self._measure_claim(program)
-        if was_reasoning:
+        if program.held:  # where it was, because nothing was granted there
+            program.advance(Trigger.TURN_ARRIVED)
+        elif was_reasoning:
             program.acting_since_s = self._now_s
+            program.limits_since_s = self._limits_clock.at(self._now_s)
             self.table.acting_begins(program)
         self._put(program)
 
@@ -764,11 +846,63 @@ class Scheduler:
         replica = self._replica(event.replica_id)
         self._set_health(replica, up=replica.up, draining=True)
         for program in list(replica.programs.values()):
-            if program.phase is Phase.ACTING:
+            if not program.in_flight:
                 self.pause(program, Reason.REPLICA_DRAINING)
             elif not program.marked:
                 self.mark(program, Reason.REPLICA_DRAINING)
         self._replicas_changed()
+
+    def _grants_suspended(self, event: GrantsSuspended) -> None:
+        if event.replica_id is None:
+            self.suspended_for[event.cause] = None
+            replicas = list(self.replicas.values())
+        else:
+            replicas = [self._replica(event.replica_id)]
+        for replica in replicas:
+            replica.suspended_for[event.cause] = None
+            self._settle_usable(replica)
+            self._disturb_turns(replica)
+        self._replicas_changed()
+
+    def _grants_continued(self, event: GrantsContinued) -> None:
+        if event.replica_id is None:
+            self.suspended_for.pop(event.cause, None)
+        for replica in self.replicas.values():
+            if event.replica_id in (None, replica.replica_id) and event.cause in replica.suspended_for:
+                del replica.suspended_for[event.cause]
+                if not replica.suspended_for:
+                    self._settle_usable(replica)
+                    self._continue_programs(replica)
+        self._replicas_changed()
+        if self._granting_replicas:
+            for program in self.queue.reasoning:
+                if program.hold_reason == Reason.SUSPENDED:
+                    program.hold_reason = Reason.NO_ROOM
+
+    def _continue_programs(self, replica: Replica) -> None:
+        """Grant what was held in place on a replica, who waits longest first, and let the idle limit run again."""
+        waiting = [program for program in replica.programs.values() if program.held]
+        for program in sorted(waiting, key=lambda program: program.waiting_since_s):
+            self._lift(program)
+            self._grant_held(program, Reason.HOME)
+            self._measure_claim(program)
+            self._put(program)
+        for program in replica.acting:
+            if program not in self.table.acting_with_claim:  # the idle limit was over, and passed it by
+                program.limits_since_s = self._limits_clock.at(self._now_s)
+                self.table.acting_with_claim.add(program, program.limits_since_s)
+
+    def _replica_flushed(self, event: ReplicaFlushed) -> None:
+        replica = self._replica(event.replica_id)
+        replica.residency.clear_idle()
+        replica.flushed_s = self._now_s
+        self._disturb_turns(replica)
+
+    def _disturb_turns(self, replica: Replica) -> None:
+        """Learn nothing from the turns in flight there: their times and hits are not the engine's usual ones."""
+        for program in replica.programs.values():
+            for turn in program.in_flight.values():
+                turn.disturbed = True
 
     def _replica_polled(self, event: ReplicaPolled) -> None:
         replica = self._replica(event.replica_id)
@@ -808,7 +942,7 @@ class Scheduler:
     def _correct_capacities(self) -> None:
         """Correct what may be claimed of each replica by what was lost there."""
         others_wait = bool(self.ledger.waiting_count)
-        for replica in self._open_replicas:
+        for replica in self._granting_replicas:
             account, control = replica.account, replica.control
             in_demand = others_wait and account.demand_tokens >= IN_DEMAND_RATIO * account.limit_tokens
             full = control.computed_tokens >= account.limit_tokens
@@ -817,17 +951,25 @@ class Scheduler:
 
     def _enforce_limits(self) -> None:
         now_s, settings = self._now_s, self.settings
-        with_claim = self.table.acting_with_claim
-        while (program := with_claim.first()) and now_s - program.acting_since_s > settings.idle_limit_s:
-            program.idle = True
-            self.pause(program, Reason.IDLE)
-        while (program := self.table.longest_acting()) and now_s - program.acting_since_s > settings.forget_limit_s:
-            self._terminate(program, Reason.FORGOTTEN)
+        if not self._limits_clock.halted:
+            self._enforce_program_limits()
         since_s = self._no_replica_since_s
         if since_s is None and not self._open_replicas:
             self._no_replica_since_s = now_s
         elif since_s is not None and now_s - since_s > settings.no_replica_limit_s:
             self._reject_all_held()
+
+    def _enforce_program_limits(self) -> None:
+        clock_s, settings = self._limits_clock.at(self._now_s), self.settings
+        with_claim = self.table.acting_with_claim
+        while (program := with_claim.first()) and clock_s - program.limits_since_s > settings.idle_limit_s:
+            if self.replicas[program.replica_id or ""].suspended_for:
+                with_claim.discard(program)  # until grants go on there
+                continue
+            program.idle = True
+            self.pause(program, Reason.IDLE)
+        while (program := self.table.longest_acting()) and clock_s - program.limits_since_s > settings.forget_limit_s:
+            self._terminate(program, Reason.FORGOTTEN)
 
     def _reject_all_held(self) -> None:
         """Reject every turn that has waited for a replica for longer than the limit."""

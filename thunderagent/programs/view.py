@@ -35,17 +35,17 @@ class SchedulerView:
     @property
     def replicas(self) -> Sequence[ReplicaView]:
         """See `View`."""
-        return self._scheduler.open_replicas
+        return self._scheduler.granting_replicas
 
     @property
     def changed_replicas(self) -> Sequence[ReplicaView]:
         """See `View`."""
-        return [replica for replica in self._scheduler.changed_replicas.values() if replica.open_to_programs]
+        return [replica for replica in self._scheduler.changed_replicas.values() if replica.grants]
 
     def replica(self, replica_id: str | None) -> ReplicaView | None:
         """See `View`."""
         replica = self._scheduler.replicas.get(replica_id) if replica_id is not None else None
-        return replica if replica is not None and replica.open_to_programs else None
+        return replica if replica is not None and replica.grants else None
 
     @property
     def active_count(self) -> int:

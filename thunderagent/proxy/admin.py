@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
-from typing import Any, TypeVar
+from typing import Any
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from thunderagent.errors import NotFoundError, RequestError, ThunderAgentError
 from thunderagent.programs.lifecycle import Phase, Status
+from thunderagent.proxy.bodies import read_model as _read_model
 from thunderagent.proxy.identity import check_program_id
 from thunderagent.proxy.keys import check_admin
 from thunderagent.proxy.metrics import exposition
 from thunderagent.proxy.replicas import Replicas
 from thunderagent.proxy.reports import (
+    SORTS,
+    ProgramFilter,
     Report,
     program_page,
     queue_report,
@@ -50,9 +53,6 @@ class OpenRequest(BaseModel):
     group_id: str = Field("", max_length=256)
     program_class: str = ""
     sandboxes: list[dict[str, Any]] | None = None
-
-
-Model = TypeVar("Model", bound=BaseModel)
 
 
 class Admin:
@@ -104,7 +104,7 @@ class Admin:
         return web.Response(body=exposition(self._registry), headers={"Content-Type": EXPOSITION_TYPE})
 
     async def programs(self, request: web.Request) -> web.Response:
-        """List live programs, paged by `offset` and `limit`, filtered by `status` and `phase`."""
+        """List live programs: a page from `offset` on, `limit` long, filtered and sorted."""
         query = request.query
         try:
             status = Status(query["status"]) if "status" in query else None
@@ -113,11 +113,24 @@ class Admin:
             raise RequestError(str(error)) from error
         limit = _whole_number(request, "limit", 100, least=1, most=MAX_PAGE)
         offset = _whole_number(request, "offset", 0)
-        return _json(program_page(self._runtime, status=status, phase=phase, offset=offset, limit=limit))
+        wanted = ProgramFilter(status, phase, query.get("replica_id"), query.get("search", ""))
+        sort = query.get("sort", "")
+        if sort.removeprefix("-") not in SORTS and sort:
+            raise RequestError(f"sort is one of {', '.join(SORTS)}, with - before it from the last, not {sort!r}")
+        return _json(
+            program_page(
+                self._runtime,
+                wanted,
+                offset=offset,
+                limit=limit,
+                sort=sort.removeprefix("-"),
+                descending=sort.startswith("-"),
+            )
+        )
 
     async def open(self, request: web.Request) -> web.Response:
         """Open a program before its first turn, so that its sandboxes are made meanwhile. Idempotent."""
-        wanted = read_model(OpenRequest, await request.read())
+        wanted = _read_model(OpenRequest, await request.read())
         program_id = check_program_id(wanted.program_id)
         if wanted.sandboxes is not None and self._sandboxes is None:
             raise RequestError(SANDBOXES_OFF)
@@ -196,16 +209,7 @@ class Admin:
         body = await request.read()
         if not body and "program_id" in request.query:
             return ReleaseRequest(program_id=request.query["program_id"])
-        return read_model(ReleaseRequest, body)
-
-
-def read_model(model: type[Model], body: bytes) -> Model:
-    """Read a body. Raises `RequestError` that names what is wrong first."""
-    try:
-        return model.model_validate_json(body)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise RequestError(f"{'.'.join(map(str, first['loc'])) or 'body'}: {first['msg']}") from error
+        return _read_model(ReleaseRequest, body)
 
 
 def _json(report: Report) -> web.Response:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Protocol
 
 import structlog
@@ -12,10 +12,17 @@ from prometheus_client import CollectorRegistry
 from thunderagent.backends.client import ReplicaClient
 from thunderagent.errors import BodyTooLargeError, KeyNeededError, NotFoundError, ThunderAgentError
 from thunderagent.proxy.admin import Admin
+from thunderagent.proxy.admin_port import AdminPort
+from thunderagent.proxy.control import Control, ControlSettings
+from thunderagent.proxy.dashboard import Dashboard
 from thunderagent.proxy.dialects import TURN_DIALECTS, dialect_of
+from thunderagent.proxy.facade import Facade
 from thunderagent.proxy.guard import Guard, GuardSettings, Handler
+from thunderagent.proxy.history import History
 from thunderagent.proxy.identity import split_path
 from thunderagent.proxy.keys import Keyring
+from thunderagent.proxy.leases import Leases
+from thunderagent.proxy.live import Live
 from thunderagent.proxy.login import Login
 from thunderagent.proxy.metrics import StateCollector, TurnMetrics
 from thunderagent.proxy.models import Models
@@ -24,12 +31,16 @@ from thunderagent.proxy.replicas import Replicas, Watcher
 from thunderagent.proxy.request_id import REQUEST_ID
 from thunderagent.proxy.sandboxes import SandboxCollector, Sandboxes, SandboxHandlers
 from thunderagent.proxy.turns import Turns, TurnSettings
+from thunderagent.proxy.weight_sync import WeightSync
 from thunderagent.runtime import Runtime
 
 log = structlog.get_logger("thunderagent.proxy")
 
 
 CLIENT_CLOSED_REQUEST = 499
+
+HISTORY = web.AppKey("history", History)
+"""Where the application keeps its history; whoever runs it runs that beside it."""
 
 
 class Tracing(Protocol):
@@ -50,21 +61,38 @@ def build_app(
     keyring: Keyring | None = None,
     tracing: Tracing | None = None,
     sandboxes: Sandboxes | None = None,
+    control_settings: ControlSettings | None = None,
+    admin_port: AdminPort | None = None,
 ) -> web.Application:
     """Put the proxy together. The caller owns what it is made of."""
     registry = CollectorRegistry()
-    turns = Turns(runtime, client, replicas, watcher, TurnMetrics(registry), turn_settings, sandboxes)
+    metrics = TurnMetrics(registry)
+    turns = Turns(runtime, client, replicas, watcher, metrics, turn_settings, sandboxes)
     models = Models(runtime, client, replicas)
     registry.register(StateCollector(runtime, replicas))
     if sandboxes is not None:
         registry.register(SandboxCollector(sandboxes, registry))
     keyring = keyring or Keyring()
     guard = Guard(guard_settings, keyring, registry)
+    control_settings = control_settings or ControlSettings()
+    control = Control(runtime, client, replicas, control_settings)
+    weight_sync = WeightSync(runtime, replicas, limit_s=control_settings.weight_sync_limit_s)
+    leases = Leases(runtime, replicas, limit_s=control_settings.lease_limit_s)
     app = web.Application(client_max_size=guard_settings.max_body_bytes)
     guard.attach(app)
+    app[HISTORY] = History(runtime, replicas, metrics.hold_counts)
+    live = Live(runtime, replicas, app[HISTORY], sandboxes_on=sandboxes is not None)
+    app.on_shutdown.append(live.close)
+    app.on_cleanup.append(_closing(weight_sync, leases))
     routes = [
+        *control.routes(),
+        *Facade(runtime, replicas, control, turns.forward_to).routes(),
+        *weight_sync.routes(),
+        *leases.routes(),
         *SandboxHandlers(sandboxes).routes(),
         *Admin(runtime, replicas, registry, sandboxes).routes(),
+        *live.routes(),
+        *Dashboard().routes(),
         *Login(keyring).routes(),
         *(web.post(path, turns.handle) for path in TURN_DIALECTS),
         web.get("/v1/models", models.handle),
@@ -72,7 +100,10 @@ def build_app(
     routes += OpenApi(routes).routes()
     routes.append(web.route("*", "/{path:.*}", _by_inner_path(turns, models, _own_parts(routes))))
     for route in routes:
-        handler = answering_errors(guard.before(route.handler, route.method, route.path))
+        handler = route.handler
+        if admin_port is not None:
+            handler = admin_port.before(handler, route.method, route.path)
+        handler = answering_errors(guard.before(handler, route.method, route.path))
         if tracing is not None:
             handler = tracing.around(handler)
         if route.method == "GET":
@@ -86,6 +117,16 @@ def _own_parts(routes: Iterable[web.RouteDef]) -> frozenset[str]:
     """Return the first parts of the paths that are the proxy's own: what else is under them is nobody's."""
     first_parts = {route.path.split("/")[1] for route in routes if route.path not in TURN_DIALECTS}
     return frozenset(first_parts - {"v1"})
+
+
+def _closing(*owners: WeightSync | Leases) -> Callable[[web.Application], Awaitable[None]]:
+    """Return what has the owners of timers take them back when the application ends."""
+
+    async def close(_: web.Application) -> None:
+        for owner in owners:
+            owner.close()
+
+    return close
 
 
 def _by_inner_path(turns: Turns, models: Models, own_parts: frozenset[str]) -> Handler:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict
 
-from thunderagent.proxy.admin import read_model
+from thunderagent.proxy.bodies import read_model
 from thunderagent.proxy.keys import COOKIE, Keyring, check_key
 
 

@@ -35,8 +35,14 @@ class TurnMetrics:
             buckets=ADDED_BUCKETS_S,
             registry=registry,
         )
+        self._hold = hold
         self.observe_hold = hold.observe
         self.observe_added = added.observe
+
+    def hold_counts(self) -> tuple[int, ...]:
+        """Return how many turns were held up to each of `HOLD_BUCKETS_S`, and in all."""
+        (family,) = self._hold.collect()
+        return tuple(int(sample.value) for sample in family.samples if sample.name.endswith("_bucket"))
 
 
 class StateCollector:
@@ -77,9 +83,17 @@ class StateCollector:
             "Leases and refusals of them by how they ended; a retried turn counts once for each try.",
             labels=["outcome"],
         )
-        for outcome in ("finished", "refused", "failed", "abandoned", "rejected"):
+        for outcome in ("finished", "refused", "failed", "abandoned", "rejected", "aborted"):
             turns.add_metric([outcome], runtime.outcome_counts[outcome])
         yield turns
+        for name, tokens in (
+            ("prompt", runtime.prompt_tokens_total),
+            ("output", runtime.output_tokens_total),
+            ("cached", runtime.cached_tokens_total),
+        ):
+            yield CounterMetricFamily(
+                f"thunderagent_{name}_tokens", f"The {name} tokens of finished turns, where usage was said.", tokens
+            )
         knowledge = runtime.scheduler.knowledge
         yield GaugeMetricFamily(
             "thunderagent_tools_running", "Programs whose tool runs.", knowledge.tools_running_count
@@ -98,6 +112,11 @@ class StateCollector:
         scheduler = self._runtime.scheduler
         gauges = {
             "up": GaugeMetricFamily("thunderagent_replica_up", "1 if the replica may be used.", labels=["replica"]),
+            "suspended": GaugeMetricFamily(
+                "thunderagent_replica_suspended",
+                "1 if nothing is granted on the replica, because it is paused, sleeps, or gets new weights.",
+                labels=["replica"],
+            ),
             "demand": GaugeMetricFamily(
                 "thunderagent_demand_tokens", "Tokens that programs claim on a replica.", labels=["replica"]
             ),
@@ -134,6 +153,7 @@ class StateCollector:
             account = replica.account
             scheduler.ledger.settle(account, self._runtime.now_s())
             gauges["up"].add_metric([replica_id], int(replica.open_to_programs))
+            gauges["suspended"].add_metric([replica_id], int(bool(replica.suspended_for)))
             gauges["demand"].add_metric([replica_id], account.demand_tokens)
             gauges["shared"].add_metric([replica_id], account.shared_tokens)
             gauges["turns"].add_metric([replica_id], account.turn_count)

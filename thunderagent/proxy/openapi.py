@@ -2,7 +2,7 @@
 
 `OPERATIONS` has a row for each route of ours; what a route needs for a key is in the table of `access.py`, and what it
 does in the first line of its handler. Routes whose schema is an engine's are not ours to describe: those that engines
-serve, and those that control them.
+serve, and those that control them; nor are those of `UNDESCRIBED`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,12 @@ from thunderagent.proxy import openapi_answers as answers
 from thunderagent.proxy.access import Access, access_of_route
 from thunderagent.proxy.admin import MAX_PAGE, OpenRequest, ReleaseRequest
 from thunderagent.proxy.keys import KEY_HEADER
+from thunderagent.proxy.leases import LeaseEnd, LeaseRequest, ProgressReport
+from thunderagent.proxy.live import HistoryReport, SummaryReport
 from thunderagent.proxy.login import LoginRequest
 from thunderagent.proxy.reports import ProgramPage, QueueReport, ToolsReport
 from thunderagent.proxy.story import ProgramStoryReport
+from thunderagent.proxy.weight_sync import WeightSyncRequest
 
 Schema = Mapping[str, Any]
 Models = tuple[type[BaseModel], ...]
@@ -116,7 +119,18 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation("GET", "/queue", (QueueReport,), query={"limit": {**LIMIT, "minimum": 0}}),
     Operation("GET", "/tools", (ToolsReport,)),
     Operation("POST", "/dashboard/login", (answers.LoginReport,), body=(LoginRequest,)),
+    Operation("GET", "/summary", (SummaryReport,)),
+    Operation("GET", "/history", (HistoryReport,), query={"since": {"type": "number", "default": 0}}),
+    Operation("GET", "/events", query={"program_id": PROGRAM_ID, "kinds": TEXT}, answer_type=EVENTS_TYPE),
+    Operation("POST", "/leases", (answers.LeaseReport,), body=(LeaseRequest,)),
+    Operation("POST", "/leases/{lease_id}/progress", (answers.LeaseHeldReport,), body=(ProgressReport,)),
+    Operation("POST", "/leases/{lease_id}/end", (answers.LeaseEndedReport,), body=(LeaseEnd,)),
+    Operation("POST", "/weight_sync/begin", (answers.WeightSyncBegunReport,), body=(WeightSyncRequest,)),
+    Operation("POST", "/weight_sync/end", (answers.WeightSyncEndedReport,), body=(WeightSyncRequest,)),
 )
+
+UNDESCRIBED = ("/dashboard", "/workers", "/list_workers", "/add_worker", "/remove_worker")
+"""Paths, with whatever follows, that are a page for people, or what other gateways describe."""
 
 _NAMED_PART = re.compile(r"\{(\w+):[^{}]*(?:\{[^{}]*\}[^{}]*)*\}")
 _ERRORS = {

@@ -126,6 +126,47 @@ class SandboxBody(Report):
     share: str = Field("", max_length=256, description="programs that ask with the same word share one sandbox")
 
 
+class LeaseReport(Report):
+    """A lease: leave for one turn to run on that replica."""
+
+    lease_id: str
+    program_id: str | None
+    replica_id: str
+    url: str
+    held_s: float
+    reason: str
+    limit_s: float = Field(description="it is ended when nothing was heard of it for so long")
+
+
+class LeaseHeldReport(Report):
+    """Whether a lease is still held."""
+
+    lease_id: str
+    held: bool
+
+
+class LeaseEndedReport(Report):
+    """Whether a lease was still held."""
+
+    lease_id: str
+    ended: bool
+
+
+class WeightSyncBegunReport(Report):
+    """Grants are stopped."""
+
+    suspended: Literal[True]
+    began: bool
+    limit_s: float
+
+
+class WeightSyncEndedReport(Report):
+    """Grants go on."""
+
+    suspended: Literal[False]
+    ended: bool
+
+
 class LoginReport(Report):
     """The answer bears the cookie."""
 

@@ -33,6 +33,8 @@ class KnownReplica:
     endpoint: ReplicaEndpoint
     reading: ReplicaReading = NOTHING_READ
     why_down: str = "not polled yet"
+    weight_version: str = ""
+    """Of the weights that it was last told to take, or said it has; empty if nobody said."""
 
 
 class Replicas:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
 from math import isfinite
 from typing import Any
 
@@ -64,6 +65,8 @@ class ReplicaReport(Report):
     up: bool
     draining: bool
     why_down: str
+    suspended_for: list[str] = Field(description="why nothing is granted there at the moment; empty if it is")
+    weight_version: str = Field(description="of the weights that it was last told to take, or said it has")
     capacity_tokens: int | None
     capacity_ratio: float = Field(description="part of the capacity that may be claimed, as corrected by what was lost")
     limit_tokens: int | None = Field(description="tokens that may be claimed; null if the capacity is not known")
@@ -101,6 +104,8 @@ class QueueReport(Report):
     paused_acting_count: int
     anonymous_held_count: int
     turns_held_count: int
+    suspended_for: list[str] = Field(description="why nothing is granted on any replica at the moment; empty if it is")
+    held_in_place_count: int = Field(description="turns that wait until grants go on where their program is active")
 
 
 def without_password(url: str) -> str:
@@ -143,16 +148,57 @@ def program_fields(program: Program, now_s: float) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True, slots=True)
+class ProgramFilter:
+    """Which programs are asked for; what is None or empty does not matter."""
+
+    status: Status | None = None
+    phase: Phase | None = None
+    replica_id: str | None = None
+    part: str = ""
+    """Part of the id, in any case."""
+
+    def choose(self, programs: Iterable[Program]) -> list[Program]:
+        """Return those that are asked for, in their order."""
+        if self == ANY_PROGRAM:
+            return list(programs)
+        part = self.part.lower()
+        return [
+            program
+            for program in programs
+            if self.status in (None, program.status)
+            and self.phase in (None, program.phase)
+            and self.replica_id in (None, program.replica_id)
+            and (not part or part in program.program_id.lower())
+        ]
+
+
+ANY_PROGRAM = ProgramFilter()
+
+SORTS: dict[str, Callable[[Program, float], tuple[Any, ...]]] = {
+    "opened": lambda program, _: (program.opened_s,),
+    "id": lambda program, _: (program.program_id,),
+    "claim": lambda program, _: (program.claim_tokens,),
+    "turns": lambda program, _: (program.turn_count,),
+    "held": lambda program, now_s: (program.held_s_total + (now_s - program.waiting_since_s if program.held else 0.0),),
+    "replica": lambda program, _: (program.replica_id or "",),
+    "state": lambda program, _: (program.status, program.phase),
+}
+"""Orders in which programs can be listed, at a time."""
+
+
 def program_page(
-    runtime: Runtime, *, status: Status | None, phase: Phase | None, offset: int, limit: int
+    runtime: Runtime, wanted: ProgramFilter, *, offset: int, limit: int, sort: str = "", descending: bool = False
 ) -> ProgramPage:
-    """Report on the programs of a status and phase (None: any) from `offset` on."""
+    """Report on the programs that are wanted from `offset` on, the oldest first or in one of the `SORTS`.
+
+    Costs O(programs), and O(n log n) of the n that are wanted for another order.
+    """
     now_s = runtime.now_s()
-    chosen = [
-        program
-        for program in runtime.scheduler.table
-        if status in (None, program.status) and phase in (None, program.phase)
-    ]
+    chosen = wanted.choose(runtime.scheduler.table)
+    if sort:
+        key = SORTS[sort]
+        chosen.sort(key=lambda program: key(program, now_s), reverse=descending)
     end = offset + limit
     return ProgramPage(
         programs=[program_report(program, now_s) for program in chosen[offset:end]],
@@ -180,6 +226,8 @@ def replica_reports(runtime: Runtime, replicas: Replicas) -> list[ReplicaReport]
                 up=replica is not None and replica.up,
                 draining=replica is not None and replica.draining,
                 why_down=known.why_down,
+                suspended_for=list(replica.suspended_for) if replica is not None else [],
+                weight_version=known.weight_version,
                 capacity_tokens=account.capacity_tokens,
                 capacity_ratio=round(account.capacity_ratio, 4),
                 limit_tokens=int(account.limit_tokens) if isfinite(account.limit_tokens) else None,
@@ -217,11 +265,16 @@ def tools_report(runtime: Runtime) -> ToolsReport:
 def queue_report(runtime: Runtime, limit: int) -> QueueReport:
     """Report on the paused queue, at most `limit` programs of it."""
     now_s = runtime.now_s()
-    queue = runtime.scheduler.queue
+    scheduler = runtime.scheduler
+    queue = scheduler.queue
+    in_place = (program.held for replica in scheduler.replicas.values() for program in replica.programs.values())
+    causes = [replica.suspended_for for replica in scheduler.open_replicas] if not scheduler.granting_replicas else []
     return QueueReport(
         waiting=[program_report(program, now_s) for program, _ in zip(queue.reasoning, range(limit), strict=False)],
         waiting_count=len(queue.reasoning),
         paused_acting_count=len(queue.acting),
-        anonymous_held_count=len(runtime.scheduler.anonymous_held),
-        turns_held_count=runtime.scheduler.ledger.waiting_count,
+        anonymous_held_count=len(scheduler.anonymous_held),
+        turns_held_count=scheduler.ledger.waiting_count,
+        suspended_for=list(dict.fromkeys(cause for suspended_for in causes for cause in suspended_for)),
+        held_in_place_count=sum(map(len, in_place)),
     )

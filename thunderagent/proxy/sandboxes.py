@@ -15,9 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from thunderagent.errors import NotFoundError, RequestError
 from thunderagent.proxy.identity import check_program_id
 from thunderagent.proxy.keys import check_admin
-
-HEARTBEAT_S = 15.0
-"""A comment is sent on a silent feed so often, so that nobody between takes it for dead."""
+from thunderagent.proxy.sse import server_sent, stream_events
 
 SANDBOXES_OFF = "sandboxes are off; start with --sandboxes docker"
 
@@ -177,24 +175,14 @@ class SandboxHandlers:
             raise RequestError("program_id is empty")
         if program_id is None:
             check_admin()
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         async with sandboxes.feed(program_id) as queue:
             there = sandboxes.all() if program_id is None else sandboxes.of_program(program_id)
-            await response.prepare(request)
-            for report in there:
-                await response.write(_event(report))
-            while True:
-                try:
-                    async with asyncio.timeout(HEARTBEAT_S):
-                        report_or_end = await queue.get()
-                except TimeoutError:
-                    await response.write(b": still here\n\n")
-                    continue
-                if report_or_end is None:
-                    break
-                await response.write(_event(report_or_end))
-        await response.write_eof()
-        return response
+
+            async def next_event() -> bytes | None:
+                report = await queue.get()
+                return None if report is None else _event(report)
+
+            return await stream_events(request, next_event, first=b"".join(map(_event, there)))
 
 
 def _of_program(program_id: str, reports: Sequence[Report], status: int = 200) -> web.Response:
@@ -202,4 +190,4 @@ def _of_program(program_id: str, reports: Sequence[Report], status: int = 200) -
 
 
 def _event(report: Report) -> bytes:
-    return f"event: sandbox\ndata: {json.dumps(report)}\n\n".encode()
+    return server_sent(json.dumps(report).encode(), kind="sandbox")

@@ -77,6 +77,21 @@ class SideCalls:
         finally:
             upstream.close()
 
+    async def forward_to(self, request: web.Request, replica_id: str, path: str) -> web.StreamResponse:
+        """Relay one request to a replica that its client chose; `path` is the raw path and query there."""
+        body = await request.read()
+        headers = forwarded_request_headers(request.headers)
+        try:
+            url = self._replicas.url_of(replica_id)
+            upstream = await self._client.send(replica_id, url, request.method, path, headers, body or None)
+        except ReplicaError as error:
+            look_at(self._watcher, error)
+            raise
+        try:
+            return await self._relay(request, path, replica_id, upstream)
+        finally:
+            upstream.close()
+
     async def _send(
         self, request: web.Request, path: str, program_id: str | None, body: bytes
     ) -> tuple[str, aiohttp.ClientResponse]:

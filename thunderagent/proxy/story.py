@@ -13,7 +13,7 @@ from pydantic import Field
 
 from thunderagent.programs.decisions import Reason
 from thunderagent.programs.lifecycle import Phase, Status
-from thunderagent.programs.program import Program
+from thunderagent.programs.program import Program, Turn
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.programs.view import SchedulerView
 from thunderagent.proxy.reports import ProgramReport, Report, program_fields
@@ -28,6 +28,20 @@ class StoryReport(Report):
     why: str
     replica_id: str | None
     claim_tokens: int
+    began_ago_s: float | None = Field(description="of a turn that ended, when it got its lease; null if it never did")
+
+
+class TurnReport(Report):
+    """A turn that has not ended: held, or in flight on a replica."""
+
+    turn_id: int
+    branch_id: str
+    replica_id: str | None
+    prompt_tokens: int = Field(description="as estimated from its bytes")
+    output_tokens: int = Field(description="as far as was seen")
+    arrived_ago_s: float
+    granted_ago_s: float | None = Field(description="null while it is held")
+    started_ago_s: float | None = Field(description="when the first byte of its answer came")
 
 
 class RoomReport(Report):
@@ -70,6 +84,7 @@ class ProgramStoryReport(ProgramReport):
 
     waiting: WaitingReport | None
     holding: HoldingReport | None
+    turns: list[TurnReport]
     story: list[StoryReport]
 
 
@@ -83,6 +98,7 @@ def program_story(runtime: Runtime, program: Program) -> ProgramStoryReport:
             why=entry.why,
             replica_id=entry.replica_id,
             claim_tokens=entry.tokens,
+            began_ago_s=_ago_s(entry.began_s, now_s),
         )
         for entry in program.story()
     ]
@@ -90,24 +106,53 @@ def program_story(runtime: Runtime, program: Program) -> ProgramStoryReport:
         **program_fields(program, now_s),
         waiting=_waiting(runtime.scheduler, program, now_s),
         holding=_holding(program, now_s),
+        turns=[_turn(turn, now_s) for turn in (*program.in_flight.values(), *program.held.values())],
         story=story,
     )
 
 
+def _turn(turn: Turn, now_s: float) -> TurnReport:
+    return TurnReport(
+        turn_id=turn.turn_id,
+        branch_id=turn.branch_id,
+        replica_id=turn.account_id,
+        prompt_tokens=turn.prompt_tokens,
+        output_tokens=turn.output_tokens,
+        arrived_ago_s=round(now_s - turn.arrived_s, 3),
+        granted_ago_s=None if turn.account_id is None else round(now_s - turn.granted_s, 3),
+        started_ago_s=_ago_s(turn.started_s, now_s),
+    )
+
+
+def _ago_s(at_s: float | None, now_s: float) -> float | None:
+    return None if at_s is None else round(now_s - at_s, 3)
+
+
 def _waiting(scheduler: Scheduler, program: Program, now_s: float) -> WaitingReport | None:
-    if program.status is not Status.PAUSED or not program.held:
+    if not program.held:
         return None
-    waiting = list(scheduler.queue.reasoning)
-    ahead_count = waiting.index(program)
+    ahead_count = list(scheduler.queue.reasoning).index(program) if program.status is Status.PAUSED else 0
     rooms = _rooms(scheduler, program)
+    suspended_for = _suspended_for(scheduler, program)
     return WaitingReport(
         reason=program.hold_reason,
         for_s=round(now_s - program.waiting_since_s, 3),
         ahead_count=ahead_count,
         claim_tokens=program.claim_tokens,
         replicas=rooms,
-        what_must_happen=_what_must_happen(rooms, program, ahead_count),
+        what_must_happen=f"grants must go on, which are suspended for: {', '.join(suspended_for)}"
+        if suspended_for
+        else _what_must_happen(rooms, program, ahead_count),
     )
+
+
+def _suspended_for(scheduler: Scheduler, program: Program) -> list[str]:
+    """Return why nothing is granted to a program with held turns, on any replica; nothing if something might be."""
+    if program.status is Status.ACTIVE:
+        return list(scheduler.replicas[program.replica_id or ""].suspended_for)
+    if scheduler.granting_replicas:
+        return []
+    return list(dict.fromkeys(cause for replica in scheduler.open_replicas for cause in replica.suspended_for))
 
 
 def _rooms(scheduler: Scheduler, program: Program) -> list[RoomReport]:

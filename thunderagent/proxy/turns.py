@@ -24,7 +24,8 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from thunderagent.backends.client import ReplicaClient
-from thunderagent.errors import ReplicaError, ReplicaTimeoutError, ThunderAgentError
+from thunderagent.errors import ReplicaError, ReplicaTimeoutError, ThunderAgentError, TurnAbortedError
+from thunderagent.proxy.aborts import abort_answer, abortable
 from thunderagent.proxy.dialects import NO_USAGE, TURN_DIALECTS, Dialect, Usage, dialect_of
 from thunderagent.proxy.dialects.base import KeepId
 from thunderagent.proxy.headers import forwarded_request_headers, forwarded_response_headers
@@ -144,6 +145,10 @@ class Turns:
         try:
             prompt_bytes = len(body) if turn.has_whole_prompt else 0
             return await self._try_replicas(request, path, prompt_bytes, record)
+        except TurnAbortedError:
+            content_type, answer = abort_answer(path, turn.body)
+            record.status, record.outcome = 200, "aborted"
+            return web.Response(body=answer, content_type=content_type, headers=_headers_of(record))
         except ThunderAgentError as error:
             record.status = error.status
             record.outcome = "failed" if isinstance(error, ReplicaError) else "rejected"
@@ -172,6 +177,7 @@ class Turns:
                     avoid_replica_id=avoid_replica_id,
                     prefix=turn.prefix,
                     group_id=turn.group_id,
+                    abortable=abortable(path, turn.body),
                 )
             except BaseException:
                 record.held_s += monotonic() - asked_s
@@ -202,19 +208,19 @@ class Turns:
         """Relay a request that is no turn, without a lease, to its program's replica or the least busy one."""
         return await self._side_calls.handle(request)
 
+    async def forward_to(self, request: web.Request, replica_id: str, path: str) -> web.StreamResponse:
+        """Relay a request, without a lease, to a replica that its client chose."""
+        return await self._side_calls.forward_to(request, replica_id, path)
+
     async def _relay(
         self, request: web.Request, record: Record, lease: Lease, upstream: aiohttp.ClientResponse
     ) -> web.StreamResponse:
         """Relay an answer whose head has come, and end the lease."""
-        turn = record.turn
         record.status = upstream.status
         streams = upstream.content_type == "text/event-stream"
         headers = forwarded_response_headers(upstream.headers, keep_length=not streams)
         headers["X-Replica-ID"] = lease.replica_id
-        headers["X-Hold-Ms"] = str(round(record.held_s * 1000))
-        if turn.program_id is not None:
-            headers["X-Program-ID"] = _header_safe(turn.program_id)
-            headers["X-Program-ID-Source"] = turn.source
+        headers.update(_headers_of(record))
         if streams:
             return await self._relay_stream(request, record, lease, upstream, headers)
         return await self._relay_whole(record, lease, upstream, headers)
@@ -334,6 +340,15 @@ async def _break_off(
         ending = dialect.break_off(error.code, error.message, stream.last_events)
         await response.write(stream.broken_off() + ending)
     cut(request)
+
+
+def _headers_of(record: Record) -> dict[str, str]:
+    """Return what the answer to a turn says about it, wherever it ran."""
+    headers = {"X-Hold-Ms": str(round(record.held_s * 1000))}
+    if record.turn.program_id is not None:
+        headers["X-Program-ID"] = _header_safe(record.turn.program_id)
+        headers["X-Program-ID-Source"] = record.turn.source
+    return headers
 
 
 def _header_safe(text: str) -> str:

@@ -98,7 +98,7 @@ class MessagesForm:
 
     def closing(self, words: list[str], finish_reason: str, finished: FinishedRequest) -> bytes:  # noqa: ARG002 - the seam
         """Return what a stream ends with."""
-        delta = {"stop_reason": _STOP_REASONS[finish_reason], "stop_sequence": None}
+        delta = {"stop_reason": _STOP_REASONS.get(finish_reason), "stop_sequence": None}
         usage = _usage(finished)
         return b"".join(
             (
@@ -111,7 +111,7 @@ class MessagesForm:
     def whole(self, token_ids: list[int], words: list[str], finish_reason: str, finished: FinishedRequest) -> Json:  # noqa: ARG002 - the seam
         """Return the answer in one piece."""
         content = [{"type": "text", "text": " ".join(words)}]
-        return self._message(content, _STOP_REASONS[finish_reason], _usage(finished))
+        return self._message(content, _STOP_REASONS.get(finish_reason), _usage(finished))
 
     def _message(self, content: list[Json], stop_reason: str | None, usage: Json) -> Json:
         head: dict[str, Any] = {"id": self.id, "type": "message", "role": "assistant", "content": content}

@@ -35,12 +35,18 @@ class Generation:
     whole: bool
     generated_count: int = 0
     finished: FinishedRequest | None = None
+    aborted: bool = False
 
     def add_token(self) -> None:
         """Count one more token."""
         self.generated_count += 1
         if not self.whole:
             self.on_news()
+
+    @property
+    def is_over(self) -> bool:
+        """Say whether there will be no more."""
+        return self.finished is not None or self.aborted
 
     def finish(self, finished: FinishedRequest) -> None:
         """Note that there will be no more."""
@@ -80,6 +86,13 @@ class RealtimeEngine:
             if self.engine.abort(request.request_id):
                 self.ended_count["abort"] += 1
 
+    def abort(self, generation: Generation) -> None:
+        """End a request before its end, with what it has got; nothing happens to one that is over."""
+        if not generation.is_over and self.engine.abort(generation.request.request_id):
+            self.ended_count["abort"] += 1
+            generation.aborted = True
+            generation.on_news()
+
     def catch_up(self, now_s: float) -> None:
         """Let the next iteration begin now at the earliest: time without work is no time the engine was behind."""
         self._model_s = max(self._model_s, self._to_model_s(now_s))
@@ -115,6 +128,11 @@ class RealtimeEngine:
                 self.ended_count["abort"] += 1
         if not self.engine.has_work:
             self.lag_s = 0.0
+
+    @property
+    def generations(self) -> tuple[Generation, ...]:
+        """Return the requests that run or wait."""
+        return tuple(self._generations.values())
 
     def _to_model_s(self, now_s: float) -> float:
         return (now_s - self._origin_s) * self._speed

@@ -39,7 +39,7 @@ from thunderagent.simulator.messages_api import MessagesBody, MessagesForm, erro
 from thunderagent.simulator.metrics import EngineCollector
 from thunderagent.simulator.options import ServerConfig, add_arguments, config_from
 from thunderagent.simulator.realtime import Generation, RealtimeEngine
-from thunderagent.simulator.records import EngineRequest
+from thunderagent.simulator.records import EngineRequest, FinishedRequest
 from thunderagent.simulator.requests import (
     ApiError,
     ChatBody,
@@ -53,11 +53,13 @@ from thunderagent.simulator.requests import (
 from thunderagent.simulator.responses_api import ResponsesBody, ResponsesForm, ResponseStore, Stored
 from thunderagent.simulator.token_in_api import TokenInBody, TokenInForm
 from thunderagent.simulator.tokens import Answer, WordTokenizer, compose_answer
+from thunderagent.simulator.vllm_control import VllmControl
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 
 VERSION: Final = "0.32.0+simulated"  # of the dialect
+ABORTED: Final = "abort"  # the finish reason
 
 
 def _json_response(value: object, *, status: int = 200) -> web.Response:
@@ -86,6 +88,9 @@ class EngineServer:
         self.config = config
         self._realtime = RealtimeEngine(config.engine, speed=config.speed, now_s=time.monotonic())
         self._work = asyncio.Event()
+        self._may_step = asyncio.Event()
+        self._may_step.set()
+        self._control = VllmControl(self._realtime, stand_still=self._may_step.clear, go_on=self._may_step.set)
         self._tokenizer = WordTokenizer()
         self._started_s = int(time.time())
         self._request_count = 0
@@ -110,7 +115,7 @@ class EngineServer:
                 web.get("/metrics", self._metrics),
                 web.post("/tokenize", self._tokenize),
                 web.post("/detokenize", self._detokenize),
-                web.post("/reset_prefix_cache", self._reset_prefix_cache),
+                *self._control.routes(),
             ]
         )
 
@@ -125,6 +130,9 @@ class EngineServer:
             if not realtime.engine.has_work:
                 self._work.clear()
                 await self._work.wait()
+                realtime.catch_up(time.monotonic())
+            if not self._may_step.is_set():
+                await self._may_step.wait()
                 realtime.catch_up(time.monotonic())
             result = realtime.begin_iteration()
             await asyncio.sleep(realtime.time_left_s(result, time.monotonic()))
@@ -161,12 +169,11 @@ class EngineServer:
     ) -> None:
         """Make a response that its client asks for later."""
         news = asyncio.Event()
-        with self._generation(body, prompt, answer, news) as generation:
+        async with self._generation(body, prompt, answer, news) as generation:
             stored.response["status"] = "in_progress"
             await news.wait()
-            assert generation.finished is not None
-            words = self._tokenizer.spoken_words(answer.token_ids)
-            form.whole(answer.token_ids, words, answer.finish_reason, generation.finished)
+            token_ids, finish_reason, finished = _end_of(generation, answer)
+            form.whole(token_ids, self._tokenizer.spoken_words(token_ids), finish_reason, finished)
 
     async def _stored_response(self, request: web.Request) -> web.Response:
         return _json_response(self._responses.get(request.match_info["response_id"]).response)
@@ -209,13 +216,14 @@ class EngineServer:
         )
         return prompt, answer
 
-    @contextmanager
-    def _generation(
+    @asynccontextmanager
+    async def _generation(
         self, body: GenerationBody, prompt: list[int], answer: Answer, news: asyncio.Event
-    ) -> Iterator[Generation]:
+    ) -> AsyncIterator[Generation]:
         """Run a request on the engine for as long as the context is open."""
         self._request_count += 1
         engine_request = EngineRequest(str(self._request_count), prompt, answer.token_ids, body.priority)
+        await self._control.enter()
         with self._realtime.generation(
             engine_request, answer.finish_reason, time.monotonic(), whole=not body.stream, on_news=news.set
         ) as generation:
@@ -225,41 +233,43 @@ class EngineServer:
     async def _generate(self, request: web.Request, body: ChatBody | CompletionBody, form: Form) -> web.StreamResponse:
         prompt, answer = self._composed(body, body.encode(self._tokenizer))
         news = asyncio.Event()
-        with self._generation(body, prompt, answer, news) as generation:
+        async with self._generation(body, prompt, answer, news) as generation:
             if body.stream:
                 return await self._stream(request, form, generation, news, body.stream_options or StreamOptions())
             await news.wait()
-            assert generation.finished is not None
-            words = self._tokenizer.spoken_words(answer.token_ids)
-            return _json_response(form.whole(words, answer.finish_reason, final_usage_of(generation.finished)))
+            words = self._tokenizer.spoken_words(answer.token_ids[: generation.generated_count])
+            finish_reason = ABORTED if generation.aborted else answer.finish_reason
+            return _json_response(form.whole(words, finish_reason, _usage_of(generation)))
 
     async def _answer_in_events(
         self, request: web.Request, body: GenerationBody, prompt: list[int], answer: Answer, form: EventForm
     ) -> web.StreamResponse:
         """Answer in an API that has events of its own, streamed or whole."""
         news = asyncio.Event()
-        words = self._tokenizer.spoken_words(answer.token_ids)
-        with self._generation(body, prompt, answer, news) as generation:
+        spoken = self._tokenizer.spoken_words
+        async with self._generation(body, prompt, answer, news) as generation:
             if not body.stream:
                 await news.wait()
-                assert generation.finished is not None
-                return _json_response(form.whole(answer.token_ids, words, answer.finish_reason, generation.finished))
+                token_ids, finish_reason, finished = _end_of(generation, answer)
+                return _json_response(form.whole(token_ids, spoken(token_ids), finish_reason, finished))
             response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
             await response.prepare(request)
             await response.write(form.opening())
             sent_count = 0
-            while generation.finished is None:
+            while not generation.is_over:
                 await news.wait()
                 news.clear()
                 pieces = []
                 for position in range(sent_count, generation.generated_count):
                     token_ids = answer.token_ids[position : position + 1]
                     is_last = position == len(answer.token_ids) - 1
-                    finish_reason = answer.finish_reason if is_last else None
-                    pieces.append(form.piece(token_ids, self._tokenizer.spoken_words(token_ids), finish_reason))
+                    pieces.append(form.piece(token_ids, spoken(token_ids), answer.finish_reason if is_last else None))
                 sent_count = generation.generated_count
                 await response.write(b"".join(pieces))
-            await response.write(form.closing(words, answer.finish_reason, generation.finished))
+            if generation.aborted:
+                await response.write(form.piece([], [], ABORTED))
+            token_ids, finish_reason, finished = _end_of(generation, answer)
+            await response.write(form.closing(spoken(token_ids), finish_reason, finished))
             await response.write_eof()
             return response
 
@@ -269,7 +279,7 @@ class EngineServer:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await response.prepare(request)
         sent_count = 0
-        while generation.finished is None:
+        while not generation.is_over:
             await news.wait()
             news.clear()
             chunks = form.first_chunks() if sent_count == 0 else []
@@ -279,8 +289,10 @@ class EngineServer:
                     chunks[-1]["usage"] = usage_of(len(generation.request.prompt_token_ids), position + 1)
             sent_count = generation.generated_count
             await response.write(b"".join(map(event_bytes, chunks)))
+        if generation.aborted:
+            await response.write(event_bytes(form.chunk([], is_first=sent_count == 0, finish_reason=ABORTED)))
         if options.include_usage:
-            await response.write(event_bytes(form.usage_chunk(final_usage_of(generation.finished))))
+            await response.write(event_bytes(form.usage_chunk(_usage_of(generation))))
         await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
         return response
@@ -324,9 +336,22 @@ class EngineServer:
         self._check_model(body.model)
         return _json_response({"prompt": self._tokenizer.decode(body.tokens)})
 
-    async def _reset_prefix_cache(self, _request: web.Request) -> web.Response:
-        self._realtime.engine.reset_prefix_cache()  # refused while requests run, and still answered 200, as by vLLM
-        return web.Response()
+
+def _end_of(generation: Generation, answer: Answer) -> tuple[list[int], str, FinishedRequest]:
+    """Return what was generated, why it ended, and what it took, without what an aborted request found cached."""
+    if generation.finished is not None:
+        return answer.token_ids, answer.finish_reason, generation.finished
+    count, now_s = generation.generated_count, time.monotonic()
+    prompt_tokens = len(generation.request.prompt_token_ids)
+    ended = FinishedRequest(generation.request.request_id, prompt_tokens, count, 0, 0, now_s, now_s, now_s)
+    return answer.token_ids[:count], ABORTED, ended
+
+
+def _usage_of(generation: Generation) -> Json:
+    """Return the usage of a request that is over."""
+    if generation.finished is not None:
+        return final_usage_of(generation.finished)
+    return usage_of(len(generation.request.prompt_token_ids), generation.generated_count)
 
 
 @asynccontextmanager

@@ -41,6 +41,7 @@ LEGAL = {
     ACTIVE_REASONING: {
         "turn_arrived": ACTIVE_REASONING,
         "turns_ended": ACTIVE_ACTING,
+        "pause": PAUSED_REASONING,
         "mark": ACTIVE_REASONING,
         "unmark": ACTIVE_REASONING,
         "replica_lost": PAUSED_ACTING,

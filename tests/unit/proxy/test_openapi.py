@@ -9,7 +9,7 @@ from thunderagent.programs.scheduler import Scheduler
 from thunderagent.proxy.access import access_of_route, is_engines
 from thunderagent.proxy.app import build_app
 from thunderagent.proxy.guard import GuardSettings
-from thunderagent.proxy.openapi import OPERATIONS, documented_path
+from thunderagent.proxy.openapi import OPERATIONS, UNDESCRIBED, documented_path
 from thunderagent.proxy.replicas import Replicas
 from thunderagent.proxy.turns import TurnSettings
 from thunderagent.runtime import Runtime
@@ -53,5 +53,6 @@ def test_every_route_of_ours_is_in_the_document_and_no_other() -> None:
     """A new route needs an operation, and an operation needs its route."""
     ours = {(method, documented_path(path)) for method, path in registered() if not is_engines(method, path)}
     described = {(operation.method, operation.path) for operation in OPERATIONS}
+    ours = {each for each in ours if each in described or not each[1].startswith(UNDESCRIBED)}
     assert ours - described == set(), "add these to OPERATIONS in thunderagent/proxy/openapi.py"
     assert described - ours == set(), "no such routes; take them out of OPERATIONS in thunderagent/proxy/openapi.py"

@@ -227,3 +227,47 @@ def test_every_policy_s_programs_are_told_of(name: str, capacity_tokens: int | N
             assert (report.holding is not None) == ((report.status, report.phase) == ("active", "acting"))
             if report.waiting is not None:
                 assert report.waiting.what_must_happen
+
+
+def test_a_turn_that_ended_says_when_it_got_its_lease_and_what_it_calls() -> None:
+    """One that was held says the end of its hold; one that never got a lease says nothing."""
+    driver = Driver(Cap(1))
+    turn = driver.arrives("a", 100)
+    driver.passes(2.0)
+    driver.finishes(turn, 100, 5, tool="bash:make")
+    held, left = driver.arrives("b", 100), driver.arrives("c", 100)
+    driver.passes(3.0)
+    driver.is_abandoned(left)
+    driver.releases("a")
+    driver.passes(4.0)
+    driver.finishes(held, 100, 5)
+    ended = {name: story_of(driver, name).story[-1] for name in ("b", "c")}
+    assert (ended["b"].what, ended["b"].why, ended["b"].ago_s, ended["b"].began_ago_s) == ("finished", "", 0.0, 4.0)
+    assert (ended["c"].what, ended["c"].ago_s, ended["c"].began_ago_s) == ("abandoned", 4.0, None)
+    turn = driver.arrives("b", 150)
+    driver.passes(1.0)
+    driver.finishes(turn, 150, 5, tool="bash:make")
+    last = story_of(driver, "b").story[-1]
+    assert (last.why, last.ago_s, last.began_ago_s) == ("calls bash:make", 0.0, 1.0)
+
+
+def test_turns_that_have_not_ended_are_told() -> None:
+    driver = Driver(Cap(1))
+    running = driver.arrives("a", 100)
+    driver.passes(1.0)
+    driver.starts(running)
+    driver.arrives("b", 200)
+    driver.passes(2.0)
+    (turn,) = story_of(driver, "a").turns
+    assert turn.model_dump() == {
+        "turn_id": running,
+        "branch_id": "",
+        "replica_id": "r0",
+        "prompt_tokens": 100,
+        "output_tokens": 0,
+        "arrived_ago_s": 3.0,
+        "granted_ago_s": 3.0,
+        "started_ago_s": 2.0,
+    }
+    (turn,) = story_of(driver, "b").turns
+    assert (turn.replica_id, turn.arrived_ago_s, turn.granted_ago_s, turn.started_ago_s) == (None, 2.0, None, None)

@@ -1,0 +1,120 @@
+"""A proxy with small simulated engines that something happens on, and a browser that looks at it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import subprocess
+from contextlib import asynccontextmanager
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+from benchmarks.processes import Server, thunderagent
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    from playwright.async_api import Browser
+
+CHROMIUM = "/usr/bin/chromium"
+WORDS_PER_TURN = (150, 450)
+
+
+class BrowserError(RuntimeError):
+    """There is no browser here; the text says why."""
+
+
+def ensure_chromium() -> str:
+    """Return where Chromium is, having installed Debian's if it was missing and may be. Raises BrowserError."""
+    found = shutil.which("chromium") or shutil.which(CHROMIUM)
+    if found is not None:
+        return found
+    if os.geteuid() != 0 or shutil.which("apt-get") is None:
+        raise BrowserError("no chromium, and it cannot be installed here: that needs root and apt-get")
+    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    for command in (["update"], ["install", "--yes", "--no-install-recommends", "chromium"]):
+        done = subprocess.run(
+            ["apt-get", "--quiet", *command], env=environment, capture_output=True, text=True, check=False
+        )
+        if done.returncode != 0 and command[0] == "install":
+            raise BrowserError(f"apt-get install chromium: {done.stderr[-500:]}")
+    return CHROMIUM
+
+
+@asynccontextmanager
+async def chromium() -> AsyncIterator[Browser]:
+    """Run Chromium for the length of the block. Raises BrowserError."""
+    try:
+        from playwright.async_api import async_playwright  # noqa: PLC0415 - an extra
+    except ImportError as error:
+        raise BrowserError("no playwright: pip install 'thunderagent[e2e]'") from error
+    path = await asyncio.to_thread(ensure_chromium)
+    options = ["--disable-dev-shm-usage", *(["--no-sandbox"] if os.geteuid() == 0 else [])]
+    async with async_playwright() as playwright:
+        browser = await playwright.chromium.launch(executable_path=path, args=options)
+        try:
+            yield browser
+        finally:
+            await browser.close()
+
+
+@asynccontextmanager
+async def serving(log_path: Path, *options: str, port: int = 0, ready: bool = True) -> AsyncIterator[Server]:
+    """Run `thunderagent serve` for the length of the block, from when it is ready on if that is to be waited for."""
+    polling = ("--poll-interval-s", "0.25", "--poll-deadline-s", "10", "--grace-s", "0")
+    async with (
+        thunderagent("serve", "--port", str(port), *polling, *options, log_path=log_path) as server,
+        httpx.AsyncClient(base_url=server.url, trust_env=False) as client,
+    ):
+        async with asyncio.timeout(20):
+            while ready and (await client.get("/ready")).status_code != 200:
+                await asyncio.sleep(0.05)
+        yield server
+
+
+@asynccontextmanager
+async def load(url: str, names: list[str], *, tool_s: float, seed: int = 0) -> AsyncIterator[None]:
+    """Run a program of each name, and a new one of the same kind when it ends, for the length of the block."""
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits, trust_env=False) as client:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(_run_programs(client, name, tool_s, Random(f"{seed}/{name}"))) for name in names]
+            try:
+                yield
+            finally:
+                for task in tasks:
+                    task.cancel()
+        await client.post("/programs/release", json={"all": True})
+
+
+async def _run_programs(client: httpx.AsyncClient, name: str, tool_s: float, random: Random) -> None:
+    await asyncio.sleep(random.random() * tool_s * 2)
+    for number in range(1, 1000):
+        program_id = f"{name}/{number}"
+        text = _words(random, 500)
+        for _ in range(random.randint(5, 14)):
+            await turn(client, program_id, text, max_tokens=random.randint(24, 96))
+            slowness = 5 if random.random() < 0.15 else 1  # now and then a tool takes its time
+            await asyncio.sleep(random.expovariate(1 / (slowness * tool_s)))
+            text += " " + _words(random, random.randint(*WORDS_PER_TURN))
+        await client.post("/programs/release", json={"program_id": program_id})
+
+
+def _words(random: Random, count: int) -> str:
+    return " ".join(f"w{random.randrange(2000)}" for _ in range(count))
+
+
+async def turn(client: httpx.AsyncClient, program_id: str, text: str, *, max_tokens: int = 8) -> None:
+    """Take one turn, whatever comes of it."""
+    body: dict[str, Any] = {
+        "model": "simulated",
+        "max_tokens": max_tokens,
+        "messages": [{"role": "system", "content": "you are an agent " * 60}, {"role": "user", "content": text}],
+    }
+    with contextlib.suppress(httpx.TransportError):
+        await client.post("/v1/chat/completions", json=body, headers={"X-Program-ID": program_id})

@@ -1,0 +1,403 @@
+"""The dashboard in a real Chromium, on a real proxy with simulated engines."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from benchmarks.processes import stop
+from tests.e2e.support import serving, turn
+
+try:
+    from playwright.async_api import expect
+except ImportError:  # then there is no browser either, and its fixture says so
+    expect: Any = None  # type: ignore[no-redef]
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    from playwright.async_api import Page, Route
+
+    from tests.e2e.conftest import OpenPage
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+TWO_ACTIVE = ("--policy", "cap", "--policy-arg", "n=2", "--embedded-engines", "1")
+HELD_COUNT = 3
+NO_REPLICA = ("--backends", "http://127.0.0.1:9")
+FAILED_REQUEST = "Failed to load resource"
+"""What Chromium itself writes."""
+
+
+class World:
+    """A proxy on which two programs are at their tools and three are held, for as long as nobody ends one."""
+
+    def __init__(self, url: str, client: httpx.AsyncClient) -> None:
+        self.url = url
+        self.client = client
+
+    async def get(self, path: str) -> Any:
+        return (await self.client.get(path)).raise_for_status().json()
+
+
+@asynccontextmanager
+async def world_at(log_path: Path) -> AsyncIterator[World]:
+    async with (
+        serving(log_path, *TWO_ACTIVE) as server,
+        httpx.AsyncClient(base_url=server.url, timeout=60, trust_env=False) as client,
+    ):
+        world = World(server.url, client)
+        for name in ("first", "second"):
+            for _ in range(3):
+                await turn(client, name, "what is the time " * 50)
+        async with asyncio.TaskGroup() as group:
+            for number in range(HELD_COUNT):
+                group.create_task(turn(client, f"held/{number}", "and where am I"))
+            async with asyncio.timeout(10):
+                while (await world.get("/queue"))["waiting_count"] < HELD_COUNT:
+                    await asyncio.sleep(0.02)
+            try:
+                yield world
+            finally:
+                await client.post("/programs/release", json={"all": True})
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World]:
+    async with world_at(tmp_path_factory.mktemp("e2e") / "proxy.log") as running:
+        yield running
+
+
+def rows(page: Page) -> Any:
+    return page.locator("#rows tr")
+
+
+async def test_the_figures_are_the_apis(world: World, open_page: OpenPage) -> None:
+    """Key figures, bars, queue and table say what the admin API says."""
+    async with open_page(world.url) as page:
+        await expect(page.locator("#connection")).to_have_text("Live · 1 replica")
+        await expect(page.locator("#tile-programs")).to_have_text("5")
+        await expect(page.locator("#note-programs")).to_have_text("2 active · 3 paused")
+        await expect(page.locator("#note-turns")).to_contain_text("3 held")
+        (replica,) = (await world.get("/replicas"))["replicas"]
+        demand, limit = replica["demand_tokens"], replica["limit_tokens"]
+        full = round(100 * demand / limit)
+        await expect(page.locator(".replica h3")).to_have_text(replica["replica_id"])
+        await expect(page.locator(".replica .demand")).to_have_text(f"{demand:,} of {limit:,} tokens · {full} %")
+        acting_px = await page.locator(".part.acting").evaluate("part => part.getBoundingClientRect().width")
+        bar_px = await page.locator(".bar").evaluate("bar => bar.getBoundingClientRect().width")
+        scale = max(limit, replica["capacity_tokens"])
+        assert acting_px / bar_px == pytest.approx(demand / scale, abs=0.005)
+        summary = await world.get("/summary")
+        assert await page.locator("#policy").text_content() == summary["policy"] == "cap"
+        queue = await world.get("/queue")
+        await expect(page.locator("#queue .id")).to_have_text([each["program_id"] for each in queue["waiting"]])
+        programs = (await world.get("/programs"))["programs"]
+        await expect(rows(page)).to_have_count(5)
+        for row, program in zip(await rows(page).all(), programs, strict=True):
+            cells = await row.locator("td").all_text_contents()
+            assert cells[0] == program["program_id"]
+            assert cells[3:5] == [f"{program['claim_tokens']:,}", str(program["turn_count"])]
+        states = await page.locator("#rows .state").all_text_contents()
+        assert states == ["acting", "acting", "held", "held", "held"]
+
+
+async def test_the_charts_tell_the_last_sample(world: World, open_page: OpenPage) -> None:
+    """The legend has the figures of the history, and something is drawn."""
+    async with open_page(world.url) as page:
+        chart = page.locator(".chart", has=page.get_by_role("heading", name="Programs", exact=True))
+        await expect(chart.locator(".key li")).to_have_text(["reasoning 0", "acting 2", "held 3", "paused 0"])
+        await expect(chart.locator("path.held")).to_have_attribute("d", re.compile("^M.+Z$"))
+        costs = page.locator(".chart", has=page.get_by_role("heading", name="Memory spent on")).locator(".key li")
+        assert [text.split()[0] for text in await costs.all_text_contents()] == [
+            *("decode", "prefill", "recompute", "caching", "unused")
+        ]
+        picture = chart.get_by_role("img")
+        await picture.focus()
+        await page.keyboard.press("ArrowLeft")
+        await expect(chart.locator(".when")).to_have_text(re.compile(r"^\d\d:\d\d:\d\d$"))
+
+
+async def test_a_program_that_waits_tells_what_must_happen(world: World, open_page: OpenPage) -> None:
+    """A click opens its story: the hold as a bar, the reason, and the sentence of the API."""
+    async with open_page(world.url) as page:
+        await page.get_by_role("button", name="held/1").first.click()
+        story = page.get_by_role("dialog")
+        await expect(story.get_by_role("heading", name="held/1")).to_be_visible()
+        waiting = (await world.get("/programs/held/1"))["waiting"]
+        await expect(story.locator(".sentence")).to_contain_text(f"To go on: {waiting['what_must_happen']}.")
+        await story.locator(".span.hold").hover()
+        await expect(story.locator(".caption")).to_contain_text("no replica has room for its claim")
+        await expect(story.locator(".caption")).to_contain_text("so far")
+        assert "#program=held%2F1" in page.url
+        await page.keyboard.press("Escape")
+        await expect(story).to_have_count(0)
+        assert "#" not in page.url
+
+
+async def test_a_timeline_has_turns_tools_and_the_claim(world: World, open_page: OpenPage) -> None:
+    """By keyboard alone, and by its address."""
+    async with open_page(world.url, path="/dashboard#program=first") as page:
+        story = page.get_by_role("dialog")
+        await expect(story.locator(".span.turn.finished")).to_have_count(3)
+        tools_count = await story.locator(".span.tool").count()
+        assert 1 <= tools_count <= 3  # gaps under a millisecond are none
+        await expect(story.locator(".span.claim")).to_have_count(1)
+        (replica,) = (await world.get("/replicas"))["replicas"]
+        await expect(story.locator(".lane")).to_have_text(["held", f"on {replica['replica_id']}", "tools"])
+        await story.locator(".timeline [tabindex='0']").focus()
+        await page.keyboard.press("ArrowLeft")
+        await expect(story.locator(".caption")).to_contain_text("finished")
+        program = await world.get("/programs/first")
+        shown = await story.locator("tbody tr td:nth-child(2)").all_text_contents()
+        assert shown == [entry["what"] for entry in reversed(program["story"])]
+        await story.get_by_role("button", name="Close").click()
+        await page.get_by_role("button", name="second", exact=True).focus()
+        await page.keyboard.press("Enter")
+        await expect(story.get_by_role("heading", name="second")).to_be_visible()
+        await page.keyboard.press("Escape")
+        await expect(page.get_by_role("button", name="second", exact=True)).to_be_focused()
+
+
+async def test_programs_are_searched_filtered_and_sorted(world: World, open_page: OpenPage) -> None:
+    async with open_page(world.url) as page:
+        await expect(rows(page)).to_have_count(5)
+        await page.get_by_role("searchbox").fill("HELD/2")
+        await expect(rows(page)).to_have_count(1)
+        await page.get_by_role("searchbox").fill("nobody")
+        await expect(page.locator("#no-rows")).to_have_text("No live program is like that.")
+        await page.get_by_role("searchbox").fill("")
+        await page.get_by_label("Show programs that are").select_option("acting")
+        await expect(page.locator("#rows .id")).to_have_text(["first", "second"])
+        await page.get_by_label("Show programs that are").select_option("all")
+        await page.get_by_role("button", name="Program", exact=True).click()
+        await expect(page.locator("#rows .id")).to_have_text(["first", "held/0", "held/1", "held/2", "second"])
+        await page.get_by_role("button", name="Program", exact=True).click()
+        await expect(page.locator("#rows .id").first).to_have_text("second")
+        await expect(page.locator("th[aria-sort='descending']")).to_have_text("Program")
+
+
+async def test_it_follows_what_happens_without_a_reload(tmp_path: Path, open_page: OpenPage) -> None:
+    """Programs come, go on when there is room, and go; an open story says so."""
+    async with world_at(tmp_path / "proxy.log") as world, open_page(world.url) as page:
+        await page.evaluate("window.notReloaded = true")
+        await page.get_by_role("button", name="held/0").first.click()
+        story = page.get_by_role("dialog")
+        await expect(story.locator(".state")).to_have_text("held")
+        await world.client.post("/programs/release", json={"program_id": "first"})
+        await expect(story.locator(".state")).to_have_text("acting")
+        await expect(story.locator(".event.restore")).to_have_count(1)
+        await expect(story.locator(".span.turn.finished")).to_have_count(1)
+        await world.client.post("/programs/release", json={"program_id": "held/0"})
+        await expect(story.locator(".sentence")).to_have_text("This program is not live: its client released it.")
+        await page.keyboard.press("Escape")
+        await world.client.post("/programs", json={"program_id": "newcomer"})
+        await expect(page.get_by_role("button", name="newcomer")).to_be_visible()
+        await expect(page.get_by_role("button", name="held/0")).to_have_count(0)
+        assert await page.evaluate("window.notReloaded")
+
+
+async def test_ids_are_text_whatever_they_look_like(world: World, open_page: OpenPage) -> None:
+    """What looks like HTML is shown as it is, in the table and in the story, and runs nowhere."""
+    name = "<img src=x onerror=document.title='broken'>&amp;\"'`/../#?%2F"
+    await world.client.post("/programs", json={"program_id": name})
+    try:
+        async with open_page(world.url, allowed="TrustedHTML") as page:
+            button = page.locator("#rows").get_by_role("button", name=name, exact=True)
+            await expect(button).to_have_text(name)
+            await button.click()
+            await expect(page.locator("#story-title")).to_have_text(name)
+            await expect(page.get_by_role("dialog").locator(".state")).to_have_text("paused")
+            assert "broken" not in await page.title()
+            await expect(page.locator("#rows img, #story img")).to_have_count(0)
+            refused = await page.evaluate("try { document.body.innerHTML = 'x'; 'set' } catch (e) { e.name }")
+            assert refused == "TypeError"  # Trusted Types: no code of the page can make HTML of text
+    finally:
+        await world.client.post("/programs/release", json={"program_id": name})
+
+
+async def test_dark_and_light(world: World, open_page: OpenPage) -> None:
+    """As the system says; the button changes it, and the choice stays."""
+    ground = "getComputedStyle(document.body).backgroundColor"
+    async with open_page(world.url, color_scheme="dark") as page:
+        dark = await page.evaluate(ground)
+        await page.get_by_role("button", name="Switch between light and dark").click()
+        light = await page.evaluate(ground)
+        await page.reload()
+        assert await page.evaluate(ground) == light
+    async with open_page(world.url, color_scheme="light") as page:
+        assert await page.evaluate(ground) == light
+    assert sum(channels(dark)) < 120
+    assert sum(channels(light)) > 600
+
+
+def channels(colour: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", colour)[:3]]
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+async def test_nothing_is_wider_than_the_screen(world: World, open_page: OpenPage, width: int) -> None:
+    async with open_page(world.url, width=width) as page:
+        await expect(rows(page)).to_have_count(5)
+        assert await page.evaluate("document.documentElement.scrollWidth") <= width
+        await page.locator("#rows button").first.click()
+        await expect(page.locator(".span.turn").first).to_be_visible()
+        for element in ("#story", "#story-body"):
+            assert await page.locator(element).evaluate("e => e.scrollWidth - e.clientWidth") <= 0
+
+
+async def test_where_there_is_nothing_it_says_so(tmp_path: Path, open_page: OpenPage) -> None:
+    """No program, nobody who waits, and a replica that is down, with the reason."""
+    async with serving(tmp_path / "proxy.log", *NO_REPLICA, ready=False) as server, open_page(server.url) as page:
+        await expect(page.locator("#no-rows")).to_contain_text("No program is live. Send a turn to")
+        await expect(page.locator("#queue")).to_have_text("Nobody waits.")
+        await expect(page.locator("#tile-hits")).to_have_text("\u2013")
+        await expect(page.locator("#tile-held")).to_have_text("\u2013")
+        await expect(page.locator("#connection")).to_have_text("No replica is up")
+        await expect(page.locator(".replica .pill")).to_have_text("down")
+        (replica,) = httpx.get(f"{server.url}/replicas", trust_env=False).json()["replicas"]
+        await expect(page.locator(".replica .bad")).to_have_text(replica["why_down"])
+
+
+async def test_a_proxy_that_goes_and_comes_back(tmp_path: Path, open_page: OpenPage) -> None:
+    """Says that it is gone, keeps what was seen, and goes on by itself with the next process."""
+    async with (
+        serving(tmp_path / "first.log", *NO_REPLICA, ready=False) as server,
+        httpx.AsyncClient(trust_env=False) as client,
+    ):
+        await client.post(f"{server.url}/programs", json={"program_id": "before"})
+        async with open_page(server.url, allowed=FAILED_REQUEST) as page:
+            await expect(page.get_by_role("button", name="before")).to_be_visible()
+            await stop(server.process)
+            await expect(page.get_by_role("alert").first).to_contain_text("The proxy does not answer")
+            await expect(page.locator("#connection")).to_have_text("Not connected")
+            await expect(page.get_by_role("button", name="before")).to_be_visible()
+            port = int(server.url.rpartition(":")[2])
+            async with serving(tmp_path / "second.log", *NO_REPLICA, port=port, ready=False):
+                await client.post(f"{server.url}/programs", json={"program_id": "after"})
+                await expect(page.get_by_role("button", name="after")).to_be_visible()
+                await expect(page.locator("#trouble")).to_be_hidden()
+                await expect(page.get_by_role("button", name="before")).to_have_count(0)
+                await expect(page.locator("#connection")).to_have_text("No replica is up")
+
+
+async def test_ten_thousand_programs_are_pages(tmp_path: Path, open_page: OpenPage) -> None:
+    """Only a page of them is asked for and drawn; the last is a search away."""
+    async with serving(tmp_path / "proxy.log", *NO_REPLICA, ready=False) as server:
+        await open_programs(server.url, 10_000)
+        async with open_page(server.url) as page:
+            await expect(page.locator("#page-note")).to_have_text("1\u201325 of 10,000")
+            await expect(rows(page)).to_have_count(25)
+            await page.get_by_role("button", name="Next").click()
+            await expect(page.locator("#page-note")).to_have_text("26\u201350 of 10,000")
+            await page.get_by_role("searchbox").fill("09999")
+            await expect(page.locator("#rows .id")).to_have_text(["task-09999"])
+            await expect(page.locator("#page-note")).to_have_text("1\u20131 of 1")
+
+
+async def open_programs(url: str, count: int) -> None:
+    """Open programs `task-00000` and so on, on one connection, without waiting for each answer."""
+    host, _, port = url.removeprefix("http://").partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    for number in range(count):
+        body = json.dumps({"program_id": f"task-{number:05}"})
+        head = f"POST /programs HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n"
+        last = "Connection: close\r\n" if number == count - 1 else ""
+        writer.write(f"{head}{last}\r\n{body}".encode())
+        if number % 100 == 99:
+            await writer.drain()
+    async with asyncio.timeout(30):
+        assert (await reader.read(-1)).count(b'"opened": true') == count
+    writer.close()
+    await writer.wait_closed()
+
+
+async def test_a_key_is_asked_for_where_one_is_needed(world: World, open_page: OpenPage) -> None:
+    """401 opens a prompt; a wrong key is said, a right one lets the page go on."""
+    sent: list[str] = []
+
+    async def guard(route: Route) -> None:
+        if "right" in sent or "/dashboard" in route.request.url:
+            await route.continue_()
+        else:
+            await route.fulfill(status=401, json={"error": {"message": "no key"}})
+
+    async def take(route: Route) -> None:
+        sent.append(json.loads(route.request.post_data or "{}")["key"])
+        await route.fulfill(status=204 if sent[-1] == "right" else 401, body="")
+
+    async def prepare(page: Page) -> None:
+        await page.route(f"{world.url}/**", guard)
+        await page.route(f"{world.url}/dashboard/login", take)
+
+    async with open_page(world.url, allowed=FAILED_REQUEST, prepare=prepare) as page:
+        dialog = page.get_by_role("dialog", name="This proxy asks for a key")
+        await expect(dialog).to_be_visible()
+        await page.get_by_label("Admin key").fill("wrong")
+        await page.keyboard.press("Enter")
+        await expect(dialog.get_by_role("alert")).to_have_text("This key is not right.")
+        await page.get_by_label("Admin key").fill("right")
+        await page.keyboard.press("Enter")
+        await expect(dialog).to_be_hidden()
+        await expect(page.locator("#tile-programs")).to_have_text("5")
+        assert sent == ["wrong", "right"]
+
+
+def entry(ago_s: float, what: str, why: str = "", replica_id: str | None = None, began: float | None = None) -> Any:
+    return {
+        "ago_s": ago_s,
+        "what": what,
+        "why": why,
+        "replica_id": replica_id,
+        "claim_tokens": 1000,
+        "began_ago_s": began,
+    }
+
+
+async def test_a_story_becomes_spans(world: World, open_page: OpenPage) -> None:
+    """Of a long story, whose beginning is forgotten: claims on two replicas, a hold that was left, sandboxes."""
+    program = {
+        "status": "active",
+        "phase": "reasoning",
+        "replica_id": "b",
+        "age_s": 500,
+        "waiting": None,
+        "holding": None,
+        "story": [
+            entry(100, "finished", "calls bash:make", "a", 105),
+            entry(90, "sandbox ready", "box after 2.0 s", "a"),
+            entry(80, "pause", "expired", "a"),
+            entry(70, "hold", "no_room"),
+            entry(65, "abandoned", "", "a"),
+            entry(60, "hold", "home_soon"),
+            entry(50, "restore", "fits", "b"),
+            entry(40, "failed", "", "b", 50),
+            entry(30, "mark", "thrashing", "b"),
+        ],
+        "turns": [
+            {"granted_ago_s": 35, "arrived_ago_s": 35, "replica_id": "b", "started_ago_s": None},
+            {"granted_ago_s": None, "arrived_ago_s": 1, "replica_id": None, "started_ago_s": None},
+        ],
+    }
+    async with open_page(world.url) as page:
+        spans = await page.evaluate(
+            "async program => (await import('/dashboard/timeline.js')).spansOf(program)", program
+        )
+    assert spans["begins"] == 105
+
+    def of(kind: str, *names: str) -> list[tuple[Any, ...]]:
+        return [tuple(span.get(name) for name in ("from", "to", *names)) for span in spans[kind]]
+
+    assert of("claims", "replica") == [(105, 80, "a"), (50, 0, "b")]
+    assert of("holds", "why") == [(70, 65, "no_room"), (60, 50, "home_soon")]
+    assert of("turns", "replica", "outcome") == [(105, 100, "a", "finished"), (50, 40, "b", "failed"), (35, 0, "b", "")]
+    assert of("tools", "name", "away") == [(100, 70, "bash:make", False), (65, 60, "", True), (40, 35, "", True)]
+    assert [mark["what"] for mark in spans["marks"]] == ["sandbox ready", "pause", "restore", "mark"]

@@ -1,0 +1,761 @@
+"""Engine control: what trainers tell all replicas, or one of them, and what becomes of the turns meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.integration.support import (
+    DONE,
+    LAST_CHUNK,
+    Call,
+    FakeReplica,
+    Gate,
+    RunningProxy,
+    Wire,
+    answers,
+    ask,
+    cap,
+    chunk,
+    exchange,
+    fake_replica,
+    get,
+    post,
+    running_proxy,
+    stream_head,
+    turn,
+    until,
+    word,
+)
+from thunderagent.proxy.commands import COMMANDS, REPLICA_COMMANDS
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from tests.integration.support import Answer
+
+Behaviour = "Callable[[Call], Awaitable[None]]"
+
+
+@asynccontextmanager
+async def replicas_behind(count: int = 2, **config: Any) -> AsyncIterator[tuple[RunningProxy, list[FakeReplica]]]:
+    """A proxy with so many replicas behind it."""
+    async with AsyncExitStack() as stack:
+        replicas = [await stack.enter_async_context(fake_replica()) for _ in range(count)]
+        proxy = await stack.enter_async_context(running_proxy(*(replica.url for replica in replicas), **config))
+        yield proxy, replicas
+
+
+async def replica_report(proxy: RunningProxy, replica: FakeReplica) -> dict[str, Any]:
+    reports = (await get(proxy.url, "/replicas")).json()["replicas"]
+    return next(report for report in reports if report["url"] == replica.url)
+
+
+def id_of(replica: FakeReplica) -> str:
+    return replica.url.removeprefix("http://")
+
+
+async def held(proxy: RunningProxy, count: int) -> None:
+    await until(lambda: proxy.runtime.held_count == count)
+
+
+# --- To all replicas
+
+
+@pytest.mark.parametrize(
+    "path", ["/pause?mode=keep", "/flush_cache", "/update_weights_from_disk", "/v1/load_lora_adapter"]
+)
+async def test_a_call_goes_to_every_replica_as_it_is(path: str) -> None:
+    """Method, query, headers and body reach each one; the answer is the engine's own, if all said the same."""
+    body = b'{"odd" :  [1,2] }'
+    async with replicas_behind(3) as (proxy, replicas):
+        for replica in replicas:
+            replica.behaviour = answers(b'{"status": "ok" }')
+        answer = await post(proxy.url, path, body, ("X-Trainer", "me"))
+        assert (answer.status, answer.body) == (200, b'{"status": "ok" }')
+        assert answer.header("X-Control-Replies") == ", ".join(f"{id_of(replica)}=200" for replica in replicas)
+        for replica in replicas:
+            (call,) = replica.calls
+            assert (call.method, call.target, call.body, call.header("x-trainer")) == ("POST", path, body, "me")
+        if path.startswith("/pause"):
+            await post(proxy.url, "/resume")
+
+
+async def test_a_flush_is_known_by_get_too() -> None:
+    """SGLang takes both; its answer is text."""
+    async with replicas_behind() as (proxy, replicas):
+        for replica in replicas:
+            replica.behaviour = answers(b"Cache flushed.\n", headers=[("content-type", "text/plain; charset=utf-8")])
+        answer = await get(proxy.url, "/flush_cache")
+        assert (answer.status, answer.body) == (200, b"Cache flushed.\n")
+        assert answer.header("Content-Type") == "text/plain; charset=utf-8"
+        assert [replica.calls[0].method for replica in replicas] == ["GET", "GET"]
+
+
+async def test_answers_that_differ_are_joined() -> None:
+    """A yes is one that all said; what each said stands beside it."""
+    async with replicas_behind() as (proxy, (one, other)):
+        one.behaviour, other.behaviour = answers({"is_paused": True}), answers({"is_paused": False})
+        answer = (await get(proxy.url, "/is_paused")).json()
+        assert answer["is_paused"] is False
+        assert answer["replicas"][id_of(other)] == {"status": 200, "body": {"is_paused": False}}
+
+
+async def test_a_replica_that_fails_makes_the_call_fail_and_is_not_taken_for_paused() -> None:
+    """The others are: their turns wait, and those of new programs go where an engine works."""
+    async with replicas_behind() as (proxy, (one, other)):
+        one.behaviour = answers({"status": "paused"})
+        other.behaviour = answers({"error": "no"}, status="500 Internal Server Error")
+        answer = await post(proxy.url, "/pause?mode=keep")
+        assert answer.status == 502
+        assert answer.json()["error"]["code"] == "replicas_disagree"
+        assert answer.json()["replicas"][id_of(other)] == {"status": 500, "body": {"error": "no"}}
+        assert (await replica_report(proxy, one))["suspended_for"] == ["pause"]
+        assert (await replica_report(proxy, other))["suspended_for"] == []
+        other.behaviour = answers()
+        assert (await ask(proxy.url, "a")).header("X-Replica-ID") == id_of(other)
+        one.behaviour = answers({"status": "resumed"})
+        await post(proxy.url, "/resume")
+        assert (await replica_report(proxy, one))["suspended_for"] == []
+
+
+async def test_a_replica_that_is_gone_makes_the_call_fail() -> None:
+    """It would come back with other weights than the rest."""
+    async with replicas_behind() as (proxy, (one, other)):
+        one.behaviour = answers({"success": True})
+        await other.stop()
+        answer = await post(proxy.url, "/update_weights_from_disk", {"model_path": "m"})
+        assert answer.status == 502
+        assert answer.json()["replicas"][id_of(other)]["status"] == 502
+
+
+async def test_what_all_refuse_is_refused_in_their_words() -> None:
+    """As vLLM does without its development mode."""
+    async with replicas_behind() as (proxy, replicas):
+        for replica in replicas:
+            replica.behaviour = answers({"detail": "Not Found"}, status="404 Not Found")
+        answer = await post(proxy.url, "/pause")
+        assert (answer.status, answer.json()) == (404, {"detail": "Not Found"})
+
+
+async def test_calls_are_told_one_after_another_but_reading_waits_for_nobody() -> None:
+    """A second call begins when the first was answered; meanwhile an engine can be asked."""
+    gate = Gate()
+    async with replicas_behind(1) as (proxy, (replica,)):
+        replica.behaviour = gate
+        first = asyncio.create_task(post(proxy.url, "/update_weights_from_tensor", {"x": 1}))
+        await replica.call()
+        second = asyncio.create_task(post(proxy.url, "/flush_cache"))
+        replica.behaviour = answers({"is_paused": False})
+        assert (await get(proxy.url, "/is_paused")).status == 200
+        assert len(replica.calls) == 2
+        gate.open()
+        assert [(await first).status, (await second).status] == [200, 200]
+        assert [call.target for call in replica.calls] == ["/update_weights_from_tensor", "/is_paused", "/flush_cache"]
+
+
+async def test_a_call_that_takes_too_long_is_over() -> None:
+    """By its own limit, not by that of turns."""
+    async with replicas_behind(1, control_timeout_s=0.2) as (proxy, (replica,)):
+        replica.behaviour = Gate()
+        answer = await post(proxy.url, "/update_weights")
+        assert answer.status == 504
+        assert (await replica_report(proxy, replica))["suspended_for"] == []
+    async with replicas_behind(1, silence_timeout_s=0.1) as (proxy, (replica,)):
+        gate = replica.behaviour = Gate()
+        update = asyncio.create_task(post(proxy.url, "/update_weights"))
+        await asyncio.sleep(0.3)
+        gate.open()
+        assert (await update).status == 200
+
+
+@pytest.mark.parametrize("path", REPLICA_COMMANDS)
+async def test_what_each_replica_needs_in_words_of_its_own_is_not_sent_to_all(path: str) -> None:
+    """The answer says how it is sent; there it passes."""
+    async with replicas_behind() as (proxy, (one, other)):
+        answer = await post(proxy.url, path, {"rank_offset": 1})
+        assert (answer.status, answer.error["code"]) == (409, "per_replica_only")
+        assert f"/workers/REPLICA_ID{path}" in answer.error["message"]
+        assert (await post(proxy.url, f"/workers/{id_of(one)}{path}", {"rank_offset": 1})).status == 200
+        assert one.calls[0].json() == {"rank_offset": 1}
+        assert not other.calls
+
+
+async def test_a_client_that_leaves_in_the_middle_of_a_call_stops_nothing_for_good() -> None:
+    """Grants go on, and so do other calls."""
+    async with replicas_behind(1) as (proxy, (replica,)):
+        replica.behaviour = Gate()
+        async with Wire.open(proxy.url) as wire:
+            wire.send("POST", "/update_weights", (), b"{}")
+            call = await replica.call()
+        await call.left.wait()
+        replica.behaviour = answers()
+        assert (await ask(proxy.url, "a")).status == 200
+        assert (await post(proxy.url, "/flush_cache")).status == 200
+
+
+# --- Turns meanwhile
+
+
+async def test_no_turn_is_sent_to_an_engine_that_is_paused_and_all_are_afterwards() -> None:
+    """Programs stay where they are, a turn of each kind waits, `/queue` and the story say why."""
+    async with replicas_behind(1, no_replica_limit_s=0.1, idle_limit_s=0.1) as (proxy, (replica,)):
+        assert (await ask(proxy.url, "old")).status == 200
+        await post(proxy.url, "/pause?mode=keep")
+        calls_count = len(replica.calls)
+        waiting = [asyncio.create_task(ask(proxy.url, program_id)) for program_id in ("old", "new", None)]
+        await held(proxy, 3)
+        await asyncio.sleep(0.3)  # longer than every limit
+        queue = (await get(proxy.url, "/queue")).json()
+        assert (queue["suspended_for"], queue["turns_held_count"], queue["held_in_place_count"]) == (["pause"], 3, 1)
+        for program_id in ("old", "new"):
+            program = (await get(proxy.url, f"/programs/{program_id}")).json()
+            assert program["hold_reason"] == "suspended"
+            assert program["waiting"]["what_must_happen"] == "grants must go on, which are suspended for: pause"
+        assert (await get(proxy.url, "/programs/old")).json()["status"] == "active"
+        assert (await get(proxy.url, "/ready")).status == 200
+        assert len(replica.calls) == calls_count
+        await post(proxy.url, "/resume")
+        assert [(await each).status for each in waiting] == [200, 200, 200]
+
+
+async def test_a_pause_in_mid_generation_costs_no_byte() -> None:
+    """The stream goes on when the engine does, however long that takes, and no limit acts."""
+    gate = Gate([stream_head(), chunk(word("one"))], [chunk(word("two")), chunk(DONE), LAST_CHUNK])
+    async with replicas_behind(1, idle_limit_s=0.2, forget_limit_s=0.4, no_replica_limit_s=0.1) as (proxy, (replica,)):
+        await ask(proxy.url, "resting")
+        async with Wire.open(proxy.url) as wire:
+            replica.behaviour = gate
+            wire.send("POST", "/v1/chat/completions", (), json.dumps(turn("a", stream=True)).encode())
+            assert (await wire.head()).status == 200
+            assert await wire.chunk() == word("one")
+            replica.behaviour = answers({"status": "paused"})
+            assert (await post(proxy.url, "/pause?mode=keep&clear_cache=false")).status == 200
+            await asyncio.sleep(1.0)
+            assert (await get(proxy.url, "/programs/resting")).json()["status"] == "active"
+            assert (await get(proxy.url, "/replicas")).json()["replicas"][0]["up"] is True
+            await post(proxy.url, "/resume")
+            gate.open()
+            rest = b""
+            while data := await wire.chunk():
+                rest += data
+            assert rest == word("two") + DONE
+        await until(lambda: proxy.runtime.scheduler.table.get("resting") is None)  # its limits run again
+
+
+async def test_sleep_lasts_until_all_of_the_engine_is_awake() -> None:
+    """Weights alone are not enough to run a turn."""
+    async with replicas_behind(1) as (proxy, (replica,)):
+        await post(proxy.url, "/sleep?level=1")
+        waiting = asyncio.create_task(ask(proxy.url, "a"))
+        await held(proxy, 1)
+        await post(proxy.url, "/wake_up?tags=weights")
+        await post(proxy.url, "/resume")
+        assert (await replica_report(proxy, replica))["suspended_for"] == ["sleep"]
+        await post(proxy.url, "/wake_up?tags=kv_cache")
+        assert (await waiting).status == 200
+
+
+async def test_memory_that_was_released_comes_back_by_its_tags() -> None:
+    """SGLang's words, in the body."""
+    async with replicas_behind(1) as (proxy, (replica,)):
+        await post(proxy.url, "/release_memory_occupation", {})
+        await post(proxy.url, "/resume_memory_occupation", {"tags": ["weights"]})
+        assert (await replica_report(proxy, replica))["suspended_for"] == ["memory"]
+        await post(proxy.url, "/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]})
+        assert (await replica_report(proxy, replica))["suspended_for"] == []
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "forgotten"),
+    [
+        ("/flush_cache", {}, True),
+        ("/reset_prefix_cache", {}, True),
+        ("/update_weights_from_disk", {"model_path": "m"}, True),
+        ("/update_weights_from_distributed", {"flush_cache": False}, False),
+        ("/pause?mode=wait", {}, True),
+        ("/pause?mode=wait&clear_cache=false", {}, False),
+        ("/pause?mode=keep", {}, False),
+        ("/sleep", {}, True),
+        ("/sleep?level=0", {}, False),
+        ("/release_memory_occupation", {"tags": ["weights"]}, False),
+        ("/collective_rpc", {"method": "echo"}, False),
+        ("/load_lora_adapter", {"lora_name": "l"}, False),
+    ],
+)
+async def test_the_ledger_forgets_what_a_cleared_cache_held(path: str, body: dict[str, Any], forgotten: bool) -> None:
+    """And nothing else; the program keeps its claim."""
+    async with replicas_behind(1) as (proxy, (replica,)):
+        await ask(proxy.url, "a")
+        scheduler = proxy.runtime.scheduler
+        program = scheduler.table.get("a")
+        assert program is not None
+        assert scheduler.resident_tokens(program, id_of(replica)) == 13
+        assert (await post(proxy.url, path, body)).status == 200
+        assert scheduler.resident_tokens(program, id_of(replica)) == (0 if forgotten else 13)
+        assert program.claim_tokens == 13
+        assert (await get(proxy.url, "/programs/a")).json()["status"] == "active"
+
+
+async def test_a_cache_that_could_not_be_cleared_is_not_forgotten() -> None:
+    """vLLM answers 200 and says no."""
+    async with replicas_behind(1) as (proxy, (replica,)):
+        await ask(proxy.url, "a")
+        replica.behaviour = answers({"success": False})
+        assert (await post(proxy.url, "/reset_prefix_cache")).json() == {"success": False}
+        program = proxy.runtime.scheduler.table.get("a")
+        assert program is not None
+        assert proxy.runtime.scheduler.resident_tokens(program, id_of(replica)) == 13
+
+
+async def test_the_weight_version_is_shown() -> None:
+    """As it was last told."""
+    async with replicas_behind(1) as (proxy, (replica,)):
+        await post(proxy.url, "/update_weights_from_disk", {"model_path": "m", "weight_version": "step-7"})
+        assert (await replica_report(proxy, replica))["weight_version"] == "step-7"
+        await post(proxy.url, "/update_weight_version", {"new_version": "step-8"})
+        assert (await replica_report(proxy, replica))["weight_version"] == "step-8"
+
+
+async def test_a_shutdown_while_nothing_is_granted_refuses_who_waits() -> None:
+    """And does not wait for grants to go on."""
+    async with replicas_behind(1) as (proxy, _):
+        await post(proxy.url, "/pause?mode=keep")
+        waiting = asyncio.create_task(ask(proxy.url, "a"))
+        await held(proxy, 1)
+        await proxy.runtime.close()
+        answer = await waiting
+        assert (answer.status, answer.error["code"]) == (503, "shutting_down")
+
+
+async def test_a_release_while_nothing_is_granted_ends_the_program() -> None:
+    """Its held turn gets its answer at once."""
+    async with replicas_behind(1) as (proxy, _):
+        await ask(proxy.url, "a")
+        await post(proxy.url, "/pause?mode=keep")
+        waiting = asyncio.create_task(ask(proxy.url, "a"))
+        await held(proxy, 1)
+        assert (await post(proxy.url, "/finish_session?session_id=a")).json()["released"] is True
+        assert (await waiting).error["code"] == "program_released"
+        await post(proxy.url, "/resume")
+
+
+# --- Aborts
+
+
+def generate(program_id: str, **more: Any) -> dict[str, Any]:
+    return {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 8}, "session_id": program_id, **more}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/abort_request", {"abort_all": True}),
+        ("/abort_requests", {}),
+        ("/pause?mode=abort", {}),
+        ("/pause", {}),
+        ("/pause_generation", {"mode": "abort"}),
+    ],
+)
+async def test_an_abort_of_all_ends_held_turns_with_tokens_in(path: str, body: dict[str, Any]) -> None:
+    """With the answer of each engine for it; text stays held."""
+    async with replicas_behind(1, **cap(1)) as (proxy, (replica,)):
+        await ask(proxy.url, "first")
+        waiting = [
+            asyncio.create_task(post(proxy.url, "/generate", generate("a", rid="r1"))),
+            asyncio.create_task(post(proxy.url, "/inference/v1/generate", {"token_ids": [1, 2], "program_id": "b"})),
+            asyncio.create_task(
+                post(proxy.url, "/v1/completions", {"model": "m", "prompt": [1, 2, 3, 4], "program_id": "c"})
+            ),
+        ]
+        text = [
+            asyncio.create_task(ask(proxy.url, "d")),
+            asyncio.create_task(post(proxy.url, "/v1/completions", {"prompt": "some text", "program_id": "e"})),
+        ]
+        await held(proxy, 5)
+        calls_count = len(replica.calls)
+        assert (await post(proxy.url, path, body)).status == 200
+        sglang, vllm, completion = [(await each).json() for each in waiting]
+        assert sglang["meta_info"] == {
+            "id": "r1",
+            "finish_reason": {"type": "abort", "message": "Abort in waiting queue"},
+            "prompt_tokens": 3,
+            "completion_tokens": 0,
+            "cached_tokens": 0,
+        }
+        assert (sglang["text"], sglang["output_ids"]) == ("", [])
+        assert (vllm["choices"][0]["finish_reason"], vllm["choices"][0]["token_ids"]) == ("abort", [])
+        assert (completion["choices"][0]["finish_reason"], completion["choices"][0]["text"]) == ("abort", "")
+        assert completion["usage"]["prompt_tokens"] == 4
+        assert len(replica.calls) == calls_count + 1  # none of them reached the engine
+        assert proxy.runtime.outcome_counts["aborted"] == 3
+        await held(proxy, 2)
+        await post(proxy.url, "/resume")
+        for each in text:
+            await post(proxy.url, "/programs/release", {"all": True})
+            await each
+
+
+async def test_an_abort_of_single_requests_touches_no_held_turn() -> None:
+    """Their ids are the engine's matter."""
+    async with replicas_behind(1, **cap(1)) as (proxy, (replica,)):
+        await ask(proxy.url, "first")
+        waiting = asyncio.create_task(post(proxy.url, "/generate", generate("a")))
+        await held(proxy, 1)
+        await post(proxy.url, "/abort_request", {"rid": "x"})
+        await post(proxy.url, "/abort_requests", {"request_ids": ["x"]})
+        assert proxy.runtime.held_count == 1
+        assert [call.target for call in replica.calls[1:]] == ["/abort_request", "/abort_requests"]
+        await post(proxy.url, "/finish_session?session_id=first")
+        assert (await waiting).status == 200
+
+
+async def test_an_abort_does_not_wait_for_a_call_that_waits_for_it() -> None:
+    """A pause that waits for all to finish would wait for ever."""
+    gate = Gate()
+    async with replicas_behind(1) as (proxy, (replica,)):
+        replica.behaviour = gate
+        pause = asyncio.create_task(post(proxy.url, "/pause?mode=wait"))
+        await replica.call()
+        replica.behaviour = answers({"status": "aborted"})
+        assert (await post(proxy.url, "/abort_requests", {})).status == 200
+        gate.open()
+        assert (await pause).status == 200
+        await post(proxy.url, "/resume")
+
+
+async def test_the_same_prompt_with_what_came_so_far_is_the_same_program_s_next_turn() -> None:
+    """It counts once in the claim, and the time in between is no tool's."""
+    abort = {**generate_answer([7, 8]), "usage": None}
+    async with replicas_behind(1) as (proxy, (replica,)):
+        gate = Gate([], [http_json(abort)])
+        replica.behaviour = gate
+        first = asyncio.create_task(
+            post(proxy.url, "/inference/v1/generate", {"token_ids": [1] * 100, "program_id": "a"})
+        )
+        await replica.call()
+        replica.behaviour = answers({"status": "paused"})
+        paused = asyncio.create_task(post(proxy.url, "/pause?mode=abort"))
+        await until(lambda: len(replica.calls) == 2)
+        gate.open()
+        assert (await first).json()["choices"][0]["finish_reason"] == "abort"
+        await paused
+        again = asyncio.create_task(
+            post(proxy.url, "/inference/v1/generate", {"token_ids": [1] * 100 + [7, 8], "program_id": "a"})
+        )
+        await held(proxy, 1)
+        replica.behaviour = answers(generate_answer([9], "stop"))
+        await post(proxy.url, "/resume")
+        assert (await again).json()["choices"][0]["finish_reason"] == "stop"
+        scheduler = proxy.runtime.scheduler
+        assert len(scheduler.table) == 1
+        assert scheduler.knowledge.mean_tool_s == 0.0
+        program = scheduler.table.get("a")
+        assert program is not None
+        assert program.turn_count == 2
+
+
+def generate_answer(token_ids: list[int], finish_reason: str = "abort") -> dict[str, Any]:
+    choice = {"index": 0, "finish_reason": finish_reason, "token_ids": token_ids, "logprobs": None}
+    return {"request_id": "r", "choices": [choice]}
+
+
+def http_json(value: object) -> bytes:
+    body = json.dumps(value).encode()
+    return b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
+
+
+async def test_slime_aborts_sixty_four_held_turns_in_less_than_a_second() -> None:
+    """It asks for the engines, aborts on each until its load is zero, and has an abort for every turn."""
+    async with replicas_behind(2, **cap(1)) as (proxy, replicas):
+        await post(proxy.url, "/generate", generate("first"))
+        for replica in replicas:
+            replica.behaviour = slime_engine
+        waiting = [
+            asyncio.create_task(post(proxy.url, "/generate", generate(f"p{number}", return_logprob=True)))
+            for number in range(64)
+        ]
+        await held(proxy, 64)
+        assert (await get(proxy.url, "/v1/loads")).json()["aggregate"]["total_reqs"] == 64
+        began_s = asyncio.get_running_loop().time()
+        urls = [each["url"] for each in (await get(proxy.url, "/workers")).json()["workers"]]
+        assert len(urls) == 2
+        await asyncio.gather(*(abort_until_idle(url) for url in urls))
+        results = [(await each).json() for each in waiting]
+        assert asyncio.get_running_loop().time() - began_s < 1.0
+        assert {result["meta_info"]["finish_reason"]["type"] for result in results} == {"abort"}
+        assert all(result["meta_info"]["output_token_logprobs"] == [] for result in results)
+        loads = (await get(proxy.url, "/v1/loads")).json()
+        assert [load["num_total_reqs"] for load in loads["loads"]] == [0, 0]
+
+
+async def slime_engine(call: Call) -> None:
+    """Behave as SGLang with nothing to do."""
+    if call.target.startswith("/v1/loads"):
+        await answers({"loads": [{"dp_rank": 0, "num_running_reqs": 0, "num_waiting_reqs": 0, "num_total_reqs": 0}]})(
+            call
+        )
+    else:
+        await answers(b"")(call)
+
+
+async def abort_until_idle(url: str) -> None:
+    """Do what slime does (`abort_server_until_idle`)."""
+    origin, _, path = url.partition("/workers/")
+    while True:
+        assert (await post(origin, f"/workers/{path}/abort_request", {"abort_all": True})).status == 200
+        loads = (await get(origin, f"/workers/{path}/v1/loads?include=core,disagg,queues")).json()["loads"]
+        if not sum(load["num_total_reqs"] for load in loads):
+            return
+
+
+async def test_a_held_stream_is_aborted_as_a_stream() -> None:
+    """One event with the abort, and the end."""
+    async with replicas_behind(1, **cap(1)) as (proxy, _):
+        await ask(proxy.url, "first")
+        waiting = asyncio.create_task(post(proxy.url, "/generate", generate("a", stream=True)))
+        await held(proxy, 1)
+        await post(proxy.url, "/abort_request", {"abort_all": True})
+        answer = await waiting
+        assert answer.header("Content-Type") == "text/event-stream"
+        first, last = answer.body.removesuffix(b"\n\n").split(b"\n\n")
+        assert json.loads(first.removeprefix(b"data: "))["meta_info"]["finish_reason"]["type"] == "abort"
+        assert last == b"data: [DONE]"
+
+
+# --- To one replica
+
+
+async def test_the_facade_lists_urls_of_ours() -> None:
+    """In the shapes of both generations of SGLang's gateway."""
+    async with replicas_behind() as (proxy, replicas):
+        listed = (await get(proxy.url, "/workers")).json()
+        assert [each["id"] for each in listed["workers"]] == [id_of(replica) for replica in replicas]
+        urls = [f"{proxy.url}/workers/{id_of(replica)}" for replica in replicas]
+        assert [each["url"] for each in listed["workers"]] == urls
+        assert (listed["total"], listed["stats"]["healthy_workers"]) == (2, 2)
+        assert (await get(proxy.url, "/list_workers")).json() == {"urls": urls}
+
+
+async def test_the_facade_passes_everything_on() -> None:
+    """Any method and path, byte for byte; an id that is not known is 404."""
+    async with replicas_behind() as (proxy, (one, other)):
+        one.behaviour = answers(b"\x00odd", headers=[("content-type", "x/y"), ("x-more", "1")])
+        answer = await exchange(proxy.url, "PUT", f"/workers/{id_of(one)}/any/path?a=%2F", [("X-A", "b")], b"body")
+        assert (answer.status, answer.body, answer.header("x-more")) == (200, b"\x00odd", "1")
+        (call,) = one.calls
+        assert (call.method, call.target, call.body, call.header("x-a")) == ("PUT", "/any/path?a=%2F", b"body", "b")
+        assert not other.calls
+        assert (await get(proxy.url, "/workers/nobody:1/health")).status == 404
+
+
+async def test_a_pause_by_the_facade_stops_grants_on_that_replica_alone() -> None:
+    """Its programs go where there is a replica that works."""
+    async with replicas_behind() as (proxy, (one, other)):
+        assert (await post(proxy.url, f"/workers/{id_of(one)}/pause?mode=keep")).status == 200
+        assert (await replica_report(proxy, one))["suspended_for"] == ["pause"]
+        for number in range(4):
+            assert (await ask(proxy.url, f"p{number}")).header("X-Replica-ID") == id_of(other)
+        await post(proxy.url, f"/workers/{id_of(one)}/resume")
+        assert (await replica_report(proxy, one))["suspended_for"] == []
+
+
+async def test_a_flush_by_the_facade_is_noticed() -> None:
+    """Of that replica's programs."""
+    async with replicas_behind(1) as (proxy, (replica,)):
+        await ask(proxy.url, "a")
+        await get(proxy.url, f"/workers/{id_of(replica)}/flush_cache")
+        program = proxy.runtime.scheduler.table.get("a")
+        assert program is not None
+        assert proxy.runtime.scheduler.resident_tokens(program, id_of(replica)) == 0
+
+
+async def test_a_turn_by_the_facade_is_load_on_that_replica() -> None:
+    """It counts there while it runs, waits while nothing is granted there, and is nobody's program."""
+    gate = Gate()
+    async with replicas_behind() as (proxy, (one, other)):
+        await post(proxy.url, f"/workers/{id_of(other)}/pause?mode=keep")
+        other.behaviour = gate
+        path = f"/workers/{id_of(other)}/v1/chat/completions"
+        turn_by_facade = asyncio.create_task(post(proxy.url, path, turn("a")))
+        await held(proxy, 1)
+        assert (await get(proxy.url, f"/workers/{id_of(one)}/get_load")).json()[0]["num_reqs"] == 0
+        assert (await get(proxy.url, f"/workers/{id_of(other)}/get_load")).json()[0]["num_reqs"] == 1
+        other.behaviour = answers({})
+        await post(proxy.url, f"/workers/{id_of(other)}/resume")
+        assert (await turn_by_facade).status == 200
+        assert not one.calls
+        assert len(proxy.runtime.scheduler.table) == 0
+
+
+async def test_a_turn_by_the_facade_ends_when_its_replica_does() -> None:
+    """It never goes to another one."""
+    async with replicas_behind() as (proxy, (one, other)):
+        await post(proxy.url, f"/workers/{id_of(one)}/pause?mode=keep")
+        path = f"/workers/{id_of(one)}/v1/chat/completions"
+        waiting = asyncio.create_task(post(proxy.url, path, turn()))
+        await held(proxy, 1)
+        await one.stop()
+        assert (await waiting).error["code"] == "no_replica"
+        assert (await post(proxy.url, path, turn())).error["code"] == "no_replica"
+        assert not other.calls
+
+
+# --- The hook
+
+
+async def test_nothing_is_granted_between_the_two_words_of_the_hook() -> None:
+    """Each word may be said twice; the version and the cleared cache are taken in."""
+    async with replicas_behind(1) as (proxy, (replica,)):
+        await ask(proxy.url, "a")
+        assert (await post(proxy.url, "/weight_sync/end")).json() == {"suspended": False, "ended": False}
+        assert (await post(proxy.url, "/weight_sync/begin")).json()["began"] is True
+        assert (await post(proxy.url, "/weight_sync/begin", {"weight_version": 3})).json()["began"] is False
+        waiting = asyncio.create_task(ask(proxy.url, "a"))
+        await held(proxy, 1)
+        assert (await get(proxy.url, "/queue")).json()["suspended_for"] == ["weight_sync"]
+        program = proxy.runtime.scheduler.table.get("a")
+        assert program is not None
+        assert (await post(proxy.url, "/weight_sync/end", {"weight_version": 3})).json()["ended"] is True
+        assert (await waiting).status == 200
+        assert (await replica_report(proxy, replica))["weight_version"] == "3"
+        assert (await post(proxy.url, "/weight_sync/begin", b"rubbish")).status == 400
+
+
+async def test_a_trainer_that_dies_is_found_out() -> None:
+    """Grants go on after the limit."""
+    async with replicas_behind(1, weight_sync_limit_s=0.2) as (proxy, _):
+        await post(proxy.url, "/weight_sync/begin")
+        assert (await ask(proxy.url, "a")).status == 200
+        assert (await post(proxy.url, "/weight_sync/end")).json()["ended"] is False
+
+
+# --- Observation
+
+
+async def test_an_engine_that_somebody_else_paused_gets_no_turn() -> None:
+    """It says so itself, where it is asked; other weights make what lay in its memory worthless."""
+    state = {"is_paused": False, "weight_version": "1"}
+
+    async def engine(call: Call) -> None:
+        told = {"/is_paused": "is_paused", "/weight_info": "weight_version"}.get(call.target)
+        await answers({told: state[told]} if told else None)(call) if told else await answers()(call)
+
+    async with replicas_behind(1, observe_interval_s=0.05) as (proxy, (replica,)):
+        replica.behaviour = engine
+        await ask(proxy.url, "a")
+        program = proxy.runtime.scheduler.table.get("a")
+        assert program is not None
+        state["is_paused"] = True
+        await until(lambda: proxy.runtime.scheduler.replicas[id_of(replica)].suspended_for)
+        assert (await replica_report(proxy, replica))["suspended_for"] == ["observed"]
+        assert (await replica_report(proxy, replica))["weight_version"] == "1"
+        assert proxy.runtime.scheduler.resident_tokens(program, id_of(replica)) == 13
+        waiting = asyncio.create_task(ask(proxy.url, "a"))
+        await held(proxy, 1)
+        state.update(is_paused=False, weight_version="2")
+        assert (await waiting).status == 200
+        await until(lambda: proxy.runtime.scheduler.replicas[id_of(replica)].flushed_s > 0)
+
+
+# --- Leases over the API
+
+
+async def test_a_caller_without_http_turns_takes_leases() -> None:
+    """It waits its turn as everybody does, and says what came of it."""
+    async with replicas_behind(1, **cap(1)) as (proxy, (replica,)):
+        first = (await post(proxy.url, "/leases", {"program_id": "a", "prompt_tokens": 100})).json()
+        assert (first["replica_id"], first["url"]) == (id_of(replica), replica.url)
+        waiting = asyncio.create_task(post(proxy.url, "/leases", {"program_id": "b"}))
+        await held(proxy, 1)
+        path = f"/leases/{first['lease_id']}"
+        assert (await post(proxy.url, f"{path}/progress", {"output_tokens": 5})).json()["held"] is True
+        usage = {"prompt_tokens": 100, "output_tokens": 20}
+        assert (await post(proxy.url, f"{path}/end", usage)).json()["ended"] is True
+        assert (await post(proxy.url, f"{path}/end", usage)).json()["ended"] is False
+        assert (await get(proxy.url, "/programs/a")).json()["context_tokens"] == 120
+        await post(proxy.url, "/finish_session?session_id=a")
+        second = (await waiting).json()
+        assert second["held_s"] > 0
+        assert (await post(proxy.url, f"/leases/{second['lease_id']}/end", {"outcome": "abandoned"})).status == 200
+        assert not replica.calls
+        for rubbish in ({"prompt_tokens": -1}, {"program_id": ""}, [], {"prompt_tokens": "many"}):
+            assert (await post(proxy.url, "/leases", rubbish)).status == 400
+
+
+async def test_a_lease_whose_caller_is_gone_comes_back() -> None:
+    """After the limit, or at once if it left while it waited."""
+    async with replicas_behind(1, lease_limit_s=0.2, **cap(1)) as (proxy, _):
+        lease_id = (await post(proxy.url, "/leases", {"program_id": "a"})).json()["lease_id"]
+        async with Wire.open(proxy.url) as wire:
+            wire.send("POST", "/leases", (), b'{"program_id": "b"}')
+            await held(proxy, 1)
+        await held(proxy, 0)
+        await until(lambda: proxy.runtime.leases_count == 0)
+        assert (await post(proxy.url, f"/leases/{lease_id}/end")).json()["ended"] is False
+
+
+# --- SkyRL's sessions
+
+
+async def test_sessions_end_as_often_as_they_are_told_to_and_begin_anew() -> None:
+    """Twice, and of an id that nobody knows, is no error; the same id is a new program in the next epoch."""
+    async with replicas_behind(1) as (proxy, _):
+        await ask(proxy.url, "s")
+        first = (await get(proxy.url, "/programs/s")).json()["generation"]
+        for session_id, released in (("s", True), ("s", False), ("unknown", False)):
+            answer = await post(proxy.url, f"/finish_session?session_id={session_id}")
+            assert (answer.status, answer.json()["released"]) == (200, released)
+        await ask(proxy.url, "s")
+        assert (await get(proxy.url, "/programs/s")).json()["generation"] > first
+
+
+# --- Rubbish
+
+
+@pytest.mark.parametrize("path", [*COMMANDS, "/update_weights_by_magic"])
+async def test_rubbish_reaches_the_engine_and_harms_nobody(path: str) -> None:
+    """What it says to it is the engine's matter."""
+    async with replicas_behind(1) as (proxy, (replica,)):
+        replica.behaviour = answers({"error": "what?"}, status="400 Bad Request")
+        for body in (b"\xff\x00{", b"[1, 2]", b'{"tags": {"a": 1}, "mode": [], "abort_all": null}', b'"' * 100):
+            answer: Answer = await post(proxy.url, path + "?level=x&tags=&mode=%FF", body)
+            assert answer.status == 400
+        assert (await replica_report(proxy, replica))["suspended_for"] == []
+        replica.behaviour = answers()
+        assert (await ask(proxy.url, "a")).status == 200
+
+
+# --- The admin port
+
+
+async def test_with_an_admin_port_the_data_port_controls_nothing() -> None:
+    """What agents call is on both; spellings that an engine may understand do not get round it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        admin_port = probe.getsockname()[1]
+    async with replicas_behind(1, admin_port=admin_port) as (proxy, (replica,)):
+        admin_url = f"http://127.0.0.1:{admin_port}"
+        await ask(proxy.url, "a")
+        await ask(admin_url, "a")
+        calls_count = len(replica.calls)
+        for method, path in (
+            *(("POST", path) for path in [*COMMANDS, *REPLICA_COMMANDS, "/update_weights_from_disk"]),
+            *(("POST", path) for path in ("//pause", "/%70ause", "/x/../pause", "/v1/pause", "/p/a/v1/pause")),
+            *(("GET", path) for path in ("/replicas", "/queue", "/tools", "/programs", "/programs/a", "/v1/loads")),
+            ("GET", "/workers"),
+            ("POST", f"/workers/{id_of(replica)}/pause"),
+            ("POST", "/weight_sync/begin"),
+        ):
+            assert (await exchange(proxy.url, method, path)).status == 404, path
+        assert len(replica.calls) == calls_count
+        for path in ("/health", "/ready", "/metrics"):
+            assert (await get(proxy.url, path)).status == (await get(admin_url, path)).status == 200
+        assert (await get(admin_url, "/queue")).status == 200
+        assert (await post(admin_url, "/flush_cache")).status == 200
+        assert (await post(proxy.url, "/finish_session?session_id=a")).json()["released"] is True

@@ -1,0 +1,102 @@
+"""The embedded engine is paused, put to sleep and aborted through the proxy, as vLLM would be."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from typing import TYPE_CHECKING, Any
+
+from tests.integration.support import Wire, ask, engine, events_of, get, post, running_proxy, turn, until
+
+if TYPE_CHECKING:
+    from tests.integration.support import RunningProxy
+
+LONG = {"max_tokens": 200, "min_tokens": 200, "ignore_eos": True}
+
+
+async def began(wire: Wire, url: str, program_id: str) -> bytes:
+    """Begin a long stream and return its first bytes."""
+    wire.send("POST", "/v1/chat/completions", (), json.dumps(turn(program_id, stream=True, **LONG)).encode())
+    assert (await wire.head()).status == 200
+    return await wire.chunk()
+
+
+async def rest_of(wire: Wire) -> bytes:
+    rest = b""
+    while data := await wire.chunk():
+        rest += data
+    return rest
+
+
+async def what_comes_within(wire: Wire, limit_s: float) -> bytes:
+    """Read until the time is over."""
+    came = b""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(limit_s):
+            while data := await wire.chunk():
+                came += data
+    return came
+
+
+def text_of(stream: bytes) -> str:
+    events = [event for event in events_of(stream) if isinstance(event, dict)]
+    return "".join(choice["delta"].get("content", "") for event in events for choice in event["choices"])
+
+
+async def finish_reason_of(proxy: RunningProxy, pause: str, *, body: dict[str, Any] | None = None) -> str:
+    """Pause while a turn runs, and return how that turn ended."""
+    runs = asyncio.create_task(post(proxy.url, "/v1/chat/completions", turn("a", **LONG)))
+    await until(lambda: proxy.runtime.leases_count == 1)
+    await asyncio.sleep(0.1)
+    assert (await post(proxy.url, pause, body or {})).status == 200
+    reason: str = (await runs).json()["choices"][0]["finish_reason"]
+    return reason
+
+
+async def test_a_keep_mode_pause_gives_the_same_text_as_no_pause() -> None:
+    """The engine stands still in the middle of a stream, for longer than the proxy's limits."""
+    async with (
+        engine(profile="demo") as process,
+        running_proxy(process.url, idle_limit_s=0.5, forget_limit_s=1.0) as proxy,
+    ):
+        whole = (await post(process.url, "/v1/chat/completions", turn(stream=True, **LONG))).body
+        async with Wire.open(proxy.url) as wire:
+            came = await began(wire, proxy.url, "a")
+            assert (await post(proxy.url, "/pause?mode=keep")).json() == {"status": "paused"}
+            assert (await get(proxy.url, "/is_paused")).json() == {"is_paused": True}
+            waits = asyncio.create_task(ask(proxy.url, "b", max_tokens=3))
+            came += await what_comes_within(wire, 1.0)
+            assert not waits.done()
+            assert (await post(proxy.url, "/resume")).json() == {"status": "resumed"}
+            came += await rest_of(wire)
+        assert text_of(came) == text_of(whole)
+        assert (await waits).status == 200
+
+
+async def test_each_mode_of_a_pause_ends_a_turn_in_its_way() -> None:
+    """Aborted with what it has, or waited for; a sleeping engine has an empty cache and is woken again."""
+    async with engine(profile="demo") as process, running_proxy(process.url) as proxy:
+        assert await finish_reason_of(proxy, "/pause") == "abort"
+        await post(proxy.url, "/resume")
+        assert await finish_reason_of(proxy, "/pause?mode=wait") == "length"
+        await post(proxy.url, "/resume")
+        assert await finish_reason_of(proxy, "/abort_requests") == "abort"
+        await ask(proxy.url, "a", max_tokens=3)
+        assert (await post(proxy.url, "/sleep?level=1")).json() == {"status": "sleeping", "level": 1}
+        waits = asyncio.create_task(ask(proxy.url, "a", max_tokens=3))
+        await until(lambda: proxy.runtime.held_count == 1)
+        assert (await post(proxy.url, "/wake_up?tags=weights")).json()["status"] == "sleeping"
+        assert (await post(proxy.url, "/wake_up?tags=kv_cache")).json()["status"] == "awake"
+        assert (await waits).json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        for path, body in (
+            ("/collective_rpc", {"method": "echo"}),
+            ("/update_weights", {"update_info": {}}),
+            ("/update_weight_version", {"new_version": "2"}),
+        ):
+            assert (await post(proxy.url, path, body)).status == 200
+        assert (await get(process.url, "/weight_info")).json() == {"weight_version": "2"}
+        for path in ("/pause?mode=never", "/sleep?level=7"):
+            assert (await post(process.url, path)).status == 422
+        for path in ("/abort_requests", "/collective_rpc"):
+            assert (await post(process.url, path, b"[")).status == 400

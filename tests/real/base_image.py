@@ -1,0 +1,91 @@
+"""Make images to build on without a registry: Debian's Python from the machine's own sources, and pip's packages.
+
+The first holds what a Dockerfile expects of `python:3.11-slim`: a shell, coreutils, Python and its venv module. The
+second has a folder of wheels beside, and pip is told to look nowhere else, because containers here have no network.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import subprocess
+import sys
+import tarfile
+import tomllib
+from typing import TYPE_CHECKING
+
+from tests.real.docker_engine import DockerEngine, DockerEngineError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+BASE_IMAGE = "thunderagent-test-base:latest"
+BUILD_IMAGE = "thunderagent-test-build:latest"
+PACKAGES = {"mmdebstrap": "mmdebstrap"}
+_CONTENT = "base-files,coreutils,dash,python3,python3-venv"
+_PATH_LINE = "ENV PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_PIP_CONF = "[global]\nno-index = true\nfind-links = /wheels\n"
+_BUILD_IMAGE_DOCKERFILE = f"FROM {BASE_IMAGE}\nCOPY wheels /wheels\nCOPY pip.conf /etc/pip.conf\n"
+
+
+def make_base_images(engine: DockerEngine, pyproject: Path, folder: Path) -> None:
+    """Make both images at an engine; `folder` is for what is downloaded. Takes about half a minute.
+
+    Raises DockerEngineError if something cannot be had.
+    """
+    root = folder / "root.tar"
+    _run(
+        "mmdebstrap", "--mode=root", "--variant=extract", f"--include={_CONTENT}", "", str(root), "-", stdin=_sources()
+    )
+    _download_wheels(pyproject, _python_version_in(root), folder / "wheels")
+    context = io.BytesIO()
+    with tarfile.open(fileobj=context, mode="w") as tar:
+        tar.add(folder / "wheels", "wheels")
+        for name, text in (("Dockerfile", _BUILD_IMAGE_DOCKERFILE), ("pip.conf", _PIP_CONF)):
+            entry = tarfile.TarInfo(name)
+            entry.size = len(text)
+            tar.addfile(entry, io.BytesIO(text.encode()))
+    with contextlib.closing(engine.client()) as client:
+        repository, _, tag = BASE_IMAGE.partition(":")
+        client.import_image_from_file(str(root), repository=repository, tag=tag, changes=[_PATH_LINE])
+        context.seek(0)
+        log = list(client.build(fileobj=context, custom_context=True, tag=BUILD_IMAGE, rm=True, decode=True))
+        if "error" in log[-1]:
+            raise DockerEngineError(log[-1]["error"])
+
+
+def _sources() -> str:
+    """Return the distribution's own package sources, and none that somebody added."""
+    line = "deb $(REPO_URI) $(RELEASE) $(COMPONENT) $(ORIGIN)"
+    for _ in range(2):
+        found = _run("apt-get", "indextargets", "--format", line, "Created-By: Packages").splitlines()
+        lines = [line.rpartition(" ")[0] for line in found if line.endswith((" Debian", " Ubuntu"))]
+        if lines:
+            return "\n".join(lines) + "\n"
+        _run("apt-get", "--quiet", "update")  # origins are known only then
+    raise DockerEngineError("apt knows no packages of Debian or Ubuntu")
+
+
+def _python_version_in(root: Path) -> str:
+    with tarfile.open(root) as tar:
+        found = [match[1] for name in tar.getnames() if (match := re.search(r"/usr/bin/python(3\.\d+)$", name))]
+    if not found:
+        raise DockerEngineError("there is no Python in what mmdebstrap made")
+    return found[0]
+
+
+def _download_wheels(pyproject: Path, python_version: str, folder: Path) -> None:
+    """Download what an installation without extras needs."""
+    project = tomllib.loads(pyproject.read_text())
+    requirements = [*project["build-system"]["requires"], *project["project"]["dependencies"]]
+    options = ("--quiet", "--only-binary=:all:", f"--python-version={python_version}", f"--dest={folder}")
+    _run(sys.executable, "-m", "pip", "download", *options, *requirements)
+
+
+def _run(*command: str, stdin: str = "") -> str:
+    try:
+        return subprocess.run(command, input=stdin, check=True, capture_output=True, text=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        why = str(getattr(error, "stderr", "") or error)
+        raise DockerEngineError(f"{' '.join(command[:4])}: {why[-500:]}") from error

@@ -1,0 +1,157 @@
+"""Prometheus' own tool on the alerts and the dashboard: they can be read, and each alert fires when it should."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import pytest
+import yaml
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ROOT = Path(__file__).parents[2]
+ALERTS = ROOT / "deploy/prometheus/alerts.yaml"
+DASHBOARD = ROOT / "deploy/grafana/thunderagent.json"
+SAMPLES_COUNT = 120
+"""30 minutes of a sample every 15 s."""
+
+
+@pytest.fixture(scope="module")
+def promtool(require_real: Callable[[str], NoReturn], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Have promtool; if it is not there, out of Debian's package, which is not installed: it would start a server."""
+    found = shutil.which("promtool")
+    if found is not None:
+        return Path(found)
+    if shutil.which("apt-get") is None or shutil.which("dpkg-deb") is None:
+        require_real("no promtool, and no apt-get to have it")
+    folder = tmp_path_factory.mktemp("prometheus")
+    for command in (("apt-get", "--quiet", "update"), ("apt-get", "--quiet", "download", "prometheus")):
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    packages = list(folder.glob("prometheus_*.deb"))
+    if not packages:
+        require_real(f"no promtool: {done.stderr[-500:]}")
+    subprocess.run(["dpkg-deb", "--extract", packages[0], folder], check=True)
+    return folder / "usr/bin/promtool"
+
+
+def steady(value: float) -> str:
+    return f"{value}x{SAMPLES_COUNT}"
+
+
+def rising(step: float) -> str:
+    return f"0+{step}x{SAMPLES_COUNT}"
+
+
+def series(name: str, **labels: str) -> str:
+    of_scrape = {"job": "proxy", "namespace": "n", "instance": "i", **labels}
+    pairs = ", ".join(f'{key}="{value}"' for key, value in of_scrape.items())
+    return f"{name}{{{pairs}}}"
+
+
+def holds(name: str, *, within_1_s: float, within_60_s: float, within_300_s: float) -> dict[str, str]:
+    """Return a histogram that grows by so much in each bucket."""
+    buckets = {"1": within_1_s, "60": within_60_s, "300": within_300_s, "+Inf": within_300_s}
+    found = {series(f"{name}_bucket", le=le): rising(step) for le, step in buckets.items()}
+    return {**found, series(f"{name}_count"): rising(within_300_s)}
+
+
+UP = [series("thunderagent_replica_up", replica=replica) for replica in ("a", "b")]
+UNKNOWN = [series("thunderagent_capacity_unknown", replica=replica) for replica in ("a", "b")]
+ENDED = {
+    each: series("thunderagent_turns_total", outcome=each) for each in ("finished", "failed", "refused", "rejected")
+}
+SPENT = {
+    each: series("thunderagent_cost_token_seconds_total", term=each, replica="a") for each in ("decode", "recompute")
+}
+ACTING = series("thunderagent_programs", status="active", phase="acting")
+HELD = series("thunderagent_turns_held")
+SANDBOX_ENGINE = series("thunderagent_sandbox_engine_down", driver="docker")
+HOLD, SANDBOX_WAIT = "thunderagent_hold_seconds", "thunderagent_sandbox_wait_seconds"
+
+WELL = {
+    **dict.fromkeys(UP, steady(1)),
+    **dict.fromkeys(UNKNOWN, steady(0)),
+    ENDED["finished"]: rising(100),
+    ENDED["failed"]: rising(1),
+    ENDED["refused"]: rising(1),
+    ENDED["rejected"]: steady(0),
+    SPENT["decode"]: rising(1000),
+    SPENT["recompute"]: rising(100),
+    ACTING: steady(50),
+    HELD: steady(5),
+    SANDBOX_ENGINE: steady(0),
+    **holds(HOLD, within_1_s=50, within_60_s=100, within_300_s=100),
+    **holds(SANDBOX_WAIT, within_1_s=10, within_60_s=10, within_300_s=10),
+}
+CASES: dict[str, tuple[dict[str, str], set[str]]] = {
+    "all is well": (WELL, set()),
+    "no proxy": ({}, {"ThunderAgentDown"}),
+    "one replica down": ({**WELL, UP[0]: steady(0)}, {"ThunderAgentReplicaDown"}),
+    "all replicas down": (
+        {**WELL, **dict.fromkeys(UP, steady(0))},
+        {"ThunderAgentReplicaDown", "ThunderAgentNoReplica"},
+    ),
+    "capacity unknown": ({**WELL, UNKNOWN[1]: steady(1)}, {"ThunderAgentCapacityUnknown"}),
+    "capacity of one that is down": (
+        {**WELL, UNKNOWN[1]: steady(1), UP[1]: steady(0)},
+        {"ThunderAgentReplicaDown"},
+    ),
+    "turns rejected": ({**WELL, ENDED["rejected"]: rising(1)}, {"ThunderAgentTurnsRejected"}),
+    "turns fail": ({**WELL, ENDED["failed"]: rising(5)}, {"ThunderAgentTurnsFail"}),
+    "nothing granted": ({**WELL, series(f"{HOLD}_count"): steady(7)}, {"ThunderAgentNothingIsGranted"}),
+    "nobody waits": ({**WELL, series(f"{HOLD}_count"): steady(7), HELD: steady(0)}, set()),
+    "long holds": ({**WELL, **holds(HOLD, within_1_s=0, within_60_s=90, within_300_s=100)}, {"ThunderAgentLongHolds"}),
+    "thrashing": ({**WELL, SPENT["recompute"]: rising(400)}, {"ThunderAgentThrashing"}),
+    "programs pile up": ({**WELL, ACTING: steady(2000)}, {"ThunderAgentProgramsPileUp"}),
+    "no engine of sandboxes": ({**WELL, SANDBOX_ENGINE: steady(1)}, {"ThunderAgentSandboxEngineDown"}),
+    "late sandboxes": (
+        {**WELL, **holds(SANDBOX_WAIT, within_1_s=5, within_60_s=10, within_300_s=10)},
+        {"ThunderAgentSandboxesLate"},
+    ),
+}
+
+
+def run(promtool: Path, *arguments: str | Path) -> None:
+    done = subprocess.run([promtool, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_exactly_the_right_alerts_fire(name: str, promtool: Path, tmp_path: Path) -> None:
+    """After 25 minutes of a situation these alerts fire, and no other."""
+    given, fired = CASES[name]
+    firing = {
+        "expr": 'group by (alertname) (ALERTS{alertstate="firing"})',
+        "eval_time": "25m",
+        "exp_samples": [{"labels": f'{{alertname="{each}"}}', "value": 1} for each in sorted(fired)],
+    }
+    situation = [{"series": each, "values": values} for each, values in given.items()]
+    test: dict[str, Any] = {
+        "rule_files": [str(ALERTS)],
+        "evaluation_interval": "15s",
+        "tests": [{"interval": "15s", "input_series": situation, "promql_expr_test": [firing]}],
+    }
+    (tmp_path / "test.yaml").write_text(yaml.safe_dump(test))
+    run(promtool, "test", "rules", tmp_path / "test.yaml")
+
+
+def test_every_alert_has_a_situation() -> None:
+    """None is left that was never seen to fire."""
+    (group,) = yaml.safe_load(ALERTS.read_text())["groups"]
+    assert {rule["alert"] for rule in group["rules"]} == set().union(*(fired for _, fired in CASES.values()))
+
+
+def test_every_expression_of_the_dashboard_can_be_read(promtool: Path, tmp_path: Path) -> None:
+    """Grafana's variables but for that of time stand inside strings."""
+    targets = [each for panel in json.loads(DASHBOARD.read_text())["panels"] for each in panel.get("targets", ())]
+    rules = [
+        {"record": f"dashboard:{number}", "expr": target["expr"].replace("$__rate_interval", "1m")}
+        for number, target in enumerate(targets)
+    ]
+    (tmp_path / "rules.yaml").write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": rules}]}))
+    run(promtool, "check", "rules", ALERTS, tmp_path / "rules.yaml")

@@ -1,0 +1,137 @@
+"""Engine control against a real vLLM in its development mode: pauses, caches, sleep, aborts."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+from tests.real.support import COMPLETIONS, completion, events, metrics, replicas, until
+
+if TYPE_CHECKING:
+    from benchmarks.processes import Server
+    from benchmarks.real_engine import RealEngine
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+PAUSE_S = 2.0
+
+
+def tokens_in(seed: int, count: int = 200) -> list[int]:
+    return [100 + (seed * 7 + index * 13) % 1500 for index in range(count)]
+
+
+async def suspended_for(client: httpx.AsyncClient, proxy: Server) -> list[str]:
+    (report,) = await replicas(client, proxy.url)
+    return list(report["suspended_for"])
+
+
+def text_of(stream: bytes) -> str:
+    """Return the text of a stream: a busy engine puts several tokens into one event."""
+    return "".join(choice["text"] for event in events(stream) for choice in event["choices"])
+
+
+async def test_a_keep_mode_pause_in_mid_generation_costs_nothing(engine: RealEngine, proxy_of_one: Server) -> None:
+    """The stream stands still, goes on, and says what the engine says without a proxy and without a pause."""
+    body = completion(tokens_in(1), 600, stream=True)
+    async with httpx.AsyncClient(timeout=60) as client:
+        expected = (await client.post(f"{engine.url}{COMPLETIONS}", json=body)).content
+        named = {**body, "program_id": "paused"}
+        came = b""
+        async with client.stream("POST", f"{proxy_of_one.url}{COMPLETIONS}", json=named) as response:
+            chunks = response.aiter_raw()
+            came += await anext(chunks)
+            assert (await client.post(f"{proxy_of_one.url}/pause?mode=keep")).json() == {"status": "paused"}
+            assert (await client.get(f"{proxy_of_one.url}/is_paused")).json() == {"is_paused": True}
+            assert await suspended_for(client, proxy_of_one) == ["pause"]
+            later = asyncio.create_task(
+                client.post(f"{proxy_of_one.url}{COMPLETIONS}", json={**completion("w1", 2), "program_id": "late"})
+            )
+            await asyncio.sleep(PAUSE_S)
+            queue = (await client.get(f"{proxy_of_one.url}/queue")).json()
+            assert (queue["turns_held_count"], queue["suspended_for"]) == (1, ["pause"])
+            assert (await client.post(f"{proxy_of_one.url}/resume")).json() == {"status": "resumed"}
+            async for chunk in chunks:
+                came += chunk
+        assert text_of(came) == text_of(expected)
+        assert (await later).status_code == 200
+        await client.post(f"{proxy_of_one.url}/programs/release", json={"all": True})
+
+
+async def test_a_cache_that_is_reset_through_the_proxy_is_empty_in_the_engine_and_in_the_ledger(
+    engine: RealEngine, proxy_of_one: Server
+) -> None:
+    """The same prompt hits before and misses after."""
+    body = {**completion(tokens_in(2, 640), 2), "program_id": "flushed"}
+    async with httpx.AsyncClient(timeout=60) as client:
+
+        async def hit_tokens() -> float:
+            before = (await metrics(client, engine.url))["vllm:prefix_cache_hits_total"]
+            assert (await client.post(f"{proxy_of_one.url}{COMPLETIONS}", json=body)).status_code == 200
+            return (await metrics(client, engine.url))["vllm:prefix_cache_hits_total"] - before
+
+        await hit_tokens()
+        assert await hit_tokens() > 500
+        answer = await client.post(f"{proxy_of_one.url}/reset_prefix_cache")
+        assert (answer.status_code, answer.json()) == (200, {"success": True})
+        assert await hit_tokens() == 0
+        await client.post(f"{proxy_of_one.url}/programs/release", json={"all": True})
+
+
+async def test_an_abort_ends_what_runs_and_what_is_held(engine: RealEngine, run_proxy: Any) -> None:
+    """Both with a finish reason of abort, in answers of the same shape."""
+    body = completion(tokens_in(3), 3000)
+    async with (
+        run_proxy((engine,), "--policy", "cap", "--policy-arg", "n=1") as proxy,
+        httpx.AsyncClient(timeout=60) as client,
+    ):
+        url = f"{proxy.url}{COMPLETIONS}"
+        runs = asyncio.create_task(client.post(url, json={**body, "program_id": "runs"}))
+
+        async def is_running() -> bool:
+            return (await metrics(client, engine.url))["vllm:num_requests_running"] == 1
+
+        await until(is_running)
+        waits = asyncio.create_task(client.post(url, json={**body, "program_id": "waits"}))
+
+        async def is_held() -> bool:
+            return bool((await client.get(f"{proxy.url}/queue")).json()["turns_held_count"] == 1)
+
+        await until(is_held)
+        assert (await client.post(f"{proxy.url}/abort_requests", json={})).json()["status"] == "aborted"
+        ran, held = (await runs).json(), (await waits).json()
+        for answer in (ran, held):
+            assert answer["choices"][0]["finish_reason"] == "abort"
+        assert ran["usage"]["completion_tokens"] > 0
+        assert held["usage"] == {"prompt_tokens": 200, "total_tokens": 200, "completion_tokens": 0}
+        assert set(held) <= set(ran)
+        assert set(held["choices"][0]) <= set(ran["choices"][0])
+
+
+async def test_sleep_lasts_until_the_engine_is_awake(proxy_of_one: Server) -> None:
+    """A turn that arrives meanwhile is held, and answered afterwards; the sleeping engine is up all the time."""
+    async with httpx.AsyncClient(timeout=60) as client:
+        asleep = await client.post(f"{proxy_of_one.url}/sleep?level=1")
+        assert (asleep.status_code, asleep.json()) == (200, {"status": "sleeping", "level": 1})
+        assert (await client.get(f"{proxy_of_one.url}/is_sleeping")).json() == {"is_sleeping": True}
+        waits = asyncio.create_task(client.post(f"{proxy_of_one.url}{COMPLETIONS}", json=completion("w1 w2", 3)))
+        await asyncio.sleep(1.0)
+        assert not waits.done()
+        (report,) = await replicas(client, proxy_of_one.url)
+        assert (report["up"], report["suspended_for"]) == (True, ["sleep"])
+        assert (await client.post(f"{proxy_of_one.url}/wake_up")).json()["status"] == "awake"
+        assert (await waits).status_code == 200
+
+
+async def test_what_a_real_engine_cannot_do_is_said(proxy: Server) -> None:
+    """New weights that nobody configured: no 200, what each said, and turns go on."""
+    async with httpx.AsyncClient(timeout=60) as client:
+        answer = await client.post(f"{proxy.url}/update_weights", json={"update_info": {}})
+        assert answer.status_code == 500
+        assert "weight_transfer_config" in answer.text
+        assert (await client.post(f"{proxy.url}{COMPLETIONS}", json=completion("w1", 1))).status_code == 200
+        version = await client.post(f"{proxy.url}/update_weight_version", json={"new_version": "step-3"})
+        assert version.json() == {"success": True, "new_version": "step-3"}
+        assert {report["weight_version"] for report in await replicas(client, proxy.url)} == {"step-3"}

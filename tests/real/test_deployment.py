@@ -1,0 +1,217 @@
+"""The Dockerfile and the compose file as users have them: built, started, used, stopped and removed, for real."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import httpx
+import pytest
+import yaml
+
+from tests.real import base_image
+from tests.real.base_image import BASE_IMAGE, BUILD_IMAGE, make_base_images
+from tests.real.conftest import free_ports
+from tests.real.docker_engine import DockerEngine, DockerEngineError, ensure_docker
+from tests.real.support import events, until
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterator
+
+ROOT = Path(__file__).parents[2]
+IMAGE = "thunderagent-test-proxy:latest"
+PROJECT = "thunderagent-test"
+MB = 1024 * 1024
+DISK_BYTES = 2048 * MB
+STREAMED_TOKENS = 600
+"""A few seconds of the simulated engine."""
+
+
+@pytest.fixture(scope="module")
+def engine(require_real: Callable[[str], NoReturn], tmp_path_factory: pytest.TempPathFactory) -> Iterator[DockerEngine]:
+    """Run a Docker engine that has images to build on."""
+    try:
+        ensure_docker({"docker-compose": "docker-compose", **base_image.PACKAGES})
+        with DockerEngine(disk_bytes=DISK_BYTES) as engine:
+            folder = tmp_path_factory.mktemp("base-image")
+            make_base_images(engine, ROOT / "pyproject.toml", folder)
+            shutil.rmtree(folder)
+            yield engine
+    except DockerEngineError as error:
+        require_real(f"no Docker: {error}")
+
+
+@pytest.fixture(scope="module")
+def client(engine: DockerEngine) -> Iterator[Any]:
+    """The library's own client."""
+    with contextlib.closing(engine.client()) as client:
+        yield client
+
+
+class Compose:
+    """`docker-compose` on this project's file, at the tests' engine."""
+
+    def __init__(self, engine: DockerEngine) -> None:
+        (self.port,) = free_ports(1)
+        self._environment = {
+            **{name: value for name, value in os.environ.items() if not name.startswith(("COMPOSE_", "DOCKER_"))},
+            "DOCKER_HOST": engine.url,
+            "DOCKER_BUILDKIT": "0",
+            "COMPOSE_PROJECT_NAME": PROJECT,
+            "BASE_IMAGE": BASE_IMAGE,
+            "BUILD_IMAGE": BUILD_IMAGE,
+            "THUNDERAGENT_IMAGE": IMAGE,
+            "THUNDERAGENT_PORT": str(self.port),
+        }
+
+    def __call__(self, *arguments: str) -> str:
+        """Run a command; return what it says."""
+        done = subprocess.run(
+            ("docker-compose", *arguments), cwd=ROOT, env=self._environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, (
+            f"docker-compose {' '.join(arguments)}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
+        )
+        return done.stdout
+
+
+@pytest.fixture(scope="module")
+def compose(engine: DockerEngine, client: Any) -> Compose:
+    """Build the images that the compose file names."""
+    compose = Compose(engine)
+    compose("build")
+    return compose
+
+
+@pytest.fixture
+async def stack(compose: Compose, client: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """Run the stack; yield a client of the proxy. Taking it down must leave nothing behind."""
+    try:
+        await asyncio.to_thread(compose, "up", "--detach")
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{compose.port}", timeout=30) as http:
+            yield http
+    finally:
+        await asyncio.to_thread(compose, "down", "--volumes")
+    assert client.containers(all=True) == []
+    assert {each["Name"] for each in client.networks()} == {"bridge", "host", "none"}
+    assert not client.volumes()["Volumes"]
+
+
+def run_in_image(client: Any, *command: str, **settings: Any) -> str:
+    """Run a command in a fresh container of the image; return what it writes."""
+    host = client.create_host_config(network_mode="none", read_only=True, cap_drop=["ALL"])
+    made = client.create_container(IMAGE, list(command), entrypoint=[], host_config=host, **settings)
+    try:
+        client.start(made)
+        status = client.wait(made, timeout=60)["StatusCode"]
+        output: str = client.logs(made).decode()
+    finally:
+        client.remove_container(made, force=True, v=True)
+    assert status == 0, output
+    return output
+
+
+def test_the_image_is_small_and_holds_no_tools_to_build_with(compose: Compose, client: Any) -> None:
+    """What was needed to build it is not in it, and it runs as nobody, on a file system that it cannot write."""
+    image = client.inspect_image(IMAGE)
+    assert image["Config"]["User"] == "65532:65532"
+    assert image["Config"]["Entrypoint"] == ["thunderagent"]
+    assert image["Config"]["Cmd"] == ["serve"]
+    assert image["Config"]["Healthcheck"]["Test"][0] == "CMD"
+    assert list(image["Config"]["ExposedPorts"]) == ["8300/tcp"]
+    assert image["Size"] - client.inspect_image(BASE_IMAGE)["Size"] < 100 * MB
+    assert run_in_image(client, "thunderagent", "--version").startswith("thunderagent ")
+    find = "import importlib.util as u, os; print(os.getuid(), u.find_spec('pip'), u.find_spec('setuptools'))"
+    assert run_in_image(client, "python3", "-c", find).split() == ["65532", "None", "None"]
+    assert run_in_image(client, "sh", "-c", "ls -d /src /wheels /opt/* 2>/dev/null || true").split() == [
+        "/opt/thunderagent"
+    ]
+
+
+def test_an_extra_that_is_none_fails_the_build(compose: Compose, client: Any) -> None:
+    """A slip in EXTRAS is found by who builds, not by who runs it."""
+    arguments = {"BASE_IMAGE": BASE_IMAGE, "BUILD_IMAGE": BUILD_IMAGE, "EXTRAS": "kubernets"}
+    log = list(client.build(path=str(ROOT), buildargs=arguments, rm=True, forcerm=True, decode=True))
+    assert "error" in log[-1]
+    assert "KeyError: 'kubernets'" in "".join(line.get("stream", "") for line in log)
+
+
+def test_the_profile_for_gpus_is_a_stack_of_its_own(compose: Compose) -> None:
+    """Where compose reads it as meant: vLLM as docs/engines.md wants it, a GPU each, and a proxy in front of both."""
+    services = yaml.safe_load(compose("--profile", "gpu", "config"))["services"]
+    of_gpus = {name for name, service in services.items() if service.get("profiles") == ["gpu"]}
+    assert of_gpus == {"thunderagent-gpu", "vllm-1", "vllm-2"}
+    assert set(services) - of_gpus == {"thunderagent", "engine-1", "engine-2"}
+    backends = services["thunderagent-gpu"]["environment"]["THUNDERAGENT_BACKENDS"]
+    assert backends == "http://vllm-1:8000,http://vllm-2:8000"
+    for number in (1, 2):
+        service = services[f"vllm-{number}"]
+        assert {"--port=8000", "--enable-prefix-caching", "--enable-prompt-tokens-details"} <= set(service["command"])
+        (device,) = service["deploy"]["resources"]["reservations"]["devices"]
+        assert device["device_ids"] == [str(number - 1)]
+
+
+async def test_the_stack_gets_ready_serves_drains_and_goes(
+    compose: Compose, client: Any, stack: httpx.AsyncClient
+) -> None:
+    """From `up` on: healthy, two replicas, a turn of a program; SIGTERM lets a stream end and refuses new turns."""
+    proxy = container(client, "thunderagent")
+    await until(lambda: are_healthy(client))
+
+    replicas = (await stack.get("/replicas")).json()["replicas"]
+    assert {each["replica_id"]: each["up"] for each in replicas} == {"engine-1:8100": True, "engine-2:8100": True}
+
+    answer = await stack.post("/p/task-1/v1/chat/completions", json=chat(8))
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["usage"]["completion_tokens"] == 8
+    assert (await stack.get("/programs/task-1")).json()["turn_count"] == 1
+
+    async with stack.stream("POST", "/p/task-1/v1/chat/completions", json=chat(STREAMED_TOKENS, stream=True)) as stream:
+        chunks = stream.aiter_bytes()
+        body = await anext(chunks)
+        began_s = time.monotonic()
+        stopped = asyncio.create_task(asyncio.to_thread(client.stop, proxy))  # gives it what the compose file says
+        await until(lambda: answers_503(stack, "/ready"))
+        refused = await stack.post("/p/task-2/v1/chat/completions", json=chat(8))
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
+        async for chunk in chunks:
+            body += chunk
+    assert len([event for event in events(body) if event["choices"][0]["delta"].get("content")]) == STREAMED_TOKENS
+    await stopped
+    assert time.monotonic() - began_s < 20  # it ended when the stream had, not when its grace period was over
+    inspected = client.inspect_container(proxy)
+    assert (inspected["State"]["ExitCode"], inspected["Config"]["StopTimeout"]) == (0, 40)
+    replayed = compose("run", "--rm", "--no-deps", "-T", "thunderagent", "replay", "events.jsonl")
+    assert "every decision is the same" in replayed
+
+
+def chat(output_tokens: int, **fields: object) -> dict[str, Any]:
+    """Return the body of a chat."""
+    exactly = {"max_tokens": output_tokens, "min_tokens": output_tokens, "ignore_eos": True}
+    return {"model": "simulated", "messages": [{"role": "user", "content": "w1 w2 w3"}], **exactly, **fields}
+
+
+def container(client: Any, service: str) -> str:
+    """Return the id of a service's container."""
+    (found,) = client.containers(all=True, filters={"label": f"com.docker.compose.service={service}"})
+    container_id: str = found["Id"]
+    return container_id
+
+
+async def are_healthy(client: Any) -> bool:
+    """Say whether the health check of each service has succeeded."""
+    found = [client.inspect_container(each["Id"])["State"]["Health"] for each in client.containers()]
+    assert "unhealthy" not in [each["Status"] for each in found], json.dumps(found)
+    return [each["Status"] for each in found] == ["healthy"] * 3
+
+
+async def answers_503(http: httpx.AsyncClient, path: str) -> bool:
+    """Say whether a path is refused."""
+    return (await http.get(path)).status_code == 503

@@ -1,0 +1,201 @@
+"""Each page of docs/integrations as it stands, in an environment with what it says to install: it is one program."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import re
+from asyncio.subprocess import PIPE
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from benchmarks.real_engine import RealEngineError, ensure_environment
+from tests.integration.support import running_proxy
+from tests.real.scripted_model import ScriptedModel
+from thunderagent.programs.decisions import Decision
+from thunderagent.programs.events import Event, ProgramReleased, TurnArrived, TurnFinished
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from typing import NoReturn
+
+PAGES = Path(__file__).parents[2] / "docs" / "integrations"
+PYTHON_PAGES = {"openai": 2, "anthropic": 2, "litellm": 1, "langchain": 2, "openai-agents": 2}
+"""Pages whose code runs as it stands, and how many turns it makes."""
+DEADLINE_S = 60.0
+
+
+def requirements(name: str) -> list[str]:
+    """Return what a page says to install: versions that are known to work."""
+    found = re.search(r"^pip install (.+)$", (PAGES / f"{name}.md").read_text(), re.MULTILINE)
+    assert found is not None, name
+    return found[1].split()
+
+
+def code(name: str) -> str:
+    """Return the first Python block of a page."""
+    found = re.search(r"^```python\n(.*?)^```", (PAGES / f"{name}.md").read_text(), re.DOTALL | re.MULTILINE)
+    assert found is not None, name
+    return found[1]
+
+
+@pytest.fixture(scope="module")
+def python(require_real: Callable[[str], NoReturn], pytestconfig: pytest.Config) -> Path:
+    """Make one environment with what all pages need, at the first time in a minute, saying so."""
+    wanted = sorted({package for name in PYTHON_PAGES for package in requirements(name)})
+    digest = hashlib.sha256(" ".join(wanted).encode()).hexdigest()[:12]
+    capture = pytestconfig.pluginmanager.getplugin("capturemanager")
+    try:
+        with capture.global_and_fixture_disabled():
+            return ensure_environment(f"clients-{digest}", wanted, "about 0.5 GB, a minute")
+    except RealEngineError as error:
+        require_real(f"no clients: {error}")
+
+
+class Seen:
+    """What the scheduler was told."""
+
+    def __init__(self) -> None:
+        self.arrived: list[str | None] = []
+        self.branches: list[str] = []
+        self.finished_count = 0
+        self.tools: list[str] = []
+        self.released: list[str] = []
+
+    def __call__(self, event: Event, decisions: Sequence[Decision]) -> None:
+        if isinstance(event, TurnArrived):
+            self.arrived.append(event.program_id)
+            self.branches.append(event.branch_id)
+        elif isinstance(event, TurnFinished):
+            self.finished_count += 1
+            self.tools.append(event.tool)
+            assert event.prompt_tokens
+            assert event.output_tokens == 20
+        elif isinstance(event, ProgramReleased):
+            self.released.append(event.program_id)
+
+
+async def run_script(python: Path, script: str) -> str:
+    """Return what a script prints."""
+    environment = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True", "NO_PROXY": "127.0.0.1"}
+    process = await asyncio.create_subprocess_exec(str(python), "-c", script, stdout=PIPE, stderr=PIPE, env=environment)
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            output, errors = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    assert process.returncode == 0, errors.decode()
+    return output.decode()
+
+
+@pytest.mark.parametrize(("name", "turns_count"), PYTHON_PAGES.items(), ids=list(PYTHON_PAGES))
+async def test_the_page_s_code_is_one_program(python: Path, name: str, turns_count: int) -> None:
+    """Its turns are of one program, their usage and their tool are read, its answer arrives, and it is released."""
+    async with ScriptedModel().running() as model, running_proxy(model.url) as proxy:
+        seen = Seen()
+        proxy.runtime.observe(seen)
+        script = code(name).replace("http://127.0.0.1:8300", proxy.url)
+        output = await run_script(python, script)
+        assert "sunny" in output or "hello to you" in output
+        assert len(seen.arrived) == seen.finished_count == turns_count
+        assert len({*seen.arrived}) == 1
+        assert seen.released == seen.arrived[:1] != [None]
+        assert [bool(tool) for tool in seen.tools] == [number < turns_count - 1 for number in range(turns_count)]
+
+
+VARIANTS = {
+    "openai responses": """
+from openai import OpenAI
+
+client = OpenAI(base_url=f"{PROXY}/p/task-1/v1", api_key="none")
+whole = client.responses.create(model="simulated", input="hello")
+with client.responses.stream(model="simulated", input="hello") as stream:
+    streamed = stream.get_final_response()
+print(whole.output_text == streamed.output_text == "hello to you")
+""",
+    "openai chat stream": """
+from openai import OpenAI
+
+client = OpenAI(base_url=f"{PROXY}/p/task-1/v1", api_key="none")
+messages = [{"role": "user", "content": "hello"}]
+for options in ({}, {"stream_options": {"include_usage": True}}):
+    chunks = list(client.chat.completions.create(model="simulated", messages=messages, stream=True, **options))
+    text = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
+    usages = [chunk.usage for chunk in chunks if chunk.usage]
+    print(text == "hello to you" and len(usages) == len(options))
+""",
+    "anthropic stream": """
+from anthropic import Anthropic
+
+client = Anthropic(base_url=f"{PROXY}/p/task-1", api_key="none")
+asked = {"model": "simulated", "messages": [{"role": "user", "content": "hello"}]}
+with client.messages.stream(max_tokens=8, **asked) as stream:
+    print(stream.get_final_text() == "hello to you")
+whole = client.messages.create(max_tokens=8, **asked)
+print(whole.content[0].text == "hello to you" and client.messages.count_tokens(**asked).input_tokens > 0)
+""",
+    "langchain stream": """
+from langchain_openai import ChatOpenAI
+
+for more in ({}, {"use_responses_api": True}):
+    model = ChatOpenAI(base_url=f"{PROXY}/p/task-1/v1", api_key="none", model="simulated", **more)
+    text = "".join(chunk.text for chunk in model.stream("hello"))
+    print(text == "hello to you")
+""",
+    "agents responses": """
+import asyncio
+
+from agents import Agent, OpenAIResponsesModel, Runner, function_tool, set_tracing_disabled
+from openai import AsyncOpenAI
+
+set_tracing_disabled(True)
+
+
+@function_tool
+def weather(city: str) -> str:
+    return f"sunny in {city}"
+
+
+async def run() -> None:
+    async with AsyncOpenAI(base_url=f"{PROXY}/p/task-1/v1", api_key="none") as client:
+        model = OpenAIResponsesModel(model="simulated", openai_client=client)
+        result = Runner.run_streamed(Agent(name="forecaster", tools=[weather], model=model), "How is it?")
+        async for event in result.stream_events():
+            pass
+        print("sunny in Paris" in result.final_output)
+
+
+asyncio.run(run())
+""",
+    "litellm responses and messages": """
+import litellm
+
+base = f"{PROXY}/p/task-1"
+answer = litellm.responses(model="hosted_vllm/simulated", api_base=f"{base}/v1", api_key="none", input="hello")
+print(answer.output[0].content[0].text == "hello to you")
+chunks = litellm.completion(
+    model="anthropic/simulated", api_base=base, api_key="none", stream=True,
+    messages=[{"role": "user", "content": "hello"}],
+)
+print("".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "hello to you")
+""",
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+async def test_a_client_s_other_ways_to_ask(python: Path, name: str) -> None:
+    """Responses, messages and streams through real clients: each request is a turn whose usage was read."""
+    async with ScriptedModel().running() as model, running_proxy(model.url) as proxy:
+        seen = Seen()
+        proxy.runtime.observe(seen)
+        output = await run_script(python, f"PROXY = {proxy.url!r}\n{VARIANTS[name]}")
+        assert "True" in output
+        assert "False" not in output
+        assert seen.finished_count == len(seen.arrived) == 2
+        assert set(seen.arrived) == {"task-1"}
+        proxy.runtime.release("task-1")

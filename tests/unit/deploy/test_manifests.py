@@ -1,0 +1,319 @@
+"""The Kubernetes manifests: each is valid by the API's schemas, and what one names of another is there."""
+
+from __future__ import annotations
+
+import configparser
+import copy
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import pytest
+import yaml
+
+from tests.integration.kubernetes_api import LABEL_KEY, LABEL_VALUE, NAME
+from tests.unit.deploy.kubernetes_schema import problems
+from thunderagent.config import ServeConfig
+from thunderagent.serving import CLOSE_S
+from thunderagent.tools.base import SANDBOX_LABEL
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+Json = dict[str, Any]
+ROOT = Path(__file__).parents[3]
+KUBERNETES = ROOT / "deploy/kubernetes"
+KUSTOMIZATIONS = [KUBERNETES, KUBERNETES / "vllm", KUBERNETES / "monitoring"]
+QUANTITY = re.compile(r"\d+(\.\d+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?")
+SECRETS = {"thunderagent-keys", "hf-token"}
+"""What the documentation has users make."""
+
+
+def objects_in(folder: Path) -> list[Json]:
+    """Return what a kustomization makes, but for namespaces and suffixes of names."""
+    kustomization = yaml.safe_load((folder / "kustomization.yaml").read_text())
+    found: list[Json] = []
+    for resource in kustomization.get("resources", ()):
+        path = (folder / resource).resolve()
+        found += objects_in(path) if path.is_dir() else [each for each in yaml.safe_load_all(path.read_text()) if each]
+    for generator in kustomization.get("configMapGenerator", ()):
+        data = {name: (folder / name).read_text() for name in generator["files"]}
+        labels = kustomization.get("generatorOptions", {}).get("labels", {})
+        metadata = {"name": generator["name"], "labels": labels}
+        found.append({"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data})
+    return found
+
+
+SANDBOXES_RBAC = list(yaml.safe_load_all((KUBERNETES / "sandboxes-rbac.yaml").read_text()))
+OBJECTS = [*SANDBOXES_RBAC, *(each for folder in KUSTOMIZATIONS for each in objects_in(folder))]
+
+
+def id_of(manifest: Json) -> str:
+    return f"{manifest['kind']}/{manifest['metadata']['name']}"
+
+
+def one(kind: str, name: str) -> Json:
+    (found,) = [each for each in OBJECTS if id_of(each) == f"{kind}/{name}"]
+    return found
+
+
+def of_kind(*kinds: str) -> list[Json]:
+    return [each for each in OBJECTS if each["kind"] in kinds]
+
+
+def values_of(value: object, key: str) -> Iterator[Any]:
+    """Yield every value of a key, however deep it lies."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            if name == key:
+                yield inner
+            yield from values_of(inner, key)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from values_of(inner, key)
+
+
+def pod_of(workload: Json) -> Json:
+    template: Json = workload["spec"]["template"]
+    return template
+
+
+def container_of(workload: Json) -> Json:
+    (container,) = pod_of(workload)["spec"]["containers"]
+    return dict(container)
+
+
+@pytest.fixture
+def config(monkeypatch: pytest.MonkeyPatch) -> ServeConfig:
+    """The configuration that the ConfigMap holds."""
+    for name in [name for name in os.environ if name.startswith("THUNDERAGENT_")]:
+        monkeypatch.delenv(name)
+    return ServeConfig.load(KUBERNETES / "thunderagent.toml")
+
+
+@pytest.mark.parametrize("manifest", OBJECTS, ids=id_of)
+def test_a_manifest_is_valid_by_the_schemas(manifest: Json) -> None:
+    """Every field exists, has its type, and none that must be there is missing; names and labels are well formed."""
+    assert problems(manifest) == []
+    assert NAME.fullmatch(manifest["metadata"]["name"])
+    for labels in (*values_of(manifest, "labels"), *values_of(manifest, "matchLabels")):
+        assert all(LABEL_KEY.fullmatch(key) and LABEL_VALUE.fullmatch(value) for key, value in labels.items())
+    for amounts in (*values_of(manifest, "requests"), *values_of(manifest, "limits")):
+        assert all(QUANTITY.fullmatch(amount) for amount in amounts.values())
+
+
+def _without(manifest: Json, *place: str | int) -> Json:
+    *path, last = place
+    inner: Any = manifest
+    for key in path:
+        inner = inner[key]
+    del inner[last]
+    return manifest
+
+
+def _with(manifest: Json, value: object, *place: str | int) -> Json:
+    *path, last = place
+    inner: Any = manifest
+    for key in path:
+        inner = inner[key]
+    inner[last] = value
+    return manifest
+
+
+POD = ("spec", "template", "spec")
+MAIN = (*POD, "containers", 0)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda m: _with(m, 5, *MAIN, "livenessProbe", "periodSecond"), "livenessProbe.periodSecond: no such field"),
+        (
+            lambda m: _with(m, "5", *POD, "terminationGracePeriodSeconds"),
+            "terminationGracePeriodSeconds: '5' is no int",
+        ),
+        (lambda m: _with(m, True, "spec", "replicas"), "replicas: True is no int"),
+        (lambda m: _with(m, 1, *MAIN, "resources", "requests", "cpu"), "requests.cpu: 1 is no str"),
+        (lambda m: _with(m, {}, *MAIN, "env"), "env: {} is no list"),
+        (lambda m: _without(m, *MAIN, "name"), "containers[0].name: missing"),
+        (lambda m: _without(m, "spec", "selector"), "spec.selector: missing"),
+        (lambda m: _with(m, "v1", "apiVersion"), "there is no Deployment in v1"),
+        (lambda m: _with(m, None, "spec"), "spec: None is no V1DeploymentSpec"),
+    ],
+)
+def test_what_an_api_server_would_refuse_is_found(spoil: Callable[[Json], Json], said: str) -> None:
+    """The schemas see misspelt, missing and mistyped fields."""
+    assert any(said in problem for problem in problems(spoil(copy.deepcopy(one("Deployment", "thunderagent")))))
+
+
+def test_a_custom_kind_is_judged_as_well() -> None:
+    """So does the shape of the operator's ServiceMonitor."""
+    monitor = copy.deepcopy(one("ServiceMonitor", "thunderagent"))
+    monitor["spec"]["endpoints"][0]["prot"] = "http"
+    del monitor["spec"]["selector"]
+    assert problems(monitor) == [".spec.selector: missing", ".spec.endpoints[0].prot: no such field"]
+
+
+def test_every_file_is_in_a_kustomization() -> None:
+    """Nothing lies there that is neither applied nor offered, so none escapes the tests."""
+    text = "".join((folder / "kustomization.yaml").read_text() for folder in KUSTOMIZATIONS)
+    for path in KUBERNETES.rglob("*.*"):
+        assert path.name == "kustomization.yaml" or f"- {path.name}\n" in text or f"[{path.name}]" in text, path
+
+
+@pytest.mark.parametrize("folder", KUSTOMIZATIONS, ids=lambda folder: folder.name)
+def test_kustomize_makes_the_same(folder: Path) -> None:
+    """`kubectl apply -k` sends what is judged here, all of it in one namespace."""
+    if shutil.which("kubectl") is None:
+        pytest.skip("no kubectl")
+    done = subprocess.run(["kubectl", "kustomize", str(folder)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    made = list(yaml.safe_load_all(done.stdout))
+    assert [problem for each in made for problem in problems(each)] == []
+    assert sorted(re.sub(r"-[a-z0-9]{10}$", "", id_of(each)) for each in made) == sorted(map(id_of, objects_in(folder)))
+    assert {each["metadata"].get("namespace") for each in made if each["kind"] != "Namespace"} == {"thunderagent"}
+    subjects = [subject["namespace"] for each in made for subject in each.get("subjects", ())]
+    assert set(subjects) <= {"thunderagent"}
+
+
+@pytest.mark.parametrize("workload", of_kind("Deployment", "StatefulSet"), ids=id_of)
+def test_a_workload_is_of_one_piece(workload: Json) -> None:
+    """It selects its own pods, mounts volumes that are there, probes ports that it has, and reads what is made."""
+    spec, container = pod_of(workload)["spec"], container_of(workload)
+    assert workload["spec"]["selector"]["matchLabels"].items() <= pod_of(workload)["metadata"]["labels"].items()
+    volumes = {each["name"] for each in spec.get("volumes", ())}
+    volumes |= {each["metadata"]["name"] for each in workload["spec"].get("volumeClaimTemplates", ())}
+    assert {each["name"] for each in container["volumeMounts"]} == volumes
+    ports = {each["name"] for each in container["ports"]}
+    assert {probe["port"] for probe in values_of(container, "httpGet")} <= ports
+    for name in values_of(spec, "configMap"):
+        assert one("ConfigMap", name["name"])
+    named = [each["name"] for key in ("secretRef", "secretKeyRef") for each in values_of(container, key)]
+    assert set(named) <= SECRETS
+    if "serviceAccountName" in spec:
+        assert one("ServiceAccount", spec["serviceAccountName"])
+    else:
+        assert spec["automountServiceAccountToken"] is False
+
+
+@pytest.mark.parametrize("service", of_kind("Service"), ids=id_of)
+def test_a_service_leads_to_a_port_of_some_pods(service: Json) -> None:
+    """Its selector selects one workload, which has the ports."""
+    selector = service["spec"]["selector"].items()
+    workloads = of_kind("Deployment", "StatefulSet")
+    (found,) = [each for each in workloads if selector <= pod_of(each)["metadata"]["labels"].items()]
+    ports = {each["name"]: each["containerPort"] for each in container_of(found)["ports"]}
+    assert all(each["port"] == ports[each["targetPort"]] for each in service["spec"]["ports"])
+
+
+@pytest.mark.parametrize("manifest", of_kind("PodDisruptionBudget", "NetworkPolicy"), ids=id_of)
+def test_budgets_and_policies_are_about_pods_that_there_are(manifest: Json) -> None:
+    """A selector that selects nothing would do nothing, in silence."""
+    selector = manifest["spec"].get("selector") or manifest["spec"]["podSelector"]
+    pods = [pod_of(each)["metadata"]["labels"] for each in of_kind("Deployment", "StatefulSet")]
+    assert sum(selector["matchLabels"].items() <= labels.items() for labels in pods) == 1
+
+
+def test_the_monitor_finds_the_service() -> None:
+    """It selects the Service's labels, and a port that this has."""
+    monitor, service = one("ServiceMonitor", "thunderagent")["spec"], one("Service", "thunderagent")
+    assert monitor["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+    assert {each["port"] for each in monitor["endpoints"]} <= {each["name"] for each in service["spec"]["ports"]}
+
+
+@pytest.mark.parametrize("binding", of_kind("RoleBinding"), ids=id_of)
+def test_a_binding_gives_a_role_to_the_account(binding: Json) -> None:
+    """Both are there, and in one namespace."""
+    role = one("Role", binding["roleRef"]["name"])
+    (subject,) = binding["subjects"]
+    account = one(subject["kind"], subject["name"])
+    places = [binding["metadata"], role["metadata"], account["metadata"], subject]
+    assert {place["namespace"] for place in places} == {"default"}
+
+
+def test_the_account_may_only_look_at_pods() -> None:
+    """What is applied unasked lets the proxy find replicas, and no more."""
+    roles = [each for each in objects_in(KUBERNETES) if each["kind"] == "Role"]
+    assert [rule for role in roles for rule in role["rules"]] == [
+        {"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch"]}
+    ]
+
+
+def test_the_proxy_s_pod_is_restricted() -> None:
+    """It keeps to the strictest of Kubernetes' Pod Security Standards, and cannot write its own files."""
+    deployment = one("Deployment", "thunderagent")
+    pod, container = pod_of(deployment)["spec"]["securityContext"], container_of(deployment)["securityContext"]
+    assert (pod["runAsNonRoot"], pod["seccompProfile"]) == (True, {"type": "RuntimeDefault"})
+    assert container == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    assert f"USER {pod['runAsUser']}:{pod['runAsGroup']}\n" in (ROOT / "Dockerfile").read_text()
+
+
+def test_the_service_s_variables_are_not_taken_for_the_configuration(
+    monkeypatch: pytest.MonkeyPatch, config: ServeConfig
+) -> None:
+    """A Service called thunderagent would set THUNDERAGENT_PORT to an address, which the proxy refuses."""
+    assert pod_of(one("Deployment", "thunderagent"))["spec"]["enableServiceLinks"] is False
+    monkeypatch.setenv("THUNDERAGENT_PORT", "tcp://10.0.0.1:8300")
+    with pytest.raises(Exception, match="port"):
+        ServeConfig.load(KUBERNETES / "thunderagent.toml")
+
+
+def test_the_configuration_is_one_and_names_the_engines(config: ServeConfig) -> None:
+    """The ConfigMap's file is read by the proxy; its replicas are the pods of the example, at their port."""
+    engines = one("StatefulSet", "vllm")
+    service = one("Service", engines["spec"]["serviceName"])
+    hosts = [f"vllm-{number}.{service['metadata']['name']}" for number in range(engines["spec"]["replicas"])]
+    urls = [urlsplit(url) for url in config.backends]
+    assert [url.hostname for url in urls] == hosts
+    assert {url.port for url in urls} == {each["containerPort"] for each in container_of(engines)["ports"]}
+    assert f"--port={urls[0].port}" in container_of(engines)["args"]
+    assert service["spec"]["clusterIP"] == "None"
+    (port,) = one("Service", "thunderagent")["spec"]["ports"]
+    assert port["port"] == config.port
+    mount, *_ = container_of(one("Deployment", "thunderagent"))["volumeMounts"]
+    assert container_of(one("Deployment", "thunderagent"))["args"][2] == f"{mount['mountPath']}/thunderagent.toml"
+
+
+def test_a_pod_has_time_to_end(config: ServeConfig) -> None:
+    """Kubernetes waits for longer than the proxy: what it does before it asks, the grace period, and the closing."""
+    proxy, engines = one("Deployment", "thunderagent"), one("StatefulSet", "vllm")
+    for workload, grace_s in ((proxy, config.grace_s + 2 * CLOSE_S), (engines, 5)):
+        command, before_s = container_of(workload)["lifecycle"]["preStop"]["exec"]["command"]
+        assert command == "sleep"
+        assert pod_of(workload)["spec"]["terminationGracePeriodSeconds"] > int(before_s) + grace_s
+
+
+def test_the_proxy_lets_its_clients_in_but_no_sandbox() -> None:
+    """Code that agents run does not reach the proxy."""
+    (rule,) = one("NetworkPolicy", "thunderagent")["spec"]["ingress"]
+    expressions = rule["from"][0]["podSelector"]["matchExpressions"]
+    assert expressions == [{"key": SANDBOX_LABEL, "operator": "DoesNotExist"}]
+
+
+def test_systemd_waits_for_longer_than_the_proxy(config: ServeConfig) -> None:
+    """Its patience covers the grace period that is the default, and the closing."""
+    unit = configparser.RawConfigParser(strict=False)
+    unit.optionxform = str  # type: ignore[assignment,method-assign]  # names are as written
+    unit.read(ROOT / "deploy/systemd/thunderagent.service")
+    assert set(unit.sections()) == {"Unit", "Service", "Install"}
+    default_s = ServeConfig.model_fields["grace_s"].default
+    assert float(unit["Service"]["TimeoutStopSec"]) > default_s + 2 * CLOSE_S
+
+
+def test_compose_waits_for_longer_than_the_proxy() -> None:
+    """So does compose; and it publishes nothing beyond this machine."""
+    services = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
+    default_s = ServeConfig.model_fields["grace_s"].default
+    for name in ("thunderagent", "thunderagent-gpu"):
+        assert float(services[name]["stop_grace_period"].removesuffix("s")) > default_s + 2 * CLOSE_S
+    published = [port for service in services.values() for port in service.get("ports", ())]
+    assert len(published) == 2
+    assert all(port.startswith("127.0.0.1:") for port in published)

@@ -1,0 +1,315 @@
+"""Grants that stop while engines are paused, sleep or get new weights, and what holds meanwhile."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.builders import Driver, of_kind
+from thunderagent.programs.decisions import Grant, Hold, Pause, Reason, Reject, Restore
+from thunderagent.programs.events import GrantsContinued, GrantsSuspended, PinnedTurnArrived, ReplicaFlushed
+from thunderagent.programs.policies.cap import Cap
+from thunderagent.programs.scheduler import SchedulerSettings
+
+LIMITS = SchedulerSettings(idle_limit_s=10.0, forget_limit_s=30.0, no_replica_limit_s=5.0)
+
+
+class Suspending(Driver):
+    """A driver that also stops grants."""
+
+    def suspends(self, cause: str = "pause", replica_id: str | None = None) -> None:
+        self.send(GrantsSuspended(self.now_s, cause, replica_id))
+
+    def goes_on(self, cause: str = "pause", replica_id: str | None = None) -> None:
+        self.send(GrantsContinued(self.now_s, cause, replica_id))
+
+    def is_flushed(self, replica_id: str = "r0") -> None:
+        self.send(ReplicaFlushed(self.now_s, replica_id))
+
+    def arrives_pinned(self, replica_id: str) -> int:
+        self._turn_count += 1
+        self.send(PinnedTurnArrived(self.now_s, self._turn_count, replica_id, 40))
+        return self._turn_count
+
+
+def two_replicas() -> Suspending:
+    return Suspending(Cap(n=10), replicas={"r0": 1000, "r1": 1000}, settings=LIMITS)
+
+
+# --- Where turns wait
+
+
+def test_an_active_program_keeps_its_claim_and_its_place() -> None:
+    """Its turns are held where it is, and granted there without a word of the policy."""
+    driver = Suspending(settings=LIMITS)
+    driver.takes_turn("a", 100)
+    driver.suspends()
+    first, second = driver.arrives("a", 120), driver.arrives("a", 50, branch="sub")
+    assert driver.held(first)
+    assert driver.held(second)
+    assert of_kind(Hold, driver.decisions) == ["a"]
+    assert (driver.home("a"), driver.program("a").hold_reason) == ("r0", Reason.SUSPENDED)
+    assert driver.demand() == 170
+    driver.goes_on()
+    assert [type(decision) for decision in driver.decisions] == [Grant, Grant]
+    assert {decision.reason for decision in driver.decisions} == {Reason.HOME}
+    assert driver.program("a").hold_reason == ""
+
+
+def test_a_branch_beside_a_turn_in_flight_waits_too() -> None:
+    """The turn in flight goes on when its engine does; nothing is granted beside it."""
+    driver = Suspending(settings=LIMITS)
+    parent = driver.arrives("a", 100)
+    driver.suspends()
+    child = driver.arrives("a", 50, branch="sub")
+    driver.finishes(parent, 100, 20)
+    assert driver.held(child)
+    assert driver.home("a") == "r0"
+    driver.goes_on()
+    assert driver.granted_on[child] == "r0"
+
+
+def test_who_waits_longest_is_granted_first() -> None:
+    """Not who came to the replica first."""
+    driver = Suspending(settings=LIMITS)
+    driver.takes_turn("a", 10)
+    driver.takes_turn("b", 10)
+    driver.suspends()
+    driver.arrives("b", 20)
+    driver.passes(1.0)
+    driver.arrives("a", 20)
+    driver.goes_on()
+    assert of_kind(Grant, driver.decisions) == ["b", "a"]
+
+
+def test_new_programs_and_anonymous_turns_wait_in_the_queue() -> None:
+    """With a reason that says why, and another one once it is room that is missing."""
+    driver = Suspending(Cap(n=1), settings=LIMITS)
+    driver.suspends()
+    first, second, anonymous = driver.arrives("a", 10), driver.arrives("b", 10), driver.arrives(None, 10)
+    assert {driver.program(name).hold_reason for name in "ab"} == {Reason.SUSPENDED}
+    assert driver.held(anonymous)
+    driver.goes_on()
+    assert not driver.held(first)
+    assert not driver.held(anonymous)
+    assert driver.held(second)
+    assert driver.program("b").hold_reason == Reason.NO_ROOM
+
+
+def test_a_program_goes_to_a_replica_that_grants_if_there_is_one() -> None:
+    """One whose turn is in flight waits for it, where it is."""
+    driver = two_replicas()
+    driver.takes_turn("a", 10)
+    busy = driver.arrives("b", 10)
+    assert (driver.home("a"), driver.home("b")) == ("r0", "r1")
+    driver.suspends(replica_id="r0")
+    driver.arrives("a", 20)
+    assert driver.home("a") == "r1"
+    driver.goes_on(replica_id="r0")
+    driver.suspends(replica_id="r1")
+    beside = driver.arrives("b", 20, branch="sub")
+    assert driver.held(beside)
+    driver.finishes(busy, 10)
+    driver.goes_on(replica_id="r1")
+    assert driver.granted_on[beside] == "r1"
+
+
+@pytest.mark.parametrize("order", [("pause", "weights"), ("weights", "pause")])
+def test_all_causes_must_be_over(order: tuple[str, str]) -> None:
+    """And one that does not hold can be ended."""
+    driver = Suspending(settings=LIMITS)
+    driver.suspends("pause")
+    driver.suspends("weights")
+    turn_id = driver.arrives("a", 10)
+    driver.goes_on("nothing")
+    driver.goes_on(order[0])
+    assert driver.held(turn_id)
+    driver.goes_on(order[1])
+    assert not driver.held(turn_id)
+
+
+def test_a_cause_that_holds_for_all_holds_for_a_replica_that_comes_later() -> None:
+    """It may end for one of them alone."""
+    driver = Suspending(settings=LIMITS)
+    driver.suspends()
+    driver.comes_up("r1", 1000)
+    turn_id = driver.arrives("a", 10)
+    assert driver.held(turn_id)
+    driver.goes_on(replica_id="r1")
+    assert driver.granted_on[turn_id] == "r1"
+
+
+# --- What else may happen meanwhile
+
+
+def test_a_replica_that_goes_down_takes_its_pause_with_it() -> None:
+    """Its held turns go elsewhere: an engine that starts again is paused no longer."""
+    driver = two_replicas()
+    driver.takes_turn("a", 10)
+    driver.suspends("pause", "r0")
+    driver.suspends("pause", "r1")
+    waits = driver.arrives("a", 20)
+    driver.goes_down("r0")
+    assert driver.held(waits)
+    assert driver.program("a").hold_reason == Reason.REPLICA_DOWN
+    driver.comes_up("r0", 1000)
+    assert driver.granted_on[waits] == "r0"
+
+
+def test_a_replica_that_drains_gives_its_waiting_programs_away() -> None:
+    """Those with a turn in flight stay until that ends."""
+    driver = two_replicas()
+    driver.takes_turn("a", 10)
+    driver.suspends()
+    waits = driver.arrives("a", 20)
+    driver.drains("r0")
+    assert of_kind(Pause, driver.decisions) == ["a"]
+    driver.goes_on()
+    assert driver.granted_on[waits] == "r1"
+
+
+def test_a_release_rejects_what_waits() -> None:
+    """Also where it is held in place."""
+    driver = Suspending(settings=LIMITS)
+    driver.takes_turn("a", 10)
+    driver.suspends()
+    waits = driver.arrives("a", 20)
+    driver.releases("a")
+    assert of_kind(Reject, driver.decisions) == ["a"]
+    assert driver.rejected_for[waits] is Reason.RELEASED
+    assert driver.demand() == 0
+
+
+def test_a_turn_whose_client_leaves_is_gone() -> None:
+    """The program acts again, with its claim."""
+    driver = Suspending(settings=LIMITS)
+    driver.takes_turn("a", 10)
+    driver.suspends()
+    driver.is_abandoned(driver.arrives("a", 20))
+    assert (driver.program("a").phase, driver.home("a")) == ("acting", "r0")
+    driver.goes_on()
+
+
+def test_turns_are_rejected_when_the_paused_replica_is_gone_for_good() -> None:
+    """A pause is no reason to be rejected, an outage is."""
+    driver = Suspending(settings=LIMITS)
+    driver.suspends()
+    waits = driver.arrives("a", 10)
+    driver.ticks(60.0)
+    assert driver.held(waits)
+    driver.goes_down("r0")
+    driver.ticks(6.0)
+    assert driver.rejected_for[waits] is Reason.NO_REPLICA
+
+
+# --- Limits
+
+
+def test_no_limit_runs_while_nothing_is_granted() -> None:
+    """Time before and after the pause adds up; many short pauses are no way to stay for ever."""
+    driver = Suspending(settings=LIMITS)
+    driver.takes_turn("a", 10)
+    for _ in range(4):
+        driver.ticks(2.4)
+        driver.suspends()
+        driver.ticks(100.0)
+        assert driver.home("a") == "r0"
+        driver.goes_on()
+    driver.ticks(0.3)
+    assert driver.home("a") == "r0"
+    driver.ticks(0.2)
+    assert driver.home("a") is None
+    driver.suspends()
+    driver.ticks(1000.0)
+    driver.goes_on()
+    driver.ticks(19.0)
+    assert driver.scheduler.table.get("a") is not None
+    driver.ticks(2.0)
+    assert driver.scheduler.table.get("a") is None
+
+
+def test_the_idle_limit_spares_the_programs_of_a_paused_replica() -> None:
+    """They get it anew when grants go on there; those elsewhere have theirs all the time."""
+    driver = two_replicas()
+    driver.takes_turn("a", 10)
+    driver.arrives("b", 10)
+    driver.finishes(2, 10)
+    assert (driver.home("a"), driver.home("b")) == ("r0", "r1")
+    driver.suspends(replica_id="r0")
+    driver.ticks(11.0)
+    driver.ticks(1.0)
+    assert (driver.home("a"), driver.home("b")) == ("r0", None)
+    driver.goes_on(replica_id="r0")
+    driver.ticks(9.0)
+    assert driver.home("a") == "r0"
+    driver.ticks(2.0)
+    assert driver.home("a") is None
+
+
+# --- What is learned
+
+
+def test_a_flush_forgets_what_lay_there_and_nothing_else() -> None:
+    """Claims stay; a turn in flight keeps its memory; the next turn is not expected to find anything."""
+    driver = Suspending(settings=LIMITS)
+    driver.takes_turn("a", 100)
+    running = driver.arrives("b", 50)
+    driver.passes(1.0)
+    driver.is_flushed()
+    driver.passes(1.0)
+    scheduler = driver.scheduler
+    assert scheduler.resident_tokens(driver.program("a"), "r0") == 0
+    assert scheduler.resident_tokens(driver.program("b"), "r0") == 50
+    assert driver.demand() == 150
+    again = driver.arrives("a", 120)
+    assert scheduler.turns[again].kept_tokens == 0
+    driver.finishes(again, 120, 0, 0)
+    driver.passes(1.0)
+    third = driver.arrives("a", 130)
+    assert scheduler.turns[third].kept_tokens == 120
+    driver.finishes(running, 50)
+
+
+@pytest.mark.parametrize("disturbs", ["pause", "flush", "nothing"])
+def test_a_turn_that_was_disturbed_teaches_nothing_but_its_size(disturbs: str) -> None:
+    """Neither its time nor its hits are the engine's usual ones, and what comes after it may be no tool."""
+    driver = Suspending(settings=LIMITS)
+    first = driver.arrives("a", 1000)
+    driver.passes(1.0)
+    if disturbs == "pause":
+        driver.suspends()
+        driver.ticks(600.0)
+        driver.goes_on()
+    elif disturbs == "flush":
+        driver.is_flushed()
+    driver.finishes(first, 1000, 100, 0, tool="make")
+    speed_s = driver.scheduler.knowledge.prefill_speed.token_s
+    assert driver.program("a").context_tokens == 1100
+    assert driver.program("a").tool_runs == (disturbs == "nothing")
+    assert (speed_s == 5e-5) == (disturbs != "nothing")
+
+
+# --- Pinned turns
+
+
+def test_a_pinned_turn_runs_on_its_replica_or_not_at_all() -> None:
+    """It waits while nothing is granted there, whatever the others do, and is rejected when its replica goes."""
+    driver = two_replicas()
+    assert driver.granted_on[driver.arrives_pinned("r1")] == "r1"
+    driver.suspends(replica_id="r1")
+    waits = driver.arrives_pinned("r1")
+    assert driver.held(waits)
+    driver.goes_down("r1")
+    assert driver.rejected_for[waits] is Reason.NO_REPLICA
+    assert driver.rejected_for[driver.arrives_pinned("r1")] is Reason.NO_REPLICA
+    assert driver.rejected_for[driver.arrives_pinned("nowhere")] is Reason.NO_REPLICA
+
+
+def test_a_restore_is_refused_where_nothing_is_granted() -> None:
+    """Whatever a policy proposes: it does not even see such a replica."""
+    driver = Suspending(Cap(n=2), settings=LIMITS)
+    driver.takes_turn("a", 10)
+    driver.ticks(11.0)
+    assert driver.home("a") is None
+    driver.suspends()
+    for _ in range(3):
+        assert of_kind(Restore, driver.ticks(1.0)) == []

@@ -1,0 +1,84 @@
+"""Look names up such that a name server that does not answer stalls nothing.
+
+A lookup blocks a thread until the system gives up, which may take half a minute, and cannot be broken off. uvloop's own
+run in four threads, which four dead names fill, so that the others wait behind them; and it ends only with the last.
+Here each has a thread of its own that keeps nobody from ending, and who asks for a name that is being looked up waits
+for that answer: there are never more threads than names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import uvloop
+
+Addresses = list[tuple[Any, ...]]
+Key = tuple[Any, ...]
+"""Host, port, family, type, protocol, flags: as `socket.getaddrinfo` takes them."""
+
+
+class Lookups:
+    """Run lookups, each in a thread, the same one only once at a time."""
+
+    def __init__(self, lookup: Callable[..., Any] = socket.getaddrinfo) -> None:
+        """Look up by `lookup`, which may block."""
+        self._lookup = lookup
+        self._pending: dict[Key, asyncio.Future[Addresses]] = {}
+
+    async def find(self, key: Key) -> Addresses:
+        """Return what is found. Raises OSError; a caller that is cancelled leaves the lookup to others."""
+        future = self._pending.get(key)
+        if future is None:
+            future = self._pending[key] = asyncio.get_running_loop().create_future()
+            future.add_done_callback(lambda done: self._forget(key, done))
+            threading.Thread(target=self._run, args=(key, future), name=f"lookup {key[0]}", daemon=True).start()
+        return await asyncio.shield(future)
+
+    def _run(self, key: Key, future: asyncio.Future[Addresses]) -> None:
+        try:
+            found, error = self._lookup(*key), None
+        except (OSError, UnicodeError) as caught:
+            found, error = [], caught
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            future.get_loop().call_soon_threadsafe(_settle, future, found, error)
+
+    def _forget(self, key: Key, done: asyncio.Future[Addresses]) -> None:
+        del self._pending[key]
+        if not done.cancelled():
+            done.exception()  # all who asked may be gone: that is no reason for a warning
+
+
+def _settle(future: asyncio.Future[Addresses], found: Addresses, error: Exception | None) -> None:
+    if future.cancelled():
+        return
+    if error is None:
+        future.set_result(found)
+    else:
+        future.set_exception(error)
+
+
+class Loop(uvloop.Loop):
+    """uvloop's event loop with these lookups; aiohttp and httpx ask the loop for addresses."""
+
+    def __init__(self) -> None:
+        """Make a loop."""
+        super().__init__()
+        self._lookups = Lookups()
+
+    async def getaddrinfo(
+        self,
+        host: Any,
+        port: Any,
+        *,
+        family: int = 0,
+        type: int = 0,  # noqa: A002 - the base class's
+        proto: int = 0,
+        flags: int = 0,
+    ) -> Any:
+        """Return a name's addresses, as `socket.getaddrinfo` does."""
+        return await self._lookups.find((host, port, family, type, proto, flags))

@@ -1,0 +1,20 @@
+"""Bodies of requests to our own API: read into a model, or refused with what is wrong."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from thunderagent.errors import RequestError
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def read_model(model: type[Model], body: bytes) -> Model:
+    """Return the body as a model. Raises `RequestError` with the first thing that is wrong."""
+    try:
+        return model.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise RequestError(f"{'.'.join(map(str, first['loc'])) or 'body'}: {first['msg']}") from error

@@ -1,0 +1,194 @@
+"""What trainers tell engines, what it means for grants and for what lies in memory, and how to read a call.
+
+Paths and defaults are those of vLLM 0.32 (`vllm/entrypoints/rl`, `vllm/entrypoints/serve/dev`) and of SGLang
+(`sglang/srt/entrypoints/http_server.py`, `sglang/srt/managers/io_struct.py`), and what prime-rl and SkyRL add to vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from multidict import MultiMapping
+
+CALL = "call"
+"""A call that changes an engine is under way."""
+PAUSED = "pause"
+OBSERVED = "observed"
+"""The engine says itself that it is paused; nobody told us to pause it."""
+ASLEEP = "sleep"
+WITHOUT_MEMORY = "memory"
+NEW_WEIGHTS = "weights"
+WEIGHT_SYNC = "weight_sync"
+"""A trainer that talks to the engines itself said that it changes their weights."""
+
+KV_CACHE_TAG = "kv_cache"
+
+
+class _Fields(msgspec.Struct):
+    """The fields of a control call's body that are looked at; everything else is skipped, not built."""
+
+    mode: Any = None
+    clear_cache: Any = None
+    flush_cache: Any = None
+    abort_all: Any = None
+    request_ids: Any = None
+    tags: Any = None
+    level: Any = None
+    weight_version: Any = None
+    new_version: Any = None
+    wait_for_inflight_requests: Any = None
+    wait_for_inflight_request: Any = None
+
+
+_decode_fields = msgspec.json.Decoder(_Fields).decode
+
+
+class Asked:
+    """What a control call asks for, whether it stands in the query (vLLM) or in the body (SGLang)."""
+
+    __slots__ = ("_fields", "_query")
+
+    def __init__(self, query: MultiMapping[str], body: bytes) -> None:
+        """Read a call; a body that is no JSON object says nothing. Cost: one pass over the body."""
+        self._query = query
+        try:
+            self._fields = _decode_fields(body) if body else _Fields()
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            self._fields = _Fields()
+
+    def text(self, name: str, default: str = "") -> str:
+        """Return a value as text."""
+        value = self._query.get(name)
+        if value is None:
+            value = getattr(self._fields, name)
+        return default if value is None else str(value)
+
+    def flag(self, name: str, *, default: bool) -> bool:
+        """Return a yes or no."""
+        text = self.text(name).lower()
+        return default if not text else text in ("1", "true", "yes", "on")
+
+    @property
+    def tags(self) -> list[str]:
+        """Return which parts of an engine are meant; none is all of them."""
+        tags = self._query.getall("tags", None) or self._fields.tags or []
+        return [str(tag) for tag in tags] if isinstance(tags, list) else [str(tags)]
+
+    @property
+    def names_requests(self) -> bool:
+        """Whether single requests are meant."""
+        return bool(self._fields.request_ids)
+
+    @property
+    def weight_version(self) -> str:
+        """Return the version of the weights that are set; empty if the call does not say."""
+        return self.text("weight_version") or self.text("new_version")
+
+
+def _never(_: Asked) -> bool:
+    return False
+
+
+def _always(_: Asked) -> bool:
+    return True
+
+
+def _means_memory(asked: Asked) -> bool:
+    return not asked.tags or KV_CACHE_TAG in asked.tags
+
+
+def _is_abort_mode(asked: Asked) -> bool:
+    """Both engines abort unless they are told otherwise; `wait_for_inflight_requests` is vLLM's older word."""
+    waits = asked.flag("wait_for_inflight_requests", default=False) or asked.flag(
+        "wait_for_inflight_request", default=False
+    )
+    return asked.text("mode", "wait" if waits else "abort") == "abort"
+
+
+def _pause_clears(asked: Asked) -> bool:
+    """Say whether vLLM clears its cache: not while requests that it keeps hold blocks."""
+    return asked.text("mode", "abort") != "keep" and asked.flag("clear_cache", default=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What a control call means.
+
+    A call that `reads` changes nothing, so it waits for no other. One that `suspends` has grants stop while it is under
+    way. `leaves` is the cause for which they stay stopped on each replica that did it, `ends` are the causes that are
+    over there then, unless only a part of an engine was meant.
+    """
+
+    reads: bool = False
+    suspends: bool = True
+    leaves: str = ""
+    ends: tuple[str, ...] = ()
+    clears: Callable[[Asked], bool] = _never
+    aborts: Callable[[Asked], bool] = _never
+    is_abort: bool = False
+
+
+_UPDATE = Command(clears=lambda asked: asked.flag("flush_cache", default=True))
+_LORA = Command(suspends=False)
+_READ = Command(reads=True, suspends=False)
+
+COMMANDS: Mapping[str, Command] = {
+    "/pause": Command(leaves=PAUSED, clears=_pause_clears, aborts=_is_abort_mode),
+    "/resume": Command(ends=(PAUSED, OBSERVED)),
+    "/is_paused": _READ,
+    "/pause_generation": Command(leaves=PAUSED, aborts=_is_abort_mode),
+    "/continue_generation": Command(ends=(PAUSED, OBSERVED)),
+    "/flush_cache": Command(clears=_always),
+    "/reset_prefix_cache": Command(clears=_always),
+    "/sleep": Command(leaves=ASLEEP, clears=lambda asked: asked.text("level", "1") != "0"),
+    "/wake_up": Command(ends=(ASLEEP, OBSERVED)),
+    "/is_sleeping": _READ,
+    "/release_kv_cache_memory": Command(leaves=ASLEEP, clears=_always),
+    "/release_memory_occupation": Command(leaves=WITHOUT_MEMORY, clears=_means_memory),
+    "/resume_memory_occupation": Command(ends=(WITHOUT_MEMORY,)),
+    "/start_weight_update": Command(leaves=NEW_WEIGHTS),
+    "/start_draft_weight_update": Command(leaves=NEW_WEIGHTS),
+    "/finish_weight_update": Command(ends=(NEW_WEIGHTS,), clears=_always),
+    "/finalize_weight_update": _UPDATE,
+    "/update_weight_version": Command(),
+    "/destroy_weights_update_group": Command(),
+    "/shutdown_weight_transfer_engine": Command(),
+    "/collective_rpc": Command(),
+    "/load_lora_adapter": _LORA,
+    "/unload_lora_adapter": _LORA,
+    "/v1/load_lora_adapter": _LORA,
+    "/v1/unload_lora_adapter": _LORA,
+    "/abort_request": Command(is_abort=True, aborts=lambda asked: asked.flag("abort_all", default=False)),
+    "/abort_requests": Command(is_abort=True, aborts=lambda asked: not asked.names_requests),
+}
+"""Calls that go to every replica."""
+
+UPDATE_PREFIX = "/update_weights"
+"""So do all calls that begin so: from disk, from a tensor, distributed, over IPC."""
+
+REPLICA_COMMANDS: Mapping[str, str] = {
+    "/init_weights_update_group": "each replica joins the group at a rank offset of its own",
+    "/init_weight_transfer_engine": "each replica joins the transfer at a rank offset of its own",
+    "/init_weight_transfer": "each replica joins the transfer at a rank offset of its own",
+    "/init_broadcaster": "each replica joins the broadcast at a rank offset of its own",
+    "/init_weights_send_group_for_remote_instance": "each replica needs an address and ports of its own",
+    "/send_weights_to_remote_instance": "each replica needs an address and ports of its own",
+}
+"""Calls that never go to every replica, and why."""
+
+CONTROL_PATHS = frozenset({*COMMANDS, *REPLICA_COMMANDS})
+
+
+def command_of(path: str) -> Command | None:
+    """Return what a call on `path` means for every replica; None if it is no such call."""
+    command = COMMANDS.get(path)
+    return _UPDATE if command is None and path.startswith(UPDATE_PREFIX) else command
+
+
+def is_control(path: str) -> bool:
+    """Say whether a path controls engines: an admin's matter, whatever the method."""
+    facade = path in ("/workers", "/list_workers") or path.startswith("/workers/")
+    return facade or path in CONTROL_PATHS or path.startswith((UPDATE_PREFIX, "/weight_sync/"))

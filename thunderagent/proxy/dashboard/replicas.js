@@ -1,0 +1,77 @@
+// The replicas: a bar for each, of what is claimed of its memory, by whom, and what is free.
+
+import { byId, h, keyed, setText } from "./dom.js";
+import { count, percent, short, whole } from "./format.js";
+
+const PARTS = ["reasoning", "acting", "other"];
+
+export function showReplicas({ replicas }) {
+  const list = byId("replicas");
+  if (!replicas.length) {
+    list.replaceChildren(h("p", { class: "empty", text: "No replica is configured. Start the proxy with --backends URL,URL." }));
+    return;
+  }
+  keyed(list, replicas, (replica) => replica.replica_id, create, update);
+}
+
+function create(replica) {
+  const parts = Object.fromEntries([...PARTS, "over", "shared"].map((name) => [name, h("span", { class: `part ${name}` })]));
+  const limit = h("span", { class: "limit", title: "what may be claimed" });
+  const cells = {
+    health: h("span", { class: "pill" }),
+    demand: h("span", { class: "demand" }),
+    programs: h("li"),
+    engine: h("li"),
+    hits: h("li"),
+    free: h("li"),
+    why: h("p", { class: "bad" }),
+  };
+  const bar = h("div", { class: "bar", role: "img" }, ...PARTS.map((name) => parts[name]), parts.over, parts.shared, limit);
+  const element = h("article", { class: "replica", "aria-label": replica.replica_id },
+    h("div", { class: "line" }, h("h3", { class: "mono", text: replica.replica_id, title: replica.url }), cells.health, cells.demand),
+    bar,
+    h("ul", { class: "facts" }, cells.programs, cells.free, cells.engine, cells.hits),
+    cells.why);
+  element.view = { ...cells, parts, bar, limit };
+  return element;
+}
+
+function update(element, replica) {
+  const view = element.view;
+  const health = replica.draining ? "draining" : replica.up ? "up" : "down";
+  setText(view.health, health);
+  view.health.dataset.state = health;
+  setText(view.why, replica.up ? "" : replica.why_down);
+  const size = replica.capacity_tokens;
+  const limit = replica.limit_tokens;
+  const full = limit ? ` · ${percent(replica.demand_tokens / limit)}` : "";
+  setText(view.demand, `${whole(replica.demand_tokens)}${limit === null ? "" : ` of ${whole(limit)}`} tokens${full}`);
+  const shared = replica.shared_tokens ? ` · ${short(replica.shared_tokens)} shared` : "";
+  const free = limit === null ? null : limit - replica.demand_tokens;
+  setText(view.free, (free === null ? "capacity unknown" : free < 0 ? `${short(-free)} over the limit` : `${short(free)} free`) + shared);
+  setText(view.programs, `${whole(replica.reasoning_count)} reasoning · ${whole(replica.acting_count)} acting`);
+  const { running_count: running, waiting_count: waiting } = replica.engine;
+  setText(view.engine, running === null ? count(replica.turns_in_flight_count, "turn") : `engine: ${whole(running)} running · ${whole(waiting ?? 0)} waiting`);
+  setText(view.hits, `${percent(replica.hit_ratio)} hits`);
+  drawBar(view, replica, size, limit);
+}
+
+/** Draw the claims to scale. What several programs share is in the demand once, and pale behind it where it was saved. */
+function drawBar({ parts, bar, limit: tick }, replica, size, limit) {
+  const claims = { reasoning: replica.reasoning_tokens, acting: replica.acting_tokens, other: replica.other_tokens };
+  const sum = PARTS.reduce((total, name) => total + claims[name], 0);
+  const demand = replica.demand_tokens;
+  const scale = Math.max(size ?? 0, limit ?? 0, demand, 1);
+  const width = (tokens) => `${(100 * Math.max(0, tokens)) / scale}%`;
+  for (const name of PARTS) parts[name].style.width = width(sum ? (claims[name] * demand) / sum : 0);
+  const over = limit === null ? 0 : Math.max(0, demand - limit);
+  parts.over.style.width = width(over);
+  parts.over.style.left = width(demand - over);
+  parts.shared.style.width = width(Math.min(replica.shared_tokens, scale - demand));
+  parts.shared.style.left = width(demand);
+  tick.style.left = width(limit ?? 0);
+  tick.hidden = limit === null || limit >= scale;
+  const said = PARTS.map((name) => `${whole(claims[name])} ${name === "other" ? "without a program" : name}`).join(", ");
+  bar.setAttribute("aria-label", `Tokens claimed: ${said}, ${whole(replica.shared_tokens)} of them shared`);
+  bar.title = `${said}, ${whole(replica.shared_tokens)} of them claimed more than once and counted once`;
+}

@@ -1,0 +1,159 @@
+"""The facade: each replica has a URL here, so that what a trainer tells one engine passes through us.
+
+Trainers ask a gateway for its engines (`GET /workers`, before `GET /list_workers`) and then talk to each. The URLs that
+they get are ours. Control calls that come this way have the same effect as those to all replicas, on this one; a turn
+is an anonymous turn on that replica, whoever's it says it is; `/v1/loads` counts held turns, too; everything else is
+sent on as it is, also what is never sent to all replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+from urllib.parse import quote, unquote
+
+from aiohttp import web
+
+from thunderagent.errors import NotFoundError, ReplicaError, TurnAbortedError
+from thunderagent.proxy.aborts import abort_answer, abortable
+from thunderagent.proxy.commands import command_of
+from thunderagent.proxy.control import Control
+from thunderagent.proxy.dialects import TURN_DIALECTS
+from thunderagent.proxy.loads import load_of, old_load_of
+from thunderagent.proxy.replicas import Replicas
+from thunderagent.runtime import Runtime
+
+ForwardTo = Callable[[web.Request, str, str], Awaitable[web.StreamResponse]]
+"""Send a request on to a replica, on a raw path there, and relay the answer."""
+
+OLD_LOAD_PATHS = ("/get_load", "/get_loads")
+
+
+class Facade:
+    """Handlers of `/workers`, of what lies under it, and of the loads."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        replicas: Replicas,
+        control: Control,
+        forward_to: ForwardTo,
+    ) -> None:
+        """Stand for `replicas`; what is neither control nor a turn goes through `forward_to`."""
+        self._runtime = runtime
+        self._replicas = replicas
+        self._control = control
+        self._forward_to = forward_to
+
+    def routes(self) -> list[web.RouteDef]:
+        """Return the routes of the facade."""
+        return [
+            web.get("/workers", self.list_replicas),
+            web.get("/list_workers", self.list_urls),
+            web.route("*", "/workers/{path:[^/]+/.+}", self.pass_on),
+            web.get("/v1/loads", self.loads),
+            *(web.get(path, self.old_loads) for path in OLD_LOAD_PATHS),
+        ]
+
+    async def list_replicas(self, request: web.Request) -> web.Response:
+        """List the replicas as SGLang's gateway does."""
+        described = [self._described(request, replica_id) for replica_id in self._replicas.known]
+        healthy_count = sum(replica["is_healthy"] for replica in described)
+        load_count = sum(replica["load"] for replica in described)
+        stats = {
+            "total_workers": len(described),
+            "healthy_workers": healthy_count,
+            "total_load": load_count,
+            "by_type": {"regular": len(described), "prefill": 0, "decode": 0},
+        }
+        return web.json_response({"workers": described, "total": len(described), "stats": stats})
+
+    async def list_urls(self, request: web.Request) -> web.Response:
+        """List the replicas as SGLang's gateway did before 0.2.2, and as slime's own does."""
+        return web.json_response({"urls": [self._url(request, replica_id) for replica_id in self._replicas.known]})
+
+    async def pass_on(self, request: web.Request) -> web.StreamResponse:
+        """Send a request on to the replica that it names."""
+        replica_id, path = self._split(request.raw_path)
+        bare_path = path.partition("?")[0]
+        command = command_of(bare_path)
+        if command is not None:
+            return await self._control.tell_one(request, path, replica_id, command)
+        if request.method == "POST" and bare_path in TURN_DIALECTS:
+            return await self._turn(request, replica_id, path)
+        if request.method == "GET" and bare_path == "/v1/loads":
+            return await self._loads_of(request, replica_id, path)
+        if request.method == "GET" and bare_path in OLD_LOAD_PATHS:
+            return web.json_response(old_load_of(self._runtime, [replica_id]))
+        return await self._forward_to(request, replica_id, path)
+
+    async def loads(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler's signature
+        """Count turns in flight and held, of all replicas."""
+        return web.json_response(load_of(self._runtime, list(self._replicas.known)))
+
+    async def old_loads(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler's signature
+        """Count them in the older shape."""
+        return web.json_response(old_load_of(self._runtime, list(self._replicas.known)))
+
+    async def _turn(self, request: web.Request, replica_id: str, path: str) -> web.StreamResponse:
+        """Run an anonymous turn on the replica that its client chose."""
+        body = await request.read()
+        try:
+            lease = await self._runtime.lease(
+                None, prompt_bytes=len(body), pinned_replica_id=replica_id, abortable=abortable(path, body)
+            )
+        except TurnAbortedError:
+            content_type, answer = abort_answer(path, body)
+            return web.Response(body=answer, content_type=content_type)
+        with lease:
+            try:
+                response = await self._forward_to(request, replica_id, path)
+            except ReplicaError:
+                lease.failed()
+                raise
+            if response.status < 400:
+                lease.finished()
+            else:
+                lease.refused()
+            return response
+
+    async def _loads_of(self, request: web.Request, replica_id: str, path: str) -> web.Response:
+        """Answer with what the engine counts and the turns held for it; with our own count if it has none."""
+        own = load_of(self._runtime, [replica_id])
+        reply = await self._control.call(replica_id, request, path, b"")
+        loads = reply.value.get("loads") if reply.ok and isinstance(reply.value, dict) else None
+        if not (isinstance(loads, list) and loads and isinstance(loads[0], dict)):
+            return web.json_response(own)
+        held_count = own["loads"][0]["num_waiting_reqs"]
+        for name in ("num_waiting_reqs", "num_total_reqs"):
+            counted = loads[0].get(name)
+            if isinstance(counted, int):
+                loads[0][name] = counted + held_count
+        return web.json_response(reply.value)
+
+    def _split(self, raw_path: str) -> tuple[str, str]:
+        """Split `/workers/{replica_id}/...` into the replica and the raw path there. Raises `NotFoundError`."""
+        segment, _, rest = raw_path.removeprefix("/workers/").partition("/")
+        replica_id = unquote(segment)
+        if replica_id not in self._replicas.known:
+            raise NotFoundError(f"there is no replica {replica_id!r}")
+        return replica_id, "/" + rest
+
+    def _url(self, request: web.Request, replica_id: str) -> str:
+        return f"{request.scheme}://{request.host}/workers/{quote(replica_id, safe=':')}"
+
+    def _described(self, request: web.Request, replica_id: str) -> dict[str, Any]:
+        known = self._replicas.known[replica_id]
+        replica = self._runtime.scheduler.replicas.get(replica_id)
+        return {
+            "id": replica_id,
+            "url": self._url(request, replica_id),
+            "model_id": "unknown",
+            "priority": 50,
+            "cost": 1.0,
+            "worker_type": "regular",
+            "connection_mode": "http",
+            "runtime_type": known.endpoint.backend.kind,
+            "is_healthy": replica is not None and replica.up,
+            "load": replica.account.turn_count if replica is not None else 0,
+        }
