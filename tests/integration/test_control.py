@@ -684,6 +684,7 @@ async def test_a_caller_without_http_turns_takes_leases() -> None:
         assert second["held_s"] > 0
         assert (await post(proxy.url, f"/leases/{second['lease_id']}/end", {"outcome": "abandoned"})).status == 200
         assert not replica.calls
+        rubbish: object
         for rubbish in ({"prompt_tokens": -1}, {"program_id": ""}, [], {"prompt_tokens": "many"}):
             assert (await post(proxy.url, "/leases", rubbish)).status == 400
 
@@ -747,7 +748,10 @@ async def test_with_an_admin_port_the_data_port_controls_nothing() -> None:
         for method, path in (
             *(("POST", path) for path in [*COMMANDS, *REPLICA_COMMANDS, "/update_weights_from_disk"]),
             *(("POST", path) for path in ("//pause", "/%70ause", "/x/../pause", "/v1/pause", "/p/a/v1/pause")),
-            *(("GET", path) for path in ("/replicas", "/queue", "/tools", "/programs", "/programs/a", "/v1/loads")),
+            *(
+                ("GET", path)
+                for path in ("/replicas", "/queue", "/tools", "/programs", "/programs/a", "/v1/loads", "/events")
+            ),
             ("GET", "/workers"),
             ("POST", f"/workers/{id_of(replica)}/pause"),
             ("POST", "/weight_sync/begin"),

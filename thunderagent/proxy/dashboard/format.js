@@ -56,6 +56,7 @@ const REASONS = {
   idle: "its tool runs longer than the idle limit",
   replica_down: "its replica is gone",
   replica_draining: "its replica gets nothing new",
+  suspended: "engines are paused, asleep, or get new weights",
   moved: "it goes to another replica",
   relieved: "there is room again",
   released: "its client released it",

@@ -41,7 +41,8 @@ function update(element, replica) {
   const health = replica.draining ? "draining" : replica.up ? "up" : "down";
   setText(view.health, health);
   view.health.dataset.state = health;
-  setText(view.why, replica.up ? "" : replica.why_down);
+  const suspended = replica.suspended_for.length ? `nothing is granted: ${replica.suspended_for.join(", ")}` : "";
+  setText(view.why, replica.up ? suspended : replica.why_down);
   const size = replica.capacity_tokens;
   const limit = replica.limit_tokens;
   const full = limit ? ` · ${percent(replica.demand_tokens / limit)}` : "";
