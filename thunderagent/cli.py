@@ -1,9 +1,10 @@
-"""The command line: `thunderagent serve | engine | simulate | compare | calibrate | status | replay | record`."""
+"""The command line: `thunderagent serve | engine | simulate | compare | calibrate | status | key | replay | record`."""
 
 from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -21,6 +22,7 @@ from thunderagent.config import ENVIRONMENT_PREFIX, ServeConfig
 from thunderagent.errors import ThunderAgentError
 from thunderagent.event_log import read_events, replay
 from thunderagent.lookups import Loop
+from thunderagent.security import print_key
 from thunderagent.serving import serve
 from thunderagent.simulator import command as simulate_command
 from thunderagent.simulator import compare_command
@@ -128,7 +130,28 @@ def build_parser() -> argparse.ArgumentParser:
     status_parser.add_argument("--url", default="http://127.0.0.1:8300", help="where it runs (default: %(default)s)")
     status_parser.add_argument("--watch", action="store_true", help="refresh every second until Ctrl-C")
     status_parser.add_argument("--programs", type=int, default=20, metavar="N", help="show N programs (default: 20)")
-    status_parser.set_defaults(run=lambda args: watch_status(args.url, watch=args.watch, programs_count=args.programs))
+    status_parser.add_argument(
+        "--key",
+        default=os.environ.get(f"{ENVIRONMENT_PREFIX}KEY", ""),
+        help=f"an admin key of the proxy; better in the environment, where other users do not see it "
+        f"[{ENVIRONMENT_PREFIX}KEY]",
+    )
+    status_parser.add_argument(
+        "--ca-file",
+        type=Path,
+        metavar="FILE",
+        help="certificates to trust for an https URL, PEM, instead of the system's",
+    )
+    status_parser.set_defaults(run=run_status)
+
+    key_parser = commands.add_parser(
+        "key",
+        help="make an API key for the proxy",
+        description="Make an API key: print it, once, and the line of the configuration that lets it in.",
+    )
+    key_parser.add_argument("name", metavar="NAME", help="whose it is; letters, digits and . _ - @")
+    key_parser.add_argument("--admin", action="store_true", help="for the admin API too, not only for data")
+    key_parser.set_defaults(run=lambda args: print_key(args.name, is_admin=args.admin))
 
     replay_parser = commands.add_parser(
         "replay",
@@ -166,6 +189,11 @@ def run_serve(args: argparse.Namespace) -> int:
         print(f"thunderagent: error: cannot serve on {config.host}:{config.port}: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def run_status(args: argparse.Namespace) -> int:
+    """Show a running proxy."""
+    return watch_status(args.url, watch=args.watch, programs_count=args.programs, key=args.key, ca_file=args.ca_file)
 
 
 def run_replay(args: argparse.Namespace) -> int:
@@ -208,7 +236,10 @@ def configure_logging(level: str, *, as_json: bool) -> None:
         processors = [
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty()),
+            structlog.dev.ConsoleRenderer(
+                colors=sys.stderr.isatty(),
+                exception_formatter=structlog.dev.plain_traceback,  # the default shows variables, so keys, too
+            ),
         ]
         factory = structlog.WriteLoggerFactory(file=sys.stderr)
     structlog.configure(
@@ -244,7 +275,8 @@ def _add_serve_options(parser: argparse.ArgumentParser) -> None:
         elif get_origin(field.annotation) is Literal:
             parser.add_argument(f"--{option}", dest=name, choices=get_args(field.annotation), help=help_text)
         else:
-            parser.add_argument(f"--{option}", dest=name, metavar=_metavar(field.annotation), help=help_text)
+            metavar = "X" if name.endswith(("_per_s", "_ratio")) else _metavar(field.annotation)
+            parser.add_argument(f"--{option}", dest=name, metavar=metavar, help=help_text)
 
 
 def _metavar(annotation: Any) -> str:

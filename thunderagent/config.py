@@ -6,6 +6,7 @@ TOML file that `--config` names, the default here.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from pathlib import Path
 from tomllib import TOMLDecodeError
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
     NoDecode,
@@ -30,6 +31,7 @@ from thunderagent.errors import ConfigurationError, DiscoveryError
 from thunderagent.tools.template import DriverKind, Template
 
 ENVIRONMENT_PREFIX = "THUNDERAGENT_"
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+")
 
 HOST_FIELD = "{host}"
 """In an address of KV events it stands for a replica's host, so that one address is for all replicas."""
@@ -143,6 +145,36 @@ class ServeConfig(BaseSettings):
         3600.0, gt=0, description="a lease taken over the API of which nothing is heard for longer is ended, in seconds"
     )
     max_body_bytes: int = Field(64 * 2**20, gt=0, description="largest request body, in bytes; more gets 413")
+    body_timeout_s: float = Field(300.0, gt=0, description="for a request body to come, in seconds; else 408")
+    idle_timeout_s: float = Field(
+        75.0, gt=0, description="a client's connection without a whole request head for so long is closed, in seconds"
+    )
+    api_keys: Annotated[tuple[str, ...], NoDecode] = Field(
+        (), description="keys for data, as NAME:sha256:HEX, separated by commas; `thunderagent key NAME` makes one"
+    )
+    admin_keys: Annotated[tuple[str, ...], NoDecode] = Field(
+        (), description="keys for everything, in the same form; `thunderagent key NAME --admin` makes one"
+    )
+    allow_open: bool = Field(
+        False, description="whether to listen without api_keys on an address that other machines reach"
+    )
+    metrics_need_key: bool = Field(False, description="whether /metrics needs an admin key")
+    tls_cert: Path | None = Field(
+        None, description="certificate chain to serve https with, PEM; read again on SIGHUP; none: plain http"
+    )
+    tls_key: Path | None = Field(None, description="its private key, PEM; by default in the same file")
+    cors_origins: Annotated[tuple[str, ...], NoDecode] = Field(
+        (), description="origins whose web pages may call the proxy, separated by commas; * is any"
+    )
+    rate_limit_per_s: float | None = Field(
+        None, gt=0, description="requests per second of each key, or address without keys; data waits, admin gets 429"
+    )
+    rate_limit_burst_count: int = Field(100, ge=1, description="requests that a caller may send at once")
+    backend_api_key: SecretStr | None = Field(None, description="key that the replicas are sent, as a bearer token")
+    backend_api_key_file: Path | None = Field(None, description="file that holds it, instead")
+    backend_ca_file: Path | None = Field(
+        None, description="certificates to trust for replicas with https, PEM, besides the system's"
+    )
     sandboxes: Annotated[tuple[DriverKind, ...], NoDecode] = Field(
         (), description="who makes programs' sandboxes: docker, kubernetes, callback, separated by commas; none: off"
     )
@@ -207,6 +239,12 @@ class ServeConfig(BaseSettings):
     log_format: Literal["auto", "console", "json"] = Field(
         "auto", description="console for people, json for one object a line; auto is console on a terminal"
     )
+    otlp_endpoint: str = Field(
+        "", description="base URL of an OpenTelemetry collector (OTLP over HTTP), as http://127.0.0.1:4318; none: off"
+    )
+    trace_sample_ratio: float | None = Field(
+        None, ge=0, le=1, description="part of the traces that begin here which is sent; by default OTEL_TRACES_SAMPLER"
+    )
     embedded_engines: int = Field(
         2, ge=0, le=16, description="simulated engines to start when there is no source of replicas; 0 starts without"
     )
@@ -251,7 +289,15 @@ class ServeConfig(BaseSettings):
         return urls
 
     @field_validator(
-        "kv_events", "kv_events_replay", "program_headers", "sandboxes", "sandbox_keep_images", mode="before"
+        "kv_events",
+        "kv_events_replay",
+        "program_headers",
+        "sandboxes",
+        "sandbox_keep_images",
+        "api_keys",
+        "admin_keys",
+        "cors_origins",
+        mode="before",
     )
     @classmethod
     def _split_list(cls, value: object) -> object:
@@ -269,6 +315,17 @@ class ServeConfig(BaseSettings):
             raise ValueError(
                 f"kv_events_replay names {len(self.kv_events_replay)} addresses, kv_events {len(self.kv_events)}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _security_is_of_one_piece(self) -> Self:
+        if self.tls_key is not None and self.tls_cert is None:
+            raise ValueError("tls_key goes with tls_cert")
+        for origin in self.cors_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):  # it would match no page
+                raise ValueError(f"cors_origins: {origin!r} is no origin, such as https://page.example:8443")
+        if self.backend_api_key_file is not None and self.backend_api_key is not None:
+            raise ValueError("backend_api_key and backend_api_key_file are two ways to say the same")
         return self
 
     @field_validator("policy_args", mode="before")

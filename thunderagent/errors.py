@@ -77,6 +77,42 @@ class InvalidProgramIdError(RequestError):
     code = "invalid_program_id"
 
 
+class KeyNeededError(RequestError):
+    """The request brings no API key, or one that is not configured."""
+
+    status = 401
+    code = "invalid_api_key"
+
+
+class AdminKeyNeededError(RequestError):
+    """The request brings a key for data where an admin key is needed."""
+
+    status = 403
+    code = "admin_key_needed"
+
+
+class OriginRefusedError(RequestError):
+    """A browser sends the request for a page of an origin that is not allowed to."""
+
+    status = 403
+    code = "origin_refused"
+
+
+class BodyTimeoutError(RequestError):
+    """The body of a request did not come in time."""
+
+    status = 408
+    code = "body_timeout"
+
+
+class RateLimitedError(RequestError):
+    """Too many requests to the admin API; turns are never refused so, they wait."""
+
+    status = 429
+    code = "rate_limited"
+    retry_after_s = 1
+
+
 class BodyTooLargeError(RequestError):
     """A request body is over the configured limit."""
 

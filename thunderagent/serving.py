@@ -11,7 +11,7 @@ import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
 from aiohttp import web
@@ -30,11 +30,25 @@ from thunderagent.proxy.app import HISTORY, build_app
 from thunderagent.proxy.control import ControlSettings
 from thunderagent.proxy.discovery import Discovery, DiscoverySettings
 from thunderagent.proxy.observer import Observer
+from thunderagent.proxy.outgoing import Outgoing
 from thunderagent.proxy.replicas import Replicas
+from thunderagent.proxy.server_log import server_logger
 from thunderagent.proxy.turns import TurnSettings
 from thunderagent.replica_sources import followers_of, sources_of, static_of
 from thunderagent.runtime import Runtime, RuntimeSettings
 from thunderagent.sandboxes import build_manager
+from thunderagent.security import (
+    ServerTls,
+    backend_api_key,
+    backend_ssl_context,
+    build_keyring,
+    check_security,
+    guard_settings,
+    is_loopback,
+)
+
+if TYPE_CHECKING:
+    from thunderagent.proxy.tracing import Tracing
 
 log = structlog.get_logger("thunderagent")
 
@@ -54,6 +68,7 @@ async def serve(config: ServeConfig, *, ready: Callable[[str], None] = lambda _:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    check_security(config)
     runtime, event_log = build_runtime(config)
     async with AsyncExitStack() as stack:
         if event_log is not None:
@@ -114,6 +129,8 @@ async def proxy(
 
     `further_sources` come beside those of the configuration.
     """
+    keyring, tls, ssl_context = build_keyring(config), ServerTls.of(config), backend_ssl_context(config)
+    api_key = backend_api_key(config)
     replicas = Replicas(runtime, [], capacity_override_tokens=config.capacity_tokens)
     poller = Poller(
         replicas,
@@ -122,6 +139,8 @@ async def proxy(
             deadline_s=config.poll_deadline_s,
             down_after_failures=config.down_after_failures,
             silence_limit_s=config.poll_silence_limit_s,
+            authorization=f"Bearer {api_key}" if api_key else "",
+            ssl_context=ssl_context,
         ),
     )
     kv_followers = followers_of(config, runtime)
@@ -133,12 +152,20 @@ async def proxy(
         DiscoverySettings(ranks_count=config.data_parallel_ranks, drain_limit_s=config.drain_limit_s),
         sources,
     )
+    tracing = _tracing(config)
     client_settings = ClientSettings(
-        connect_timeout_s=config.connect_timeout_s, silence_timeout_s=config.silence_timeout_s
+        connect_timeout_s=config.connect_timeout_s,
+        silence_timeout_s=config.silence_timeout_s,
+        outgoing=Outgoing(keyring, api_key, tracing),
+        ssl_context=ssl_context,
     )
     sandboxes = build_manager(config, runtime)
     admin_port = AdminPort() if config.admin_port is not None else None
-    async with open_client(client_settings) as client:
+    async with AsyncExitStack() as stack:
+        if tracing is not None:
+            stack.push_async_callback(asyncio.to_thread, tracing.close)
+            runtime.observe(tracing.observe)
+        client = await stack.enter_async_context(open_client(client_settings))
         replicas.attach(client, poller, *kv_followers)
         discovery.replicas_wanted("static", static_of(urls))
         app = build_app(
@@ -152,7 +179,9 @@ async def proxy(
                 program_headers=config.program_headers,
                 names_programs=bool(config.kv_events),
             ),
-            max_body_bytes=config.max_body_bytes,
+            guard_settings=guard_settings(config),
+            keyring=keyring,
+            tracing=tracing,
             sandboxes=sandboxes,
             control_settings=ControlSettings(
                 timeout_s=config.control_timeout_s,
@@ -168,8 +197,19 @@ async def proxy(
         if config.observe_interval_s is not None:
             interval_s, deadline_s = config.observe_interval_s, config.poll_deadline_s
             loops.append(Observer(runtime, client, replicas, interval_s=interval_s, deadline_s=deadline_s).run)
-        async with _background(*loops), _listening(app, config, admin_port) as url:
+        async with _background(*loops), _listening(app, config, tls, admin_port) as url:
             yield url
+
+
+def _tracing(config: ServeConfig) -> Tracing | None:
+    """Return what makes spans, if that is configured. Raises `ConfigurationError`."""
+    if not config.otlp_endpoint:
+        return None
+    try:
+        from thunderagent.proxy.tracing import open_tracing  # noqa: PLC0415 - needs an extra
+    except ImportError as error:
+        raise ConfigurationError("otlp_endpoint: needs the extra otel: pip install 'thunderagent[otel]'") from error
+    return open_tracing(config.otlp_endpoint, config.trace_sample_ratio)
 
 
 @asynccontextmanager
@@ -190,27 +230,41 @@ async def _background(*loops: Callable[[], Coroutine[Any, Any, None]]) -> AsyncI
 
 
 @asynccontextmanager
-async def _listening(app: web.Application, config: ServeConfig, admin_port: AdminPort | None) -> AsyncIterator[str]:
+async def _listening(
+    app: web.Application, config: ServeConfig, tls: ServerTls | None, admin_port: AdminPort | None
+) -> AsyncIterator[str]:
     runner = web.AppRunner(
         app,
         access_log=None,
+        logger=server_logger(),
         handler_cancellation=True,
         auto_decompress=False,
         max_line_size=MAX_HEADER_BYTES,
         max_field_size=MAX_HEADER_BYTES,
         shutdown_timeout=CLOSE_S,
+        keepalive_timeout=config.idle_timeout_s,  # aiohttp's word; it counts from a connection's first moment
     )
     await runner.setup()
     try:
-        site = web.TCPSite(runner, config.host, config.port, backlog=4096)
+        site = web.TCPSite(
+            runner, config.host, config.port, backlog=4096, ssl_context=tls.context if tls is not None else None
+        )
         await site.start()
         if admin_port is not None:
-            await web.TCPSite(runner, config.host, config.admin_port or 0).start()
+            await web.TCPSite(
+                runner, config.host, config.admin_port or 0, ssl_context=tls.context if tls is not None else None
+            ).start()
             admin_port.port = runner.addresses[1][1]
             log.info("admin_port", port=admin_port.port)
+        if tls is not None:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, tls.reload)
+        if not config.api_keys and not is_loopback(config.host):
+            log.warning("open_to_the_network", host=config.host, effect="whoever reaches this port may use the proxy")
         host, port = runner.addresses[0][:2]
-        yield f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        yield f"{'http' if tls is None else 'https'}://{f'[{host}]' if ':' in host else host}:{port}"
     finally:
+        if tls is not None:
+            asyncio.get_running_loop().remove_signal_handler(signal.SIGHUP)
         await runner.cleanup()
 
 

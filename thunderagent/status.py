@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ssl
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,11 +19,16 @@ REFRESH_S = 1.0
 TIMEOUT_S = 5.0
 
 
-def watch_status(url: str, *, watch: bool, programs_count: int) -> int:
-    """Print the state of the proxy at `url`, once or until Ctrl-C; return the exit status."""
+def watch_status(url: str, *, watch: bool, programs_count: int, key: str = "", ca_file: Path | None = None) -> int:
+    """Print the state of the proxy at `url`, once or until Ctrl-C; return the exit status.
+
+    `key` is an admin key of the proxy, `ca_file` has the certificates to trust instead of the system's.
+    """
     console = Console(markup=False, emoji=False, highlight=False)  # ids are text, whatever they look like
     try:
-        with httpx.Client(base_url=url, timeout=TIMEOUT_S, trust_env=False) as client:
+        verify = True if ca_file is None else ssl.create_default_context(cafile=ca_file)
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        with httpx.Client(base_url=url, timeout=TIMEOUT_S, trust_env=False, verify=verify, headers=headers) as client:
             picture = _picture(client, programs_count)
             if not watch:
                 console.print(picture)
@@ -30,7 +37,10 @@ def watch_status(url: str, *, watch: bool, programs_count: int) -> int:
                 while True:
                     time.sleep(REFRESH_S)
                     live.update(_picture(client, programs_count))
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
+    except httpx.HTTPStatusError as error:
+        print(f"thunderagent: error: {url} answers {error.response.status_code}; is a key missing?", file=sys.stderr)
+        return 1
+    except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
         print(f"thunderagent: error: no proxy answers at {url}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

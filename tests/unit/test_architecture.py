@@ -76,7 +76,7 @@ def is_under(dotted: str, prefix: str) -> bool:
 EVERY_ROOM = frozenset(
     {
         *("errors", "programs", "policy_loader", "backends", "tools", "simulator"),
-        *("event_log", "runtime", "proxy", "client", "sandboxes", "replica_sources"),
+        *("event_log", "runtime", "proxy", "client", "sandboxes", "replica_sources", "security"),
     }
 )
 
@@ -104,6 +104,8 @@ ARROWS: dict[str, frozenset[str]] = {
     "sandboxes": frozenset({"errors", "programs", "tools", "runtime", "proxy", "config"}),
     # From the configuration to the sources of replicas.
     "replica_sources": frozenset({"errors", "programs", "backends", "runtime", "proxy", "config"}),
+    # Makes keys, TLS and limits of the configuration.
+    "security": frozenset({"errors", "proxy", "config"}),
     # Wires everything up; the command line starts it.
     "serving": EVERY_ROOM | {"config"},
     "cli": EVERY_ROOM | {"config", "serving", "status", "calibrate", "lookups"},

@@ -146,4 +146,5 @@ def test_every_field_has_a_description_and_every_time_its_unit() -> None:
     """`--help` is made of these."""
     for name, field in ServeConfig.model_fields.items():
         assert field.description, name
-        assert not name.endswith("_s") or "in seconds" in field.description, name
+        unit = "per second" if name.endswith("_per_s") else "in seconds"
+        assert not name.endswith("_s") or unit in field.description, name

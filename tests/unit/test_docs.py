@@ -27,6 +27,7 @@ from thunderagent.programs.policies.breakeven import BreakEven
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.proxy.discovery import Discovery, DiscoverySettings
 from thunderagent.proxy.metrics import StateCollector, TurnMetrics
+from thunderagent.proxy.rate_limit import RateLimits
 from thunderagent.proxy.replica_routes import SourceCollector
 from thunderagent.proxy.replicas import Replicas
 from thunderagent.proxy.sandboxes import SandboxCollector
@@ -66,6 +67,7 @@ ENDPOINTS = {
     *("v1", "p", "sessions", "programs", "finish_session", "replicas", "queue", "health", "ready", "metrics"),
     *("sandboxes", "work", "NAMESPACE", "tools", "summary", "history", "events", "dashboard"),
     *("tokenize", "detokenize", "version", "reset_prefix_cache", "generate", "inference"),
+    *("openapi", "docs", "dashboard"),
     *("pause", "resume", "pause_generation", "continue_generation", "flush_cache", "is_paused", "is_sleeping"),
     *("sleep", "wake_up", "release_kv_cache_memory", "release_memory_occupation", "resume_memory_occupation"),
     *("start_weight_update", "start_draft_weight_update", "finish_weight_update", "finalize_weight_update"),
@@ -105,6 +107,7 @@ def metric_names() -> set[str]:
     """Return what `/metrics` exposes, under the names that a dashboard uses."""
     registry = CollectorRegistry()
     TurnMetrics(registry)
+    RateLimits(1, 1, registry)
     runtime = Runtime(Scheduler(load_policy("passthrough", {})))
     replicas = Replicas(runtime, [])
     registry.register(StateCollector(runtime, replicas))

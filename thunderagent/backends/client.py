@@ -7,7 +7,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from io import BytesIO
-from typing import Any
+from ssl import SSLContext
+from typing import Any, Protocol
 
 import aiohttp
 from multidict import CIMultiDict
@@ -26,6 +27,16 @@ MAX_HEADER_BYTES = 64 * 1024
 LARGE_BODY_BYTES = 512 * 1024
 
 
+class Outgoing(Protocol):
+    """What is done to every request, whoever sends it."""
+
+    def mend(self, headers: CIMultiDict[str]) -> None:
+        """Mend the headers in place, before they are sent."""
+
+    def answered(self, status: int) -> None:
+        """Hear that the head of an answer came."""
+
+
 @dataclass(frozen=True, slots=True)
 class ClientSettings:
     """Deadlines of the connections to replicas."""
@@ -37,6 +48,9 @@ class ClientSettings:
     keepalive_s: float = 4.0
     """An idle connection is closed after so long: sooner than the 5 s after which vLLM's server closes it, because
     a request that meets the close would fail."""
+    outgoing: Outgoing | None = None
+    ssl_context: SSLContext | None = None
+    """Whom to trust where a replica speaks https; None is whom the system trusts."""
 
 
 class _PlainRequest(aiohttp.ClientRequest):
@@ -144,6 +158,10 @@ class ReplicaClient:
             headers.update(pool.rank_headers)
         # aiohttp warns of bytes that would be written in one go; a file it writes in pieces.
         data = body if body is None or len(body) <= LARGE_BODY_BYTES else BytesIO(body)
+        if self._settings.outgoing is not None:
+            self._settings.outgoing.mend(headers)
+        if "@" in base_url:  # its name and password are sent; aiohttp refuses to send another
+            headers.popall("Authorization", None)
         try:
             response = await pool.request(
                 method,
@@ -169,6 +187,8 @@ class ReplicaClient:
             raise ReplicaClosedEarlyError(
                 f"replica {replica_id} closed the connection before it answered: {error!r}", replica_id=replica_id
             ) from error
+        if self._settings.outgoing is not None:
+            self._settings.outgoing.answered(response.status)
         if "Transfer-Encoding" in response.headers:
             _fail_reader_on_close(response)
         return response
@@ -226,7 +246,9 @@ def _url(base_url: str, path: str) -> URL:
 
 def _connections(settings: ClientSettings) -> aiohttp.ClientSession:
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=settings.keepalive_s),
+        connector=aiohttp.TCPConnector(
+            limit=0, keepalive_timeout=settings.keepalive_s, ssl=settings.ssl_context or True
+        ),
         timeout=aiohttp.ClientTimeout(
             total=None, sock_connect=settings.connect_timeout_s, sock_read=settings.silence_timeout_s
         ),

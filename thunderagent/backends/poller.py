@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from dataclasses import dataclass, field
+from ssl import SSLContext
 from typing import TYPE_CHECKING, Protocol
 
 import httpx
@@ -63,6 +64,10 @@ class PollerSettings:
     # Silence is weaker evidence: a loaded engine may let a poll wait for many seconds while its streams flow
     # (vLLM on a busy CPU: 10 s seen). Polls that only got no answer in time take a replica down after so long.
     silence_limit_s: float = 30.0
+    # The header Authorization of polls; empty: none.
+    authorization: str = ""
+    # Whom to trust where a replica speaks https; None is whom the system trusts.
+    ssl_context: SSLContext | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +178,7 @@ class Poller:
         if self._start is not None:
             raise RuntimeError("the poller runs already")
         # A client for each URL, so that its connections close with its watch; the TLS context takes 20 ms to make.
-        tls = httpx.create_ssl_context(trust_env=False)
+        tls = self._settings.ssl_context or httpx.create_ssl_context(trust_env=False)
         try:
             async with asyncio.TaskGroup() as group:
                 self._start = lambda watched: group.create_task(
@@ -187,7 +192,9 @@ class Poller:
 
     async def _watch_with_client(self, watched: _Watched, tls: ssl.SSLContext) -> None:
         # httpx's timeouts are for each read, where our deadline is for the whole answer.
-        async with httpx.AsyncClient(verify=tls, trust_env=False, timeout=None) as client:  # noqa: S113
+        authorization = self._settings.authorization
+        headers = {"Authorization": authorization} if authorization else None
+        async with httpx.AsyncClient(verify=tls, trust_env=False, timeout=None, headers=headers) as client:  # noqa: S113
             await self._watch(watched, client)
 
     async def _watch(self, watched: _Watched, client: httpx.AsyncClient) -> None:
@@ -285,7 +292,7 @@ class Poller:
             trouble = _trouble_of(reading)
         if trouble != watched.trouble.get(endpoint.replica_id):
             watched.trouble[endpoint.replica_id] = trouble
-            log = _log.bind(replica_id=endpoint.replica_id, url=str(watched.metrics_url))
+            log = _log.bind(replica_id=endpoint.replica_id, url=str(watched.metrics_url.copy_with(userinfo=b"")))
             if trouble is None:
                 log.info("replica metrics are usable again")
             else:
@@ -309,9 +316,9 @@ def _url_of(replica: ReplicaEndpoint, path: str) -> httpx.URL:
     try:
         url = httpx.URL(replica.url.rstrip("/") + path)
     except httpx.InvalidURL as error:
-        raise ConfigurationError(f"replica {replica.replica_id!r}: {replica.url!r}: {error}") from error
+        raise ConfigurationError(f"replica {replica.replica_id!r}: its URL is none: {error}") from error
     if url.scheme not in {"http", "https"} or not url.host:
-        raise ConfigurationError(f"replica {replica.replica_id!r}: {replica.url!r} is no http or https URL")
+        raise ConfigurationError(f"replica {replica.replica_id!r}: its URL is no http or https URL")
     return url
 
 

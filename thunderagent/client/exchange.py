@@ -9,6 +9,7 @@ of its requests has a timeout, so that it does not wait for long.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -22,6 +23,8 @@ from thunderagent.client.errors import ProxyRefusedError, ProxyUnreachableError
 
 MAX_ANSWER_BYTES = 16 * 1024 * 1024
 _MAX_SAID_CHARACTERS = 300
+KEY_VARIABLE = "THUNDERAGENT_KEY"
+"""Names the proxy's API key, where it asks for one."""
 
 Result = TypeVar("Result")
 
@@ -29,13 +32,16 @@ Result = TypeVar("Result")
 def exchange(proxy: str, method: str, path: str, body: object = None, *, timeout_s: float) -> dict[str, Any]:
     """Send one request with a JSON body, if any, and return the JSON object of the answer.
 
-    `timeout_s` is for each wait of the connection. Environment variables of HTTP proxies are not heeded. Raises
-    `ProxyUnreachableError`, and `ProxyRefusedError` for an answer that is no JSON object or has a status over 299.
+    `timeout_s` is for each wait of the connection. Environment variables of HTTP proxies are not heeded; the proxy's
+    API key, if it asks for one, is `THUNDERAGENT_KEY`. Raises `ProxyUnreachableError`, and `ProxyRefusedError` for an
+    answer that is no JSON object or has a status over 299.
     """
     parts = urlsplit(proxy)
     kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
     content = None if body is None else json.dumps(body).encode()
     headers = {"Content-Type": "application/json", "Connection": "close"}
+    if key := os.environ.get(KEY_VARIABLE):
+        headers["X-ThunderAgent-Key"] = key
     try:
         with closing(kind(parts.hostname or "", parts.port, timeout=timeout_s)) as connection:
             connection.request(method, parts.path + path, content, headers)

@@ -13,6 +13,7 @@ from thunderagent.errors import NotFoundError, RequestError, ThunderAgentError
 from thunderagent.programs.lifecycle import Phase, Status
 from thunderagent.proxy.bodies import read_model as _read_model
 from thunderagent.proxy.identity import check_program_id
+from thunderagent.proxy.keys import check_admin
 from thunderagent.proxy.metrics import exposition
 from thunderagent.proxy.replicas import Replicas
 from thunderagent.proxy.reports import (
@@ -170,6 +171,7 @@ class Admin:
             raise RequestError("a generation goes with one program_id")
         program_ids = wanted.program_ids or []
         if wanted.all:
+            check_admin()
             program_ids = [program.program_id for program in self._runtime.scheduler.table]
         elif not program_ids:
             raise RequestError('name what to release: {"program_id": "..."}, {"program_ids": [...]} or {"all": true}')

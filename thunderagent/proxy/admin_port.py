@@ -7,33 +7,21 @@ served there alone, so that a network can keep agents away from it. The data por
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from posixpath import normpath
-from urllib.parse import unquote
 
 from aiohttp import web
 
 from thunderagent.errors import NotFoundError
-from thunderagent.proxy.commands import is_control
-from thunderagent.proxy.identity import split_path
+from thunderagent.proxy.access import Access, access_of_route, controls_engine
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-ADMIN_PATHS = (
-    *("/replicas", "/queue", "/tools", "/sandboxes", "/summary", "/history", "/events", "/dashboard"),
-    *("/add_worker", "/remove_worker"),
-)
-"""What an operator calls, with whatever follows; other paths of ours are for agents, but those read below."""
-
-PROGRAMS_PATH = "/programs"
-"""Read by operators, written by agents."""
+ALSO_PATHS = ("/dashboard", "/sandboxes")
+"""For operators too, though a page needs no key, and a program may follow its own sandboxes with a data key."""
 
 
 def is_admin(method: str, route_path: str) -> bool:
     """Say whether a route is for operators and trainers, not for agents; `route_path` is as it was registered."""
-    if route_path.startswith(PROGRAMS_PATH):
-        return method == "GET" and not route_path.endswith("/sandboxes")
-    own = any(route_path == path or route_path.startswith(path + "/") for path in ADMIN_PATHS)
-    return own or is_control(route_path) or route_path.endswith(("/v1/loads", "/get_load", "/get_loads"))
+    return access_of_route(method, route_path) is Access.ADMIN or route_path.startswith(ALSO_PATHS)
 
 
 class AdminPort:
@@ -48,7 +36,7 @@ class AdminPort:
         if is_admin(method, route_path):
             return self._only_here(handler, lambda _: True)
         if route_path == "/{path:.*}":  # a spelling that an engine may understand
-            return self._only_here(handler, _controls_engine)
+            return self._only_here(handler, lambda request: controls_engine(request.raw_path))
         return handler
 
     def _only_here(self, handler: Handler, concerns: Callable[[web.Request], bool]) -> Handler:
@@ -64,9 +52,3 @@ class AdminPort:
             return False
         address = request.transport.get_extra_info("sockname")
         return self.port is not None and address is not None and address[1] == self.port
-
-
-def _controls_engine(request: web.Request) -> bool:
-    _, path = split_path(request.raw_path)
-    bare_path = normpath("/" + unquote(path.partition("?")[0]).lstrip("/"))
-    return is_control(bare_path) or is_control(bare_path.removeprefix("/v1"))

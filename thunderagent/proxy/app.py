@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable
+from typing import Protocol
 
 import structlog
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from thunderagent.backends.client import ReplicaClient
-from thunderagent.errors import BodyTooLargeError, NotFoundError, ThunderAgentError
+from thunderagent.errors import BodyTooLargeError, KeyNeededError, NotFoundError, ThunderAgentError
 from thunderagent.proxy.admin import Admin
 from thunderagent.proxy.admin_port import AdminPort
 from thunderagent.proxy.control import Control, ControlSettings
@@ -17,14 +18,19 @@ from thunderagent.proxy.dashboard import Dashboard
 from thunderagent.proxy.dialects import TURN_DIALECTS, dialect_of
 from thunderagent.proxy.discovery import Discovery
 from thunderagent.proxy.facade import Facade
+from thunderagent.proxy.guard import Guard, GuardSettings, Handler
 from thunderagent.proxy.history import History
 from thunderagent.proxy.identity import split_path
+from thunderagent.proxy.keys import Keyring
 from thunderagent.proxy.leases import Leases
 from thunderagent.proxy.live import Live
+from thunderagent.proxy.login import Login
 from thunderagent.proxy.metrics import StateCollector, TurnMetrics
 from thunderagent.proxy.models import Models
+from thunderagent.proxy.openapi import OpenApi
 from thunderagent.proxy.replica_routes import ReplicaHandlers, SourceCollector
 from thunderagent.proxy.replicas import Replicas, Watcher
+from thunderagent.proxy.request_id import REQUEST_ID
 from thunderagent.proxy.sandboxes import SandboxCollector, Sandboxes, SandboxHandlers
 from thunderagent.proxy.turns import Turns, TurnSettings
 from thunderagent.proxy.weight_sync import WeightSync
@@ -32,12 +38,18 @@ from thunderagent.runtime import Runtime
 
 log = structlog.get_logger("thunderagent.proxy")
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 CLIENT_CLOSED_REQUEST = 499
 
 HISTORY = web.AppKey("history", History)
 """Where the application keeps its history; whoever runs it runs that beside it."""
+
+
+class Tracing(Protocol):
+    """What makes spans of requests."""
+
+    def around(self, handler: Handler) -> Handler:
+        """Wrap the handler of a route."""
 
 
 def build_app(
@@ -48,7 +60,9 @@ def build_app(
     discovery: Discovery,
     *,
     turn_settings: TurnSettings,
-    max_body_bytes: int,
+    guard_settings: GuardSettings,
+    keyring: Keyring | None = None,
+    tracing: Tracing | None = None,
     sandboxes: Sandboxes | None = None,
     control_settings: ControlSettings | None = None,
     admin_port: AdminPort | None = None,
@@ -62,11 +76,14 @@ def build_app(
     registry.register(SourceCollector(discovery))
     if sandboxes is not None:
         registry.register(SandboxCollector(sandboxes, registry))
+    keyring = keyring or Keyring()
+    guard = Guard(guard_settings, keyring, registry)
     control_settings = control_settings or ControlSettings()
     control = Control(runtime, client, replicas, control_settings)
     weight_sync = WeightSync(runtime, replicas, limit_s=control_settings.weight_sync_limit_s)
     leases = Leases(runtime, replicas, limit_s=control_settings.lease_limit_s)
-    app = web.Application(client_max_size=max_body_bytes)
+    app = web.Application(client_max_size=guard_settings.max_body_bytes)
+    guard.attach(app)
     app[HISTORY] = History(runtime, replicas, metrics.hold_counts)
     live = Live(runtime, replicas, app[HISTORY], sandboxes_on=sandboxes is not None)
     app.on_shutdown.append(live.close)
@@ -81,15 +98,19 @@ def build_app(
         *ReplicaHandlers(runtime, replicas, discovery).routes(),
         *live.routes(),
         *Dashboard().routes(),
+        *Login(keyring).routes(),
         *(web.post(path, turns.handle) for path in TURN_DIALECTS),
         web.get("/v1/models", models.handle),
     ]
-    routes.append(web.route("*", "/{path:.*}", _by_inner_path(turns, models, _own_parts(routes))))
+    routes += OpenApi(routes).routes()
+    routes.append(web.route("*", "/{path:(?s:.*)}", _by_inner_path(turns, models, _own_parts(routes))))
     for route in routes:
         handler = route.handler
         if admin_port is not None:
             handler = admin_port.before(handler, route.method, route.path)
-        handler = answering_errors(handler)
+        handler = answering_errors(guard.before(handler, route.method, route.path))
+        if tracing is not None:
+            handler = tracing.around(handler)
         if route.method == "GET":
             app.router.add_get(route.path, handler)  # allows HEAD too
         else:
@@ -149,7 +170,7 @@ def answering_errors(handler: Handler) -> Handler:
         except ConnectionError:
             return web.Response(status=CLIENT_CLOSED_REQUEST)  # never sent: the client left
         except Exception:
-            log.exception("bug", method=request.method, path=request.path)
+            log.exception("bug", method=request.method, path=request.path, request_id=REQUEST_ID.get())
             return _error_body(request, 500, "internal_error", "the proxy has a bug; its log has the trace")
 
     return handle
@@ -160,9 +181,14 @@ def error_response(request: web.Request, error: ThunderAgentError) -> web.Respon
     response = _error_body(request, error.status, error.code, error.message)
     if error.retry_after_s is not None:
         response.headers["Retry-After"] = str(error.retry_after_s)
+    if error.status == KeyNeededError.status:
+        response.headers["WWW-Authenticate"] = "Bearer"
     return response
 
 
 def _error_body(request: web.Request, status: int, code: str, message: str) -> web.Response:
     path = split_path(request.raw_path)[1].partition("?")[0]
-    return web.json_response(dialect_of(path).error(status, code, message), status=status)
+    body = dialect_of(path).error(status, code, message)
+    if body.get("type") == "error":  # Anthropic's schema, which has a place for it
+        body["request_id"] = REQUEST_ID.get()
+    return web.json_response(body, status=status)

@@ -14,6 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from thunderagent.errors import NotFoundError, RequestError
 from thunderagent.proxy.identity import check_program_id
+from thunderagent.proxy.keys import check_admin
 from thunderagent.proxy.sse import server_sent, stream_events
 
 SANDBOXES_OFF = "sandboxes are off; start with --sandboxes docker"
@@ -172,6 +173,8 @@ class SandboxHandlers:
         program_id = request.query.get("program_id")
         if program_id == "":
             raise RequestError("program_id is empty")
+        if program_id is None:
+            check_admin()
         async with sandboxes.feed(program_id) as queue:
             there = sandboxes.all() if program_id is None else sandboxes.of_program(program_id)
 

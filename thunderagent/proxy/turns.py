@@ -33,6 +33,7 @@ from thunderagent.proxy.identity import CLASS_HEADER, TurnRequest, identify, spl
 from thunderagent.proxy.made_answers import MadeAnswers
 from thunderagent.proxy.metrics import TurnMetrics
 from thunderagent.proxy.replicas import Replicas, Watcher
+from thunderagent.proxy.request_id import REQUEST_ID
 from thunderagent.proxy.sandboxes import Sandboxes
 from thunderagent.proxy.side_calls import SideCalls, cut, look_at
 from thunderagent.proxy.tool_calls import StreamToolCalls, tool_of_answer
@@ -295,7 +296,13 @@ class Turns:
     def _lease_failed(self, lease: Lease, error: ReplicaError) -> None:
         """Give a lease back that its replica failed, and have that replica looked at."""
         lease.failed()
-        log.warning("replica_failed_turn", program_id=lease.program_id, replica_id=lease.replica_id, why=str(error))
+        log.warning(
+            "replica_failed_turn",
+            program_id=lease.program_id,
+            replica_id=lease.replica_id,
+            why=str(error),
+            request_id=REQUEST_ID.get(),
+        )
         look_at(self._watcher, error)
 
     def _write_line(self, record: Record) -> None:
@@ -315,6 +322,7 @@ class Turns:
             output_tokens=output_tokens,
             cached_tokens=cached_tokens,
             tool=record.tool,
+            request_id=REQUEST_ID.get(),
         )
 
 

@@ -71,21 +71,22 @@ class Source(Protocol):
 
 def wanted_of(text: str, ranks_count: RanksCount | None = None) -> Wanted:
     """Return the engine at a URL, as `http://host:8000` or `http://host:8000#dp=4`. Raises `DiscoveryError`."""
+    shown = text.rpartition("@")[2]  # without a password
     url, _, fragment = text.strip().partition("#")
     url = url.rstrip("/")
     try:
         parts = urlsplit(url)
         has_address = bool(parts.hostname) and parts.port != 0  # a port that is none raises
     except ValueError as error:
-        raise DiscoveryError(f"{text!r} is no URL: {error}") from error
+        raise DiscoveryError(f"{shown!r} is no URL: {error}") from error
     if parts.scheme not in {"http", "https"} or not has_address or any(sign.isspace() for sign in url):
-        raise DiscoveryError(f"{text!r} is no http or https URL")
+        raise DiscoveryError(f"{shown!r} is no http or https URL")
     if parts.query:
-        raise DiscoveryError(f"{text!r}: a replica's URL has no query")
+        raise DiscoveryError(f"{shown!r}: a replica's URL has no query")
     if parts.path.endswith("/v1"):
-        raise DiscoveryError(f"{text!r}: name the engine's root, without /v1")
+        raise DiscoveryError(f"{shown!r}: name the engine's root, without /v1")
     if fragment:
-        ranks_count = _ranks_count_of(text, fragment)
+        ranks_count = _ranks_count_of(shown, fragment)
     return Wanted(url, ranks_count)
 
 

@@ -1,0 +1,129 @@
+"""The OpenAPI document against a running proxy: what is asked as it says is answered as it says."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from thunderagent.config import ENVIRONMENT_PREFIX
+from thunderagent.proxy.keys import mint_key
+from thunderagent.proxy.openapi import EVENTS_TYPE, OPERATIONS, Operation
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
+EXAMPLES_COUNT = 10
+ENDING = [operation for operation in OPERATIONS if operation.answer_type != EVENTS_TYPE]
+POSITIVE, NEGATIVE = GenerationMode.POSITIVE, GenerationMode.NEGATIVE
+ADMIN_KEY, ADMIN_LINE = mint_key("ops")
+HEADERS = {"Authorization": f"Bearer {ADMIN_KEY}"}
+
+
+@contextmanager
+def running(name: str, *options: str) -> Iterator[str]:
+    """Run a command that serves for the length of the block; give its URL."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(ENVIRONMENT_PREFIX)}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "thunderagent", name, "--port", "0", *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=environment,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        yield re.findall(r"http://[\w.:]+\d", process.stdout.readline())[0]
+    finally:
+        process.terminate()
+        process.communicate(timeout=10)
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Run a proxy with a program, and with sandboxes that nobody makes."""
+    file: Path = tmp_path_factory.mktemp("openapi") / "thunderagent.toml"
+    urls = 'prepare_url = "http://127.0.0.1:9/"\nreclaim_url = "http://127.0.0.1:9/"\n'  # where nobody listens
+    file.write_text(f'[sandbox_templates.there]\ndriver = "callback"\n{urls}')
+    keys = ("--admin-keys", ADMIN_LINE)
+    sandboxes = ("--config", str(file), "--sandboxes", "callback", "--sandbox-specs", "false")
+    policy = ("--policy", "passthrough", "--grace-s", "0")  # under which no lease has to be waited for
+    with running("engine") as engine, running("serve", "--backends", engine, *keys, *sandboxes, *policy) as proxy:
+        with httpx.Client(base_url=proxy, headers=HEADERS) as client:
+            while client.get("/ready").status_code != 200:
+                pass
+            turn = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
+            assert client.post("/p/acting/v1/chat/completions", json=turn).status_code == 200
+        yield proxy
+
+
+@pytest.fixture(scope="module")
+def api(url: str) -> Any:
+    """Read the document."""
+    return schemathesis.openapi.from_url(f"{url}/openapi.json")
+
+
+def test_the_document_can_be_read_without_a_key(url: str) -> None:
+    """And says how to bring one, and what each operation does."""
+    document = httpx.get(f"{url}/openapi.json").json()
+    assert document["openapi"] == "3.1.0"
+    assert document["components"]["securitySchemes"]["bearer"]["scheme"] == "bearer"
+    for operations in document["paths"].values():
+        for operation in operations.values():
+            assert operation["summary"].endswith(".")
+            assert "Key, where keys are configured: " in operation["description"]
+
+
+@pytest.mark.parametrize(
+    ("path", "where"),
+    [("/programs/acting", "a program that holds memory"), ("/programs?limit=1", "a page"), ("/replicas", "replicas")],
+)
+def test_what_there_is_has_the_form_that_is_described(api: Any, url: str, path: str, where: str) -> None:
+    """Of real programs, which no random id finds, and which "all" releases below."""
+    operation = api[re.sub("/acting$", "/{program_id}", path.partition("?")[0])]["GET"]
+    answer = httpx.get(url + path, headers=HEADERS)
+    assert answer.status_code == 200, where
+    operation.validate_response(answer)
+
+
+def _takes(operation: Operation) -> bool:
+    """Say whether an operation can be asked wrongly."""
+    return bool(operation.body or operation.query or "{" in operation.path)
+
+
+@pytest.mark.parametrize(
+    ("operation", "mode"),
+    [
+        *(pytest.param(each, POSITIVE, id=f"{each.method} {each.path}") for each in ENDING),
+        *(pytest.param(each, NEGATIVE, id=f"rubbish to {each.method} {each.path}") for each in ENDING if _takes(each)),
+    ],
+)
+def test_each_operation_answers_as_described(operation: Operation, mode: GenerationMode, api: Any) -> None:
+    """With values that it takes, and with others."""
+    cases = api[operation.path][operation.method].as_strategy(generation_mode=mode)
+
+    @settings(
+        max_examples=EXAMPLES_COUNT, database=None, derandomize=True, deadline=None, suppress_health_check=HealthCheck
+    )
+    @given(case=cases)
+    def ask(case: Any) -> None:
+        case.call_and_validate(headers=HEADERS, checks=CHECKS, timeout=10)
+
+    ask()

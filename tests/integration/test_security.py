@@ -1,0 +1,543 @@
+"""Who gets in and who does not, on real sockets: keys, origins, rates, bodies, TLS, and what is never shown."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import ssl
+import tomllib
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+import structlog
+import trustme
+
+from tests.integration.support import (
+    ANSWER,
+    CHAT,
+    JSON_TYPE,
+    Answer,
+    FakeReplica,
+    Gate,
+    Header,
+    RunningProxy,
+    Wire,
+    answers,
+    ask,
+    cap,
+    chunk,
+    exchange,
+    fake_replica,
+    get,
+    head_bytes,
+    post,
+    running_proxy,
+    serve,
+    sockets_count,
+    turn,
+    until,
+    value_of,
+)
+from thunderagent.cli import main
+from thunderagent.client import ProxyRefusedError, program
+from thunderagent.config import ServeConfig
+from thunderagent.errors import ConfigurationError
+from thunderagent.proxy.keys import Keyring, mint_key
+from thunderagent.security import check_security
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+DATA_KEY, DATA_LINE = mint_key("app")
+ADMIN_KEY, ADMIN_LINE = mint_key("ops")
+KEYS = {"api_keys": (DATA_LINE,), "admin_keys": (ADMIN_LINE,)}
+PAGE: Header = ("Origin", "https://page.test")
+
+
+def bearer(key: str) -> Header:
+    return ("Authorization", f"Bearer {key}")
+
+
+async def call(url: str, method: str, target: str, *headers: Header, body: bytes = b"") -> Answer:
+    return await exchange(url, method, target, headers, body)
+
+
+@pytest.fixture
+async def replica() -> AsyncIterator[FakeReplica]:
+    async with fake_replica() as fake:
+        yield fake
+
+
+# --- keys
+
+
+async def test_a_turn_needs_a_key_and_the_engine_never_sees_it(replica: FakeReplica) -> None:
+    """In whichever header a client has it; without one, or with another, nothing is forwarded."""
+    async with running_proxy(replica.url, **KEYS, backend_api_key="sk-of-the-engine") as proxy:
+        for headers in ([], [bearer("wrong")], [("X-API-Key", "")], [("X-ThunderAgent-Key", "é")]):
+            refused = await post(proxy.url, CHAT, turn("p"), *headers)
+            assert refused.status == 401
+            assert refused.error["code"] == "invalid_api_key"
+            assert refused.header("WWW-Authenticate") == "Bearer"
+        assert not replica.calls
+        for header in (bearer(DATA_KEY), ("x-api-key", DATA_KEY), ("X-ThunderAgent-Key", DATA_KEY), bearer(ADMIN_KEY)):
+            assert (await post(proxy.url, CHAT, turn("p"), header)).status == 200
+            sent = replica.calls[-1]
+            assert DATA_KEY not in str(sent.headers)
+            assert ADMIN_KEY not in str(sent.headers)
+            assert sent.header("Authorization") == "Bearer sk-of-the-engine"
+        own = ("Authorization", "Bearer sk-of-the-client")
+        await post(proxy.url, CHAT, turn("p"), ("X-ThunderAgent-Key", DATA_KEY), own)
+        assert replica.calls[-1].header("Authorization") == "Bearer sk-of-the-client"
+
+
+async def test_a_refusal_is_in_the_schema_of_the_api_that_was_called(replica: FakeReplica) -> None:
+    """Anthropic's clients get theirs, which has a place for the request's id."""
+    async with running_proxy(replica.url, **KEYS, max_body_bytes=10) as proxy:
+        mine = ("X-Request-Id", "mine")
+        refused = await call(proxy.url, "POST", "/p/a/v1/messages", mine, body=b"{}")
+        assert refused.status == 401
+        assert refused.json()["type"] == "error"
+        assert refused.json()["error"]["type"] == "authentication_error"
+        assert refused.json()["request_id"] == "mine"
+        key = ("x-api-key", DATA_KEY)
+        large = await call(proxy.url, "POST", "/v1/messages", key, body=b" " * 11)
+        assert (large.status, large.json()["error"]["type"]) == (413, "request_too_large")
+        admin = await call(proxy.url, "POST", "/v1/load_lora_adapter", key, body=b"{}")
+        assert (admin.status, admin.error["code"]) == (403, "admin_key_needed")
+
+
+async def test_data_keys_and_admin_keys_are_apart(replica: FakeReplica) -> None:
+    """A program's agent may do what concerns its program, and nothing that concerns all."""
+    async with running_proxy(replica.url, **KEYS) as proxy:
+        for method, target, body in [
+            ("GET", "/v1/models", b""),
+            ("POST", "/tokenize", b"{}"),
+            ("POST", "/programs", b'{"program_id": "p"}'),
+            ("POST", "/programs/release", b'{"program_id": "p"}'),
+            ("DELETE", "/programs/p", b""),
+            ("POST", "/finish_session?session_id=p", b""),
+            ("DELETE", "/sessions/p", b""),
+        ]:
+            assert (await call(proxy.url, method, target, body=body)).status == 401, target
+            assert (await call(proxy.url, method, target, bearer(DATA_KEY), body=body)).status in {200, 503}, target
+        for method, target, body in [
+            ("GET", "/programs", b""),
+            ("GET", "/programs/p", b""),
+            ("GET", "/queue", b""),
+            ("GET", "/replicas", b""),
+            ("GET", "/tools", b""),
+            ("POST", "/programs/release", b'{"all": true}'),
+            ("POST", "/pause", b""),
+            ("POST", "/v1/%70ause", b""),
+            ("POST", "/p/x/v1/collective_rpc", b""),
+        ]:
+            assert (await call(proxy.url, method, target, body=body)).status == 401, target
+            refused = await call(proxy.url, method, target, bearer(DATA_KEY), body=body)
+            assert (refused.status, refused.error["code"]) == (403, "admin_key_needed"), target
+            assert (await call(proxy.url, method, target, bearer(ADMIN_KEY), body=body)).status in {200, 404}, target
+        for target in ("/health", "/ready", "/metrics"):
+            assert (await get(proxy.url, target)).status == 200
+
+
+async def test_without_an_admin_key_nobody_is_admin(replica: FakeReplica) -> None:
+    """Data keys alone do not leave the rest open."""
+    async with running_proxy(replica.url, api_keys=(DATA_LINE,)) as proxy:
+        for headers in ([], [bearer(DATA_KEY)]):
+            assert (await call(proxy.url, "GET", "/replicas", *headers)).status == 403
+        assert (await ask(proxy.url, "p")).status == 401
+
+
+async def test_admin_keys_alone_leave_data_open(replica: FakeReplica) -> None:
+    """On loopback that is what a developer may want."""
+    async with running_proxy(replica.url, admin_keys=(ADMIN_LINE,), metrics_need_key=True) as proxy:
+        assert (await ask(proxy.url, "p")).status == 200
+        assert (await get(proxy.url, "/queue")).status == 401
+        assert (await get(proxy.url, "/metrics")).status == 401
+        assert (await call(proxy.url, "GET", "/metrics", bearer(ADMIN_KEY))).status == 200
+        cookie = ("Cookie", f"theme=dark; thunderagent_key={ADMIN_KEY}")
+        assert (await call(proxy.url, "GET", "/queue", cookie)).status == 200
+
+
+async def test_a_stranger_sends_no_body(replica: FakeReplica) -> None:
+    """The key is asked for before the body is waited for."""
+    async with running_proxy(replica.url, **KEYS) as proxy, Wire.open(proxy.url) as wire:
+        wire.send_raw(head_bytes(f"POST {CHAT} HTTP/1.1", [("Host", "x"), ("Content-Length", "1000000")]))
+        assert (await wire.head()).status == 401
+
+
+async def test_the_sdk_and_the_status_command_bring_the_key_of_the_environment(
+    replica: FakeReplica, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A program begins and ends with a data key; the status is for an admin key."""
+    async with running_proxy(replica.url, **KEYS) as proxy:
+
+        def run_program() -> None:
+            with program("sdk", proxy=proxy.url, group="g"):
+                assert proxy.runtime.scheduler.table.get("sdk") is not None
+
+        with pytest.raises(ProxyRefusedError, match="401 invalid_api_key"):
+            await asyncio.to_thread(run_program)
+        monkeypatch.setenv("THUNDERAGENT_KEY", DATA_KEY)
+        await asyncio.to_thread(run_program)
+        assert proxy.runtime.scheduler.table.get("sdk") is None
+        assert await asyncio.to_thread(main, ["status", "--url", proxy.url]) == 1
+        assert "answers 403" in capfd.readouterr().err
+        assert await asyncio.to_thread(main, ["status", "--url", proxy.url, "--key", ADMIN_KEY]) == 0
+
+
+def test_the_key_command_makes_keys_that_are_let_in(capsys: pytest.CaptureFixture[str]) -> None:
+    """What it prints goes into the configuration as it stands."""
+    assert main(["key", "ops", "--admin"]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    line = tomllib.loads(second.removeprefix("in the configuration:").strip())["admin_keys"]
+    found = Keyring((), line).find(first.removeprefix("key (shown only now):").strip())
+    assert found is not None
+    assert (found.name, found.is_admin) == ("ops", True)
+    assert main(["key", "two words"]) == 2
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.test"])
+def test_nothing_is_open_to_a_network_by_mistake(host: str) -> None:
+    """A data key, or being told so."""
+    with pytest.raises(ConfigurationError, match=r"host: .*api_keys.*allow_open"):
+        check_security(ServeConfig.load(host=host))
+    with pytest.raises(ConfigurationError, match="host: "):
+        check_security(ServeConfig.load(host=host, admin_keys=(ADMIN_LINE,)))
+    check_security(ServeConfig.load(host=host, api_keys=(DATA_LINE,)))
+    check_security(ServeConfig.load(host=host, allow_open=True))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "[::1]", "localhost"])
+def test_loopback_needs_no_key(host: str) -> None:
+    """As ever."""
+    check_security(ServeConfig.load(host=host))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"api_keys": "app:secret"}, "NAME:sha256:HEX"),
+        ({"metrics_need_key": True}, "metrics_need_key"),
+        ({"tls_cert": "missing.pem"}, "tls_cert: cannot use missing.pem"),
+        ({"backend_ca_file": "missing.pem"}, "backend_ca_file: cannot use missing.pem"),
+        ({"backend_api_key_file": "missing"}, "backend_api_key_file: cannot read missing"),
+        ({"backend_api_key_file": "a", "backend_api_key": "b"}, "two ways to say the same"),
+        ({"cors_origins": "https://page.test/"}, "is no origin"),
+        ({"tls_key": "key.pem"}, "goes with tls_cert"),
+    ],
+)
+def test_what_is_configured_wrongly_is_said_at_the_start(given: dict[str, Any], message: str) -> None:
+    """Before anything was started."""
+    with pytest.raises(ConfigurationError, match=message):
+        check_security(ServeConfig.load(**given))
+
+
+# --- browsers
+
+
+async def test_pages_of_other_origins_change_nothing_here(replica: FakeReplica) -> None:
+    """A browser sends such requests without asking; on loopback there may be no key."""
+    async with running_proxy(replica.url) as proxy:
+        for target in ("/programs/release", "/finish_session?session_id=p", "/pause", "/v1/load_lora_adapter"):
+            refused = await call(proxy.url, "POST", target, PAGE, ("Content-Type", "text/plain"), body=b'{"all": true}')
+            assert (refused.status, refused.error["code"]) == (403, "origin_refused"), target
+        same = ("Origin", proxy.url)
+        assert (await call(proxy.url, "POST", "/programs/release", same, body=b'{"all": true}')).status == 200
+        assert (await post(proxy.url, CHAT, turn("p"), PAGE)).status == 200  # the engine's to judge, as ever
+        assert (await call(proxy.url, "GET", "/queue", PAGE)).header("Access-Control-Allow-Origin") is None
+
+
+async def test_origins_that_are_named_may_call_us() -> None:
+    """A preflight needs no key, what follows does; the engine's own word on origins does not count."""
+    behaviour = answers(headers=[JSON_TYPE, ("access-control-allow-origin", "*")])
+    preflight = (PAGE, ("Access-Control-Request-Method", "POST"), ("Access-Control-Request-Headers", "x-a"))
+    async with (
+        fake_replica(behaviour) as replica,
+        running_proxy(replica.url, **KEYS, cors_origins="https://page.test") as proxy,
+    ):
+        allowed = await call(proxy.url, "OPTIONS", CHAT, *preflight)
+        assert allowed.status == 204
+        assert allowed.header("Access-Control-Allow-Origin") == "https://page.test"
+        assert allowed.header("Access-Control-Allow-Headers") == "x-a"
+        assert (await call(proxy.url, "OPTIONS", "/programs", *preflight)).status == 204
+        refused = await call(proxy.url, "OPTIONS", CHAT, ("Origin", "https://evil.test"), *preflight[1:])
+        assert refused.status == 403
+        assert refused.header("Access-Control-Allow-Origin") is None
+        assert not replica.calls
+        assert (await post(proxy.url, CHAT, turn("p"), PAGE)).status == 401
+        answer = await post(proxy.url, CHAT, turn("p"), PAGE, bearer(DATA_KEY))
+        assert [value for name, value in answer.headers if name.lower() == "access-control-allow-origin"] == [PAGE[1]]
+        assert "X-Program-ID" in (answer.header("Access-Control-Expose-Headers") or "")
+        other = await post(proxy.url, CHAT, turn("p"), ("Origin", "https://evil.test"), bearer(DATA_KEY))
+        assert other.header("Access-Control-Allow-Origin") is None
+        assert (await call(proxy.url, "DELETE", "/programs/p", PAGE, bearer(DATA_KEY))).status == 200
+
+
+async def test_a_browser_trades_an_admin_key_for_a_cookie(replica: FakeReplica) -> None:
+    """One that scripts cannot read and other sites cannot use; and only for an admin key."""
+    async with running_proxy(replica.url, **KEYS) as proxy:
+        login = await post(proxy.url, "/dashboard/login", {"key": ADMIN_KEY})
+        assert login.status == 200
+        cookie, *attributes = (login.header("Set-Cookie") or "").split("; ")
+        assert {"HttpOnly", "SameSite=Strict", "Path=/"} == set(attributes)
+        assert (await call(proxy.url, "GET", "/replicas", ("Cookie", cookie))).status == 200
+        for key, status in ((DATA_KEY, 403), ("wrong", 401), ("", 401), (None, 400)):
+            refused = await post(proxy.url, "/dashboard/login", {"key": key})
+            assert (refused.status, refused.header("Set-Cookie")) == (status, None)
+        assert (await post(proxy.url, "/dashboard/login", {"key": ADMIN_KEY}, PAGE)).status == 403
+
+
+# --- limits
+
+
+async def test_turns_over_the_rate_wait_and_admin_requests_are_refused(replica: FakeReplica) -> None:
+    """Never a 429 for a turn: Codex gives up at one. Health is never limited."""
+    async with running_proxy(replica.url, **KEYS, rate_limit_per_s=40, rate_limit_burst_count=2) as proxy:
+        began_s = asyncio.get_running_loop().time()
+        turns = [post(proxy.url, CHAT, turn("p"), bearer(DATA_KEY)) for _ in range(6)]
+        assert {answer.status for answer in await asyncio.gather(*turns)} == {200}
+        assert asyncio.get_running_loop().time() - began_s >= 0.09
+        admin = [await call(proxy.url, "GET", "/queue", bearer(ADMIN_KEY)) for _ in range(8)]
+        refused = [answer for answer in admin if answer.status == 429]
+        assert refused
+        assert refused[0].error["code"] == "rate_limited"
+        assert refused[0].header("Retry-After") == "1"
+        for _ in range(5):
+            assert (await get(proxy.url, "/health")).status == 200
+        assert b'thunderagent_rate_limited_total{outcome="waited"} 4.0' in (await get(proxy.url, "/metrics")).body
+
+
+async def test_a_turn_that_waits_for_its_rate_may_leave(replica: FakeReplica) -> None:
+    """Nothing of it is left, and nothing was forwarded."""
+    async with running_proxy(replica.url, rate_limit_per_s=0.1, rate_limit_burst_count=1) as proxy:
+        await ask(proxy.url, "p")
+        async with Wire.open(proxy.url) as wire:
+            wire.send("POST", CHAT, body=b'{"messages": []}')
+            await asyncio.sleep(0.05)
+        await proxy.nothing_left()
+        assert len(replica.calls) == 1
+
+
+async def test_a_body_over_the_limit_is_refused_before_it_is_sent(replica: FakeReplica) -> None:
+    """By its length, or in chunks as soon as they are too many."""
+    async with running_proxy(replica.url, max_body_bytes=1000) as proxy:
+        async with Wire.open(proxy.url) as wire:
+            wire.send_raw(head_bytes(f"POST {CHAT} HTTP/1.1", [("Host", "x"), ("Content-Length", "1001")]))
+            assert (await wire.answer()).error["code"] == "body_too_large"
+        async with Wire.open(proxy.url) as wire:
+            wire.send_raw(head_bytes(f"POST {CHAT} HTTP/1.1", [("Host", "x"), ("Transfer-Encoding", "chunked")]))
+            for _ in range(11):
+                wire.send_raw(chunk(b" " * 100))
+            refused = await wire.answer()
+            assert (refused.status, refused.error["code"]) == (413, "body_too_large")
+        assert not replica.calls
+
+
+async def test_a_head_over_the_limit_is_refused(replica: FakeReplica) -> None:
+    """64 KiB a header, 128 headers; the connection is closed."""
+    async with running_proxy(replica.url) as proxy:
+        for headers in ([("X-Long", "x" * 70_000)], [(f"X-{number}", "x") for number in range(200)]):
+            assert (await call(proxy.url, "GET", "/health", *headers)).status == 400
+
+
+@pytest.mark.parametrize("target", ["http://x/v1/files", "x://evil.test/v1/files"])
+async def test_a_target_is_a_path(target: str, replica: FakeReplica) -> None:
+    """Put behind a replica's address, anything else would name another host."""
+    async with running_proxy(replica.url) as proxy:
+        refused = await call(proxy.url, "GET", target)
+        assert (refused.status, refused.error["code"]) == (400, "invalid_request")
+        assert not replica.calls
+
+
+async def test_slow_heads_and_bodies_are_cut(replica: FakeReplica) -> None:
+    """Who sends a byte now and then keeps no connection."""
+    async with running_proxy(replica.url, idle_timeout_s=0.2, body_timeout_s=0.1) as proxy:
+        async with Wire.open(proxy.url) as wire:
+            wire.send_raw(head_bytes(f"POST {CHAT} HTTP/1.1", [("Host", "x"), ("Content-Length", "100")]))
+            wire.send_raw(b'{"mess')
+            late = await wire.answer()
+            assert (late.status, late.error["code"]) == (408, "body_timeout")
+        async with Wire.open(proxy.url) as wire:
+            wire.send_raw(b"GET /health HT")
+            with pytest.raises(asyncio.IncompleteReadError):
+                await wire.head()
+        async with Wire.open(proxy.url) as wire:  # after a first request, too
+            wire.send("GET", "/health")
+            assert (await wire.answer()).status == 200
+            wire.send_raw(b"GET /health HT")
+            with pytest.raises(asyncio.IncompleteReadError):
+                await wire.head()
+
+
+async def test_a_held_turn_is_not_idle(replica: FakeReplica) -> None:
+    """The limits on connections are for heads and bodies, not for waiting."""
+    gate = Gate()
+    replica.behaviour = gate
+    async with running_proxy(replica.url, idle_timeout_s=0.1, body_timeout_s=0.1, **cap(1)) as proxy:
+        first = asyncio.create_task(ask(proxy.url, "a"))
+        await replica.call()
+        second = asyncio.create_task(ask(proxy.url, "b"))
+        await asyncio.sleep(0.3)
+        gate.open()
+        assert (await first).status == 200
+        await call(proxy.url, "DELETE", "/programs/a")
+        assert (await second).status == 200
+
+
+# --- TLS
+
+
+class Files:
+    """A certificate authority, and what it made, as files."""
+
+    def __init__(self, folder: Path) -> None:
+        self.authority = trustme.CA()
+        self.folder = folder
+        self.ca_file = folder / "ca.pem"
+        self.authority.cert_pem.write_to_path(str(self.ca_file))
+        self.cert = folder / "cert.pem"
+        self.key = folder / "key.pem"
+
+    def issue(self, name: str = "127.0.0.1") -> int:
+        """Write a new certificate; return its serial number."""
+        leaf = self.authority.issue_cert(name)
+        leaf.private_key_pem.write_to_path(str(self.key))
+        leaf.cert_chain_pems[0].write_to_path(str(self.cert))
+        decoded = ssl._ssl._test_decode_cert(str(self.cert))  # type: ignore[attr-defined]
+        return int(decoded["serialNumber"], 16)
+
+    def trusting(self) -> ssl.SSLContext:
+        return ssl.create_default_context(cafile=str(self.ca_file))
+
+
+async def serial_of(url: str, files: Files) -> int:
+    """Return the serial number of the certificate that a server shows."""
+    address = httpx.URL(url)
+    _, writer = await asyncio.open_connection(address.host, address.port, ssl=files.trusting())
+    shown = writer.get_extra_info("peercert")
+    writer.close()
+    return int(shown["serialNumber"], 16)
+
+
+async def test_https_with_a_certificate_that_is_read_again(tmp_path: Path, replica: FakeReplica) -> None:
+    """On SIGHUP; one of no use leaves the old one in place, and open connections go on."""
+    files = Files(tmp_path)
+    first = files.issue()
+    async with running_proxy(replica.url, tls_cert=files.cert, tls_key=files.key) as proxy:
+        assert proxy.url.startswith("https://")
+        assert await serial_of(proxy.url, files) == first
+        async with httpx.AsyncClient(verify=files.trusting(), base_url=proxy.url) as client:
+            assert (await client.post(CHAT, json=turn("p"))).json() == ANSWER
+            second = files.issue()
+            os.kill(os.getpid(), signal.SIGHUP)
+            await asyncio.sleep(0.02)
+            assert await serial_of(proxy.url, files) == second
+            files.cert.write_text("no certificate")
+            os.kill(os.getpid(), signal.SIGHUP)
+            await asyncio.sleep(0.02)
+            assert await serial_of(proxy.url, files) == second
+            assert (await client.get("/health")).status_code == 200
+        await until(lambda: sockets_count() < 20)
+
+
+async def test_engines_with_https_are_verified_by_the_file(tmp_path: Path) -> None:
+    """By poller and turns alike; without the file they are not trusted."""
+    files = Files(tmp_path)
+    files.issue()
+    engine_keys = {"api_keys": (DATA_LINE,), "tls_cert": files.cert, "tls_key": files.key}
+    behaviour = answers(headers=[JSON_TYPE, ("connection", "close")])
+    async with fake_replica(behaviour) as replica, running_proxy(replica.url, **engine_keys) as engine:
+        async with running_proxy(
+            engine.url, backend_ca_file=files.ca_file, backend_api_key=DATA_KEY
+        ) as proxy:  # the one behind speaks https and wants a key, as an engine may
+            assert (await ask(proxy.url, "p")).status == 200
+        async with running_proxy(engine.url, up=0, no_replica_limit_s=0, backend_api_key=DATA_KEY) as proxy:
+            assert (await ask(proxy.url, "p")).status == 503
+            async with asyncio.timeout(5):
+                while "CERTIFICATE_VERIFY_FAILED" not in (await get(proxy.url, "/replicas")).body.decode():
+                    await asyncio.sleep(0.01)
+
+
+# --- request ids
+
+
+async def ids_of(replica: FakeReplica, proxy: RunningProxy, *headers: Header) -> tuple[str | None, str | None]:
+    """Make a turn; return its id as the engine saw it and as the client did."""
+    answer = await post(proxy.url, CHAT, turn("p"), *headers)
+    return value_of(replica.calls[-1].headers, "X-Request-Id"), answer.header("X-Request-Id")
+
+
+async def test_a_request_has_one_id_everywhere(replica: FakeReplica) -> None:
+    """The client's, or a new one; at the engine, in the answer, in the log, and with an error, too."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.INFO))
+    async with running_proxy(replica.url) as proxy:
+        with structlog.testing.capture_logs() as logged:
+            assert await ids_of(replica, proxy, ("x-request-id", "mine-1")) == ("mine-1", "mine-1")
+            minted, shown = await ids_of(replica, proxy)
+            again, _ = await ids_of(replica, proxy)
+            rubbish = await ids_of(replica, proxy, ("X-Request-Id", "a b"))
+        assert minted == shown
+        assert minted != again
+        assert rubbish[0] == rubbish[1] != "a b"
+        lines = [line["request_id"] for line in logged if line["event"] == "turn"]
+        assert lines == ["mine-1", minted, again, rubbish[0]]
+        error = await call(proxy.url, "GET", "/programs/none", ("X-Request-Id", "mine-2"))
+        assert (error.status, error.header("X-Request-Id")) == (404, "mine-2")
+        assert (await get(proxy.url, "/health")).header("X-Request-Id")
+
+
+# --- what is never shown
+
+
+async def test_no_secret_is_ever_shown(tmp_path: Path) -> None:
+    """Not in a log, not in an answer of ours, not in what the configuration prints, not in the event log."""
+    secrets = ("s3cret-of-the-engine", "s3cret-in-the-url", "s3cret-callback", "sk-of-the-client", DATA_KEY, ADMIN_KEY)
+    async with fake_replica() as replica:
+        url = replica.url.replace("http://", "http://user:s3cret-in-the-url@")
+        options = {
+            "--backends": f"{url},http://user:s3cret-in-the-url@127.0.0.1:9",
+            "--api-keys": DATA_LINE,
+            "--admin-keys": ADMIN_LINE,
+            "--backend-api-key": "s3cret-of-the-engine",
+            "--sandboxes": "callback",
+            "--sandbox-callback-token": "s3cret-callback",
+            "--log-level": "debug",
+            "--no-replica-limit-s": "0",
+            "--event-log": str(tmp_path / "events"),
+        }
+        async with serve(*(part for option in options.items() for part in option)) as process:
+            await process.ready()
+            for headers in ([bearer(DATA_KEY)], [("X-ThunderAgent-Key", DATA_KEY), bearer("sk-of-the-client")]):
+                assert (await post(process.url, CHAT, turn("p"), *headers)).status == 200
+            for key in (DATA_KEY, ADMIN_KEY, "sk-of-the-client"):
+                await call(process.url, "POST", "/pause", bearer(key))
+                for header in (bearer(key), ("Cookie", f"thunderagent_key={key}"), ("X-API-Key", key)):
+                    for target in ("/programs", "/programs/p", "/replicas", "/queue", "/tools", "/sandboxes", "/none"):
+                        said = await call(process.url, "GET", target, header)
+                        assert not [secret for secret in secrets if secret.encode() in said.body], target
+            async with Wire.open(process.url) as wire:  # what is no HTTP is not repeated, either
+                wire.send_raw(f"GET / HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {DATA_KEY}\0\r\n\r\n".encode())
+                assert (await wire.head()).status == 400
+            metrics = (await get(process.url, "/metrics")).body.decode()
+            await replica.stop()  # so that failures are logged, too
+            await post(process.url, CHAT, turn("q"), bearer(DATA_KEY), ("Connection", "close"))
+            process.process.terminate()
+            assert await process.exit_status() == 0
+            lines = [json.loads(line) for line in process.log.splitlines()]  # every line is JSON
+            turns = [line for line in lines if line["event"] == "turn" and line["program_id"] == "p"]
+            assert len({line["request_id"] for line in turns}) == 2
+            shown = process.log + metrics + (tmp_path / "events").read_text()
+    assert "replica_down" in shown
+    assert "request_is_not_http" in shown
+    assert not [secret for secret in secrets if secret in shown]
+    with pytest.raises(ConfigurationError) as error:
+        ServeConfig.load(backends="user:s3cret-in-the-url@10.0.0.1:8000", backend_api_key="s3cret-of-the-engine")
+    assert "s3cret" not in str(error.value)
+    config = ServeConfig.load(backend_api_key="s3cret-of-the-engine", api_keys=(DATA_LINE,))
+    assert "s3cret" not in repr(config)

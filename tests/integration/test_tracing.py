@@ -1,0 +1,233 @@
+"""Spans as a collector gets them, over HTTP, decoded from their bytes; and the trace context as engines get it."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import re
+from collections import Counter
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from aiohttp import web
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from tests.integration.support import (
+    ANSWER,
+    CHAT,
+    DONE,
+    USAGE_EVENT,
+    Call,
+    FakeReplica,
+    Gate,
+    answers,
+    ask,
+    cap,
+    end_to_end,
+    exchange,
+    fake_replica,
+    post,
+    running_proxy,
+    streams,
+    turn,
+    until,
+    word,
+)
+from thunderagent.config import ServeConfig
+from thunderagent.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+CLIENTS = ("traceparent", f"00-{TRACE_ID}-{PARENT_ID}-01")
+CALL = {"function": {"name": "bash", "arguments": '{"command": "pytest -q"}'}, "id": "1", "type": "function"}
+CALLING = {**ANSWER, "choices": [{"index": 0, "message": {"role": "assistant", "tool_calls": [CALL]}}]}
+
+
+@dataclass
+class Collector:
+    """An OTLP collector that keeps what it gets."""
+
+    url: str = ""
+    spans: list[Any] = field(default_factory=list)
+    resources: list[dict[str, str]] = field(default_factory=list)
+    headers: list[dict[str, str]] = field(default_factory=list)
+
+    async def take(self, request: web.Request) -> web.Response:
+        assert request.path == "/v1/traces"
+        body = await request.read()
+        if request.headers.get("Content-Encoding") == "gzip":
+            body = gzip.decompress(body)
+        self.headers.append(dict(request.headers))
+        for resource_spans in ExportTraceServiceRequest.FromString(body).resource_spans:
+            self.resources.append({each.key: each.value.string_value for each in resource_spans.resource.attributes})
+            for scope_spans in resource_spans.scope_spans:
+                self.spans += scope_spans.spans
+        return web.Response(body=b"", content_type="application/x-protobuf")
+
+    def named(self, name: str) -> list[Any]:
+        """Return the spans of a name, in the order of their beginnings."""
+        return sorted((span for span in self.spans if span.name == name), key=lambda span: span.start_time_unix_nano)
+
+    def attribute(self, span: Any, name: str) -> Any:
+        for each in span.attributes:
+            if each.key == name:
+                return getattr(each.value, each.value.WhichOneof("value"))
+        return None
+
+
+@pytest.fixture
+async def collector(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Collector]:
+    """Run a collector; spans come to it every 20 ms."""
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-tenant=t1")
+    ours = Collector()
+    app = web.Application()
+    app.router.add_post("/{path:.*}", ours.take)
+    runner = web.AppRunner(app, access_log=None, keepalive_timeout=0.05)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    ours.url = "http://{}:{}".format(*runner.addresses[0][:2])
+    yield ours
+    await runner.cleanup()
+
+
+@asynccontextmanager
+async def traced(collector: Collector, replica: FakeReplica, **config: Any) -> AsyncIterator[str]:
+    async with running_proxy(replica.url, otlp_endpoint=collector.url, **config) as proxy:
+        yield proxy.url
+
+
+def context_of(call: Call) -> tuple[str, str, bool]:
+    """Return the trace, the parent, and whether the trace is sampled, as an engine was told."""
+    match = re.fullmatch(r"00-(\w{32})-(\w{16})-(\w{2})", call.header("traceparent") or "")
+    assert match is not None
+    return match[1], match[2], bool(int(match[3], 16) & 1)
+
+
+def is_within(inner: Any, outer: Any) -> bool:
+    return (
+        inner.parent_span_id == outer.span_id
+        and inner.trace_id == outer.trace_id
+        and outer.start_time_unix_nano <= inner.start_time_unix_nano
+        and inner.end_time_unix_nano <= outer.end_time_unix_nano
+    )
+
+
+async def test_a_program_is_one_trace_of_turns_and_tools(collector: Collector) -> None:
+    """Hold and forward in each turn, the tool between two, all under the program, which ends with its release."""
+    async with fake_replica(answers(CALLING)) as replica, traced(collector, replica) as url:
+        await post(url, CHAT, turn("p"), ("X-Request-Id", "mine"))
+        await asyncio.sleep(0.05)
+        await ask(url, "p")
+        await exchange(url, "DELETE", "/programs/p")
+        await until(lambda: len(collector.spans) == 8)
+        (program,), turns, holds = (collector.named(name) for name in ("program", "turn", "hold"))
+        forwards, (tool,) = collector.named("forward"), collector.named("tool")
+        assert {span.trace_id for span in collector.spans} == {program.trace_id}
+        assert not program.parent_span_id
+        for each, hold, forward in zip(turns, holds, forwards, strict=True):
+            assert each.parent_span_id == program.span_id
+            assert is_within(hold, each)
+            assert is_within(forward, each)
+            assert hold.end_time_unix_nano <= forward.start_time_unix_nano
+            assert [event.name for event in forward.events] == ["first_byte"]
+            assert collector.attribute(forward, "thunderagent.replica_id") == replica.replica_id
+            assert collector.attribute(each, "thunderagent.outcome") == "finished"
+            assert collector.attribute(each, "gen_ai.usage.input_tokens") == 10
+        assert collector.attribute(turns[0], "thunderagent.request_id") == "mine"
+        assert tool.parent_span_id == program.span_id
+        assert collector.attribute(tool, "thunderagent.tool") == "bash:pytest"
+        assert tool.end_time_unix_nano - tool.start_time_unix_nano >= 50_000_000
+        assert tool.end_time_unix_nano <= turns[1].start_time_unix_nano
+        for call, forward in zip(replica.calls, forwards, strict=True):
+            assert context_of(call) == (program.trace_id.hex(), forward.span_id.hex(), True)
+        assert collector.resources[0]["service.name"] == "thunderagent"
+        assert collector.headers[0]["x-tenant"] == "t1"
+
+
+async def test_a_client_s_trace_goes_on(collector: Collector) -> None:
+    """Through us to the engine, with its state; the turn is linked to its program."""
+    async with fake_replica(streams(word("a"), USAGE_EVENT, DONE)) as replica, traced(collector, replica) as url:
+        answer = await post(url, CHAT, turn("p", stream=True), CLIENTS, ("tracestate", "vendor=1"), ("baggage", "a=b"))
+        assert answer.whole
+        await until(lambda: len(collector.spans) == 3)
+        (ours,), (forward,) = collector.named("turn"), collector.named("forward")
+        assert ours.trace_id.hex() == TRACE_ID
+        assert ours.parent_span_id.hex() == PARENT_ID
+        assert [event.name for event in forward.events] == ["first_byte"]
+        assert len(ours.links) == 1
+        sent = replica.calls[0]
+        assert context_of(sent) == (TRACE_ID, forward.span_id.hex(), True)
+        assert sent.header("tracestate") == "vendor=1"
+        assert sent.header("baggage") == "a=b"
+        linked = ours.links[0].span_id
+    assert [span.span_id for span in collector.named("program")] == [linked]
+
+
+async def test_a_hold_is_as_long_as_the_turn_waited(collector: Collector) -> None:
+    """And a turn that leaves, or is tried elsewhere, says so."""
+    gate = Gate()
+    async with fake_replica(gate) as replica, traced(collector, replica, **cap(1)) as url:
+        first = asyncio.create_task(ask(url, "a"))
+        await replica.call()
+        second, third = (asyncio.create_task(ask(url, name)) for name in ("b", "c"))
+        await asyncio.sleep(0.1)
+        third.cancel()
+        gate.open()
+        await first
+        await exchange(url, "DELETE", "/programs/a")
+        await second
+        await until(lambda: len(collector.named("turn")) == 3)
+    long = [
+        span for span in collector.named("hold") if span.end_time_unix_nano - span.start_time_unix_nano > 90_000_000
+    ]
+    assert len(long) == 2
+    outcomes = Counter(collector.attribute(span, "thunderagent.outcome") for span in collector.named("turn"))
+    assert outcomes == {"finished": 2, "abandoned": 1}
+    assert len(collector.named("forward")) == 2
+    assert len(collector.named("program")) == 3
+
+
+async def test_what_is_no_turn_passes_as_it_came(collector: Collector) -> None:
+    """No span, and the client's own context untouched."""
+    async with fake_replica() as replica, traced(collector, replica) as url:
+        await exchange(url, "POST", "/tokenize", [CLIENTS], b"{}")
+        assert replica.calls[0].header("traceparent") == CLIENTS[1]
+    assert not collector.spans
+
+
+async def test_of_traces_that_are_not_sampled_nothing_is_sent(collector: Collector) -> None:
+    """But engines are told so; a client that wants its trace gets it."""
+    async with fake_replica() as replica, traced(collector, replica, trace_sample_ratio=0) as url:
+        await ask(url, "p")
+        assert context_of(replica.calls[0])[2] is False
+        await post(url, CHAT, turn("p"), CLIENTS)
+    assert Counter(span.name for span in collector.spans) == {"turn": 1, "hold": 1, "forward": 1}
+
+
+async def test_without_the_option_headers_pass_unchanged() -> None:
+    """And nothing of OpenTelemetry is there."""
+    async with fake_replica() as replica, running_proxy(replica.url) as proxy:
+        await post(proxy.url, CHAT, turn("p"), CLIENTS, ("tracestate", "vendor=1"))
+        dropped = ("host", "content-length", "content-type")
+        assert end_to_end(replica.calls[0].headers, *dropped) == [CLIENTS, ("tracestate", "vendor=1")]
+
+
+async def test_a_collector_that_is_gone_disturbs_nobody() -> None:
+    """Neither turns nor the end."""
+    async with (
+        asyncio.timeout(10),
+        fake_replica() as replica,
+        running_proxy(replica.url, otlp_endpoint="http://127.0.0.1:9") as proxy,
+    ):
+        assert (await ask(proxy.url, "p")).status == 200
+
+
+def test_a_ratio_is_a_part() -> None:
+    """Not a percentage."""
+    with pytest.raises(ConfigurationError, match="trace_sample_ratio"):
+        ServeConfig.load(trace_sample_ratio=10)

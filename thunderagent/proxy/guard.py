@@ -1,0 +1,169 @@
+"""What every request passes before its handler: an id, its origin, its key, its rate, its body in time.
+
+Where none of that is configured, a request costs here no more than its id and a look for the header `Origin`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from aiohttp import web
+from prometheus_client import CollectorRegistry
+
+from thunderagent.errors import BodyTimeoutError, BodyTooLargeError, OriginRefusedError, RequestError
+from thunderagent.proxy.access import Access, access_of_route, controls_engine
+from thunderagent.proxy.keys import KEY_HEADER, Keyring, check_key
+from thunderagent.proxy.rate_limit import RateLimits
+from thunderagent.proxy.request_id import REQUEST_ID, REQUEST_ID_HEADER, take_request_id
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+PREFLIGHT_AGE_S = 600
+EXPOSED_HEADERS = (
+    f"{REQUEST_ID_HEADER}, X-Program-ID, X-Program-ID-Source, X-Replica-ID, X-Hold-Ms, Retry-After, WWW-Authenticate"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class GuardSettings:
+    """What is asked of requests."""
+
+    max_body_bytes: int = 64 * 2**20
+    body_timeout_s: float = 300.0
+    """For a body to come, from the end of the head to its last byte."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins whose pages may call us; `*` is any."""
+    rate_limit_per_s: float | None = None
+    """Requests a second that a caller may send in the long run; None is any number."""
+    rate_limit_burst_count: int = 100
+    metrics_need_key: bool = False
+
+
+class Guard:
+    """Stand before handlers."""
+
+    def __init__(self, settings: GuardSettings, keyring: Keyring, registry: CollectorRegistry) -> None:
+        """Ask for keys of `keyring`, if it has any; count in `registry`."""
+        self._settings = settings
+        self._keyring = keyring
+        self._limits = None
+        if settings.rate_limit_per_s is not None:
+            self._limits = RateLimits(settings.rate_limit_per_s, settings.rate_limit_burst_count, registry)
+
+    def attach(self, app: web.Application) -> None:
+        """Have answers bear what the guard has to say."""
+        app.on_response_prepare.append(self._mark_cors if self._settings.cors_origins else _mark)
+
+    def before(self, handler: Handler, method: str, route_path: str) -> Handler:
+        """Wrap the handler of a route; errors are raised to whoever wraps it again."""
+        access = self._access_of(method, route_path)
+        checks_keys_or_rate = access is not Access.OPEN and (bool(self._keyring) or self._limits is not None)
+
+        async def handle(request: web.Request) -> web.StreamResponse:
+            REQUEST_ID.set(take_request_id(request.headers))
+            if not request.raw_path.startswith("/"):  # it would become a part of the replica's host name
+                raise RequestError("the target of a request is a path, not a whole URL")
+            if "Origin" in request.headers:
+                if self._is_preflight(request):
+                    return self._preflight(request)
+                self._check_origin(request, access)
+            if checks_keys_or_rate:
+                await self._check_key_and_rate(request, for_admin=_is_for_admin(request, access))
+            if not request.content.is_eof():  # most bodies come with their head
+                await self._read_body(request)
+            return await handler(request)
+
+        return handle
+
+    def _access_of(self, method: str, route_path: str) -> Access:
+        if route_path == "/metrics" and self._settings.metrics_need_key:
+            return Access.ADMIN
+        return access_of_route(method, route_path) or Access.ADMIN
+
+    async def _check_key_and_rate(self, request: web.Request, *, for_admin: bool) -> None:
+        caller = f"address {request.remote}"
+        if self._keyring:
+            key = self._keyring.key_of(request.headers)
+            check_key(key, self._keyring, for_admin=for_admin)
+            if key is not None:
+                caller = f"key {key.name}"
+        if self._limits is not None:
+            if for_admin:
+                self._limits.check(caller)
+            else:
+                await self._limits.wait(caller)
+
+    async def _read_body(self, request: web.Request) -> None:
+        """Read a body that did not come with its head; what a handler reads later is what was read here."""
+        settings = self._settings
+        if (request.content_length or 0) > settings.max_body_bytes:
+            raise BodyTooLargeError(
+                f"the body has {request.content_length} bytes, the limit is {settings.max_body_bytes}"
+            )
+        try:
+            async with asyncio.timeout(settings.body_timeout_s):
+                await request.read()
+        except TimeoutError as error:
+            raise BodyTimeoutError(f"the body did not come within {settings.body_timeout_s:g} s") from error
+
+    # --- browsers ------------------------------------------------------------------------------------------------
+
+    def _is_allowed(self, origin: str) -> bool:
+        return origin in self._settings.cors_origins or "*" in self._settings.cors_origins
+
+    def _is_preflight(self, request: web.Request) -> bool:
+        return (
+            request.method == "OPTIONS"
+            and bool(self._settings.cors_origins)
+            and "Access-Control-Request-Method" in request.headers
+        )
+
+    def _preflight(self, request: web.Request) -> web.Response:
+        """Answer a browser that asks whether a page may send a request; it asks without a key."""
+        if not self._is_allowed(request.headers["Origin"]):
+            raise OriginRefusedError("pages of this origin may not call the proxy; cors_origins says which may")
+        wanted = request.headers.get("Access-Control-Request-Headers", f"Authorization, Content-Type, {KEY_HEADER}")
+        headers = {
+            "Access-Control-Allow-Methods": request.headers["Access-Control-Request-Method"],
+            "Access-Control-Allow-Headers": wanted,
+            "Access-Control-Max-Age": str(PREFLIGHT_AGE_S),
+        }
+        return web.Response(status=204, headers=headers)
+
+    def _check_origin(self, request: web.Request, access: Access) -> None:
+        """Refuse what a page of another origin makes its reader's browser do to our own API.
+
+        Browsers send such requests without asking first, and without a key they may be enough on loopback. What goes
+        to an engine is the engine's to judge, unless it controls the engine.
+        """
+        if request.method in SAFE_METHODS:
+            return
+        if access is Access.ENGINE and not _is_for_admin(request, access):
+            return
+        origin = request.headers["Origin"]
+        if urlsplit(origin).netloc != request.host and not self._is_allowed(origin):
+            raise OriginRefusedError("a page of this origin may not do that; cors_origins says which may")
+
+    async def _mark_cors(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Say in an answer which origin may read it; what an engine says of that holds no longer."""
+        await _mark(request, response)
+        for name in [name for name in response.headers if name.lower().startswith("access-control-allow-origin")]:
+            response.headers.popall(name)
+        response.headers.add("Vary", "Origin")
+        origin = request.headers.get("Origin")
+        if origin is not None and self._is_allowed(origin):
+            response.headers["Access-Control-Allow-Origin"] = origin
+            response.headers["Access-Control-Expose-Headers"] = EXPOSED_HEADERS
+
+
+def _is_for_admin(request: web.Request, access: Access) -> bool:
+    return access is Access.ADMIN or (access is Access.ENGINE and controls_engine(request.raw_path))
+
+
+async def _mark(request: web.Request, response: web.StreamResponse) -> None:  # noqa: ARG001 - a signal's signature
+    """Return the request's id with the answer."""
+    response.headers[REQUEST_ID_HEADER] = REQUEST_ID.get()

@@ -1,0 +1,146 @@
+"""API keys: which one a request brings, and whether it is one of those that are configured.
+
+Keys are random, so that one round of SHA-256 is enough to hide them; each is compared in constant time.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from hashlib import sha256
+from hmac import compare_digest
+from http.cookies import CookieError, SimpleCookie
+from secrets import token_urlsafe
+
+from multidict import CIMultiDict, CIMultiDictProxy
+
+from thunderagent.errors import AdminKeyNeededError, ConfigurationError, KeyNeededError
+
+KEY_HEADER = "X-ThunderAgent-Key"
+"""Ours alone: whoever sends it keeps `Authorization` for the engine."""
+
+COOKIE = "thunderagent_key"
+"""Where a browser keeps an admin key for the dashboard."""
+
+KEY_PREFIX = "tak_"
+_LINE = re.compile(r"(?P<name>[\w.@-]{1,64}):sha256:(?P<digest>[0-9a-f]{64})", re.ASCII)
+_HAS_DATA_KEY_ONLY: ContextVar[bool] = ContextVar("has_data_key_only", default=False)
+"""Of the request that is being handled; aiohttp handles each in a context of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """A key by its hash; `name` says whose it is."""
+
+    name: str
+    digest: bytes
+    is_admin: bool
+
+
+def mint_key(name: str) -> tuple[str, str]:
+    """Return a new key and the line of it for the configuration. Raises `ConfigurationError` for an odd name."""
+    key = KEY_PREFIX + token_urlsafe(32)
+    line = f"{name}:sha256:{sha256(key.encode()).hexdigest()}"
+    _read_line(line, is_admin=False)
+    return key, line
+
+
+def _read_line(line: str, *, is_admin: bool) -> Key:
+    match = _LINE.fullmatch(line)
+    if match is None:  # the line is not repeated: it may be a key, by mistake
+        raise ConfigurationError("a key is configured as NAME:sha256:HEX, a line that `thunderagent key NAME` prints")
+    return Key(match["name"], bytes.fromhex(match["digest"]), is_admin)
+
+
+class Keyring:
+    """The keys that are configured."""
+
+    def __init__(self, data_lines: Iterable[str] = (), admin_lines: Iterable[str] = ()) -> None:
+        """Read lines of the configuration. Raises `ConfigurationError` if one is none, or a name comes twice."""
+        self._keys = [_read_line(line, is_admin=False) for line in data_lines]
+        self._keys += [_read_line(line, is_admin=True) for line in admin_lines]
+        names = [key.name for key in self._keys]
+        if len(set(names)) < len(names):
+            raise ConfigurationError("two keys have the same name")
+        self.has_data_keys = any(not key.is_admin for key in self._keys)
+        self.has_admin_keys = any(key.is_admin for key in self._keys)
+
+    def __repr__(self) -> str:
+        return f"<Keyring: {', '.join(key.name for key in self._keys) or 'no key'}>"
+
+    def __bool__(self) -> bool:
+        return bool(self._keys)
+
+    def find(self, text: str) -> Key | None:
+        """Return the key that a text is, if any. Costs the same for every text, and grows with the number of keys."""
+        digest = sha256(text.encode("utf-8", "surrogateescape")).digest()
+        found = None
+        for key in self._keys:
+            if compare_digest(key.digest, digest):
+                found = key
+        return found
+
+    def key_of(self, headers: CIMultiDictProxy[str]) -> Key | None:
+        """Return the key that a request brings: in our own header, or else in any of those that clients know."""
+        own = headers.get(KEY_HEADER)
+        texts = [own] if own is not None else [*_usual_texts(headers), *_cookie_texts(headers)]
+        for text in texts:
+            if (key := self.find(text)) is not None:
+                return key
+        return None
+
+    def take_out(self, headers: CIMultiDict[str]) -> None:
+        """Take every key of ours out of headers that go to an engine."""
+        headers.popall(KEY_HEADER, None)
+        for name in ("Authorization", "X-API-Key"):
+            texts = headers.getall(name, ())
+            if any(self.find(_bearer(text)) is not None for text in texts):
+                headers.popall(name)
+        if COOKIE in headers.get("Cookie", ""):
+            cookies = [each.strip() for text in headers.popall("Cookie") for each in text.split(";")]
+            if rest := "; ".join(each for each in cookies if each.partition("=")[0] != COOKIE):
+                headers["Cookie"] = rest
+
+
+def _usual_texts(headers: CIMultiDictProxy[str]) -> list[str]:
+    return [_bearer(text) for name in ("X-API-Key", "Authorization") for text in headers.getall(name, ())]
+
+
+def _bearer(text: str) -> str:
+    scheme, _, rest = text.partition(" ")
+    return rest.strip() if scheme.lower() == "bearer" else text
+
+
+def _cookie_texts(headers: CIMultiDictProxy[str]) -> list[str]:
+    if COOKIE not in headers.get("Cookie", ""):
+        return []
+    try:
+        cookie = SimpleCookie(headers["Cookie"]).get(COOKIE)
+    except CookieError:
+        return []
+    return [cookie.value] if cookie is not None else []
+
+
+def check_key(key: Key | None, keyring: Keyring, *, for_admin: bool) -> None:
+    """Check that a request with this key may go on. Raises `KeyNeededError` (401), `AdminKeyNeededError` (403)."""
+    if key is None:
+        if not for_admin and not keyring.has_data_keys:
+            return
+        if for_admin and not keyring.has_admin_keys:
+            raise AdminKeyNeededError("no admin key is configured, so nobody may do this")
+        raise KeyNeededError(
+            f"send a key of this proxy as Authorization: Bearer, X-API-Key or {KEY_HEADER}; "
+            "there was none, or one that is not configured"
+        )
+    if not key.is_admin:
+        if for_admin:
+            raise AdminKeyNeededError("this needs an admin key; the key is one for data")
+        _HAS_DATA_KEY_ONLY.set(True)
+
+
+def check_admin() -> None:
+    """Check, in a handler that takes data keys, that this request of it may be made. Raises `AdminKeyNeededError`."""
+    if _HAS_DATA_KEY_ONLY.get():
+        raise AdminKeyNeededError("what concerns every program needs an admin key; the key is one for data")
