@@ -910,7 +910,9 @@ class Scheduler:
                 self.table.acting_with_claim.add(program, program.limits_since_s)
 
     def _replica_flushed(self, event: ReplicaFlushed) -> None:
-        replica = self._replica(event.replica_id)
+        replica = self.replicas.get(event.replica_id)
+        if replica is None:  # removed while it was told to
+            return
         replica.residency.clear_idle()
         replica.flushed_s = self._now_s
         self._disturb_turns(replica)
