@@ -26,6 +26,9 @@ class Access(StrEnum):
 
 OPEN, DATA, ADMIN, ENGINE = Access
 
+CATCH_ALL = "/{path:(?s:.*)}"
+"""The route of what is no other route, line breaks in it too: it goes to an engine."""
+
 ROUTES: tuple[tuple[Access, str, str], ...] = (
     # Access, methods, path: {} is a part of the path that may hold anything, ** is whatever follows.
     (OPEN, "GET", "/health"),

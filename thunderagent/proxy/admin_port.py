@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 
 from thunderagent.errors import NotFoundError
-from thunderagent.proxy.access import Access, access_of_route, controls_engine
+from thunderagent.proxy.access import CATCH_ALL, Access, access_of_route, controls_engine
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -35,7 +35,7 @@ class AdminPort:
         """Wrap a handler so that what is for the admin port is refused elsewhere."""
         if is_admin(method, route_path):
             return self._only_here(handler, lambda _: True)
-        if route_path == "/{path:.*}":  # a spelling that an engine may understand
+        if route_path == CATCH_ALL:  # a spelling that an engine may understand
             return self._only_here(handler, lambda request: controls_engine(request.raw_path))
         return handler
 

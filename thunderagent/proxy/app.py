@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from thunderagent.backends.client import ReplicaClient
 from thunderagent.errors import BodyTooLargeError, KeyNeededError, NotFoundError, ThunderAgentError
+from thunderagent.proxy.access import CATCH_ALL
 from thunderagent.proxy.admin import Admin
 from thunderagent.proxy.admin_port import AdminPort
 from thunderagent.proxy.control import Control, ControlSettings
@@ -103,7 +104,7 @@ def build_app(
         web.get("/v1/models", models.handle),
     ]
     routes += OpenApi(routes).routes()
-    routes.append(web.route("*", "/{path:(?s:.*)}", _by_inner_path(turns, models, _own_parts(routes))))
+    routes.append(web.route("*", CATCH_ALL, _by_inner_path(turns, models, _own_parts(routes))))
     for route in routes:
         handler = route.handler
         if admin_port is not None:

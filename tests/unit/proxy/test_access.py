@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from thunderagent.proxy.access import Access, access_of_route, controls_engine
+from thunderagent.proxy.access import CATCH_ALL, Access, access_of_route, controls_engine
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ from thunderagent.proxy.access import Access, access_of_route, controls_engine
         ("POST", "/v1/load_lora_adapter", Access.ADMIN),
         ("POST", "/update_weights_from_disk", Access.ADMIN),
         ("POST", "/v1/chat/completions", Access.ENGINE),
-        ("*", "/{path:.*}", Access.ENGINE),
+        ("*", CATCH_ALL, Access.ENGINE),
         ("POST", "/something/new", None),
     ],
 )
