@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from zlib import crc32
 
 from thunderagent.programs.decisions import Decision, Grant, Reason, Reject, Restore
@@ -19,6 +20,7 @@ from thunderagent.programs.events import (
     ReplicaFlushed,
     ReplicaPolled,
     ReplicaRemoved,
+    ReplicaTripped,
     ReplicaUp,
     ResidencyReported,
     SandboxesMeasured,
@@ -101,6 +103,11 @@ class Driver:
         avoid: str | None = None,
         prefix: Mapping[str, int] | None = None,
         group: str = "",
+        patience_s: float | None = None,
+        instead_of: int | None = None,
+        waiting_since_s: float | None = None,
+        parent: str = "",
+        tenant: str = "",
     ) -> int:
         """Let a turn arrive whose prompt is estimated at `tokens`; return its id.
 
@@ -110,7 +117,11 @@ class Driver:
         turn_id = self._turn_count
         cuts = tuple((crc32(name.encode()), tokens * BYTES_PER_TOKEN) for name, tokens in (prefix or {}).items())
         size_bytes = tokens * BYTES_PER_TOKEN
-        self.send(TurnArrived(self.now_s, turn_id, program_id, branch, size_bytes, avoid, cuts, group))
+        deadline_s = None if patience_s is None else self.now_s + patience_s
+        told = TurnArrived(self.now_s, turn_id, program_id, branch, size_bytes, avoid, cuts, group, deadline_s)
+        self.send(
+            replace(told, supersedes_id=instead_of, waiting_since_s=waiting_since_s, parent_id=parent, tenant=tenant)
+        )
         return turn_id
 
     def starts(self, turn_id: int) -> list[Decision]:
@@ -195,6 +206,9 @@ class Driver:
 
     def goes_down(self, replica_id: str) -> list[Decision]:
         return self.send(ReplicaDown(self.now_s, replica_id))
+
+    def trips(self, replica_id: str, *, tripped: bool = True) -> list[Decision]:
+        return self.send(ReplicaTripped(self.now_s, replica_id, tripped))
 
     def drains(self, replica_id: str) -> list[Decision]:
         return self.send(ReplicaDraining(self.now_s, replica_id))

@@ -122,9 +122,45 @@ class ServeConfig(BaseSettings):
     program_headers: Annotated[tuple[str, ...], NoDecode] = Field(
         (), description="further headers that name a turn's program, separated by commas"
     )
+    user_names_program: bool = Field(
+        False, description="whether a body's user field names the program; it is a person's name in most"
+    )
+    bearer_programs: bool = Field(
+        False,
+        description="whether bearer tokens name programs: ta-ID, or one that POST /programs returns; "
+        "Authorization is not forwarded then",
+    )
+    infer_programs: bool = Field(
+        False,
+        description="whether a turn that names no program joins the one whose last prompt and answer it begins with",
+    )
+    patience_s: float | None = Field(
+        None, gt=0, description="how long clients wait that do not say so, in seconds; none is for ever"
+    )
+    client_patience: bool = Field(
+        True, description="whether turns are let in, room or not, before their clients give up"
+    )
+    patience_margin_s: float = Field(1.0, ge=0, description="how long before that at least, for the answer, in seconds")
+    patience_ratio: float = Field(
+        0.25, ge=0, le=1, description="the same as a part of the client's patience; the larger of both, at most half"
+    )
+    heartbeat_s: float | None = Field(
+        None,
+        gt=0,
+        description="time between two signs of life on a stream that is held, in seconds; they commit status 200",
+    )
     connect_timeout_s: float = Field(5.0, gt=0, description="for a connection to a replica, in seconds")
+    first_byte_timeout_s: float | None = Field(
+        None,
+        gt=0,
+        description="a replica that does not begin to answer for longer is passed over, in seconds; an answer that is "
+        "not streamed begins when it is whole; by default as silence_timeout_s",
+    )
     silence_timeout_s: float = Field(
         3600.0, gt=0, description="a replica that sends no byte of an answer for longer has failed, in seconds"
+    )
+    total_timeout_s: float | None = Field(
+        None, gt=0, description="an answer that takes longer in all has failed, in seconds; none is no limit"
     )
     retries_count: int = Field(
         2, ge=0, description="tries on another replica after a connection failed before the first byte"
@@ -143,6 +179,15 @@ class ServeConfig(BaseSettings):
     )
     lease_limit_s: float = Field(
         3600.0, gt=0, description="a lease taken over the API of which nothing is heard for longer is ended, in seconds"
+    )
+    retry_budget_ratio: float = Field(
+        0.2, ge=0, le=1, description="such tries of all turns together, as a part of the turns of the last minute"
+    )
+    breaker_failure_count: int = Field(
+        5, ge=0, description="turns in a row that a replica fails before it gets none for a while; 0 is never"
+    )
+    breaker_backoff_s: float = Field(
+        5.0, gt=0, description="that while, in seconds; twice as long each time that it fails again"
     )
     max_body_bytes: int = Field(64 * 2**20, gt=0, description="largest request body, in bytes; more gets 413")
     body_timeout_s: float = Field(300.0, gt=0, description="for a request body to come, in seconds; else 408")

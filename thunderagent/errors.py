@@ -163,6 +163,16 @@ class TurnAbortedError(ThunderAgentError):
     retry_after_s = 1
 
 
+class TurnSupersededError(ThunderAgentError):
+    """The client tried the same turn again, and that attempt took the place of this one.
+
+    410, not 409, for the same reason: a client that is still there must not try again, too.
+    """
+
+    status = 410
+    code = "turn_superseded"
+
+
 class NoReplicaError(ThunderAgentError):
     """No replica has been usable for longer than the configured limit."""
 
@@ -205,6 +215,19 @@ class ReplicaUnreachableError(ReplicaError):
     code = "replica_unreachable"
 
 
+class ConnectTimeoutError(ReplicaUnreachableError):
+    """No connection to the replica was made within the configured limit."""
+
+    status = 504
+    code = "connect_timeout"
+
+
+class ReplicaTrippedError(ReplicaUnreachableError):
+    """The replica failed the one turn that it was tried with; nothing was sent."""
+
+    code = "replica_tripped"
+
+
 class ReplicaRefusedError(ReplicaUnreachableError):
     """Nobody listens there: the replica is down."""
 
@@ -226,6 +249,18 @@ class ReplicaTimeoutError(ReplicaError):
 
     status = 504
     code = "replica_timeout"
+
+
+class FirstByteTimeoutError(ReplicaTimeoutError):
+    """The replica took the request, and did not begin to answer within the configured limit."""
+
+    code = "first_byte_timeout"
+
+
+class TotalTimeoutError(ReplicaTimeoutError):
+    """The answer took longer than the configured limit, from the sending of the request to its last byte."""
+
+    code = "total_timeout"
 
 
 class SandboxError(ThunderAgentError):

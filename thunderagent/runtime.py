@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
+from math import inf
 from time import monotonic
 from types import TracebackType
 from typing import Self
@@ -47,6 +48,7 @@ from thunderagent.programs.events import (
     ReplicaFlushed,
     ReplicaPolled,
     ReplicaRemoved,
+    ReplicaTripped,
     ReplicaUp,
     Tick,
     TurnAbandoned,
@@ -70,6 +72,9 @@ class RuntimeSettings:
     grace_s: float = 30.0
     """How long a shutdown waits for turns in flight."""
 
+
+TIMER_SLACK_S = 0.002
+"""An event loop's timer may be early by a millisecond."""
 
 Observer = Callable[[Event, Sequence[Decision]], None]
 
@@ -134,7 +139,7 @@ class Lease:
         """End the lease: the client left."""
         self._end("abandoned", TurnAbandoned(self._runtime.now_s(), self.turn_id))
 
-    def _end(self, outcome: str, event: Event) -> None:
+    def _end(self, outcome: str, event: TurnFinished | TurnFailed | TurnAbandoned) -> None:
         if self._ended:
             return
         self._ended = True
@@ -170,6 +175,8 @@ class Runtime:
         self._turn_ids = count(1)
         self._waiters: dict[int, asyncio.Future[Grant]] = {}
         self._abortable: dict[int, Callable[[], bool]] = {}
+        self._superseded_ids: set[int] = set()
+        """Turns that another attempt took the place of, until whoever carries them out has heard of it."""
         self._closing = False
         self._crash: Exception | None = None
         self._crashed = asyncio.Event()
@@ -200,20 +207,46 @@ class Runtime:
         group_id: str = "",
         pinned_replica_id: str | None = None,
         abortable: Callable[[], bool] | None = None,
+        turn_id: int | None = None,
+        deadline_s: float | None = None,
+        supersedes_id: int | None = None,
+        waiting_since_s: float | None = None,
+        parent_id: str = "",
+        tenant: str = "",
     ) -> Lease:
         """Wait for leave to run one turn; `program_id` None is an anonymous one. The rest is as in `TurnArrived`.
 
         An anonymous turn may be pinned to the replica that its client chose itself.
         `abortable` says, when it is asked, whether `abort_held` may end the wait; without it never.
+        `turn_id` is of `new_turn_id`, for who must know it before the lease. Who waits for the lease of the turn that
+        this one supersedes, or has it, is not told: cancel that.
+
         Raises `ProgramReleasedError`, `NoReplicaError`, `TurnAbortedError` or `ShuttingDownError` if there will be
         none. Cancelling the wait takes the turn out of the queue.
         """
         if self._closing:
             raise ShuttingDownError("the proxy is shutting down")
-        turn_id = next(self._turn_ids)
+        if turn_id is None:
+            turn_id = self.new_turn_id()
+        if supersedes_id in self.scheduler.turns:
+            self._superseded_ids.add(supersedes_id)
         arrived_s = self.now_s()
         decisions = self.dispatch(
-            TurnArrived(arrived_s, turn_id, program_id, branch_id, prompt_bytes, avoid_replica_id, prefix, group_id)
+            TurnArrived(
+                arrived_s,
+                turn_id,
+                program_id,
+                branch_id,
+                prompt_bytes,
+                avoid_replica_id,
+                prefix,
+                group_id,
+                deadline_s,
+                supersedes_id,
+                waiting_since_s,
+                parent_id,
+                tenant,
+            )
             if pinned_replica_id is None
             else PinnedTurnArrived(arrived_s, turn_id, pinned_replica_id, prompt_bytes)
         )
@@ -227,10 +260,11 @@ class Runtime:
         self._waiters[turn_id] = waiter
         if abortable is not None:
             self._abortable[turn_id] = abortable
+        timer = self._timer_for(turn_id, arrived_s) if deadline_s is not None else None
         try:
             grant = await waiter
         except asyncio.CancelledError:
-            self.outcome_counts["abandoned"] += 1
+            self.outcome_counts[self._superseded_or("abandoned", turn_id)] += 1
             self.dispatch(TurnAbandoned(self.now_s(), turn_id))
             raise
         except ThunderAgentError as error:
@@ -240,7 +274,22 @@ class Runtime:
         finally:
             self._waiters.pop(turn_id, None)
             self._abortable.pop(turn_id, None)
+            if timer is not None:
+                timer.cancel()
         return self._begin(grant, self.now_s() - arrived_s)
+
+    def new_turn_id(self) -> int:
+        """Return an id that no turn had before."""
+        return next(self._turn_ids)
+
+    def _timer_for(self, turn_id: int, now_s: float) -> asyncio.TimerHandle | None:
+        """Have the scheduler look at the clock just when a held turn must have its lease, not at the next tick."""
+        turn = self.scheduler.turns.get(turn_id)
+        due_s = self.scheduler.impatient.due_s(turn) if turn is not None else inf
+        if due_s == inf:
+            return None
+        delay_s = max(0.0, due_s - now_s) + TIMER_SLACK_S
+        return asyncio.get_running_loop().call_later(delay_s, lambda: self.dispatch(Tick(self.now_s())))
 
     def abort_held(self, replica_id: str | None = None) -> int:
         """End the wait of held turns that may be aborted, with `TurnAbortedError`; return how many.
@@ -258,11 +307,11 @@ class Runtime:
                 aborted_count += 1
         return aborted_count
 
-    def open_program(self, program_id: str, group_id: str = "") -> bool:
+    def open_program(self, program_id: str, group_id: str = "", parent_id: str = "", tenant: str = "") -> bool:
         """Open a program before its first turn; False if it lives already."""
         if self.scheduler.table.get(program_id) is not None:
             return False
-        self.dispatch(ProgramOpened(self.now_s(), program_id, group_id))
+        self.dispatch(ProgramOpened(self.now_s(), program_id, group_id, parent_id, tenant))
         return True
 
     def observe(self, observer: Observer) -> Callable[[], None]:
@@ -333,6 +382,10 @@ class Runtime:
         """Say that a replica is gone for good."""
         self.dispatch(ReplicaRemoved(self.now_s(), replica_id))
 
+    def replica_tripped(self, replica_id: str, *, tripped: bool) -> None:
+        """Say that a replica that is up fails turn after turn, or that it may be tried again."""
+        self.dispatch(ReplicaTripped(self.now_s(), replica_id, tripped))
+
     async def run(self) -> None:
         """Tick until cancelled, or until the scheduler or its policy raised: then raise that, to end the process.
 
@@ -382,9 +435,9 @@ class Runtime:
             log.exception("event_log_given_up")
             self._event_log = None
 
-    def end_lease(self, outcome: str, event: Event) -> None:
+    def end_lease(self, outcome: str, event: TurnFinished | TurnFailed | TurnAbandoned) -> None:
         """Take a lease back, with the event that says how it ended. Called by `Lease` alone."""
-        self.outcome_counts[outcome] += 1
+        self.outcome_counts[self._superseded_or(outcome, event.turn_id)] += 1
         self.leases_count -= 1
         if type(event) is TurnFinished:
             self.prompt_tokens_total += event.prompt_tokens or 0
@@ -393,6 +446,13 @@ class Runtime:
         if not self.leases_count:
             self._no_lease_left.set()
         self.dispatch(event)
+
+    def _superseded_or(self, outcome: str, turn_id: int) -> str:
+        """Return how a turn ended that whoever carried it out ended so."""
+        if turn_id not in self._superseded_ids:
+            return outcome
+        self._superseded_ids.discard(turn_id)
+        return "superseded"
 
     async def close(self) -> None:
         """Grant nothing more, refuse who waits, let turns in flight end up to the grace period."""

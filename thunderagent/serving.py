@@ -27,11 +27,15 @@ from thunderagent.policy_loader import load_policy, parse_setting
 from thunderagent.programs.scheduler import Scheduler, SchedulerSettings
 from thunderagent.proxy.admin_port import AdminPort
 from thunderagent.proxy.app import HISTORY, build_app
+from thunderagent.proxy.bearer import Tokens
+from thunderagent.proxy.breaker import BreakerSettings
 from thunderagent.proxy.control import ControlSettings
 from thunderagent.proxy.discovery import Discovery, DiscoverySettings
+from thunderagent.proxy.identity import IdentityRules
 from thunderagent.proxy.observer import Observer
 from thunderagent.proxy.outgoing import Outgoing
 from thunderagent.proxy.replicas import Replicas
+from thunderagent.proxy.retry_budget import RetrySettings
 from thunderagent.proxy.server_log import server_logger
 from thunderagent.proxy.turns import TurnSettings
 from thunderagent.replica_sources import followers_of, sources_of, static_of
@@ -110,6 +114,8 @@ def build_runtime(config: ServeConfig) -> tuple[Runtime, EventLogWriter | None]:
         idle_limit_s=config.idle_limit_s,
         forget_limit_s=config.forget_limit_s,
         no_replica_limit_s=config.no_replica_limit_s,
+        patience_margin_s=config.patience_margin_s,
+        patience_ratio=config.patience_ratio,
     )
     scheduler = Scheduler(load_policy(config.policy, policy_settings), settings)
     event_log = None
@@ -131,7 +137,12 @@ async def proxy(
     """
     keyring, tls, ssl_context = build_keyring(config), ServerTls.of(config), backend_ssl_context(config)
     api_key = backend_api_key(config)
-    replicas = Replicas(runtime, [], capacity_override_tokens=config.capacity_tokens)
+    replicas = Replicas(
+        runtime,
+        [],
+        capacity_override_tokens=config.capacity_tokens,
+        breaker_settings=BreakerSettings(config.breaker_failure_count, config.breaker_backoff_s),
+    )
     poller = Poller(
         replicas,
         PollerSettings(
@@ -155,9 +166,17 @@ async def proxy(
     tracing = _tracing(config)
     client_settings = ClientSettings(
         connect_timeout_s=config.connect_timeout_s,
+        first_byte_timeout_s=config.first_byte_timeout_s,
         silence_timeout_s=config.silence_timeout_s,
-        outgoing=Outgoing(keyring, api_key, tracing),
+        total_timeout_s=config.total_timeout_s,
+        outgoing=Outgoing(keyring, api_key, tracing, forwards_authorization=not config.bearer_programs),
         ssl_context=ssl_context,
+    )
+    identity = IdentityRules(
+        config.program_headers,
+        user_names_program=config.user_names_program,
+        tokens=Tokens(runtime) if config.bearer_programs else None,
+        infers_programs=config.infer_programs,
     )
     sandboxes = build_manager(config, runtime)
     admin_port = AdminPort() if config.admin_port is not None else None
@@ -175,8 +194,11 @@ async def proxy(
             poller,
             discovery,
             turn_settings=TurnSettings(
-                retries_count=config.retries_count,
-                program_headers=config.program_headers,
+                retries=RetrySettings(config.retries_count, config.retry_budget_ratio),
+                identity=identity,
+                patience_s=config.patience_s,
+                client_patience=config.client_patience,
+                heartbeat_s=config.heartbeat_s,
                 names_programs=bool(config.kv_events),
             ),
             guard_settings=guard_settings(config),

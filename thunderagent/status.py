@@ -88,17 +88,25 @@ def _table(title: str, *columns: str, numbers: tuple[str, ...] = ()) -> Table:
     return table
 
 
+def _health(replica: dict[str, Any]) -> str:
+    if not replica["up"]:
+        return f"down: {replica['why_down']}"
+    if replica["draining"]:
+        return "draining"
+    health = "up" if replica["breaker"] == "closed" else f"breaker {replica['breaker'].replace('_', '-')}"
+    if replica["suspended_for"]:
+        health += f", suspended: {', '.join(replica['suspended_for'])}"
+    return health
+
+
 def _replica_table(replicas: list[dict[str, Any]]) -> Table:
     numbers = ("demand/capacity", "full", "reasoning", "acting", "turns", "hits")
     table = _table("Replicas", "replica", "health", numbers=numbers)
     for replica in replicas:
-        health = "draining" if replica["draining"] else "up" if replica["up"] else f"down: {replica['why_down']}"
-        if replica["suspended_for"]:
-            health += f", suspended: {', '.join(replica['suspended_for'])}"
         capacity = replica["capacity_tokens"]
         table.add_row(
             replica["replica_id"],
-            Text(health, style="green" if replica["up"] else "red"),
+            Text(_health(replica), style="green" if replica["up"] else "red"),
             f"{_short(replica['demand_tokens'])}/{_short(capacity) if capacity else 'unknown'}",
             f"{replica['demand_tokens'] / capacity:.0%}" if capacity else "?",
             str(replica["reasoning_count"]),

@@ -24,6 +24,7 @@ from thunderagent.programs.events import (
     ReplicaFlushed,
     ReplicaPolled,
     ReplicaRemoved,
+    ReplicaTripped,
     ReplicaUp,
     ResidencyReported,
     SandboxesMeasured,
@@ -48,13 +49,17 @@ POLICY_SETTINGS = {
     "thunderagent": {"delta_s": 2.0, "lambda_max": 0.95, "lambda_min": 0.8},
     "ttl": {"ttl_s": 3.0},
 }
-SETTINGS = SchedulerSettings(idle_limit_s=20.0, forget_limit_s=60.0, no_replica_limit_s=10.0)
+SETTINGS = SchedulerSettings(
+    idle_limit_s=20.0, forget_limit_s=60.0, no_replica_limit_s=10.0, patience_margin_s=0.5, patience_ratio=0.3
+)
 PROGRAMS = st.sampled_from([None, "a", "b", "c", "d", "e", "f"])
 REPLICAS = st.sampled_from(["r0", "r1", "r2"])
 BRANCHES = st.sampled_from(["", "", "sub"])
 CAUSES = st.sampled_from(["pause", "weights"])
 TOKENS = st.integers(0, 1500)
 TOOLS = st.sampled_from(["", "ls", "make"])
+PATIENCES = st.none() | st.floats(-1, 15)
+PARENTS = st.sampled_from(["", "", "a", "b", "gone"])
 GROUPS = st.sampled_from(["", "g", "h"])
 PREFIXES = st.sampled_from(
     [(), ((1, 400),), ((1, 400), (2, 1200)), ((1, 420), (3, 900)), ((1, 400), (2, 1100), (4, 5000)), ((5, 800),)]
@@ -84,6 +89,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     def send(self, event: Event) -> None:
         decisions = self.scheduler.handle(event)
         self.log.append((event, list(decisions)))
+        if isinstance(event, TurnArrived) and event.supersedes_id is not None:
+            self.answered.add(event.supersedes_id)
+            assert event.supersedes_id not in self.scheduler.turns
         for decision in decisions:
             if isinstance(decision, Grant | Reject):
                 assert decision.turn_id not in self.answered, f"answered twice: {decision}"
@@ -105,6 +113,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         avoid=st.none() | REPLICAS,
         prefix=PREFIXES,
         group_id=GROUPS,
+        patience_s=PATIENCES,
+        parent_id=PARENTS,
     )
     def turn_arrives(
         self,
@@ -114,10 +124,47 @@ class SchedulerMachine(RuleBasedStateMachine):
         avoid: str | None,
         prefix: tuple[tuple[int, int], ...] = (),
         group_id: str = "",
+        patience_s: float | None = None,
+        parent_id: str = "",
+        supersedes_id: int | None = None,
+        age_s: float | None = None,
     ) -> int:
         turn_id = self.next_turn_id
         self.next_turn_id += 1
-        self.send(TurnArrived(self.now_s, turn_id, program_id, branch_id, size * 4, avoid, prefix, group_id))
+        self.send(
+            TurnArrived(
+                self.now_s,
+                turn_id,
+                program_id,
+                branch_id,
+                size * 4,
+                avoid,
+                prefix,
+                group_id,
+                deadline_s=None if patience_s is None else self.now_s + patience_s,
+                supersedes_id=supersedes_id,
+                waiting_since_s=None if age_s is None else self.now_s - age_s,
+                parent_id=parent_id,
+            )
+        )
+        return turn_id
+
+    @rule(target=turns, earlier_id=consumes(turns), program_id=PROGRAMS, patience_s=PATIENCES)
+    def turn_is_tried_again(self, earlier_id: int, program_id: str | None, patience_s: float | None) -> int:
+        earlier = self.scheduler.turns.get(earlier_id)
+        if earlier is not None and earlier.program is not None:  # mostly it is the same client's
+            program_id = earlier.program.program_id
+        granted = earlier is not None and earlier.account_id is not None
+        if earlier is not None and granted:  # else the next attempt is held where this one was
+            granted = not self.scheduler.replicas[earlier.account_id or ""].suspended_for
+        turn_count = 0 if earlier is None or earlier.program is None else earlier.program.turn_count
+        turn_id = self.turn_arrives(
+            program_id, "", 100, None, patience_s=patience_s, supersedes_id=earlier_id, age_s=3.0
+        )
+        turn = self.scheduler.turns.get(turn_id)
+        if granted and earlier is not None and turn is not None and turn.program is earlier.program is not None:
+            assert turn.program.turn_count == turn_count, "one turn was counted twice"
+            assert turn.account_id is not None, "held, though the attempt before it was not"
         return turn_id
 
     @rule(target=turns, replica_id=REPLICAS, size=TOKENS)
@@ -211,6 +258,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert replica_id not in self.scheduler.replicas
         assert replica_id not in self.scheduler.ledger.accounts
 
+    @rule(replica_id=REPLICAS, tripped=st.booleans())
+    def replica_trips(self, replica_id: str, tripped: bool) -> None:
+        self.send(ReplicaTripped(self.now_s, replica_id, tripped))
+
     @rule(
         replica_id=REPLICAS,
         capacity=st.none() | st.integers(1, 6000),
@@ -286,6 +337,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert replica.account.turn_count == replica.account.growth_tokens == replica.account.shared_tokens == 0
         assert len(self.scheduler.shares.tree) == 0
         assert not self.scheduler.groups
+        assert not self.scheduler.families
+        assert not self.scheduler.impatient
 
 
 @pytest.mark.parametrize("name", POLICY_SETTINGS)

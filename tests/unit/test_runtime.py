@@ -381,3 +381,73 @@ class FullDisk:
     def write(self, _: bytes) -> int:
         """Fail as the operating system does."""
         raise OSError(28, "No space left on device")
+
+
+# --- patience, and attempts that are superseded
+
+
+async def test_a_held_turn_is_let_in_when_it_is_due_not_at_the_next_tick() -> None:
+    """Nobody ticks here; half of a patience of 0.1 s is left for the answer."""
+    async with running() as (runtime, clock):
+        with await runtime.lease("first"):
+            begun_s = asyncio.get_running_loop().time()
+            waiting = asyncio.ensure_future(runtime.lease("second", deadline_s=clock.now_s + 0.1))
+            await asyncio.sleep(0)
+            assert runtime.held_count == 1
+            clock.now_s += 0.06
+            with await waiting as lease:
+                assert lease.reason is Reason.PATIENCE
+            assert 0.045 <= asyncio.get_running_loop().time() - begun_s < 0.5
+
+
+async def test_a_turn_that_leaves_takes_its_timer_along() -> None:
+    async with running() as (runtime, clock):
+        with await runtime.lease("first"):
+            waiting = asyncio.ensure_future(runtime.lease("second", deadline_s=clock.now_s + 0.02))
+            await asyncio.sleep(0)
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+            events: list[object] = []
+            runtime.observe(lambda event, decisions: events.append(event))
+            await asyncio.sleep(0.03)
+            assert events == []
+
+
+async def test_a_held_turn_that_is_superseded_counts_as_that() -> None:
+    """Whoever waited for it is cancelled; the place goes on."""
+    async with running() as (runtime, _):
+        first = await runtime.lease("first")
+        earlier_id = runtime.new_turn_id()
+        earlier = await held_lease(runtime, "second", turn_id=earlier_id)
+        later = asyncio.ensure_future(runtime.lease("second", supersedes_id=earlier_id))
+        earlier.cancel()
+        await asyncio.gather(earlier, return_exceptions=True)
+        assert (runtime.held_count, runtime.scheduler.ledger.waiting_count) == (1, 1)
+        first.finished()
+        runtime.release("first")
+        with await later as lease:
+            lease.finished()
+        assert runtime.outcome_counts == {"superseded": 1, "finished": 2}
+
+
+async def test_a_lease_whose_turn_is_superseded_passes_on() -> None:
+    """Its holder may end it late, and in whatever way."""
+    async with running() as (runtime, _):
+        earlier_id = runtime.new_turn_id()
+        earlier = await runtime.lease("a", turn_id=earlier_id)
+        with await runtime.lease("a", supersedes_id=earlier_id) as later:
+            assert runtime.leases_count == 2
+            earlier.failed()
+            assert (runtime.leases_count, len(runtime.scheduler.turns)) == (1, 1)
+            later.finished()
+        assert runtime.outcome_counts == {"superseded": 1, "finished": 1}
+
+
+async def test_a_turn_that_ended_already_cannot_be_superseded() -> None:
+    """The next one is a turn like any other, and nothing of the first is kept."""
+    async with running() as (runtime, _):
+        (await runtime.lease("a", turn_id=77_000)).finished()
+        with await runtime.lease("a", supersedes_id=77_000) as lease:
+            lease.finished()
+        assert runtime.outcome_counts == {"finished": 2}
+        assert not runtime._superseded_ids

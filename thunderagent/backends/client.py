@@ -16,11 +16,14 @@ from yarl import URL
 
 from thunderagent.backends.poller import ReplicaEndpoint
 from thunderagent.errors import (
+    ConnectTimeoutError,
+    FirstByteTimeoutError,
     ReplicaClosedEarlyError,
     ReplicaRefusedError,
     ReplicaRemovedError,
     ReplicaTimeoutError,
     ReplicaUnreachableError,
+    TotalTimeoutError,
 )
 
 MAX_HEADER_BYTES = 64 * 1024
@@ -39,12 +42,17 @@ class Outgoing(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ClientSettings:
-    """Deadlines of the connections to replicas."""
+    """Deadlines of the connections to replicas, and what the replicas know us by."""
 
     connect_timeout_s: float = 5.0
     """For a connection to be made."""
+    first_byte_timeout_s: float | None = None
+    """From there to the first byte of the answer: of one that is not streamed that takes as long as the whole. None is
+    `silence_timeout_s`: a paused engine may be silent for long."""
     silence_timeout_s: float = 3600.0
-    """Between two bytes of an answer, and before the first one: a paused engine may be silent for long."""
+    """Between two bytes of an answer."""
+    total_timeout_s: float | None = None
+    """From the beginning of the connection to the last byte of the answer."""
     keepalive_s: float = 4.0
     """An idle connection is closed after so long: sooner than the 5 s after which vLLM's server closes it, because
     a request that meets the close would fail."""
@@ -146,9 +154,9 @@ class ReplicaClient:
         The replica's rank, if it is one, is named in a header, in place of any that the client sent.
         `silence_timeout_s` takes the place of the limits after the connection, for what may take longer than a turn.
         Raises `ReplicaUnreachableError` if no connection could be made (`ReplicaRefusedError` if nobody listens there,
-        `ReplicaRemovedError` if the replica was removed),
-        `ReplicaClosedEarlyError` if the replica closed it without a proper head, `ReplicaTimeoutError` if it stayed
-        silent.
+        `ReplicaRemovedError` if the replica was removed, `ConnectTimeoutError` if that took too long),
+        `ReplicaClosedEarlyError` if the replica closed it without a proper head, `FirstByteTimeoutError` or
+        `TotalTimeoutError` if it stayed silent.
         """
         pool = self._pools.get(replica_id)
         if pool is None:
@@ -172,26 +180,31 @@ class ReplicaClient:
                 timeout=pool.timeout(silence_timeout_s),
             )
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            # Only a refusal says that the replica is down: our own files may have run out, its backlog may be full.
-            refused = isinstance(error, aiohttp.ClientConnectorError) and isinstance(
-                error.os_error, ConnectionRefusedError
-            )
-            raise (ReplicaRefusedError if refused else ReplicaUnreachableError)(
-                f"replica {replica_id} cannot be reached: {error}", replica_id=replica_id
-            ) from error
+            raise _unreached(replica_id, error) from error
         except TimeoutError as error:
-            raise ReplicaTimeoutError(
-                f"replica {replica_id} sent nothing for too long", replica_id=replica_id
-            ) from error
+            late: type[ReplicaTimeoutError] = TotalTimeoutError
+            if isinstance(error, aiohttp.SocketTimeoutError):
+                limited = self._settings.first_byte_timeout_s is not None
+                late = FirstByteTimeoutError if limited else ReplicaTimeoutError
+            raise late(f"replica {replica_id} did not begin to answer in time", replica_id=replica_id) from error
         except (aiohttp.ClientError, ConnectionError, ValueError) as error:
             raise ReplicaClosedEarlyError(
                 f"replica {replica_id} closed the connection before it answered: {error!r}", replica_id=replica_id
             ) from error
         if self._settings.outgoing is not None:
             self._settings.outgoing.answered(response.status)
+        if self._settings.first_byte_timeout_s is not None and silence_timeout_s is None:
+            self._expect_next_byte(response)
         if "Transfer-Encoding" in response.headers:
             _fail_reader_on_close(response)
         return response
+
+    def _expect_next_byte(self, response: aiohttp.ClientResponse) -> None:
+        """Let the limit between two bytes count, where another one did up to the first."""
+        protocol = response.connection.protocol if response.connection is not None else None
+        if protocol is not None:  # else the answer is whole already
+            protocol.read_timeout = self._settings.silence_timeout_s
+            protocol.start_timeout()
 
     async def read(self, replica_id: str, response: aiohttp.ClientResponse) -> bytes:
         """Read the whole body of an answer. Raises like `next_chunk`."""
@@ -200,7 +213,8 @@ class ReplicaClient:
     async def next_chunk(self, replica_id: str, response: aiohttp.ClientResponse) -> bytes:
         """Return the next bytes of an answer's body, whatever has come; empty at its end.
 
-        Raises `ReplicaClosedEarlyError` if it breaks off, `ReplicaTimeoutError` if the replica falls silent.
+        Raises `ReplicaClosedEarlyError` if it breaks off, `ReplicaTimeoutError` if the replica falls silent,
+        `TotalTimeoutError` if it takes too long in all.
         """
         return await _received(replica_id, response.content.readany())
 
@@ -231,12 +245,28 @@ async def _received(replica_id: str, reading: Awaitable[bytes]) -> bytes:
     """Await bytes of an answer's body, with errors of our own."""
     try:
         return await reading
-    except TimeoutError as error:
+    except aiohttp.SocketTimeoutError as error:
         raise ReplicaTimeoutError(f"replica {replica_id} fell silent in its answer", replica_id=replica_id) from error
+    except TimeoutError as error:
+        raise TotalTimeoutError(
+            f"replica {replica_id} took longer for its answer than is allowed", replica_id=replica_id
+        ) from error
     except (aiohttp.ClientError, ConnectionError) as error:
         raise ReplicaClosedEarlyError(
             f"replica {replica_id} closed the connection in the middle of its answer: {error!r}", replica_id=replica_id
         ) from error
+
+
+def _unreached(
+    replica_id: str, error: aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError
+) -> ReplicaUnreachableError:
+    # Only a refusal says that the replica is down: our own files may have run out, its backlog may be full.
+    kind = ReplicaUnreachableError
+    if isinstance(error, aiohttp.ConnectionTimeoutError):
+        kind = ConnectTimeoutError
+    elif isinstance(error.os_error, ConnectionRefusedError):
+        kind = ReplicaRefusedError
+    return kind(f"replica {replica_id} cannot be reached: {error}", replica_id=replica_id)
 
 
 @lru_cache(maxsize=4096)
@@ -250,7 +280,9 @@ def _connections(settings: ClientSettings) -> aiohttp.ClientSession:
             limit=0, keepalive_timeout=settings.keepalive_s, ssl=settings.ssl_context or True
         ),
         timeout=aiohttp.ClientTimeout(
-            total=None, sock_connect=settings.connect_timeout_s, sock_read=settings.silence_timeout_s
+            total=settings.total_timeout_s,
+            sock_connect=settings.connect_timeout_s,
+            sock_read=settings.first_byte_timeout_s or settings.silence_timeout_s,
         ),
         auto_decompress=False,
         request_class=_PlainRequest,

@@ -15,6 +15,8 @@ class ProgramOpened:
     now_s: float
     program_id: str
     group_id: str = ""
+    parent_id: str = ""
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +27,11 @@ class TurnArrived:
     `prompt_bytes` is the size of the request's body; the core learns tokens per byte from usage.
     `avoid_replica_id` names the replica that failed the previous attempt at this turn. `prefix` are places in the
     prompt, in their order; programs whose prompts have the same digest at a place have the same prompt up to there.
-    Programs of one `group_id` finish together.
+    Programs of one `group_id` finish together. A program's tenant and its parent, a program that waits for it, are
+    those of its first turn.
+
+    At `deadline_s`, in the same seconds as `now_s`, the client gives up; None is never. A client that tried again names
+    the turn that this one takes the place of (`supersedes_id`), or if that one ended already, since when it waits.
     """
 
     now_s: float
@@ -36,6 +42,11 @@ class TurnArrived:
     avoid_replica_id: str | None = None
     prefix: tuple[PrefixCut, ...] = ()
     group_id: str = ""
+    deadline_s: float | None = None
+    supersedes_id: int | None = None
+    waiting_since_s: float | None = None
+    parent_id: str = ""
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +192,18 @@ class ReplicaFlushed:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplicaTripped:
+    """A replica fails turn after turn although it is up: nothing new goes there until it is told `tripped` False.
+
+    Its programs leave it, as if it were draining. One that goes down is tripped no longer.
+    """
+
+    now_s: float
+    replica_id: str
+    tripped: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class ReplicaPolled:
     """A replica's metrics were read, whether it is up or not. None is *not known*, never zero.
 
@@ -263,6 +286,7 @@ Event = (
     | GrantsSuspended
     | GrantsContinued
     | ReplicaFlushed
+    | ReplicaTripped
     | ReplicaPolled
     | ResidencyReported
     | SandboxReady

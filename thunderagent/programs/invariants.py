@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import isclose
+from math import inf, isclose
 
 from thunderagent.programs.lifecycle import Phase, Status
 from thunderagent.programs.prefixes import PrefixTree
@@ -19,6 +19,15 @@ def check(scheduler: Scheduler) -> None:
         _check_replica(scheduler, replica)
     held = [turn for turn in scheduler.turns.values() if turn.program is not None and turn.turn_id in turn.program.held]
     assert scheduler.ledger.waiting_count == len(held) + len(scheduler.anonymous_held), "waiting turns miscounted"
+    waiting = [turn for program in scheduler.table if program.status is Status.PAUSED for turn in program.held.values()]
+    impatient_count = sum(turn.deadline_s < inf for turn in waiting)
+    assert len(scheduler.impatient) == impatient_count, "impatient turns miscounted"
+    children = [program for program in scheduler.table if program.parent_id]
+    assert bool(scheduler.families) == bool(children), "families miscounted"
+    if scheduler.granting_replicas:
+        assert scheduler.impatient.first_due(scheduler.now_s) is None, "a turn is held for longer than its client waits"
+    for child in children:
+        _check_child(scheduler, child)
     active = [program for program in scheduler.table if program.status is Status.ACTIVE]
     assert scheduler.active_count == len(active), "active programs miscounted"
     at_tools = [program for program in scheduler.table if program.tool_runs]
@@ -36,6 +45,15 @@ def check(scheduler: Scheduler) -> None:
         pinned = scheduler.replicas.get(turn.pinned_replica_id or "")
         may_run = bool(granting) if pinned is None else not pinned.suspended_for
         assert not may_run, "an anonymous turn is held though a replica is usable"
+
+
+def _check_child(scheduler: Scheduler, child: Program) -> None:
+    parent = scheduler.table.get(child.parent_id)
+    if child.held and child.status is Status.PAUSED:
+        story = "\n".join(map(str, (child, *child.story())))
+        assert child in scheduler.families.held_children(child.parent_id), f"not among its parent's children\n{story}"
+        if scheduler.granting_replicas and parent is not None:
+            assert parent.status is not Status.ACTIVE, f"held, though its parent has a claim\n{story}"
 
 
 def _check_program(scheduler: Scheduler, program: Program) -> None:

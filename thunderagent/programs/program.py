@@ -59,6 +59,7 @@ class Turn:
         "arrived_s",
         "branch_id",
         "claim_tokens",
+        "deadline_s",
         "disturbed",
         "granted_s",
         "kept_since_s",
@@ -71,6 +72,7 @@ class Turn:
         "resident_tokens",
         "started_s",
         "turn_id",
+        "waiting_since_s",
     )
 
     def __init__(
@@ -82,6 +84,10 @@ class Turn:
         self.branch_id = branch_id
         self.prompt_bytes = prompt_bytes
         self.arrived_s = arrived_s
+        self.waiting_since_s = arrived_s
+        """When its first attempt arrived, if its client tried again."""
+        self.deadline_s = inf
+        """When its client gives up."""
         self.prompt_tokens = 0
         """Size of the prompt as estimated at arrival."""
         self.output_tokens = 0
@@ -186,6 +192,7 @@ class Program:
         "marked",
         "opened_s",
         "output_tokens_total",
+        "parent_id",
         "phase",
         "program_id",
         "prompt_tokens_total",
@@ -193,6 +200,7 @@ class Program:
         "reserve_tokens",
         "status",
         "story_entries",
+        "tenant",
         "tool",
         "tool_runs",
         "turn_count",
@@ -219,6 +227,8 @@ class Program:
         self.group: Group | None = None
         self.limits_since_s = 0.0
         """When it began to act, on the clock of the limits, which stands still while nothing is granted."""
+        self.parent_id = ""
+        self.tenant = ""
         self.marked = False
         self.idle = False
         """Paused by the idle limit: only a turn brings it back."""
@@ -260,8 +270,8 @@ class Program:
 
     @property
     def waiting_since_s(self) -> float:
-        """When the first of its held turns arrived."""
-        return next(iter(self.held.values())).arrived_s
+        """When the first of its held turns arrived, or the first attempt at it."""
+        return next(iter(self.held.values())).waiting_since_s
 
     @property
     def context_tokens(self) -> int:

@@ -33,6 +33,7 @@ class Replica:
         "residency",
         "suspended_for",
         "tells_cached",
+        "tripped",
         "up",
     )
 
@@ -46,6 +47,7 @@ class Replica:
         """Causes for which nothing is granted here, in the order in which they came."""
         self.flushed_s = -inf
         """When what it kept for later turns was thrown away last."""
+        self.tripped = False
         self.programs: dict[str, Program] = {}
         self.acting: RankedSet[Program] = RankedSet()
         self.reasoning: RankedSet[Program] = RankedSet()
@@ -58,7 +60,7 @@ class Replica:
 
     def __repr__(self) -> str:
         account = self.account
-        health = "draining" if self.draining else "up" if self.up else "down"
+        health = "draining" if self.draining else "tripped" if self.tripped else "up" if self.up else "down"
         if self.suspended_for:
             health += f", suspended for {', '.join(self.suspended_for)}"
         return (
@@ -69,7 +71,7 @@ class Replica:
     @property
     def open_to_programs(self) -> bool:
         """Whether programs may get claims here: now, or when grants go on."""
-        return self.up and not self.draining
+        return self.up and not self.draining and not self.tripped
 
     @property
     def grants(self) -> bool:

@@ -18,7 +18,10 @@ Each event does three things, in this order:
 What the scheduler decides without asking a policy: a turn of a program that has a turn in flight is granted beside
 it; an anonymous turn is granted on the least loaded replica; programs leave a replica that is down at once, and one
 that is draining at the end of their turn; the idle limit takes a claim, the forget limit a program; turns for which no
-replica has been usable for longer than the limit are rejected.
+replica has been usable for longer than the limit are rejected. And it lets two kinds of turns in that the policy would
+hold, whether there is room or not, where that costs least: one whose client would give up before long (`impatient.py`),
+and one of a child whose parent holds a claim (`families.py`). A parent waits for its children, so they are to it what
+its branches are: held behind a claim that is only given back when they are through, they would wait for ever.
 
 While grants are suspended on a replica - its engine is paused, sleeps, or gets new weights - no policy sees it and
 no limit takes anything there. Turns of programs that are active there are held where they are, if there is no other
@@ -59,6 +62,7 @@ from thunderagent.programs.events import (
     ReplicaFlushed,
     ReplicaPolled,
     ReplicaRemoved,
+    ReplicaTripped,
     ReplicaUp,
     ResidencyReported,
     SandboxesMeasured,
@@ -72,6 +76,8 @@ from thunderagent.programs.events import (
     TurnProgressed,
     TurnStarted,
 )
+from thunderagent.programs.families import Families
+from thunderagent.programs.impatient import Impatient
 from thunderagent.programs.knowledge import Knowledge
 from thunderagent.programs.ledger import Ledger
 from thunderagent.programs.lifecycle import Phase, Status, Trigger
@@ -105,6 +111,10 @@ class SchedulerSettings:
     """A program that was not heard of for longer is dropped from the table."""
     no_replica_limit_s: float = 60.0
     """Turns are held for so long while no replica is usable, then rejected."""
+    patience_margin_s: float = 1.0
+    """A turn whose client would give up gets its lease so long before, at least: for its answer."""
+    patience_ratio: float = 0.25
+    """The same as a part of its client's patience, where that is longer."""
 
 
 class Scheduler:
@@ -130,6 +140,8 @@ class Scheduler:
         self.knowledge = Knowledge()
         self.shares = Shares()
         self.groups: dict[str, Group] = {}
+        self.families = Families()
+        self.impatient = Impatient(self.settings.patience_margin_s, self.settings.patience_ratio)
         self.changed_replicas: dict[str, Replica] = {}
         """On which programs came, went or changed in size since the policy was asked to balance."""
         self.previous_tick_s = 0.0
@@ -140,6 +152,8 @@ class Scheduler:
         self._open_replicas: list[Replica] = []
         self._granting_replicas: list[Replica] = []
         self._limits_clock = LimitsClock()
+        self._new_parents: list[str] = []
+        """Programs that got a claim in this event, while there are families."""
         self._no_replica_since_s: float | None = None
         self._tokens_per_byte_ratio = FIRST_TOKENS_PER_BYTE_RATIO
         self._decisions: list[Decision] = []
@@ -163,6 +177,7 @@ class Scheduler:
             GrantsSuspended: self._grants_suspended,
             GrantsContinued: self._grants_continued,
             ReplicaFlushed: self._replica_flushed,
+            ReplicaTripped: self._replica_tripped,
             ReplicaPolled: self._replica_polled,
             ResidencyReported: self._residency_reported,
             SandboxReady: self._sandbox_ready,
@@ -198,6 +213,10 @@ class Scheduler:
         self._now_s = max(self._now_s, event.now_s)
         decisions = self._decisions = []
         self._handlers[type(event)](event)
+        if self.impatient:
+            self._grant_impatient()
+        if self._new_parents:
+            self._restore_children()
         waiting = bool(self.queue.reasoning) and not self._limits_clock.halted
         self.knowledge.admission.settle(self._now_s, waiting=waiting)
         return decisions
@@ -206,13 +225,21 @@ class Scheduler:
 
     def _turn_arrived(self, event: TurnArrived) -> None:
         assert event.turn_id not in self.turns, f"turn {event.turn_id} arrives twice"
+        earlier = self.turns.get(event.supersedes_id) if event.supersedes_id is not None else None
         if event.program_id is None:
             self._anonymous_turn_arrived(event)
-            return
-        program = self.table.get(event.program_id)
+        else:
+            self._turn_of_program_arrived(event, event.program_id, earlier)
+        if earlier is not None:  # only now, so that its program gives nothing up in between
+            self._drop_turn(earlier, "superseded")
+
+    def _turn_of_program_arrived(self, event: TurnArrived, program_id: str, earlier: Turn | None) -> None:
+        program = self.table.get(program_id)
         if program is None:
-            program = self.table.open(event.program_id, self._now_s)
+            program = self.table.open(program_id, self._now_s)
             self._join_group(program, event.group_id)
+            self.families.join(program, event.parent_id)
+            program.tenant = event.tenant
         elif program.tool_runs:
             self.knowledge.tool_returned(program, self._now_s)
         elif program.announced:
@@ -220,7 +247,10 @@ class Scheduler:
             program.opened_s = self._now_s
             if program.group is None:
                 self._join_group(program, event.group_id)
-        turn = Turn(event.turn_id, program, event.branch_id, event.prompt_bytes, self._now_s)
+            if not program.parent_id:
+                self.families.join(program, event.parent_id)
+            program.tenant = program.tenant or event.tenant
+        turn = self._new_turn(event, program, earlier)
         turn.prompt_tokens = program.estimate_prompt_tokens(turn, self._tokens_per_byte_ratio)
         self.turns[turn.turn_id] = turn
         branch = program.branches.get(turn.branch_id)
@@ -236,6 +266,18 @@ class Scheduler:
             self._grant_beside(program, turn)
         else:
             self._place(program, turn, event.avoid_replica_id)
+
+    def _new_turn(self, event: TurnArrived, program: Program, earlier: Turn | None) -> Turn:
+        """Return the turn that arrived, with the age of the attempt that it takes the place of."""
+        turn = Turn(event.turn_id, program, event.branch_id, event.prompt_bytes, self._now_s)
+        if event.deadline_s is not None:
+            turn.deadline_s = event.deadline_s
+        if earlier is not None and earlier.program is program:
+            turn.waiting_since_s = earlier.waiting_since_s
+            program.turn_count -= earlier.account_id is not None  # both are one turn
+        elif event.waiting_since_s is not None:
+            turn.waiting_since_s = min(event.waiting_since_s, self._now_s)
+        return turn
 
     def _grant_beside(self, program: Program, turn: Turn) -> None:
         """Grant a turn of a program that has one in flight, where that one is."""
@@ -255,10 +297,12 @@ class Scheduler:
         if not candidates:
             self._hold(program, turn, Reason.SUSPENDED if self._open_replicas else Reason.NO_REPLICA)
             return
-        placement = self.policy.place(self._view, program, candidates)
-        target = self.open_replica(placement.replica)
+        replica, reason = self.policy.place(self._view, program, candidates)
+        target = self.open_replica(replica)
+        if target is None and self._parent_holds_a_claim(program):
+            target, reason = self._cheapest(program, candidates), Reason.PARENT
         if target is None:
-            self._hold(program, turn, placement.reason)
+            self._hold(program, turn, reason)
             return
         home = program.replica_id if program.status is Status.ACTIVE else None
         if home == target.replica_id:
@@ -271,15 +315,16 @@ class Scheduler:
                 turn.kept_tokens = min(turn.prompt_tokens, program.branches[turn.branch_id].prompt_tokens)
             target.control.turn_granted(turn.kept_tokens)
             self._put(program)
-            self._decisions.append(Grant(turn.turn_id, program.program_id, home, placement.reason))
+            self._decisions.append(Grant(turn.turn_id, program.program_id, home, reason))
             return
         self._to_paused_reasoning(program, turn, Reason.MOVED)
-        self.restore(program, target, placement.reason)
+        self.restore(program, target, reason)
 
     def _hold(self, program: Program, turn: Turn, reason: Reason) -> None:
         self._to_paused_reasoning(program, turn, reason)
         self._put(program)
         program.hold_reason = reason
+        self.impatient.add(turn)
         program.note(self._now_s, "hold", reason, None)
         self._decisions.append(Hold(turn.turn_id, program.program_id, reason))
 
@@ -492,7 +537,39 @@ class Scheduler:
 
     def _wait_ends(self, program: Program, turn: Turn) -> None:
         program.held_s_total += self._now_s - turn.arrived_s
+        self.impatient.discard(turn)
         self.ledger.wait_ends(self._now_s)
+
+    # --- turns that are let in whether there is room or not ---------------------------------------------------------
+
+    def _grant_impatient(self) -> None:
+        """Let in who is held and whose client would give up."""
+        while self._granting_replicas and (turn := self.impatient.first_due(self._now_s)) is not None:
+            assert turn.program is not None, f"{turn} is held for its program"
+            self.restore(turn.program, self._cheapest(turn.program, self._granting_replicas), Reason.PATIENCE)
+
+    def _parent_holds_a_claim(self, program: Program) -> bool:
+        parent = self.table.get(program.parent_id) if program.parent_id else None
+        return parent is not None and parent.status is Status.ACTIVE
+
+    def _restore_children(self) -> None:
+        """Let in children whose turns are held although their parent holds a claim now, and their children."""
+        while self._new_parents:
+            for child in self.families.held_children(self._new_parents.pop()):
+                waits = child.status is Status.PAUSED and self._parent_holds_a_claim(child)
+                if waits and self._granting_replicas:
+                    self.restore(child, self._cheapest(child, self._granting_replicas), Reason.PARENT)
+
+    def _cheapest(self, program: Program, candidates: Sequence[Replica]) -> Replica:
+        """Return where a program costs least that fits nowhere: most of it lies there, least is claimed in excess."""
+
+        def cost(replica: Replica) -> tuple[float, float, int, int]:
+            account = replica.account
+            resident_tokens = min(program.claim_tokens, self.resident_tokens(program, replica.replica_id))
+            excess_tokens = max(0.0, account.demand_tokens + program.claim_tokens - account.limit_tokens)
+            return -resident_tokens, excess_tokens, account.turn_count, account.demand_tokens
+
+        return min(candidates, key=cost)
 
     # --- groups and prefixes ----------------------------------------------------------------------------------------
 
@@ -612,6 +689,8 @@ class Scheduler:
         replica = self.replicas[replica_id]
         program.advance(trigger)
         program.marked = False
+        for turn in program.held.values():  # in place, until now
+            self.impatient.add(turn)
         if program.held:
             program.hold_reason = reason
         self.shares.leave(program, replica.account)
@@ -659,6 +738,8 @@ class Scheduler:
         self._decisions.append(Restore(program.program_id, replica.replica_id, reason))
         self._grant_held(program, reason)
         self._put(program)
+        if self.families:
+            self._new_parents.append(program.program_id)
 
     def _grant_held(self, program: Program, reason: Reason) -> None:
         """Grant every held turn of an active program, whose claim must be lifted, where it is."""
@@ -678,6 +759,8 @@ class Scheduler:
         program.announced = program.idle = True
         program.limits_since_s = self._limits_clock.at(self._now_s)
         self._join_group(program, event.group_id)
+        self.families.join(program, event.parent_id)
+        program.tenant = event.tenant
         self.table.acting_begins(program)
         self._measure_claim(program)
         program.note(self._now_s, "opened", "", None)
@@ -726,6 +809,7 @@ class Scheduler:
         self._lift(program)
         self.knowledge.program_ended(program, self._now_s)
         self._leave_group(program)
+        self.families.leave(program)
         self.queue.remove(program)
         for turn in program.held.values():
             del self.turns[turn.turn_id]
@@ -792,6 +876,8 @@ class Scheduler:
                 self._grant_anonymous(turn, candidates)
         if self._open_replicas:
             self._no_replica_since_s = None
+            if self._granting_replicas and self.families:
+                self._new_parents.extend(self.families.parents())
         elif self._no_replica_since_s is None:
             self._no_replica_since_s = self._now_s
         self._balance(Moment.REPLICAS_CHANGED)
@@ -829,6 +915,7 @@ class Scheduler:
 
     def _empty(self, replica: Replica, reason: Reason) -> None:
         """Take everything off a replica that is gone."""
+        replica.tripped = False
         self._set_health(replica, up=False, draining=False)
         for program in list(replica.programs.values()):
             self._lose_replica(program, reason)
@@ -862,12 +949,26 @@ class Scheduler:
     def _replica_draining(self, event: ReplicaDraining) -> None:
         replica = self._replica(event.replica_id)
         self._set_health(replica, up=replica.up, draining=True)
+        self._send_away(replica, Reason.REPLICA_DRAINING)
+        self._replicas_changed()
+
+    def _replica_tripped(self, event: ReplicaTripped) -> None:
+        replica = self.replicas.get(event.replica_id)
+        if replica is None or not replica.up or replica.tripped == event.tripped:
+            return
+        replica.tripped = event.tripped
+        self._set_health(replica, up=replica.up, draining=replica.draining)
+        if replica.tripped:
+            self._send_away(replica, Reason.REPLICA_TRIPPED)
+        self._replicas_changed()
+
+    def _send_away(self, replica: Replica, reason: Reason) -> None:
+        """Pause the programs of a replica that gets nothing new, each once it has no turn in flight."""
         for program in list(replica.programs.values()):
             if not program.in_flight:
-                self.pause(program, Reason.REPLICA_DRAINING)
+                self.pause(program, reason)
             elif not program.marked:
-                self.mark(program, Reason.REPLICA_DRAINING)
-        self._replicas_changed()
+                self.mark(program, reason)
 
     def _grants_suspended(self, event: GrantsSuspended) -> None:
         if event.replica_id is None:

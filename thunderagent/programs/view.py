@@ -163,9 +163,9 @@ class SchedulerView:
         return True
 
     def propose_unmark(self, program: ProgramView, reason: Reason) -> bool:
-        """See `View`. Accepted for a marked program on a replica that is not draining."""
+        """See `View`. Accepted for a marked program on a replica that it need not leave."""
         own = self._scheduler.table.get(program.program_id)
-        if own is None or not own.marked or self._scheduler.replicas[own.replica_id or ""].draining:
+        if own is None or not own.marked or not self._scheduler.replicas[own.replica_id or ""].open_to_programs:
             return False
         self._scheduler.unmark(own, reason)
         return True

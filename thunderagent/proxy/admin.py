@@ -11,6 +11,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from thunderagent.errors import NotFoundError, RequestError, ThunderAgentError
 from thunderagent.programs.lifecycle import Phase, Status
+from thunderagent.proxy.bearer import Tokens
 from thunderagent.proxy.bodies import read_model as _read_model
 from thunderagent.proxy.identity import check_program_id
 from thunderagent.proxy.keys import check_admin
@@ -34,13 +35,17 @@ EXPOSITION_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class ReleaseRequest(BaseModel):
-    """Which programs ended: one, several, or all. `generation` means only that incarnation of one id."""
+    """Which programs ended: one, several, or all; of these only a `tenant`'s, if one is named.
+
+    `generation` means only that incarnation of one id.
+    """
 
     model_config = ConfigDict(extra="ignore", frozen=True, coerce_numbers_to_str=True)
 
     program_id: str | None = None
     program_ids: list[str] | None = Field(None, validation_alias=AliasChoices("program_ids", "session_ids"))
     all: bool = False
+    tenant: str | None = None
     generation: int | None = None
 
 
@@ -51,6 +56,8 @@ class OpenRequest(BaseModel):
 
     program_id: str
     group_id: str = Field("", max_length=256)
+    parent_id: str = Field("", max_length=256)
+    tenant: str = Field("", max_length=256)
     program_class: str = ""
     sandboxes: list[dict[str, Any]] | None = None
 
@@ -59,10 +66,16 @@ class Admin:
     """Handlers of the admin API."""
 
     def __init__(
-        self, runtime: Runtime, replicas: Replicas, registry: CollectorRegistry, sandboxes: Sandboxes | None = None
+        self,
+        runtime: Runtime,
+        replicas: Replicas,
+        registry: CollectorRegistry,
+        sandboxes: Sandboxes | None = None,
+        tokens: Tokens | None = None,
     ) -> None:
-        """Report on `runtime` and `replicas`; ask `sandboxes` for those of programs."""
+        """Report on `runtime` and `replicas`; ask `sandboxes` for those of programs, `tokens` for what names them."""
         self._sandboxes = sandboxes
+        self._tokens = tokens
         self._runtime = runtime
         self._replicas = replicas
         self._registry = registry
@@ -113,7 +126,7 @@ class Admin:
             raise RequestError(str(error)) from error
         limit = _whole_number(request, "limit", 100, least=1, most=MAX_PAGE)
         offset = _whole_number(request, "offset", 0)
-        wanted = ProgramFilter(status, phase, query.get("replica_id"), query.get("search", ""))
+        wanted = ProgramFilter(status, phase, query.get("replica_id"), query.get("search", ""), query.get("tenant"))
         sort = query.get("sort", "")
         if sort.removeprefix("-") not in SORTS and sort:
             raise RequestError(f"sort is one of {', '.join(SORTS)}, with - before it from the last, not {sort!r}")
@@ -134,7 +147,7 @@ class Admin:
         program_id = check_program_id(wanted.program_id)
         if wanted.sandboxes is not None and self._sandboxes is None:
             raise RequestError(SANDBOXES_OFF)
-        opened = self._runtime.open_program(program_id, wanted.group_id)
+        opened = self._runtime.open_program(program_id, wanted.group_id, wanted.parent_id, wanted.tenant)
         made: list[dict[str, Any]] = []
         if self._sandboxes is not None:
             if wanted.sandboxes is not None:
@@ -142,7 +155,8 @@ class Admin:
             if wanted.program_class:  # what is for its class, if it did not say itself what it needs
                 self._sandboxes.program_seen(program_id, wanted.program_class)
             made = self._sandboxes.of_program(program_id)
-        return web.json_response({"program_id": program_id, "opened": opened, "sandboxes": made})
+        token = {"token": self._tokens.token_of(program_id)} if self._tokens is not None else {}
+        return web.json_response({"program_id": program_id, "opened": opened, "sandboxes": made, **token})
 
     async def _request_sandboxes(self, program_id: str, wanted: list[dict[str, Any]], *, opened: bool) -> None:
         assert self._sandboxes is not None
@@ -165,7 +179,9 @@ class Admin:
         """End programs. Idempotent: an id that is not known is no error."""
         wanted = await self._release_request(request)
         if wanted.program_id is not None:
-            released = self._runtime.release(check_program_id(wanted.program_id), wanted.generation)
+            program_id = check_program_id(wanted.program_id)
+            released = bool(self._of_tenant([program_id], wanted.tenant))
+            released = released and self._runtime.release(program_id, wanted.generation)
             return web.json_response({"program_id": wanted.program_id, "released": released})
         if wanted.generation is not None:
             raise RequestError("a generation goes with one program_id")
@@ -175,10 +191,17 @@ class Admin:
             program_ids = [program.program_id for program in self._runtime.scheduler.table]
         elif not program_ids:
             raise RequestError('name what to release: {"program_id": "..."}, {"program_ids": [...]} or {"all": true}')
-        released_ids = self._runtime.release_together(
-            list(dict.fromkeys(check_program_id(program_id) for program_id in program_ids))
-        )
+        named_ids = list(dict.fromkeys(check_program_id(program_id) for program_id in program_ids))
+        released_ids = self._runtime.release_together(self._of_tenant(named_ids, wanted.tenant))
         return web.json_response({"released": bool(released_ids), "released_ids": released_ids})
+
+    def _of_tenant(self, program_ids: list[str], tenant: str | None) -> list[str]:
+        """Return those of these programs that are a tenant's; all of them if none is named."""
+        if tenant is None:
+            return program_ids
+        table = self._runtime.scheduler.table
+        programs = (table.get(program_id) for program_id in program_ids)
+        return [program.program_id for program in programs if program is not None and program.tenant == tenant]
 
     async def delete_program(self, request: web.Request) -> web.Response:
         """End one program. Idempotent."""

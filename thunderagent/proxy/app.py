@@ -14,6 +14,7 @@ from thunderagent.errors import BodyTooLargeError, KeyNeededError, NotFoundError
 from thunderagent.proxy.access import CATCH_ALL
 from thunderagent.proxy.admin import Admin
 from thunderagent.proxy.admin_port import AdminPort
+from thunderagent.proxy.breaker import Breakers
 from thunderagent.proxy.control import Control, ControlSettings
 from thunderagent.proxy.dashboard import Dashboard
 from thunderagent.proxy.dialects import TURN_DIALECTS, dialect_of
@@ -85,6 +86,7 @@ def build_app(
     leases = Leases(runtime, replicas, limit_s=control_settings.lease_limit_s)
     app = web.Application(client_max_size=guard_settings.max_body_bytes)
     guard.attach(app)
+    app.on_cleanup.append(_stopping(replicas.breakers))
     app[HISTORY] = History(runtime, replicas, metrics.hold_counts)
     live = Live(runtime, replicas, app[HISTORY], sandboxes_on=sandboxes is not None)
     app.on_shutdown.append(live.close)
@@ -95,7 +97,7 @@ def build_app(
         *weight_sync.routes(),
         *leases.routes(),
         *SandboxHandlers(sandboxes).routes(),
-        *Admin(runtime, replicas, registry, sandboxes).routes(),
+        *Admin(runtime, replicas, registry, sandboxes, turn_settings.identity.tokens).routes(),
         *ReplicaHandlers(runtime, replicas, discovery).routes(),
         *live.routes(),
         *Dashboard().routes(),
@@ -117,6 +119,13 @@ def build_app(
         else:
             app.router.add_route(route.method, route.path, handler)
     return app
+
+
+def _stopping(breakers: Breakers) -> Callable[[web.Application], Awaitable[None]]:
+    async def close(_: web.Application) -> None:
+        breakers.close()
+
+    return close
 
 
 def _own_parts(routes: Iterable[web.RouteDef]) -> frozenset[str]:

@@ -20,6 +20,7 @@ from multidict import CIMultiDictProxy
 
 from thunderagent.errors import InvalidProgramIdError
 from thunderagent.programs.events import PrefixCut
+from thunderagent.proxy.bearer import Tokens
 from thunderagent.proxy.dialects.base import Dialect
 from thunderagent.proxy.dialects.openai import OpenAI
 from thunderagent.proxy.json_splice import remove_member, set_include_usage
@@ -45,6 +46,13 @@ PROGRAM_HEADERS = {
 FINAL_HEADERS = ("X-Program-Final", "X-Dynamo-Session-Final")
 """Say that a turn is the program's last."""
 
+OUR_HEADERS = "X-Program-"
+"""What is there and empty is an error in ours; in other people's it is left out."""
+
+PARENT_HEADERS = ("X-Program-Parent", "X-Dynamo-Parent-Session-ID")
+"""Name a program that waits for this one."""
+
+TENANT_HEADER = "X-Program-Tenant"
 GROUP_HEADER = "X-Program-Group"
 CLASS_HEADER = "X-Program-Class"
 """What sort of program it is: says which sandboxes it gets."""
@@ -71,6 +79,7 @@ class _Fields(PromptFields):
     vllm_xargs: Any = None
     nvext: Any = None
     prompt_cache_key: Any = None
+    user: Any = None
     stream: Any = None
     stream_options: Any = None
     previous_response_id: Any = None
@@ -96,6 +105,7 @@ _BUILT_FIELDS = (
     "stream",
     "stream_options",
     "previous_response_id",
+    "user",
     *dict.fromkeys(way[0] for way in OTHERS_FIELDS),
 )
 _decode_fields = msgspec.json.Decoder(_Fields).decode
@@ -118,6 +128,25 @@ class TurnRequest(NamedTuple):
     prefix: tuple[PrefixCut, ...]
     is_final: bool = False
     has_whole_prompt: bool = True
+    parent_id: str = ""
+    tenant: str = ""
+    streams: bool = False
+
+
+class IdentityRules(NamedTuple):
+    """What else may name a program, as far as the operator wants it.
+
+    `program_headers` do, after ours and before all others; then the body's `user`, if `user_names_program`; then a
+    bearer token of `tokens`. With `infers_programs` a turn that none of them names may still belong to a program.
+    """
+
+    program_headers: Sequence[str] = ()
+    user_names_program: bool = False
+    tokens: Tokens | None = None
+    infers_programs: bool = False
+
+
+NO_RULES = IdentityRules()
 
 
 def split_path(raw_path: str) -> tuple[str | None, str]:
@@ -157,22 +186,21 @@ def identify(
     path_id: str | None,
     headers: CIMultiDictProxy[str],
     body: bytes,
-    more_headers: Sequence[str] = (),
+    rules: IdentityRules = NO_RULES,
     dialect: Dialect = _OPENAI,
 ) -> TurnRequest | None:
     """Find whose turn a request is; None if its body is no JSON object, which the engine shall judge.
 
-    `more_headers` name the program, too, after ours and before all others. Cost: one pass over the body that builds
-    only the fields above and goes around large lists of token ids, one that hashes the prompt. Raises
-    `InvalidProgramIdError`.
+    Cost: one pass over the body that builds only the fields above and goes around large lists of token ids, one that
+    hashes the prompt. Raises `InvalidProgramIdError`, also for a header that is empty or stands there twice.
     """
     outline = Outline.of(body, dialect.token_id_fields)
     text = outline.text
     fields = _read_fields(text)
     if fields is None:
         return None
-    header = program_header_of(headers, more_headers)
-    program_id, source = _program_of(path_id, headers, header, fields)
+    header = program_header_of(headers, rules.program_headers)
+    program_id, source = _program_of(path_id, headers, header, fields, rules)
     if fields.program_id is not UNSET:
         text = remove_member(text, ("program_id",))
     if isinstance(fields.extra_body, dict) and "program_id" in fields.extra_body:
@@ -182,13 +210,54 @@ def identify(
         text = set_include_usage(text, fields.stream_options)
     if text is not outline.text:
         body = outline.filled(text)
-    branch = headers.get(BRANCH_HEADER) or headers.get(PROGRAM_HEADERS.get(header, BRANCH_HEADER))
-    branch_id = _check_id(branch, "branch id") if branch else ""
-    group_id = _check_id(group, "group id") if (group := headers.get(GROUP_HEADER)) else ""
+    branch_id = _id_of(headers, (BRANCH_HEADER, PROGRAM_HEADERS.get(header, BRANCH_HEADER)), "branch id")
+    group_id = _id_of(headers, (GROUP_HEADER,), "group id")
+    parent_id = _id_of(headers, PARENT_HEADERS, "program id")
+    tenant = _id_of(headers, (TENANT_HEADER,), "tenant")
     has_whole_prompt = fields.previous_response_id is None
-    prefix = prefix_of(fields, outline) if program_id is not None and has_whole_prompt else ()
+    may_be_a_program = program_id is not None or rules.infers_programs
+    prefix = prefix_of(fields, outline) if may_be_a_program and has_whole_prompt else ()
     is_final = any(headers.get(name, "").lower() in ("1", "true") for name in FINAL_HEADERS)
-    return TurnRequest(program_id, source, branch_id, group_id, body, usage_added, prefix, is_final, has_whole_prompt)
+    return TurnRequest(
+        program_id,
+        source,
+        branch_id,
+        group_id,
+        body,
+        usage_added,
+        prefix,
+        is_final,
+        has_whole_prompt,
+        parent_id,
+        tenant,
+        streams=fields.stream is True,
+    )
+
+
+def _id_of(headers: CIMultiDictProxy[str], names: Sequence[str], what: str) -> str:
+    """Return the id that the first of these headers holds which is there; empty if none is."""
+    for name in names:
+        if name in headers and (name.startswith(OUR_HEADERS) or headers[name]):
+            return _check_id(_only_value(headers, name), what)
+    return ""
+
+
+def _only_value(headers: CIMultiDictProxy[str], name: str) -> str:
+    """Return a header's value. Which of two would be meant nobody knows."""
+    values = headers.getall(name)
+    if len(values) > 1:
+        raise InvalidProgramIdError(f"the header {name} stands there {len(values)} times")
+    if not values[0]:
+        raise InvalidProgramIdError(f"the header {name} is empty; leave it out, or give it a value")
+    return values[0]
+
+
+def named_program(path_id: str | None, headers: CIMultiDictProxy[str], rules: IdentityRules = NO_RULES) -> str | None:
+    """Return the program that a request's path or headers name, as far as they do; its body is not looked at."""
+    header = program_header_of(headers, rules.program_headers)
+    if path_id is not None or header:
+        return path_id or headers[header]
+    return rules.tokens.named_by(headers) if rules.tokens is not None else None
 
 
 def program_header_of(headers: CIMultiDictProxy[str], more_headers: Sequence[str] = ()) -> str:
@@ -218,12 +287,12 @@ def _read_fields(body: bytes) -> _Fields | None:
 
 
 def _program_of(
-    path_id: str | None, headers: CIMultiDictProxy[str], header: str, fields: _Fields
+    path_id: str | None, headers: CIMultiDictProxy[str], header: str, fields: _Fields, rules: IdentityRules
 ) -> tuple[str | None, str]:
     if path_id is not None:
         return check_program_id(path_id), "path"
     if header:
-        return check_program_id(headers[header]), header.lower()
+        return check_program_id(_only_value(headers, header)), header.lower()
     if fields.program_id is not None and fields.program_id is not UNSET:
         return check_program_id(fields.program_id), "body"
     if isinstance(fields.extra_body, dict) and fields.extra_body.get("program_id") is not None:
@@ -231,6 +300,10 @@ def _program_of(
     for way in OTHERS_FIELDS:
         if (named := _id_at(fields, way)) is not None:
             return named, ".".join(way)
+    if rules.user_names_program and (named := _id_at(fields, ("user",))) is not None:
+        return named, "user"
+    if rules.tokens is not None and (named := rules.tokens.named_by(headers)) is not None:
+        return check_program_id(named), "bearer"
     return None, "anonymous"
 
 

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from math import isfinite
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client import Counter as CounterMetric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from thunderagent.programs.lifecycle import Phase, Status
@@ -19,7 +20,7 @@ ADDED_BUCKETS_S = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05
 
 
 class TurnMetrics:
-    """Histograms that the hot path fills."""
+    """Histograms and counters that the hot path fills."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         """Register them."""
@@ -35,6 +36,14 @@ class TurnMetrics:
             buckets=ADDED_BUCKETS_S,
             registry=registry,
         )
+        self._retries = CounterMetric(
+            "thunderagent_retries",
+            "Turns that were tried on another replica, or were not because too many others were.",
+            ["outcome"],
+            registry=registry,
+        )
+        for outcome in ("made", "over_budget"):
+            self._retries.labels(outcome)
         self._hold = hold
         self.observe_hold = hold.observe
         self.observe_added = added.observe
@@ -43,6 +52,10 @@ class TurnMetrics:
         """Return how many turns were held up to each of `HOLD_BUCKETS_S`, and in all."""
         (family,) = self._hold.collect()
         return tuple(int(sample.value) for sample in family.samples if sample.name.endswith("_bucket"))
+
+    def count_retry(self, outcome: str) -> None:
+        """Count a retry that was `made`, or was `over_budget`."""
+        self._retries.labels(outcome).inc()
 
 
 class StateCollector:
@@ -83,7 +96,7 @@ class StateCollector:
             "Leases and refusals of them by how they ended; a retried turn counts once for each try.",
             labels=["outcome"],
         )
-        for outcome in ("finished", "refused", "failed", "abandoned", "rejected", "aborted"):
+        for outcome in ("finished", "refused", "failed", "abandoned", "rejected", "superseded", "aborted"):
             turns.add_metric([outcome], runtime.outcome_counts[outcome])
         yield turns
         for name, tokens in (
@@ -139,6 +152,11 @@ class StateCollector:
             "draining": GaugeMetricFamily(
                 "thunderagent_replica_draining", "1 if the replica gets nothing new.", labels=["replica"]
             ),
+            "tripped": GaugeMetricFamily(
+                "thunderagent_replica_tripped",
+                "1 while a replica fails so often that it gets no turns.",
+                labels=["replica"],
+            ),
             "turns": GaugeMetricFamily(
                 "thunderagent_replica_turns", "Turns in flight on a replica.", labels=["replica"]
             ),
@@ -160,6 +178,7 @@ class StateCollector:
             gauges["suspended"].add_metric([replica_id], int(bool(replica.suspended_for)))
             gauges["demand"].add_metric([replica_id], account.demand_tokens)
             gauges["shared"].add_metric([replica_id], account.shared_tokens)
+            gauges["tripped"].add_metric([replica_id], int(replica.tripped))
             gauges["turns"].add_metric([replica_id], account.turn_count)
             gauges["unknown"].add_metric([replica_id], int(account.capacity_tokens is None))
             if account.capacity_tokens is not None:

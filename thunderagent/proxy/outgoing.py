@@ -23,9 +23,20 @@ class TraceContext(Protocol):
 class Outgoing:
     """Mend headers in place; doing so twice is doing so once, as a turn that is tried again does."""
 
-    def __init__(self, keyring: Keyring, backend_api_key: str = "", tracing: TraceContext | None = None) -> None:
-        """Take out the keys of `keyring`; send `backend_api_key`, if any, to the engines."""
+    def __init__(
+        self,
+        keyring: Keyring,
+        backend_api_key: str = "",
+        tracing: TraceContext | None = None,
+        *,
+        forwards_authorization: bool = True,
+    ) -> None:
+        """Take out the keys of `keyring`; send `backend_api_key`, if any, to the engines.
+
+        Without `forwards_authorization` what clients send there is for us alone, as it names programs.
+        """
         self._keyring = keyring
+        self._forwards_authorization = forwards_authorization
         self._authorization = f"Bearer {backend_api_key}" if backend_api_key else ""
         self._tracing = tracing
 
@@ -38,6 +49,8 @@ class Outgoing:
             self._keyring.take_out(headers)
         else:
             headers.popall(KEY_HEADER, None)
+        if not self._forwards_authorization and headers.get("Authorization") != self._authorization:
+            headers.popall("Authorization", None)
         # Where data needs a key of ours, what is left in Authorization is meant for the engine. Where it does not,
         # there is no telling, as most clients must send some text there: the engine gets the one that is configured.
         if self._authorization and not (self._keyring.has_data_keys and "Authorization" in headers):

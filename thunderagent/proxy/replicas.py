@@ -15,6 +15,7 @@ import structlog
 from thunderagent.backends.base import NOTHING_READ, ReplicaReading
 from thunderagent.backends.poller import ReplicaEndpoint
 from thunderagent.errors import NoReplicaError, ReplicaRemovedError
+from thunderagent.proxy.breaker import Breakers, BreakerSettings
 from thunderagent.runtime import Runtime
 
 log = structlog.get_logger("thunderagent.replicas")
@@ -53,6 +54,16 @@ class Follower(Protocol):
         """Follow a replica no longer. An unknown id is no error."""
 
 
+class Aborter(Protocol):
+    """What tells engines to stop that go on when their client's connection closes."""
+
+    def tagged(self, replica_id: str, path: str, body: bytes, request_id: str) -> bytes:
+        """Return the body of a turn with an id that its engine can be told to stop by; as it is where there is none."""
+
+    def abort_turn(self, replica_id: str, request_id: str) -> None:
+        """Have the engine told, soon: the answer did not become whole, and nobody waits for it. Never waits."""
+
+
 @dataclass(slots=True)
 class KnownReplica:
     """One replica's address and last reading, and whether it is on its way out."""
@@ -77,9 +88,17 @@ class Replicas:
     """
 
     def __init__(
-        self, runtime: Runtime, endpoints: list[ReplicaEndpoint], *, capacity_override_tokens: int | None = None
+        self,
+        runtime: Runtime,
+        endpoints: list[ReplicaEndpoint],
+        *,
+        capacity_override_tokens: int | None = None,
+        breaker_settings: BreakerSettings | None = None,
     ) -> None:
         """Know `endpoints`, none of them up yet."""
+        self.breakers = Breakers(runtime, breaker_settings or BreakerSettings())
+        self.aborter: Aborter | None = None
+        """Set by who knows engines that want it."""
         self._runtime = runtime
         self._capacity_override_tokens = capacity_override_tokens
         self.on_ranks_found: Callable[[str, int], None] = lambda url, ranks_count: None  # noqa: ARG005

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from thunderagent.backends.discovery.base import shown_url
 from thunderagent.programs.lifecycle import Phase, Status
 from thunderagent.programs.program import Program, Turn
+from thunderagent.proxy.breaker import BreakerState
 from thunderagent.proxy.replicas import Replicas
 from thunderagent.runtime import Runtime
 
@@ -31,6 +32,8 @@ class ProgramReport(Report):
     phase: Phase
     marked: bool
     idle: bool
+    parent_id: str = Field(description="the program that waits for it; empty if none was named")
+    tenant: str
     replica_id: str | None = Field(description="where it is active, or was when it was paused")
     claim_tokens: int
     context_tokens: int
@@ -70,6 +73,8 @@ class ReplicaReport(Report):
     draining_for_s: float | None
     leaving_for_s: float | None = Field(description="since when no source has named it: it goes when it is drained")
     in_flight_count: int = Field(description="turns and other requests that have not ended there")
+    breaker: BreakerState = Field(description="open: it fails turn after turn, and gets none for a while")
+    breaker_retry_in_s: float | None = Field(description="when it is tried again; null if the breaker is not open")
     why_down: str
     suspended_for: list[str] = Field(description="why nothing is granted there at the moment; empty if it is")
     weight_version: str = Field(description="of the weights that it was last told to take, or said it has")
@@ -130,6 +135,8 @@ def program_fields(program: Program, now_s: float) -> dict[str, Any]:
         "phase": program.phase,
         "marked": program.marked,
         "idle": program.idle,
+        "parent_id": program.parent_id,
+        "tenant": program.tenant,
         "replica_id": program.replica_id,
         "claim_tokens": program.claim_tokens,
         "context_tokens": program.context_tokens,
@@ -139,7 +146,7 @@ def program_fields(program: Program, now_s: float) -> dict[str, Any]:
         "hold_reason": program.hold_reason,
         "age_s": round(now_s - program.opened_s, 3),
         "acting_for_s": round(now_s - program.acting_since_s, 3) if acting else None,
-        "held_for_s": round(now_s - first_held.arrived_s, 3) if first_held is not None else None,
+        "held_for_s": round(now_s - first_held.waiting_since_s, 3) if first_held is not None else None,
         "turn_count": program.turn_count,
         "prompt_tokens_total": program.prompt_tokens_total,
         "output_tokens_total": program.output_tokens_total,
@@ -157,6 +164,7 @@ class ProgramFilter:
     replica_id: str | None = None
     part: str = ""
     """Part of the id, in any case."""
+    tenant: str | None = None
 
     def choose(self, programs: Iterable[Program]) -> list[Program]:
         """Return those that are asked for, in their order."""
@@ -169,6 +177,7 @@ class ProgramFilter:
             if self.status in (None, program.status)
             and self.phase in (None, program.phase)
             and self.replica_id in (None, program.replica_id)
+            and self.tenant in (None, program.tenant)
             and (not part or part in program.program_id.lower())
         ]
 
@@ -230,6 +239,8 @@ def replica_reports(runtime: Runtime, replicas: Replicas) -> list[ReplicaReport]
                 draining_for_s=_ago_s(known.draining_since_s, now_s),
                 leaving_for_s=_ago_s(known.leaving_since_s, now_s),
                 in_flight_count=replicas.in_flight_count(replica_id),
+                breaker=replicas.breakers.state_of(replica_id),
+                breaker_retry_in_s=replicas.breakers.retry_in_s(replica_id),
                 why_down=known.why_down,
                 suspended_for=list(replica.suspended_for) if replica is not None else [],
                 weight_version=known.weight_version,

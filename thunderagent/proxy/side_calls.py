@@ -7,8 +7,6 @@ changing anything.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import aiohttp
 import structlog
 from aiohttp import web
@@ -23,7 +21,7 @@ from thunderagent.errors import (
 )
 from thunderagent.proxy.dialects import dialect_of
 from thunderagent.proxy.headers import forwarded_request_headers, forwarded_response_headers
-from thunderagent.proxy.identity import program_header_of, split_path
+from thunderagent.proxy.identity import IdentityRules, named_program, split_path
 from thunderagent.proxy.made_answers import MadeAnswers
 from thunderagent.proxy.replicas import Replicas, Watcher
 
@@ -55,7 +53,7 @@ class SideCalls:
         made: MadeAnswers,
         *,
         retries_count: int,
-        program_headers: Sequence[str],
+        identity: IdentityRules,
     ) -> None:
         """Relay with `client`; what names an answer goes to the replica that `made` it."""
         self._client = client
@@ -63,13 +61,12 @@ class SideCalls:
         self._watcher = watcher
         self._made = made
         self._retries_count = retries_count
-        self._program_headers = program_headers
+        self._identity = identity
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Relay one request, whatever its method. Raises `ReplicaError`, `NoReplicaError`."""
         path_id, path = split_path(request.raw_path)
-        header = program_header_of(request.headers, self._program_headers)
-        program_id = path_id or (request.headers[header] if header else None)
+        program_id = named_program(path_id, request.headers, self._identity)
         body = await request.read()
         replica_id, upstream = await self._send(request, path, program_id, body)
         try:

@@ -65,6 +65,9 @@ class WaitingReport(Report):
     for_s: float
     ahead_count: int = Field(description="programs before it in the queue")
     claim_tokens: int
+    let_in_in_s: float | None = Field(
+        description="when it is let in whether there is room or not, because its client would give up; null: never"
+    )
     replicas: list[RoomReport]
     what_must_happen: str
 
@@ -134,11 +137,13 @@ def _waiting(scheduler: Scheduler, program: Program, now_s: float) -> WaitingRep
     ahead_count = list(scheduler.queue.reasoning).index(program) if program.status is Status.PAUSED else 0
     rooms = _rooms(scheduler, program)
     suspended_for = _suspended_for(scheduler, program)
+    due_s = min(map(scheduler.impatient.due_s, program.held.values()))
     return WaitingReport(
         reason=program.hold_reason,
         for_s=round(now_s - program.waiting_since_s, 3),
         ahead_count=ahead_count,
         claim_tokens=program.claim_tokens,
+        let_in_in_s=round(max(0.0, due_s - now_s), 3) if isfinite(due_s) else None,
         replicas=rooms,
         what_must_happen=f"grants must go on, which are suspended for: {', '.join(suspended_for)}"
         if suspended_for

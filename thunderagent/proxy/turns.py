@@ -8,15 +8,23 @@ request on the replica, because engines stop generating when their client is gon
 client can leave (held, before the first byte, in a stream, in a whole answer) need no code of their own.
 
 A turn is tried again on another replica only as long as no byte of an answer has come, and only if the connection
-failed: what an engine answers is the client's, whatever its status.
+failed: what an engine answers is the client's, whatever its status. How often is a matter of `retry_budget.py`, and
+which replica fails so often that nothing is sent there for a while, of `breaker.py`.
+
+What a client says of its patience (`patience.py`) becomes the turn's deadline; a client that tries again takes the
+place of its earlier attempt (`attempts.py`), which is cancelled like one whose client left. A stream that is held may
+show signs of life (`heartbeat.py`), and whose turn it is may be inferred (`inference.py`), if the operator wants that.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
+from uuid import uuid4
 
 import aiohttp
 import structlog
@@ -24,16 +32,31 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from thunderagent.backends.client import ReplicaClient
-from thunderagent.errors import ReplicaError, ReplicaTimeoutError, ThunderAgentError, TurnAbortedError
+from thunderagent.errors import (
+    FirstByteTimeoutError,
+    ReplicaError,
+    ReplicaRemovedError,
+    ReplicaTimeoutError,
+    ReplicaTrippedError,
+    ThunderAgentError,
+    TurnAbortedError,
+    TurnSupersededError,
+)
 from thunderagent.proxy.aborts import abort_answer, abortable
+from thunderagent.proxy.attempts import Attempt, Attempts
+from thunderagent.proxy.completion import Completions
 from thunderagent.proxy.dialects import NO_USAGE, TURN_DIALECTS, Dialect, Usage, dialect_of
 from thunderagent.proxy.dialects.base import KeepId
 from thunderagent.proxy.headers import forwarded_request_headers, forwarded_response_headers
-from thunderagent.proxy.identity import CLASS_HEADER, TurnRequest, identify, split_path
+from thunderagent.proxy.heartbeat import HeldStream
+from thunderagent.proxy.identity import CLASS_HEADER, NO_RULES, IdentityRules, TurnRequest, identify, split_path
+from thunderagent.proxy.inference import Chain, Inference
 from thunderagent.proxy.made_answers import MadeAnswers
 from thunderagent.proxy.metrics import TurnMetrics
+from thunderagent.proxy.patience import patience_of
 from thunderagent.proxy.replicas import Replicas, Watcher
 from thunderagent.proxy.request_id import REQUEST_ID
+from thunderagent.proxy.retry_budget import DEFAULT_RETRIES, RetryBudget, RetrySettings
 from thunderagent.proxy.sandboxes import Sandboxes
 from thunderagent.proxy.side_calls import SideCalls, cut, look_at
 from thunderagent.proxy.tool_calls import StreamToolCalls, tool_of_answer
@@ -56,10 +79,16 @@ MADE_ANSWERS_COUNT = 100_000
 class TurnSettings:
     """How turns are forwarded."""
 
-    retries_count: int = 2
-    """How often a turn is tried again, on another replica, after the connection failed before the first byte."""
-    program_headers: tuple[str, ...] = ()
-    """Further headers that name the program."""
+    retries: RetrySettings = DEFAULT_RETRIES
+    """How often turns are tried again, on another replica, after the connection failed before the first byte."""
+    identity: IdentityRules = NO_RULES
+    """What else names a program."""
+    patience_s: float | None = None
+    """Of clients that do not say how long they wait; None is for ever."""
+    client_patience: bool = True
+    """Whether turns are let in before their clients give up."""
+    heartbeat_s: float | None = None
+    """Time between two signs of life on a stream that is held; None sends none."""
     names_programs: bool = False
     """Tell engines whose turn it is, so that the events of their KV cache say whose blocks they are about."""
 
@@ -69,8 +98,11 @@ class Record:
 
     __slots__ = (
         "arrived_s",
+        "chain",
+        "completions",
         "dialect",
         "held_s",
+        "held_stream",
         "outcome",
         "reason",
         "replica_id",
@@ -86,6 +118,11 @@ class Record:
         self.turn = turn
         self.dialect = dialect
         self.arrived_s = arrived_s
+        self.held_stream: HeldStream | None = None
+        """What a held stream shows; its head may have been sent."""
+        self.chain: Chain | None = None
+        self.completions: Completions | None = None
+        """What is answered, where the program was inferred: its next prompt begins so."""
         self.outcome = "abandoned"
         self.status: int | None = None
         self.replica_id: str | None = None
@@ -123,9 +160,14 @@ class Turns:
             replicas,
             watcher,
             self._made,
-            retries_count=settings.retries_count,
-            program_headers=settings.program_headers,
+            retries_count=settings.retries.retries_count,
+            identity=settings.identity,
         )
+        self._budget = RetryBudget(settings.retries)
+        self._attempts = Attempts()
+        self._inference = Inference() if settings.identity.infers_programs else None
+        self._name = uuid4().hex
+        """Of this process: what engines know our requests by begins with it."""
         self._log = log.bind()
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
@@ -135,74 +177,194 @@ class Turns:
         body = await request.read()
         bare_path = path.partition("?")[0]
         dialect = TURN_DIALECTS.get(bare_path) or dialect_of(bare_path)  # a spelling with escapes is routed here, too
-        read = partial(identify, path_id, request.headers, body, self._settings.program_headers, dialect)
+        read = partial(identify, path_id, request.headers, body, self._settings.identity, dialect)
         turn = await asyncio.to_thread(read) if len(body) > LARGE_BODY_BYTES else read()
         if turn is None:
             return await self.forward(request)
+        chain = None
+        if turn.program_id is None and self._inference is not None:
+            turn, chain = self._inference.named(turn)
         if self._sandboxes is not None and turn.program_id is not None and CLASS_HEADER in request.headers:
             self._sandboxes.program_seen(turn.program_id, request.headers[CLASS_HEADER])
         record = Record(turn, dialect, arrived_s)
+        if chain is not None:
+            record.chain, record.completions = chain, Completions()
+        attempt = self._attempt(request, path, turn)
+        now_s = self._runtime.now_s()
+        self._budget.turn_came(now_s)
+        self._attempts.begin(attempt, now_s)
         try:
             prompt_bytes = len(body) if turn.has_whole_prompt else 0
-            return await self._try_replicas(request, path, prompt_bytes, record)
+            return await self._try_replicas(request, path, prompt_bytes, record, attempt)
         except TurnAbortedError:
             content_type, answer = abort_answer(path, turn.body)
             record.status, record.outcome = 200, "aborted"
+            if record.held_stream is not None and record.held_stream.response is not None:
+                return await record.held_stream.end_with(answer)
             return web.Response(body=answer, content_type=content_type, headers=_headers_of(record))
         except ThunderAgentError as error:
             record.status = error.status
             record.outcome = "failed" if isinstance(error, ReplicaError) else "rejected"
-            raise
+            return await _told(record, error)
+        except asyncio.CancelledError:
+            if not attempt.superseded:
+                raise
+            record.outcome = "superseded"
+            if record.status is not None or attempt.task is None or attempt.task.uncancel():
+                raise  # its answer has begun, or its client left as well
+            record.status = TurnSupersededError.status
+            return await _told(record, TurnSupersededError("the same turn was tried again; that attempt goes on"))
         finally:
+            self._attempts.end(attempt, self._runtime.now_s(), answered=record.outcome == "finished")
             self._write_line(record)
             if turn.is_final and record.outcome == "finished" and turn.program_id is not None:
                 self._runtime.release(turn.program_id)
 
+    def _attempt(self, request: web.Request, path: str, turn: TurnRequest) -> Attempt:
+        patience = patience_of(request.headers, self._settings.patience_s)
+        task, turn_id = asyncio.current_task(), self._runtime.new_turn_id()
+        return Attempt(turn, path, patience, self._runtime.now_s(), task, turn_id)
+
     async def _try_replicas(
-        self, request: web.Request, path: str, prompt_bytes: int, record: Record
+        self, request: web.Request, path: str, prompt_bytes: int, record: Record, attempt: Attempt
     ) -> web.StreamResponse:
         """Take a lease, forward, relay; before the first byte of an answer, try another replica if one fails."""
         turn = record.turn
         headers = forwarded_request_headers(request.headers)
         if self._settings.names_programs and turn.program_id is not None:
             headers["X-Session-ID"] = turn.program_id
+        if self._settings.heartbeat_s is not None and turn.streams:
+            record.held_stream = HeldStream(
+                request, path, record.dialect, self._settings.heartbeat_s, _identity_headers(turn)
+            )
+        deadline_s = self._deadline_s(record, attempt)
         avoid_replica_id = None
         while True:
-            asked_s = monotonic()
-            try:
-                lease = await self._runtime.lease(
-                    turn.program_id,
-                    branch_id=turn.branch_id,
-                    prompt_bytes=prompt_bytes,
-                    avoid_replica_id=avoid_replica_id,
-                    prefix=turn.prefix,
-                    group_id=turn.group_id,
-                    abortable=abortable(path, turn.body),
-                )
-            except BaseException:
-                record.held_s += monotonic() - asked_s
-                raise
-            with lease:
-                record.replica_id = lease.replica_id
-                record.reason = lease.reason
-                record.held_s += lease.held_s
-                record.tries_count += 1
+            with await self._lease(record, attempt, path, prompt_bytes, deadline_s, avoid_replica_id) as lease:
                 self._metrics.observe_hold(lease.held_s)
                 self._metrics.observe_added(monotonic() - record.arrived_s - record.held_s)
-                try:
-                    upstream = await self._client.send(
-                        lease.replica_id, self._replicas.url_of(lease.replica_id), "POST", path, headers, turn.body
-                    )
-                except ReplicaError as error:
-                    self._lease_failed(lease, error)
-                    if record.tries_count > self._settings.retries_count or isinstance(error, ReplicaTimeoutError):
-                        raise
-                    avoid_replica_id = error.replica_id
-                    continue
-                try:
-                    return await self._relay(request, record, lease, upstream)
-                finally:
-                    upstream.close()
+                with self._aborting(record, lease, path) as body:
+                    try:
+                        upstream = await self._send(record, lease.replica_id, path, headers, body)
+                    except ReplicaError as error:
+                        self._lease_failed(lease, error)
+                        if not self._may_retry(record, attempt, error):
+                            raise
+                        avoid_replica_id = error.replica_id
+                        continue
+                    try:
+                        return await self._relay(request, record, lease, upstream)
+                    finally:
+                        upstream.close()
+
+    def _deadline_s(self, record: Record, attempt: Attempt) -> float | None:
+        """Return when the client gives up; None if it never does, or if heartbeats will keep it waiting."""
+        patience, settings = attempt.patience, self._settings
+        if patience.patience_s is None or not settings.client_patience:
+            return None
+        beats = record.held_stream is not None and settings.heartbeat_s is not None
+        if beats and patience.counts_bytes and (settings.heartbeat_s or 0.0) < patience.patience_s:
+            return None
+        return self._runtime.now_s() + patience.patience_s
+
+    async def _lease(
+        self,
+        record: Record,
+        attempt: Attempt,
+        path: str,
+        prompt_bytes: int,
+        deadline_s: float | None,
+        avoid_replica_id: str | None,
+    ) -> Lease:
+        """Wait for a lease, with signs of life if they are wanted; a second one is for a turn that kept its age."""
+        turn = record.turn
+        if record.tries_count:
+            attempt.turn_id = self._runtime.new_turn_id()
+        asked_s, lease = monotonic(), None
+        waiting = self._runtime.lease(
+            turn.program_id,
+            branch_id=turn.branch_id,
+            prompt_bytes=prompt_bytes,
+            avoid_replica_id=avoid_replica_id,
+            prefix=turn.prefix,
+            group_id=turn.group_id,
+            abortable=abortable(path, turn.body),
+            turn_id=attempt.turn_id,
+            deadline_s=deadline_s,
+            supersedes_id=attempt.supersedes_id,
+            waiting_since_s=attempt.since_s if record.tries_count or attempt.patience.retry_count else None,
+            parent_id=turn.parent_id,
+            tenant=turn.tenant,
+        )
+        try:
+            if record.held_stream is None:
+                lease = await waiting
+            else:
+                async with record.held_stream.beating():
+                    lease = await waiting
+        except BaseException:
+            record.held_s += monotonic() - asked_s
+            if lease is not None:  # the client left while the last heartbeat went out
+                lease.abandoned()
+            raise
+        attempt.supersedes_id = None
+        record.replica_id = lease.replica_id
+        record.reason = lease.reason
+        record.held_s += lease.held_s
+        record.tries_count += 1
+        return lease
+
+    async def _send(
+        self, record: Record, replica_id: str, path: str, headers: CIMultiDict[str], body: bytes
+    ) -> aiohttp.ClientResponse:
+        """Forward a turn and return when the head of its answer is there; tell the replica's breaker how it went."""
+        breakers = self._replicas.breakers
+        await breakers.admit(replica_id)
+        if record.held_stream is not None and record.held_stream.response is not None:
+            headers = CIMultiDict(headers)
+            headers["Accept-Encoding"] = "identity"  # the head was sent, and promises nothing else
+        try:
+            url = self._replicas.url_of(replica_id)
+            upstream = await self._client.send(replica_id, url, "POST", path, headers, body)
+        except ReplicaError as error:
+            if isinstance(error, ReplicaRemovedError):
+                breakers.left(replica_id)
+            else:
+                breakers.failed(replica_id)
+            raise
+        except BaseException:
+            breakers.left(replica_id)
+            raise
+        breakers.succeeded(replica_id)
+        return upstream
+
+    def _may_retry(self, record: Record, attempt: Attempt, error: ReplicaError) -> bool:
+        """Say whether a turn may be tried again that failed before its first byte."""
+        if isinstance(error, ReplicaTimeoutError) and not isinstance(error, FirstByteTimeoutError):
+            return False
+        refused_before = self._budget.refused_count
+        now_s = self._runtime.now_s()
+        may_retry = self._budget.may_retry(now_s, record.tries_count, attempt.patience.retry_count)
+        if may_retry:
+            self._metrics.count_retry("made")
+        elif self._budget.refused_count > refused_before:
+            self._metrics.count_retry("over_budget")
+            self._log.warning("retry_over_budget", program_id=record.turn.program_id, replica_id=error.replica_id)
+        return may_retry
+
+    @contextmanager
+    def _aborting(self, record: Record, lease: Lease, path: str) -> Iterator[bytes]:
+        """Yield the body to send; have an engine that wants it told of a turn whose answer did not become whole."""
+        aborter = self._replicas.aborter
+        if aborter is None:
+            yield record.turn.body
+            return
+        request_id = f"{self._name}-{lease.turn_id}"
+        try:
+            yield aborter.tagged(lease.replica_id, path, record.turn.body, request_id)
+        finally:
+            if record.outcome not in ("finished", "refused"):
+                aborter.abort_turn(lease.replica_id, request_id)
 
     async def forward(self, request: web.Request) -> web.StreamResponse:
         """Relay a request that is no turn, without a lease, to its program's replica or the least busy one."""
@@ -221,9 +383,19 @@ class Turns:
         headers = forwarded_response_headers(upstream.headers, keep_length=not streams)
         headers["X-Replica-ID"] = lease.replica_id
         headers.update(_headers_of(record))
+        begun = record.held_stream is not None and record.held_stream.response is not None
+        if begun and (not streams or upstream.status >= 400):
+            return await self._refuse_begun(record, lease, upstream)
         if streams:
             return await self._relay_stream(request, record, lease, upstream, headers)
         return await self._relay_whole(record, lease, upstream, headers)
+
+    async def _refuse_begun(self, record: Record, lease: Lease, upstream: aiohttp.ClientResponse) -> web.StreamResponse:
+        """Tell what the engine answered instead of a stream as an event: the head of a stream was sent already."""
+        assert record.held_stream is not None
+        answer = await self._relay_whole(record, lease, upstream, CIMultiDict())
+        assert isinstance(answer.body, bytes)
+        return await record.held_stream.refuse(answer.body)
 
     async def _relay_whole(
         self, record: Record, lease: Lease, upstream: aiohttp.ClientResponse, headers: CIMultiDict[str]
@@ -238,6 +410,8 @@ class Turns:
             keep_id = partial(self._made.keep, replica_id=lease.replica_id)
             read = partial(_read_answer, record.dialect, body, upstream.headers.get("Content-Encoding"), keep_id)
             record.usage, record.tool = await asyncio.to_thread(read) if len(body) > LARGE_BODY_BYTES else read()
+            if record.completions is not None:
+                record.completions.read_answer(body, upstream.headers.get("Content-Encoding"))
         self._end_lease(record, lease)
         return web.Response(status=upstream.status, reason=upstream.reason, headers=headers, body=body)
 
@@ -250,13 +424,20 @@ class Turns:
         headers: CIMultiDict[str],
     ) -> web.StreamResponse:
         """Relay a stream of events as they come, and end the lease with the usage and the calls that they carry."""
-        response = web.StreamResponse(status=upstream.status, reason=upstream.reason, headers=headers)
+        begun = record.held_stream.response if record.held_stream is not None else None
+        response = begun or web.StreamResponse(status=upstream.status, reason=upstream.reason, headers=headers)
         await response.prepare(request)
-        tool_calls = StreamToolCalls()
+        tool_calls, completions = StreamToolCalls(), record.completions
+
+        def listen(events: bytes) -> None:
+            tool_calls.read(events)
+            if completions is not None:
+                completions.read_events(events)
+
         stream = StreamUsage(
             take_out=record.turn.usage_added,
             content_encoding=upstream.headers.get("Content-Encoding"),
-            listener=tool_calls.read,
+            listener=tool_calls.read if completions is None else listen,
             reader=record.dialect.reader(partial(self._made.keep, replica_id=lease.replica_id)),
         )
         progress_at_s = 0.0
@@ -289,6 +470,8 @@ class Turns:
         if record.status is not None and record.status < 400:
             record.outcome = "finished"
             lease.finished(*record.usage, record.tool)
+            if record.chain is not None and record.completions is not None and self._inference is not None:
+                self._inference.answered(record.turn.program_id or "", record.chain, record.completions.choices())
         else:
             record.outcome = "refused"
             lease.refused()
@@ -303,7 +486,8 @@ class Turns:
             why=str(error),
             request_id=REQUEST_ID.get(),
         )
-        look_at(self._watcher, error)
+        if not isinstance(error, ReplicaTrippedError):
+            look_at(self._watcher, error)
 
     def _write_line(self, record: Record) -> None:
         """Write the turn's canonical line."""
@@ -326,6 +510,13 @@ class Turns:
         )
 
 
+async def _told(record: Record, error: ThunderAgentError) -> web.StreamResponse:
+    """Tell of an error as an event if the head of an answer was sent, else raise it."""
+    if record.held_stream is None or record.held_stream.response is None:
+        raise error
+    return await record.held_stream.fail(error)
+
+
 def _read_answer(dialect: Dialect, body: bytes, content_encoding: str | None, keep_id: KeepId) -> tuple[Usage, str]:
     """Return the usage of a whole answer, and which tool it calls."""
     usage = usage_of_answer(dialect, body, content_encoding, keep_id)
@@ -344,11 +535,14 @@ async def _break_off(
 
 def _headers_of(record: Record) -> dict[str, str]:
     """Return what the answer to a turn says about it, wherever it ran."""
-    headers = {"X-Hold-Ms": str(round(record.held_s * 1000))}
-    if record.turn.program_id is not None:
-        headers["X-Program-ID"] = _header_safe(record.turn.program_id)
-        headers["X-Program-ID-Source"] = record.turn.source
-    return headers
+    return {"X-Hold-Ms": str(round(record.held_s * 1000)), **_identity_headers(record.turn)}
+
+
+def _identity_headers(turn: TurnRequest) -> dict[str, str]:
+    """Return the headers of an answer that say whose turn it was."""
+    if turn.program_id is None:
+        return {}
+    return {"X-Program-ID": _header_safe(turn.program_id), "X-Program-ID-Source": turn.source}
 
 
 def _header_safe(text: str) -> str:

@@ -12,6 +12,7 @@ from thunderagent.proxy.identity import (
     FINAL_HEADERS,
     OTHERS_FIELDS,
     PROGRAM_HEADERS,
+    IdentityRules,
     TurnRequest,
     check_program_id,
     identify,
@@ -106,7 +107,7 @@ def test_every_known_header_names_the_program(header: str) -> None:
     headers = {header: "them"}
     assert identified(headers=headers).program_id == "them"
     configured = {**headers, "X-Run": "run"}
-    turn = identify(None, CIMultiDictProxy(CIMultiDict(configured)), b"{}", ["x-run"])
+    turn = identify(None, CIMultiDictProxy(CIMultiDict(configured)), b"{}", IdentityRules(["x-run"]))
     assert turn is not None
     assert turn.program_id == ("them" if header == "X-Program-ID" else "run")
     assert identified(headers={**headers, "X-Program-ID": "ours"}).program_id == "ours"
@@ -147,7 +148,7 @@ def test_the_branch_is_a_header() -> None:
 def test_the_group_is_a_header_that_is_checked_like_an_id() -> None:
     """Programs of one group finish together."""
     assert identified(headers={"X-Program-Group": "prompt 7"}).group_id == "prompt 7"
-    assert identified(headers={"X-Program-Group": ""}).group_id == identified().group_id == ""
+    assert identified().group_id == ""
     for value in ("g" * 257, "a\nb"):
         with pytest.raises(InvalidProgramIdError, match="group id"):
             identified(headers={"X-Program-Group": value})
@@ -191,6 +192,49 @@ def test_bytes_of_a_header_that_are_no_text_are_refused() -> None:
     for headers in ({"X-Program-ID": "caf\udce9"}, {"X-Program-Branch": "caf\udce9"}):
         with pytest.raises(InvalidProgramIdError, match="is UTF-8"):
             identified(headers=headers)
+
+
+@pytest.mark.parametrize(
+    "name", ["X-Program-ID", "X-Program-Branch", "X-Program-Group", "X-Program-Parent", "X-Program-Tenant"]
+)
+def test_a_header_of_ours_that_is_empty_or_doubled_is_refused(name: str) -> None:
+    """Which of two is meant nobody knows, and a template that was not filled in is better found early."""
+    with pytest.raises(InvalidProgramIdError, match="empty"):
+        identified(headers={name: ""})
+    with pytest.raises(InvalidProgramIdError, match=f"{name} stands there 2 times"):
+        identify(None, CIMultiDictProxy(CIMultiDict([(name, "a"), (name, "a")])), b"{}")
+
+
+def test_an_empty_header_of_somebody_elses_is_none() -> None:
+    """A client that only changed its base URL is not refused for a header of its own."""
+    headers = {"X-Claude-Code-Session-Id": "s", "X-Claude-Code-Agent-Id": "", "X-Dynamo-Parent-Session-ID": ""}
+    turn = identified(headers=headers)
+    assert (turn.program_id, turn.branch_id, turn.parent_id) == ("s", "", "")
+
+
+def test_parent_and_tenant_are_headers() -> None:
+    """Dynamo's name for the parent counts too, after ours."""
+    turn = identified(headers={"X-Program-Parent": "p", "X-Dynamo-Parent-Session-ID": "d", "X-Program-Tenant": "t"})
+    assert (turn.parent_id, turn.tenant) == ("p", "t")
+    assert identified(headers={"X-Dynamo-Parent-Session-ID": "d"}).parent_id == "d"
+    assert identified()[-3:-1] == ("", "")
+
+
+def test_the_user_names_the_program_only_if_that_is_wanted() -> None:
+    """It is a person: all their programs would be one. What else the body names goes first."""
+    headers = CIMultiDictProxy(CIMultiDict())
+    rules = IdentityRules(user_names_program=True)
+    assert identified(b'{"user":"u"}').program_id is None
+    for body, named in (
+        (b'{"user":"u"}', ("u", "user")),
+        (b'{"user":"u","prompt_cache_key":"k"}', ("k", "prompt_cache_key")),
+        (b'{"user":7}', ("7", "user")),
+        (b'{"user":{}}', (None, "anonymous")),
+        (b'{"user":"u","x":NaN}', ("u", "user")),
+    ):
+        turn = identify(None, headers, body, rules)
+        assert turn is not None
+        assert (turn.program_id, turn.source, turn.body) == (*named, body)
 
 
 def test_a_branch_is_held_to_the_same_rules() -> None:

@@ -19,7 +19,7 @@ TOKEN_IN = TURN_DIALECTS["/inference/v1/generate"]
 
 
 def read(body: bytes, dialect: Dialect = TOKEN_IN) -> TurnRequest:
-    turn = identify("a", CIMultiDictProxy(CIMultiDict()), body, (), dialect)
+    turn = identify("a", CIMultiDictProxy(CIMultiDict()), body, dialect=dialect)
     assert turn is not None
     return turn
 

@@ -1,0 +1,234 @@
+"""Programs that are named by a token, or by nobody: bearer mode, inferred programs, tenants."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import openai
+import pytest
+
+from tests.integration.support import (
+    CHAT,
+    DONE,
+    USAGE_EVENT,
+    answers,
+    ask,
+    event,
+    fake_replica,
+    get,
+    post,
+    running_proxy,
+    streams,
+    turn,
+)
+
+if TYPE_CHECKING:
+    from tests.integration.support import Answer, Call
+
+GROUP = 8
+TOOL_RESULT = {"role": "tool", "tool_call_id": "call-1", "content": "done"}
+
+
+# --- a group without ids
+
+
+async def answers_each_differently(call: Call) -> None:
+    """Behave: the number of the call is in the answer, which calls a tool; streamed if that is wanted."""
+    body = call.json()
+    number = json.dumps({"thought": id(call)})
+    function = {"name": "bash", "arguments": number}
+    if not body.get("stream"):
+        message = {"role": "assistant", "content": None, "tool_calls": [{"id": "call-1", "function": function}]}
+        await answers({"choices": [{"index": 0, "message": {**message, "refusal": None}}]})(call)
+        return
+    parts = [number[:5], number[5:]]
+    deltas: list[dict[str, Any]] = [
+        {"role": "assistant", "content": ""},
+        {"tool_calls": [{"index": 0, "id": "call-1", "function": {"name": "bash", "arguments": ""}}]},
+        *({"tool_calls": [{"index": 0, "function": {"arguments": part}}]} for part in parts),
+    ]
+    events = [event({"choices": [{"index": 0, "delta": delta}]}) for delta in deltas]
+    await streams(*events, USAGE_EVENT, DONE)(call)
+
+
+def said_in(answer: Answer) -> str:
+    """Return the arguments of the call in an answer, whole or streamed."""
+    if answer.header("Content-Type") == "application/json":
+        return str(answer.json()["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"])
+    chunks = [json.loads(line[6:]) for line in answer.body.split(b"\n\n") if line.startswith(b"data: {")]
+    calls = [choice["delta"].get("tool_calls", []) for chunk in chunks for choice in chunk["choices"]]
+    return "".join(call["function"].get("arguments", "") for each in calls for call in each)
+
+
+def as_sent_back(arguments: str) -> dict[str, Any]:
+    """Return the message as a client puts it into its next prompt: spelt in its own way."""
+    function = {"arguments": json.dumps(json.loads(arguments), indent=1), "name": "bash"}
+    return {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "id": "call-1", "function": function}],
+    }
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_group_without_ids_is_as_many_programs_and_each_next_turn_joins_its_own(streamed: bool) -> None:
+    """Eight identical first prompts are eight programs; their second and third turns come in any order."""
+    async with (
+        fake_replica(answers_each_differently) as replica,
+        running_proxy(replica.url, infer_programs=True) as proxy,
+    ):
+        histories: dict[str, list[dict[str, Any]]] = {}
+        first = await asyncio.gather(*(ask(proxy.url, stream=streamed) for _ in range(GROUP)))
+        for answer in first:
+            assert answer.header("X-Program-ID-Source") == "inferred"
+            history = [*turn()["messages"], as_sent_back(said_in(answer)), TOOL_RESULT]
+            histories[answer.header("X-Program-ID") or ""] = history
+        assert len(histories) == GROUP
+        for _ in range(2):
+            names = sorted(histories, reverse=True)
+            answered = await asyncio.gather(*(ask(proxy.url, messages=histories[n], stream=streamed) for n in names))
+            assert [answer.header("X-Program-ID") for answer in answered] == names
+            for name, answer in zip(names, answered, strict=True):
+                histories[name] += [as_sent_back(said_in(answer)), TOOL_RESULT]
+        programs = (await get(proxy.url, "/programs")).json()["programs"]
+        assert {program["program_id"]: program["turn_count"] for program in programs} == dict.fromkeys(histories, 3)
+
+
+async def test_answers_that_are_the_same_are_shared_out(engine_url: str) -> None:
+    """At temperature 0 nobody can tell whose second turn it is: each program gets one, and none gets two."""
+    async with running_proxy(engine_url, infer_programs=True) as proxy:
+        first = [await ask(proxy.url, max_tokens=4) for _ in range(3)]
+        messages = [*turn()["messages"], first[0].json()["choices"][0]["message"], {"role": "user", "content": "more"}]
+        assert len({json.dumps(answer.json()["choices"][0]["message"]) for answer in first}) == 1
+        second = [await ask(proxy.url, max_tokens=4, messages=messages) for _ in range(3)]
+        assert {each.header("X-Program-ID") for each in second} == {each.header("X-Program-ID") for each in first}
+
+
+@pytest.mark.parametrize("prompt", ["once upon a time " * 300, list(range(5000))], ids=["text", "ids"])
+async def test_a_prompt_that_is_a_text_or_token_ids_is_joined_too(prompt: str | list[int]) -> None:
+    """On the completions endpoint; what follows the answer may be anything."""
+    completion: dict[str, Any] = {"text": " there was"}
+    if isinstance(prompt, list):
+        completion["token_ids"] = [7, 8, 9]
+    longer: Any = [*prompt, 7, 8, 9, 1, 2] if isinstance(prompt, list) else prompt + " there was a king"
+    other: Any = [*prompt, 7, 8, 1] if isinstance(prompt, list) else prompt + " there is a king"
+    async with (
+        fake_replica(answers({"choices": [completion]})) as replica,
+        running_proxy(replica.url, infer_programs=True) as proxy,
+    ):
+
+        async def complete(text: object) -> str | None:
+            body = {"model": "m", "prompt": text}
+            return (await post(proxy.url, "/v1/completions", body)).header("X-Program-ID")
+
+        first = await complete(prompt)
+        assert await complete(longer) == first
+        assert await complete(other) not in (first, None)
+        assert await complete(prompt) != first
+
+
+async def test_who_names_its_program_is_not_inferred_and_who_has_no_prompt_stays_anonymous() -> None:
+    async with fake_replica() as replica, running_proxy(replica.url, infer_programs=True) as proxy:
+        assert (await ask(proxy.url, "named")).header("X-Program-ID-Source") == "body"
+        for body in ({"model": "m"}, {"messages": "text"}, {"prompt": {}}, {"prompt": [1.5]}, {"prompt": [-1]}):
+            answer = await post(proxy.url, CHAT, body)
+            assert (answer.status, answer.header("X-Program-ID")) == (200, None)
+
+
+async def test_nothing_is_inferred_unless_that_is_wanted() -> None:
+    async with fake_replica() as replica, running_proxy(replica.url) as proxy:
+        assert (await ask(proxy.url)).header("X-Program-ID") is None
+
+
+# --- bearer tokens
+
+
+async def test_a_token_names_the_program_and_is_not_forwarded() -> None:
+    """`ta-ID`, and one that was minted; the openai client needs no other setting than its key."""
+    async with fake_replica() as replica, running_proxy(replica.url, bearer_programs=True) as proxy:
+        async with openai.AsyncOpenAI(base_url=f"{proxy.url}/v1", api_key="ta-run/7", max_retries=0) as client:
+            await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
+        opened = (await post(proxy.url, "/programs", {"program_id": "minted"})).json()
+        again = (await post(proxy.url, "/programs", {"program_id": "minted"})).json()
+        assert opened["token"] == again["token"]
+        minted = await post(proxy.url, CHAT, turn(), ("authorization", f"bearer {opened['token']}"))
+        assert (minted.header("X-Program-ID"), minted.header("X-Program-ID-Source")) == ("minted", "bearer")
+        await post(proxy.url, "/tokenize", {"prompt": "x"}, ("Authorization", "Bearer ta-run/7"))
+        assert {program.program_id for program in proxy.runtime.scheduler.table} == {"run/7", "minted"}
+        await post(proxy.url, "/programs/release", {"program_id": "minted"})
+        late = await post(proxy.url, CHAT, turn(), ("Authorization", f"Bearer {opened['token']}"))
+        assert late.header("X-Program-ID") is None, "a token of a program that ended names nobody"
+        assert [call.header("Authorization") for call in replica.calls] == [None] * 4
+
+
+@pytest.mark.parametrize(
+    ("value", "status", "program_id"),
+    [
+        ("Bearer sk-real-key", 200, None),
+        ("Bearer ta-", 400, None),
+        ("Basic dGEteA==", 200, None),
+        ("Bearer", 200, None),
+        ("", 200, None),
+        ("Bearer tat_unknown", 200, None),
+        ("Bearer ta-" + "x" * 257, 400, None),
+    ],
+)
+async def test_other_peoples_tokens_name_nobody(value: str, status: int, program_id: str | None) -> None:
+    async with fake_replica() as replica, running_proxy(replica.url, bearer_programs=True) as proxy:
+        answer = await post(proxy.url, CHAT, turn(), ("Authorization", value))
+        assert (answer.status, answer.header("X-Program-ID")) == (status, program_id)
+
+
+async def test_a_token_comes_after_all_other_names() -> None:
+    async with fake_replica() as replica, running_proxy(replica.url, bearer_programs=True) as proxy:
+        answer = await post(proxy.url, CHAT, turn("body"), ("Authorization", "Bearer ta-token"))
+        assert answer.header("X-Program-ID") == "body"
+
+
+async def test_without_the_option_tokens_are_the_engines() -> None:
+    async with fake_replica() as replica, running_proxy(replica.url) as proxy:
+        answer = await post(proxy.url, CHAT, turn(), ("Authorization", "Bearer ta-x"))
+        assert answer.header("X-Program-ID") is None
+        assert replica.calls[0].header("Authorization") == "Bearer ta-x"
+        assert "token" not in (await post(proxy.url, "/programs", {"program_id": "a"})).json()
+
+
+@pytest.mark.parametrize("bearer_programs", [False, True])
+async def test_engines_get_the_operators_key(bearer_programs: bool) -> None:
+    """In place of the client's; on every path."""
+    config = {"backend_api_key": "engine", "bearer_programs": bearer_programs}
+    async with fake_replica() as replica, running_proxy(replica.url, **config) as proxy:
+        await post(proxy.url, CHAT, turn(), ("Authorization", "Bearer ta-x"))
+        await ask(proxy.url)
+        await post(proxy.url, "/tokenize", {"prompt": "x"}, ("authorization", "Bearer y"))
+        await get(proxy.url, "/v1/models")
+        assert Counter(call.header("Authorization") for call in replica.calls) == {"Bearer engine": 4}
+
+
+# --- tenants
+
+
+async def test_a_tenants_programs_are_listed_and_released() -> None:
+    """Others' are not, whether they are named or not."""
+    async with fake_replica() as replica, running_proxy(replica.url) as proxy:
+        for name, tenant in (("a", "red"), ("b", "red"), ("c", "blue"), ("d", None)):
+            await post(proxy.url, CHAT, turn(name), *([("X-Program-Tenant", tenant)] if tenant else []))
+        await post(proxy.url, "/programs", {"program_id": "e", "tenant": "red", "parent_id": "a"})
+        listed = (await get(proxy.url, "/programs?tenant=red")).json()
+        assert {program["program_id"]: program["tenant"] for program in listed["programs"]} == dict.fromkeys(
+            "abe", "red"
+        )
+        assert {program["program_id"]: program["parent_id"] for program in listed["programs"]}["e"] == "a"
+
+        async def release(**wanted: Any) -> Any:
+            return (await post(proxy.url, "/programs/release", wanted)).json()
+
+        assert await release(program_id="c", tenant="red") == {"program_id": "c", "released": False}
+        assert (await release(program_ids=["a", "c", "x"], tenant="red"))["released_ids"] == ["a"]
+        assert set((await release(all=True, tenant="red"))["released_ids"]) == {"b", "e"}
+        assert (await release(all=True, tenant="green"))["released"] is False
+        assert {program.program_id for program in proxy.runtime.scheduler.table} == {"c", "d"}
+        assert await release(program_id="c", tenant="blue") == {"program_id": "c", "released": True}

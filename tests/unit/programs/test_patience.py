@@ -1,0 +1,181 @@
+"""Turns whose clients would give up are let in before, and a second attempt takes the place of the first."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.builders import Driver, of_kind
+from thunderagent.programs.decisions import Grant, Hold, Reason, Restore
+from thunderagent.programs.policies.cap import Cap
+from thunderagent.programs.policies.sticky import Sticky
+from thunderagent.programs.scheduler import SchedulerSettings
+
+SETTINGS = SchedulerSettings(idle_limit_s=1000.0, patience_margin_s=2.0, patience_ratio=0.25)
+
+
+def full(**replicas: int) -> Driver:
+    """One program has the only place; whoever comes is held."""
+    driver = Driver(Cap(n=1), replicas=replicas or {"r0": 1000}, settings=SETTINGS)
+    driver.takes_turn("first", 100)
+    return driver
+
+
+@pytest.mark.parametrize(("patience_s", "held_s"), [(600.0, 450.0), (20.0, 15.0), (6.0, 4.0), (3.0, 1.5), (0.2, 0.1)])
+def test_a_turn_is_let_in_before_its_client_gives_up(patience_s: float, held_s: float) -> None:
+    """A quarter of the patience is left for the answer, the margin at least, but never more than half."""
+    driver = full()
+    turn_id = driver.arrives("second", 5000, patience_s=patience_s)
+    driver.ticks(held_s - 0.01)
+    assert driver.held(turn_id)
+    decisions = driver.ticks(0.02)
+    assert [type(decision) for decision in decisions] == [Restore, Grant]
+    assert {decision.reason for decision in decisions} == {Reason.PATIENCE}
+
+
+def test_any_event_lets_an_impatient_turn_in() -> None:
+    """Not only a tick."""
+    driver = full()
+    turn_id = driver.arrives("second", 100, patience_s=10.0)
+    driver.passes(8.0)
+    driver.arrives(None, 10)
+    assert turn_id in driver.granted_on
+
+
+@pytest.mark.parametrize("patience_s", [0.0, -5.0])
+def test_a_client_without_patience_is_let_in_at_once(patience_s: float) -> None:
+    """Held and granted by one event."""
+    driver = full()
+    turn_id = driver.arrives("second", 100, patience_s=patience_s)
+    assert turn_id in driver.granted_on
+    assert of_kind(Hold, driver.decisions) == ["second"]
+
+
+def test_a_turn_without_a_deadline_waits_for_ever() -> None:
+    driver = full()
+    turn_id = driver.arrives("second", 100)
+    for _ in range(20):
+        driver.ticks(10.0)
+        driver.is_polled()
+    assert driver.held(turn_id)
+
+
+def test_the_whole_program_is_let_in() -> None:
+    """A program's turns are never held beside one another's leases."""
+    driver = full()
+    patient, impatient = driver.arrives("second", 50), driver.arrives("second", 50, branch="sub", patience_s=4.0)
+    driver.ticks(3.0)
+    assert {patient, impatient} <= set(driver.granted_on)
+
+
+def test_it_goes_where_most_of_it_lies_then_where_least_is_claimed_in_excess() -> None:
+    """Home if its history is there still; else the replica that it overloads least."""
+    driver = Driver(Cap(n=2), replicas={"r0": 1000, "r1": 1000, "r2": 4000}, settings=SETTINGS)
+    driver.takes_turn("second", 500)
+    home = driver.home("second")
+    driver.releases("second")
+    driver.takes_turn("one", 900)
+    driver.takes_turn("two", 900)
+    assert {driver.home("one"), driver.home("two")} == {"r0", "r1"}
+    new = driver.arrives("new", 800, patience_s=4.0)
+    driver.ticks(3.0)
+    assert driver.granted_on[new] == "r2"
+    assert home is not None
+
+
+def test_its_history_decides() -> None:
+    """A program that was paused comes back to where its tokens lie, though another replica is empty."""
+    driver = Driver(Cap(n=1), replicas={"r0": 1000, "r1": 5000}, settings=SETTINGS)
+    driver.takes_turn("second", 500)
+    home = driver.home("second")
+    assert home is not None
+    other = "r1" if home == "r0" else "r0"
+    driver.ticks(1.0)
+    driver.scheduler.settings = SchedulerSettings(idle_limit_s=0.5)
+    driver.ticks(1.0)
+    assert driver.home("second") is None
+    driver.takes_turn("first", 10)
+    again = driver.arrives("second", 600, patience_s=4.0)
+    assert driver.held(again)
+    driver.passes(3.0)
+    driver.is_polled(other)
+    assert driver.granted_on[again] == home
+
+
+def test_without_a_replica_nobody_is_let_in_until_one_comes() -> None:
+    driver = Driver(Sticky(), replicas={}, settings=SETTINGS)
+    turn_id = driver.arrives("a", 100, patience_s=4.0)
+    driver.ticks(10.0)
+    assert driver.held(turn_id)
+    driver.comes_up("r0", 1000)
+    assert turn_id in driver.granted_on
+
+
+@pytest.mark.parametrize("ends", ["is_abandoned", "releases"])
+def test_a_turn_that_ends_while_it_is_held_is_impatient_no_longer(ends: str) -> None:
+    driver = full()
+    turn_id = driver.arrives("second", 100, patience_s=4.0)
+    if ends == "releases":
+        driver.releases("second")
+    else:
+        driver.is_abandoned(turn_id)
+    assert not driver.scheduler.impatient
+    driver.ticks(5.0)
+    assert turn_id not in driver.granted_on
+
+
+# --- a second attempt
+
+
+def test_a_held_attempt_hands_its_age_on() -> None:
+    """The second waits since the first arrived; the first is gone; the turn waits once."""
+    driver = full()
+    first = driver.arrives("second", 100)
+    since_s = driver.now_s
+    driver.ticks(5.0)
+    second = driver.arrives("second", 100, instead_of=first)
+    assert first not in driver.scheduler.turns
+    assert driver.program("second").waiting_since_s == since_s
+    assert driver.scheduler.ledger.waiting_count == 1
+    driver.releases("first")
+    assert set(driver.granted_on) >= {second}
+    assert first not in driver.granted_on
+
+
+def test_an_attempt_in_flight_hands_its_lease_on() -> None:
+    """On the same replica, at once, without giving up its claim, though others wait; and the turn counts once."""
+    driver = full()
+    first = driver.arrives("first", 200)
+    waiting = driver.arrives("second", 100)
+    second = driver.arrives("first", 200, instead_of=first)
+    assert driver.granted_on[second] == driver.granted_on[first]
+    assert driver.held(waiting)
+    program = driver.program("first")
+    assert (program.turn_count, list(program.in_flight)) == (2, [second])
+    driver.is_abandoned(first)  # whoever carried it out says so later
+    assert list(program.in_flight) == [second]
+
+
+def test_an_attempt_that_ended_leaves_its_age() -> None:
+    """Never one in the future."""
+    driver = full()
+    driver.arrives("second", 100, waiting_since_s=driver.now_s - 30.0)
+    assert driver.program("second").waiting_since_s == driver.now_s - 30.0
+    driver.arrives("third", 100, waiting_since_s=driver.now_s + 30.0)
+    assert driver.program("third").waiting_since_s == driver.now_s
+
+
+def test_an_anonymous_attempt_is_superseded_too() -> None:
+    driver = Driver()
+    first = driver.arrives(None, 100)
+    second = driver.arrives(None, 100, instead_of=first)
+    assert list(driver.scheduler.turns) == [second]
+    assert driver.demand() == 100
+
+
+def test_an_attempt_whose_program_ended_is_superseded_by_the_next_incarnation() -> None:
+    driver = Driver()
+    first = driver.arrives("a", 100)
+    driver.releases("a")
+    second = driver.arrives("a", 100, instead_of=first)
+    assert list(driver.scheduler.turns) == [second]
+    assert driver.demand() == 100

@@ -1,0 +1,66 @@
+"""How many turns may be tried again: a part of all turns, so that failing replicas are not buried under retries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class RetrySettings:
+    """How often turns are tried again after a replica failed them before the first byte."""
+
+    retries_count: int = 2
+    """Of one turn. A client that tries again itself says how often it did: so many fewer are ours, so that its tries
+    and ours do not multiply."""
+    budget_ratio: float = 0.2
+    """Of all turns in the last window or two; Envoy's and Finagle's budget."""
+    budget_min_count: int = 100
+    """In a window, however few turns there are: all that a lost replica had in flight may go elsewhere."""
+    window_s: float = 30.0
+
+
+DEFAULT_RETRIES = RetrySettings()
+
+
+class RetryBudget:
+    """Count turns and retries of this window and the one before. O(1) for each."""
+
+    __slots__ = ("_earlier", "_retries_count", "_settings", "_turns_count", "_window", "made_count", "refused_count")
+
+    def __init__(self, settings: RetrySettings) -> None:
+        """Begin with nothing counted."""
+        self._settings = settings
+        self._window = 0
+        self._turns_count = self._retries_count = 0
+        self._earlier = 0, 0
+        self.made_count = 0
+        self.refused_count = 0
+        """Retries that one turn had left, and all together had not."""
+
+    def turn_came(self, now_s: float) -> None:
+        """Count a turn."""
+        self._step(now_s)
+        self._turns_count += 1
+
+    def may_retry(self, now_s: float, tries_count: int, client_retry_count: int) -> bool:
+        """Say whether a turn of so many tries may be tried once more, and count that."""
+        settings = self._settings
+        if tries_count > settings.retries_count - client_retry_count:
+            return False
+        self._step(now_s)
+        turns_count = self._turns_count + self._earlier[0]
+        retries_count = self._retries_count + self._earlier[1]
+        if retries_count >= max(settings.budget_min_count, settings.budget_ratio * turns_count):
+            self.refused_count += 1
+            return False
+        self._retries_count += 1
+        self.made_count += 1
+        return True
+
+    def _step(self, now_s: float) -> None:
+        window = int(now_s // self._settings.window_s)
+        if window == self._window:
+            return
+        self._earlier = (self._turns_count, self._retries_count) if window == self._window + 1 else (0, 0)
+        self._turns_count = self._retries_count = 0
+        self._window = window
