@@ -11,6 +11,7 @@ import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import Any
 
 import structlog
@@ -114,7 +115,13 @@ async def proxy(
 
     `further_sources` come beside those of the configuration.
     """
-    replicas = Replicas(runtime, [], capacity_override_tokens=config.capacity_tokens)
+    replicas = Replicas(
+        runtime,
+        [],
+        capacity_override_tokens=config.capacity_tokens,
+        tags_programs=config.engine_tags,
+        notice_timeout_s=config.notice_timeout_s,
+    )
     poller = Poller(
         replicas,
         PollerSettings(
@@ -129,7 +136,7 @@ async def proxy(
     discovery = Discovery(
         runtime,
         replicas,
-        backend_of(config.backend_type),
+        partial(backend_of, config.backend_type),
         DiscoverySettings(ranks_count=config.data_parallel_ranks, drain_limit_s=config.drain_limit_s),
         sources,
     )
@@ -161,7 +168,13 @@ async def proxy(
             ),
             admin_port=admin_port,
         )
-        loops = [runtime.run, poller.run, discovery.run, app[HISTORY].run]
+        loops: list[Callable[[], Coroutine[Any, Any, None]]] = [
+            runtime.run,
+            poller.run,
+            discovery.run,
+            app[HISTORY].run,
+            partial(replicas.run, client),
+        ]
         loops.extend(follower.run for follower in kv_followers)
         if sandboxes is not None:
             loops.append(sandboxes.run)
@@ -231,7 +244,8 @@ async def embedded_engines(config: ServeConfig) -> AsyncIterator[tuple[str, ...]
 @asynccontextmanager
 async def _embedded_engine(config: ServeConfig) -> AsyncIterator[Process]:
     """Run one engine; it ends with its standard input, so that it cannot outlive this process."""
-    options = ("--port", "0", "--kv-tokens", str(config.embedded_kv_tokens), "--end-with-stdin")
+    sizes = ("--kind", config.embedded_kind, "--kv-tokens", str(config.embedded_kv_tokens))
+    options = ("--port", "0", *sizes, "--end-with-stdin")
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         *("-m", "thunderagent.simulator.server", *options),

@@ -108,7 +108,7 @@ def metric_names() -> set[str]:
     runtime = Runtime(Scheduler(load_policy("passthrough", {})))
     replicas = Replicas(runtime, [])
     registry.register(StateCollector(runtime, replicas))
-    registry.register(SourceCollector(Discovery(runtime, replicas, backend_of("vllm"), DiscoverySettings())))
+    registry.register(SourceCollector(Discovery(runtime, replicas, lambda: backend_of("vllm"), DiscoverySettings())))
     manager = build_manager(ServeConfig(sandboxes=("callback",)), runtime)
     assert manager is not None
     manager.failure_counts["x"] = 1

@@ -68,7 +68,9 @@ class Record:
 
     __slots__ = (
         "arrived_s",
+        "authorization",
         "dialect",
+        "engine_request_id",
         "held_s",
         "outcome",
         "reason",
@@ -88,6 +90,8 @@ class Record:
         self.outcome = "abandoned"
         self.status: int | None = None
         self.replica_id: str | None = None
+        self.engine_request_id = ""
+        self.authorization: str | None = None
         self.reason: str | None = None
         self.held_s = 0.0
         self.tries_count = 0
@@ -153,6 +157,7 @@ class Turns:
             record.outcome = "failed" if isinstance(error, ReplicaError) else "rejected"
             raise
         finally:
+            self._abort_unless_answered(record)
             self._write_line(record)
             if turn.is_final and record.outcome == "finished" and turn.program_id is not None:
                 self._runtime.release(turn.program_id)
@@ -187,10 +192,15 @@ class Turns:
                 record.held_s += lease.held_s
                 record.tries_count += 1
                 self._metrics.observe_hold(lease.held_s)
+                record.authorization = headers.get("Authorization")
+                named = self._replicas.name_turn(
+                    lease.replica_id, path, turn.body, turn.program_id, record.authorization
+                )
+                record.engine_request_id = named.engine_request_id
                 self._metrics.observe_added(monotonic() - record.arrived_s - record.held_s)
                 try:
                     upstream = await self._client.send(
-                        lease.replica_id, self._replicas.url_of(lease.replica_id), "POST", path, headers, turn.body
+                        lease.replica_id, self._replicas.url_of(lease.replica_id), "POST", path, headers, named.body
                     )
                 except ReplicaError as error:
                     self._lease_failed(lease, error)
@@ -291,6 +301,11 @@ class Turns:
         else:
             record.outcome = "refused"
             lease.refused()
+
+    def _abort_unless_answered(self, record: Record) -> None:
+        """Have the engine end a turn whose answer nobody got to its end; some kinds do not see it by the connection."""
+        if record.replica_id is not None and record.outcome not in ("finished", "refused"):
+            self._replicas.abort_turn(record.replica_id, record.engine_request_id, record.authorization)
 
     def _lease_failed(self, lease: Lease, error: ReplicaError) -> None:
         """Give a lease back that its replica failed, and have that replica looked at."""
