@@ -76,6 +76,7 @@ ENDPOINTS = {
     *("send_weights_to_remote_instance", "workers", "list_workers", "weight_sync", "leases"),
     *("get_load", "get_loads", "end"),
     *("add_worker", "remove_worker"),
+    *("health_generate", "model_info", "server_info", "get_server_info", "open_session", "close_session"),
     "min",  # a column of a benchmark's table
 }
 LINK = re.compile(r"\]\(([^)\s]+)\)")
