@@ -17,6 +17,7 @@ from tests.integration.support import (
     answers,
     ask,
     cap,
+    events_of,
     fake_replica,
     get,
     metrics_of,
@@ -174,6 +175,19 @@ async def test_an_engine_without_metrics_is_scheduled_all_the_same() -> None:
         async with running_proxy(replica.url) as proxy:
             report = (await get(proxy.url, "/replicas")).json()["replicas"][0]
             assert (report["kind"], report["capacity_tokens"]) == ("sglang", 6000)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_its_own_endpoint_is_a_turn(stream: bool) -> None:
+    """Tokens in, tokens out, as trainers ask: claims, hits and the id of ours as on the others."""
+    async with sglang() as url, running_proxy(url) as proxy:
+        body = {"input_ids": list(range(200, 400)), "stream": stream, "sampling_params": {"max_new_tokens": 8}}
+        for _ in range(2):
+            answer = await post(proxy.url, "/generate", body, ("X-Program-ID", "p"))
+            said = events_of(answer.body)[-2] if stream else answer.json()
+            assert len(said["meta_info"]["id"]) == 32
+        program = (await get(proxy.url, "/programs/p")).json()
+        assert (program["turn_count"], program["prompt_tokens_total"], program["cached_tokens_total"]) == (2, 400, 192)
 
 
 # --- leaving
