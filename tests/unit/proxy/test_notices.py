@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING
 import pytest
 from aiohttp import web
 
+from thunderagent.backends import backend_of
 from thunderagent.backends.base import Notice
 from thunderagent.backends.client import ClientSettings, open_client
+from thunderagent.backends.poller import ReplicaEndpoint
 from thunderagent.programs.decisions import Hold, Reason, Release
 from thunderagent.programs.events import Tick
 from thunderagent.proxy.notices import SENDERS_COUNT, NoticeSender, TaggedPrograms
@@ -63,6 +65,8 @@ async def sending(timeout_s: float = 5.0, max_waiting_count: int = 100) -> Async
     urls = {"a": f"http://127.0.0.1:{runner.addresses[0][1]}", "b": "http://127.0.0.1:9"}
     sender = NoticeSender(urls.get, timeout_s, max_waiting_count=max_waiting_count)
     async with open_client(ClientSettings()) as client:
+        for replica_id, url in urls.items():
+            client.add(ReplicaEndpoint(replica_id, url, backend_of("sglang")))
         task = asyncio.create_task(sender.run(client))
         await asyncio.sleep(0)
         try:
