@@ -74,7 +74,7 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
     parser = argparse.ArgumentParser(
         prog="thunderagent",
-        description="A program-aware reverse proxy for LLM agents in front of many vLLM replicas.",
+        description="A program-aware reverse proxy for LLM agents in front of many vLLM and SGLang replicas.",
         epilog="Try `thunderagent serve` without options: it starts simulated engines.",
     )
     parser.add_argument("--version", action="version", version=f"thunderagent {__version__}")
@@ -91,7 +91,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     engine_parser = commands.add_parser(
         "engine",
-        help="run a simulated engine that speaks vLLM's dialect",
+        help="run a simulated engine that speaks vLLM's or SGLang's dialect",
         description="Run a simulated engine: OpenAI-compatible, with a paged prefix cache that thrashes as a real one.",
     )
     engine_options.add_arguments(engine_parser)

@@ -73,7 +73,9 @@ class ServeConfig(BaseSettings):
     data_parallel_ranks: int | Literal["auto"] = Field(
         1, description="data-parallel ranks of each URL that are replicas of their own; auto goes by the metrics"
     )
-    backend_type: Literal["vllm"] = Field("vllm", description="engine kind of the replicas")
+    backend_type: Literal["auto", "vllm", "sglang"] = Field(
+        "auto", description="engine kind of the replicas; auto finds it out for each"
+    )
     capacity_tokens: int | None = Field(
         None, gt=0, description="size of each replica's KV pool in tokens, if the engine cannot say it, or is wrong"
     )
@@ -118,6 +120,14 @@ class ServeConfig(BaseSettings):
     )
     kv_events_replay: Annotated[tuple[str, ...], NoDecode] = Field(
         (), description="addresses where they replay KV events that were missed, in the same order"
+    )
+    engine_tags: bool = Field(
+        False,
+        description="whether turns tell engines that can give a program's memory back whose they are: as the body's "
+        "`session_id`, to SGLang",
+    )
+    notice_timeout_s: float = Field(
+        5.0, gt=0, description="for telling an engine that a client left or a program ended, in seconds"
     )
     program_headers: Annotated[tuple[str, ...], NoDecode] = Field(
         (), description="further headers that name a turn's program, separated by commas"
@@ -294,6 +304,7 @@ class ServeConfig(BaseSettings):
         2, ge=0, le=16, description="simulated engines to start when there is no source of replicas; 0 starts without"
     )
     embedded_kv_tokens: int = Field(16_000, ge=1024, description="KV pool of each simulated engine, in tokens")
+    embedded_kind: Literal["vllm", "sglang"] = Field("vllm", description="engine kind that the simulated engines play")
 
     @property
     def logs_json(self) -> bool:

@@ -11,6 +11,7 @@ import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -142,6 +143,8 @@ async def proxy(
         [],
         capacity_override_tokens=config.capacity_tokens,
         breaker_settings=BreakerSettings(config.breaker_failure_count, config.breaker_backoff_s),
+        tags_programs=config.engine_tags,
+        notice_timeout_s=config.notice_timeout_s,
     )
     poller = Poller(
         replicas,
@@ -159,7 +162,7 @@ async def proxy(
     discovery = Discovery(
         runtime,
         replicas,
-        backend_of(config.backend_type),
+        partial(backend_of, config.backend_type),
         DiscoverySettings(ranks_count=config.data_parallel_ranks, drain_limit_s=config.drain_limit_s),
         sources,
     )
@@ -212,7 +215,13 @@ async def proxy(
             ),
             admin_port=admin_port,
         )
-        loops = [runtime.run, poller.run, discovery.run, app[HISTORY].run]
+        loops: list[Callable[[], Coroutine[Any, Any, None]]] = [
+            runtime.run,
+            poller.run,
+            discovery.run,
+            app[HISTORY].run,
+            partial(replicas.run, client),
+        ]
         loops.extend(follower.run for follower in kv_followers)
         if sandboxes is not None:
             loops.append(sandboxes.run)
@@ -307,7 +316,8 @@ async def embedded_engines(config: ServeConfig) -> AsyncIterator[tuple[str, ...]
 @asynccontextmanager
 async def _embedded_engine(config: ServeConfig) -> AsyncIterator[Process]:
     """Run one engine; it ends with its standard input, so that it cannot outlive this process."""
-    options = ("--port", "0", "--kv-tokens", str(config.embedded_kv_tokens), "--end-with-stdin")
+    sizes = ("--kind", config.embedded_kind, "--kv-tokens", str(config.embedded_kv_tokens))
+    options = ("--port", "0", *sizes, "--end-with-stdin")
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         *("-m", "thunderagent.simulator.server", *options),

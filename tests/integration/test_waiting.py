@@ -12,7 +12,6 @@ import pytest
 from aiohttp import web
 
 from tests.integration.support import (
-    ANSWER,
     CHAT,
     Gate,
     Wire,
@@ -32,20 +31,9 @@ from tests.integration.support import (
     until,
     word,
 )
-from thunderagent.backends import backend_of
-from thunderagent.backends.client import ClientSettings, open_client
-from thunderagent.backends.poller import ReplicaEndpoint
 from thunderagent.errors import NoReplicaError
-from thunderagent.programs.policies.passthrough import Passthrough
-from thunderagent.programs.scheduler import Scheduler
-from thunderagent.proxy.app import build_app
 from thunderagent.proxy.dialects import dialect_of
-from thunderagent.proxy.discovery import Discovery, DiscoverySettings
-from thunderagent.proxy.guard import GuardSettings
 from thunderagent.proxy.heartbeat import HeldStream
-from thunderagent.proxy.replicas import Replicas
-from thunderagent.proxy.turns import TurnSettings
-from thunderagent.runtime import Runtime
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -496,73 +484,3 @@ async def test_a_client_that_leaves_between_heartbeats_leaves_nothing() -> None:
             await until(lambda: proxy.runtime.held_count == 0, within_s=1.0)
         assert proxy.runtime.outcome_counts["abandoned"] == 4
         assert len(replica.calls) == 1
-
-
-# --- telling engines
-
-
-class RecordingAborter:
-    """Wants to be told of every turn that did not become whole."""
-
-    def __init__(self) -> None:
-        self.aborted: list[tuple[str, str]] = []
-
-    def tagged(self, replica_id: str, path: str, body: bytes, request_id: str) -> bytes:
-        assert path == CHAT
-        return body[:-1] + f',"rid":"{request_id}"}}'.encode()
-
-    def abort_turn(self, replica_id: str, request_id: str) -> None:
-        self.aborted.append((replica_id, request_id))
-
-
-class NobodyWatches:
-    """A poller that does nothing."""
-
-    def suspect(self, replica_id: str) -> None:
-        pass
-
-    def refused(self, replica_id: str) -> None:
-        pass
-
-
-@contextlib.asynccontextmanager
-async def proxy_with(aborter: RecordingAborter, url: str, replica_id: str) -> AsyncIterator[tuple[str, Runtime]]:
-    """Run a proxy whose engine wants to be told, for the length of the block."""
-    runtime = Runtime(Scheduler(Passthrough()))
-    runtime.replica_up(replica_id)
-    backend = backend_of("vllm")
-    endpoint = ReplicaEndpoint(replica_id, url, backend)
-    replicas = Replicas(runtime, [endpoint])
-    discovery = Discovery(runtime, replicas, backend, DiscoverySettings(), ())
-    replicas.aborter = aborter
-    async with open_client(ClientSettings()) as client:
-        settings = TurnSettings()
-        client.add(endpoint)
-        watcher = NobodyWatches()
-        app = build_app(
-            runtime, client, replicas, watcher, discovery, turn_settings=settings, guard_settings=GuardSettings()
-        )
-        async with serving(app=app) as own_url:
-            yield own_url, runtime
-
-
-@pytest.mark.parametrize("moment", ["before the first byte", "mid-stream", "in a whole answer", "never"])
-async def test_an_engine_that_wants_it_is_told_by_id_of_a_turn_that_was_left(moment: str) -> None:
-    """In each moment in which a client can leave; not of one that got its answer."""
-    half = b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n{"
-    before = {"mid-stream": [stream_head(), chunk(word("x"))], "in a whole answer": [half]}.get(moment, [])
-    aborter = RecordingAborter()
-    async with (
-        fake_replica(answers() if moment == "never" else Gate(before)) as replica,
-        proxy_with(aborter, replica.url, replica.replica_id) as (url, runtime),
-        Wire.open(url) as wire,
-    ):
-        send(wire, body=json.dumps(turn("second", stream=moment == "mid-stream")).encode())
-        call = await replica.call()
-        if moment == "never":
-            assert (await wire.answer()).json() == ANSWER
-        elif moment == "mid-stream":
-            await wire.head()
-        await wire.leave()
-        await until(lambda: runtime.leases_count == 0, within_s=1.0)
-        assert aborter.aborted == ([] if moment == "never" else [(replica.replica_id, call.json()["rid"])])

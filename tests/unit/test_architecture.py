@@ -120,7 +120,10 @@ FORBIDDEN: list[tuple[str, frozenset[str], frozenset[str]]] = [
     (
         "thunderagent.simulator",
         frozenset({"asyncio", "socket", "socketserver", "selectors", "aiohttp", "httpx", "uvloop"}),
-        frozenset({"thunderagent.simulator.server", "thunderagent.simulator.vllm_control"}),
+        frozenset(
+            f"thunderagent.simulator.{module}"
+            for module in ("server", "live", "vllm_control", "dialect_sglang", "sglang_engine")
+        ),
     ),
 ]
 

@@ -78,6 +78,7 @@ ENDPOINTS = {
     *("send_weights_to_remote_instance", "workers", "list_workers", "weight_sync", "leases"),
     *("get_load", "get_loads", "end"),
     *("add_worker", "remove_worker"),
+    *("health_generate", "model_info", "server_info", "get_server_info", "open_session", "close_session"),
     "min",  # a column of a benchmark's table
 }
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -111,7 +112,7 @@ def metric_names() -> set[str]:
     runtime = Runtime(Scheduler(load_policy("passthrough", {})))
     replicas = Replicas(runtime, [])
     registry.register(StateCollector(runtime, replicas))
-    registry.register(SourceCollector(Discovery(runtime, replicas, backend_of("vllm"), DiscoverySettings())))
+    registry.register(SourceCollector(Discovery(runtime, replicas, lambda: backend_of("vllm"), DiscoverySettings())))
     manager = build_manager(ServeConfig(sandboxes=("callback",)), runtime)
     assert manager is not None
     manager.failure_counts["x"] = 1

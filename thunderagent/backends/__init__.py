@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from thunderagent.backends.base import Backend, ReplicaReading
+from thunderagent.backends.detection import DetectedBackend
+from thunderagent.backends.sglang import SglangBackend
 from thunderagent.backends.vllm import VllmBackend
 from thunderagent.errors import ConfigurationError
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 __all__ = ["BACKENDS", "Backend", "ReplicaReading", "backend_of"]
 
-_VLLM: Backend = VllmBackend()
-
-BACKENDS: dict[str, Backend] = {backend.kind: backend for backend in (_VLLM,)}
+BACKENDS: dict[str, Callable[[], Backend]] = {"auto": DetectedBackend, "vllm": VllmBackend, "sglang": SglangBackend}
 
 
 def backend_of(kind: str) -> Backend:
-    """Return the backend for an engine kind; raise ConfigurationError, with the known kinds, for another."""
-    backend = BACKENDS.get(kind)
-    if backend is None:
+    """Return the backend for one replica of an engine kind; raise ConfigurationError for a kind that is not known."""
+    make = BACKENDS.get(kind)
+    if make is None:
         raise ConfigurationError(f"unknown backend {kind!r}; known are: {', '.join(sorted(BACKENDS))}")
-    return backend
+    return make()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,41 @@ class ReplicaReading:
 NOTHING_READ = ReplicaReading()
 
 
+class NamedTurn(NamedTuple):
+    """Hold a turn's body with the names that the engine is to know it by.
+
+    `engine_request_id` is an id of ours for the request, empty if it has none; `is_tagged` says whether the engine will
+    know the turn's KV cache as its program's.
+    """
+
+    body: bytes
+    engine_request_id: str = ""
+    is_tagged: bool = False
+
+
+class Notice(NamedTuple):
+    """Tell an engine something: the path and the JSON of a POST."""
+
+    path: str
+    body: bytes
+
+
+class Notices(Protocol):
+    """Know how to tell an engine kind what it cannot see: that a client left its turn, that a program ended."""
+
+    def name_turn(self, path: str, body: bytes, program_id: str | None, *, tags_programs: bool) -> NamedTurn:
+        """Return a turn's body with an id of ours in it and, if `tags_programs`, its program's; never raise.
+
+        Only bytes are put in: what the client named itself is left as it is.
+        """
+
+    def turn_left(self, engine_request_id: str) -> Notice:
+        """Return what ends a request."""
+
+    def program_ended(self, program_id: str) -> Notice:
+        """Return what gives the memory tagged with a program back."""
+
+
 class Backend(Protocol):
     """Know one engine kind: where it tells its health and its metrics, and what the metrics mean."""
 
@@ -52,6 +87,14 @@ class Backend(Protocol):
         """Return the path that answers 2xx while the engine can serve, from the replica's URL."""
 
     @property
+    def info_paths(self) -> tuple[str, ...]:
+        """Return where the engine says its capacity if its metrics do not, the newest path first; none if nowhere."""
+
+    @property
+    def notices(self) -> Notices | None:
+        """Return how to tell it of turns and programs; None for a kind that sees all by the connection alone."""
+
+    @property
     def observed_paths(self) -> tuple[str, ...]:
         """Return the paths whose JSON tells `is_paused` or `weight_version`; an engine may not serve them."""
 
@@ -65,3 +108,6 @@ class Backend(Protocol):
 
     def read_metrics(self, exposition: str) -> ReplicaReading:
         """Read an exposition; never raise: what cannot be read is None in the reading."""
+
+    def read_info(self, info: str) -> int | None:
+        """Read the capacity, in tokens, from what one of `info_paths` answered; never raise: None if it is not said."""

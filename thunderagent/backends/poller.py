@@ -3,14 +3,16 @@
 Each URL has a task of its own, so that a slow or dead one delays no other; replicas that are data-parallel ranks
 behind one URL share it. A poll asks for health and for metrics at the same time, each with its own deadline. Health
 alone says whether a replica is up: one success brings it up, a refused connection or several failures in a row take it
-down. Metrics that cannot be read are no reason to send turns elsewhere; they give a reading that holds nothing.
+down. Metrics that cannot be read are no reason to send turns elsewhere; they give a reading that holds nothing. But an
+engine that answers for its metrics is not silent: SGLang answers for its health with a token that it generates, and so
+not while it is paused for new weights.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from ssl import SSLContext
 from typing import TYPE_CHECKING, Protocol
 
@@ -72,11 +74,14 @@ class PollerSettings:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaEndpoint:
-    """Where a replica is, which engine kind answers there, and which data-parallel rank it is; None is the whole."""
+    """Where a replica is, which engine kind answers there, and which data-parallel rank it is; None is the whole.
+
+    Two are equal whatever their backends are: each has one of its own, which may find out its kind.
+    """
 
     replica_id: str
     url: str
-    backend: Backend
+    backend: Backend = field(compare=False)
     rank_id: int | None = None
     finds_ranks: bool = False
     """Whether the listener wants to hear how many ranks the URL has."""
@@ -93,6 +98,8 @@ class _Failure:
 class _Watched:
     """One URL under watch: the only mutable thing here, written by its own task alone."""
 
+    key: tuple[str, str, str]
+    """Under which it was added: a backend that finds out its kind changes it."""
     backend: Backend
     url: str
     health_url: httpx.URL
@@ -133,6 +140,7 @@ class Poller:
         watched = self._by_url.get(key)
         if watched is None:
             watched = _Watched(
+                key=key,
                 backend=replica.backend,
                 url=replica.url,
                 health_url=_url_of(replica, replica.backend.health_path),
@@ -151,11 +159,11 @@ class Poller:
         watched = self._watched.pop(replica_id, None)
         if watched is None:
             return
-        endpoint = watched.endpoints.pop(replica_id)
+        del watched.endpoints[replica_id]
         watched.is_up.pop(replica_id, None)
         watched.trouble.pop(replica_id, None)
         if not watched.endpoints:
-            del self._by_url[_key_of(endpoint)]
+            del self._by_url[watched.key]
             # A task in which a listener removes what it hears of ends by itself: it closes its connections then.
             if watched.task is not None and watched.task is not asyncio.current_task():
                 watched.task.cancel()
@@ -214,10 +222,25 @@ class Poller:
         async with asyncio.TaskGroup() as group:
             health = group.create_task(self._get(client, watched.health_url))
             metrics = group.create_task(self._get(client, watched.metrics_url))
-        if isinstance(failure := health.result(), _Failure):
-            self._heard_failure(watched, failure)
+        failure, answer = health.result(), metrics.result()
+        info = await self._info(watched, answer, client)
+        if not isinstance(failure, _Failure):
+            self._heard_health(watched, answer, info)
+        elif failure.is_silence and not isinstance(answer, _Failure):
+            self._heard_metrics_alone(watched, answer, info)
         else:
-            self._heard_health(watched, metrics.result())
+            self._heard_failure(watched, failure)
+
+    async def _info(self, watched: _Watched, metrics: str | _Failure, client: httpx.AsyncClient) -> str | None:
+        """Ask a URL for its capacity where its kind says it besides the metrics, if those lack it."""
+        reading = NOTHING_READ if isinstance(metrics, _Failure) else watched.backend.read_metrics(metrics)
+        if reading.capacity_tokens is None:
+            endpoint = ReplicaEndpoint(watched.url, watched.url, watched.backend)
+            for path in watched.backend.info_paths:
+                info = await self._get(client, _url_of(endpoint, path))
+                if not isinstance(info, _Failure):
+                    return info
+        return None
 
     async def _get(self, client: httpx.AsyncClient, url: httpx.URL) -> str | _Failure:
         """Return the body of a 2xx answer, or how the request failed. Expected failures end here."""
@@ -235,7 +258,7 @@ class Poller:
             return _Failure(f"{url.path} answered {response.status_code}")
         return response.text
 
-    def _heard_health(self, watched: _Watched, metrics: str | _Failure) -> None:
+    def _heard_health(self, watched: _Watched, metrics: str | _Failure, info: str | None) -> None:
         watched.failure_count = 0
         watched.silent_since_s = None
         if isinstance(metrics, str):
@@ -245,7 +268,7 @@ class Poller:
             is_split = endpoint.finds_ranks and endpoint.rank_id is None and watched.ranks_count > 1
             if is_split or replica_id not in watched.endpoints:  # its ranks stand for it, or it was removed
                 continue
-            reading = self._read(watched, endpoint, metrics)
+            reading = self._read(watched, endpoint, metrics, info)
             # The reading goes first, so that nothing is granted on a replica whose capacity is about to be known.
             self._listener.replica_polled(replica_id, reading)
             if replica_id in watched.endpoints and not watched.is_up.get(replica_id):
@@ -260,6 +283,14 @@ class Poller:
         if ranks_count and ranks_count != watched.ranks_count:
             watched.ranks_count = ranks_count
             self._listener.ranks_found(watched.url, ranks_count)
+
+    def _heard_metrics_alone(self, watched: _Watched, metrics: str, info: str | None) -> None:
+        """Leave replicas as they are, up or down, and take the readings of those that are up."""
+        watched.silent_since_s = None
+        for endpoint in list(watched.endpoints.values()):
+            if endpoint.replica_id in watched.endpoints and watched.is_up.get(endpoint.replica_id):
+                reading = self._read(watched, endpoint, metrics, info)
+                self._listener.replica_polled(endpoint.replica_id, reading)
 
     def _heard_failure(self, watched: _Watched, failure: _Failure) -> None:
         settings = self._settings
@@ -278,8 +309,10 @@ class Poller:
                 watched.is_up[replica_id] = False
                 self._listener.replica_down(replica_id, failure.why)
 
-    def _read(self, watched: _Watched, endpoint: ReplicaEndpoint, metrics: str | _Failure) -> ReplicaReading:
-        """Read metrics, and log what is wrong with them when that changes."""
+    def _read(
+        self, watched: _Watched, endpoint: ReplicaEndpoint, metrics: str | _Failure, info: str | None
+    ) -> ReplicaReading:
+        """Read metrics, and the capacity from elsewhere; log what is wrong with them when that changes."""
         why = None
         trouble: str | None = "unavailable"
         backend = endpoint.backend
@@ -289,7 +322,11 @@ class Poller:
             if endpoint.rank_id is not None:
                 metrics = of_rank(metrics, backend.rank_label, endpoint.rank_id)
             reading = backend.read_metrics(metrics)
-            trouble = _trouble_of(reading)
+            trouble = None if reading != NOTHING_READ else "unreadable"
+        if info is not None and reading.capacity_tokens is None and endpoint.rank_id is None:
+            reading = replace(reading, capacity_tokens=backend.read_info(info))
+        if trouble is None and reading.capacity_tokens is None:
+            trouble = "capacity unknown"
         if trouble != watched.trouble.get(endpoint.replica_id):
             watched.trouble[endpoint.replica_id] = trouble
             log = _log.bind(replica_id=endpoint.replica_id, url=str(watched.metrics_url.copy_with(userinfo=b"")))
@@ -304,12 +341,6 @@ def _key_of(replica: ReplicaEndpoint) -> tuple[str, str, str]:
     """Return what replicas have in common that share their polls: ranks, and what may turn out to have some."""
     is_whole = replica.rank_id is None and not replica.finds_ranks
     return replica.url.rstrip("/"), replica.backend.kind, replica.replica_id if is_whole else ""
-
-
-def _trouble_of(reading: ReplicaReading) -> str | None:
-    if reading == NOTHING_READ:
-        return "unreadable"
-    return "capacity unknown" if reading.capacity_tokens is None else None
 
 
 def _url_of(replica: ReplicaEndpoint, path: str) -> httpx.URL:

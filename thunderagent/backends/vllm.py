@@ -8,9 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from prometheus_client.parser import text_string_to_metric_families
-
 from thunderagent.backends.base import ReplicaReading
+from thunderagent.backends.exposition import is_sane, samples_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -37,13 +36,15 @@ class VllmBackend:
     kind: str = "vllm"
     metrics_path: str = "/metrics"
     health_path: str = "/health"
+    info_paths: tuple[str, ...] = ()
+    notices: None = None
     observed_paths: tuple[str, ...] = ("/is_paused", "/weight_info")  # with VLLM_SERVER_DEV_MODE=1
     rank_label: str = "engine"
     rank_header: str = "X-data-parallel-rank"
 
     def read_metrics(self, exposition: str) -> ReplicaReading:
         """Read an exposition; never raise: what cannot be read is None. About 1 ms for 500 KB."""
-        samples = _needed_samples(exposition)
+        samples = samples_of(exposition, _NEEDED)
         return ReplicaReading(
             capacity_tokens=_capacity_tokens(samples.get(CACHE_CONFIG, ())),
             kv_used_ratio=_mean(_first_known(samples, KV_USED)),
@@ -54,30 +55,9 @@ class VllmBackend:
             cache_hit_tokens_total=_total(_first_known(samples, CACHE_HITS)),
         )
 
-
-def _needed_samples(exposition: str) -> dict[str, list[Sample]]:
-    """Return the samples of the metrics we need, by their whole name."""
-    # An engine's exposition is up to several hundred KB of histogram buckets, and the parser is pure Python:
-    # some 70 ms for 500 KB, in which every stream on the event loop stands still. So only the dozen lines we
-    # need reach it. Each is parsed on its own: a broken line costs that line and no other. With no TYPE line
-    # before it, a sample keeps the name it is exposed with (the parser would rename counters).
-    samples: dict[str, list[Sample]] = {}
-    for line in exposition.split("\n"):
-        if not line.startswith(_NEEDED):
-            continue
-        for sample in _parse_line(line):
-            # The prefix let vllm:num_requests_waiting_by_reason through; the whole name does not.
-            if sample.name in _NEEDED:
-                samples.setdefault(sample.name, []).append(sample)
-    return samples
-
-
-def _parse_line(line: str) -> list[Sample]:
-    try:
-        families = list(text_string_to_metric_families(line))
-        return [sample._replace(value=float(sample.value)) for family in families for sample in family.samples]
-    except (ValueError, IndexError, OverflowError):  # each is how the parser says that a line is broken
-        return []
+    def read_info(self, info: str) -> int | None:  # noqa: ARG002 - the protocol's signature
+        """Read nothing: vLLM says all in its metrics."""
+        return None
 
 
 def _first_known(samples: Mapping[str, Iterable[Sample]], names: Iterable[str]) -> list[float]:
@@ -86,7 +66,7 @@ def _first_known(samples: Mapping[str, Iterable[Sample]], names: Iterable[str]) 
         values = [sample.value for sample in samples.get(name, ())]
         if values:
             # A rank that says nonsense (NaN, for one) makes the sum over all ranks nonsense.
-            return values if all(0 <= value < 2**63 for value in values) else []
+            return values if all(map(is_sane, values)) else []
     return []
 
 

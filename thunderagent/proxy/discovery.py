@@ -17,7 +17,7 @@ admin API adds it again. A source that fails keeps its last set.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -56,14 +56,14 @@ class Discovery:
         self,
         runtime: Runtime,
         replicas: Replicas,
-        backend: Backend,
+        make_backend: Callable[[], Backend],
         settings: DiscoverySettings,
         sources: Iterable[Source] = (),
     ) -> None:
-        """Follow `sources` once it runs; the replicas are engines of `backend`'s kind."""
+        """Follow `sources` once it runs; `make_backend` makes the backend of each replica."""
         self._runtime = runtime
         self._replicas = replicas
-        self._backend = backend
+        self._make_backend = make_backend
         self._settings = settings
         self._sources = tuple(sources)
         self._wanted: dict[str, dict[str, Wanted]] = {API: {}}
@@ -189,7 +189,7 @@ class Discovery:
         ranks_count = self._found_ranks.get(wanted.url, 1) if setting == AUTO else setting
         rank_ids = range(ranks_count) if ranks_count > 1 else [None]
         return [
-            ReplicaEndpoint(replica_id_of(wanted.url, rank_id), wanted.url, self._backend, rank_id, finds_ranks)
+            ReplicaEndpoint(replica_id_of(wanted.url, rank_id), wanted.url, self._make_backend(), rank_id, finds_ranks)
             for rank_id in rank_ids
         ]
 

@@ -12,10 +12,12 @@ from typing import NamedTuple, Protocol
 
 import structlog
 
-from thunderagent.backends.base import NOTHING_READ, ReplicaReading
+from thunderagent.backends.base import NOTHING_READ, NamedTurn, ReplicaReading
+from thunderagent.backends.client import ReplicaClient
 from thunderagent.backends.poller import ReplicaEndpoint
 from thunderagent.errors import NoReplicaError, ReplicaRemovedError
 from thunderagent.proxy.breaker import Breakers, BreakerSettings
+from thunderagent.proxy.notices import NoticeSender, TaggedPrograms
 from thunderagent.runtime import Runtime
 
 log = structlog.get_logger("thunderagent.replicas")
@@ -54,16 +56,6 @@ class Follower(Protocol):
         """Follow a replica no longer. An unknown id is no error."""
 
 
-class Aborter(Protocol):
-    """What tells engines to stop that go on when their client's connection closes."""
-
-    def tagged(self, replica_id: str, path: str, body: bytes, request_id: str) -> bytes:
-        """Return the body of a turn with an id that its engine can be told to stop by; as it is where there is none."""
-
-    def abort_turn(self, replica_id: str, request_id: str) -> None:
-        """Have the engine told, soon: the answer did not become whole, and nobody waits for it. Never waits."""
-
-
 @dataclass(slots=True)
 class KnownReplica:
     """One replica's address and last reading, and whether it is on its way out."""
@@ -84,7 +76,8 @@ class KnownReplica:
 class Replicas:
     """Listen to the poller, tell the runtime, and say where a replica is.
 
-    `capacity_override_tokens` stands in for the capacity that an engine says, or does not say.
+    `capacity_override_tokens` stands in for the capacity that an engine says, or does not say. `tags_programs` has
+    turns tell their program to engines that can give its memory back.
     """
 
     def __init__(
@@ -94,11 +87,11 @@ class Replicas:
         *,
         capacity_override_tokens: int | None = None,
         breaker_settings: BreakerSettings | None = None,
+        tags_programs: bool = False,
+        notice_timeout_s: float = 5.0,
     ) -> None:
         """Know `endpoints`, none of them up yet."""
         self.breakers = Breakers(runtime, breaker_settings or BreakerSettings())
-        self.aborter: Aborter | None = None
-        """Set by who knows engines that want it."""
         self._runtime = runtime
         self._capacity_override_tokens = capacity_override_tokens
         self.on_ranks_found: Callable[[str, int], None] = lambda url, ranks_count: None  # noqa: ARG005
@@ -106,6 +99,10 @@ class Replicas:
         self._connections: Connections | None = None
         self.known = {endpoint.replica_id: KnownReplica(endpoint) for endpoint in endpoints}
         """By their ids, in the order in which they were added."""
+        self._tags_programs = tags_programs
+        self._notices = NoticeSender(self._url_if_known, notice_timeout_s)
+        self._tagged = TaggedPrograms(self._program_ended)
+        runtime.observe(self._tagged.heard)
 
     def __repr__(self) -> str:
         return f"<Replicas {', '.join(self.known)}>"
@@ -202,6 +199,38 @@ class Replicas:
             raise NoReplicaError("no replica is up")
         return min(usable, key=lambda replica: replica.account.turn_count).replica_id
 
+    async def run(self, client: ReplicaClient) -> None:
+        """Send notices to engines with `client` until cancelled."""
+        await self._notices.run(client)
+
+    def name_turn(
+        self, replica_id: str, path: str, body: bytes, program_id: str | None, authorization: str | None
+    ) -> NamedTurn:
+        """Return a turn's body as it goes to a replica: with an id of ours for engines that are told of leaving."""
+        notices = self.known[replica_id].endpoint.backend.notices
+        if notices is None:
+            return NamedTurn(body)
+        named = notices.name_turn(path, body, program_id, tags_programs=self._tags_programs)
+        if named.is_tagged and program_id is not None:
+            self._tagged.add(program_id, replica_id, authorization)
+        return named
+
+    def abort_turn(self, replica_id: str, engine_request_id: str, authorization: str | None = None) -> None:
+        """Have a replica end a request that nobody waits for; nothing happens for one without an id. Never blocks."""
+        known = self.known.get(replica_id)
+        if known is not None and known.endpoint.backend.notices is not None and engine_request_id:
+            notice = known.endpoint.backend.notices.turn_left(engine_request_id)
+            self._notices.send(replica_id, notice, authorization)
+
+    def _program_ended(self, program_id: str, replica_id: str, authorization: str | None) -> None:
+        known = self.known.get(replica_id)
+        if known is not None and known.endpoint.backend.notices is not None:
+            self._notices.send(replica_id, known.endpoint.backend.notices.program_ended(program_id), authorization)
+
+    def _url_if_known(self, replica_id: str) -> str | None:
+        known = self.known.get(replica_id)
+        return known.endpoint.url if known is not None else None
+
     def replica_polled(self, replica_id: str, reading: ReplicaReading) -> None:
         """Take a reading; tell the runtime if it says anything new."""
         known = self.known[replica_id]
@@ -227,6 +256,7 @@ class Replicas:
         known = self.known[replica_id]
         known.why_down = ""
         known.is_up = True
+        self._notices.replica_up(replica_id)
         if known.draining_since_s is None:
             self._runtime.replica_up(replica_id)
 

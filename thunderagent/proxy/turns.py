@@ -243,7 +243,7 @@ class Turns:
             with await self._lease(record, attempt, path, prompt_bytes, deadline_s, avoid_replica_id) as lease:
                 self._metrics.observe_hold(lease.held_s)
                 self._metrics.observe_added(monotonic() - record.arrived_s - record.held_s)
-                with self._aborting(record, lease, path) as body:
+                with self._named(record, lease, path, headers) as body:
                     try:
                         upstream = await self._send(record, lease.replica_id, path, headers, body)
                     except ReplicaError as error:
@@ -353,18 +353,15 @@ class Turns:
         return may_retry
 
     @contextmanager
-    def _aborting(self, record: Record, lease: Lease, path: str) -> Iterator[bytes]:
+    def _named(self, record: Record, lease: Lease, path: str, headers: CIMultiDict[str]) -> Iterator[bytes]:
         """Yield the body to send; have an engine that wants it told of a turn whose answer did not become whole."""
-        aborter = self._replicas.aborter
-        if aborter is None:
-            yield record.turn.body
-            return
-        request_id = f"{self._name}-{lease.turn_id}"
+        turn, authorization = record.turn, headers.get("Authorization")
+        named = self._replicas.name_turn(lease.replica_id, path, turn.body, turn.program_id, authorization)
         try:
-            yield aborter.tagged(lease.replica_id, path, record.turn.body, request_id)
+            yield named.body
         finally:
             if record.outcome not in ("finished", "refused"):
-                aborter.abort_turn(lease.replica_id, request_id)
+                self._replicas.abort_turn(lease.replica_id, named.engine_request_id, authorization)
 
     async def forward(self, request: web.Request) -> web.StreamResponse:
         """Relay a request that is no turn, without a lease, to its program's replica or the least busy one."""

@@ -208,6 +208,18 @@ class Engine:
         generated, finished = self._compute(plan, now_s + duration_s)
         return StepResult(duration_s, work, generated, finished, tuple(plan.admitted), tuple(plan.preempted))
 
+    def retract_all(self) -> int:
+        """Take the blocks of all running requests and let them wait, ahead of what came later; return how many."""
+        running = tuple(self._running)
+        for sequence in running:
+            self._preempt(sequence, _Plan(0))
+        return len(running)
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Return how many tokens the waiting requests have; costs O(those)."""
+        return sum(sequence.known_tokens for sequence in self._waiting)
+
     @property
     def request_ids(self) -> tuple[str, ...]:
         """Return the requests that are inside, in the order in which they came."""
@@ -217,6 +229,11 @@ class Engine:
         """Return how many tokens a request has got so far; None if it is not here."""
         sequence = self._sequences.get(request_id)
         return None if sequence is None else sequence.generated_tokens
+
+    def cached_tokens(self, request_id: str) -> int | None:
+        """Return how many tokens of a request were found in the cache; None before it ran, or if it is not here."""
+        sequence = self._sequences.get(request_id)
+        return None if sequence is None else sequence.cached_tokens
 
     def reset_prefix_cache(self) -> bool:
         """Forget everything cached; False, and nothing happens, while a request holds blocks."""

@@ -6,6 +6,8 @@ One task steps the engine, in the rhythm of `realtime.py`; of several data-paral
 A handler reads a request (`requests.py`), turns it into tokens and chooses those of the answer (`tokens.py`), waits
 until the engine has generated them, and shapes them (`answers.py`). A request lives as long as its handler: a client
 that goes away cancels that, which frees the blocks.
+
+`dialect_sglang.py` serves an engine as SGLang would (`--kind sglang`).
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from thunderagent.simulator.answers import (
     models_body,
     usage_of,
 )
+from thunderagent.simulator.dialect_sglang import SglangServer
 from thunderagent.simulator.messages_api import MessagesBody, MessagesForm, error_body
 from thunderagent.simulator.options import ServerConfig, add_arguments, config_from
 from thunderagent.simulator.ranks import RANK_HEADER, RanksCollector, chosen_rank
@@ -374,6 +377,9 @@ def _usage_of(generation: Generation) -> Json:
     return usage_of(len(generation.request.prompt_token_ids), generation.generated_count)
 
 
+DIALECTS: Final[dict[str, type[EngineServer | SglangServer]]] = {"vllm": EngineServer, "sglang": SglangServer}
+
+
 @asynccontextmanager
 async def running(config: ServerConfig) -> AsyncIterator[str]:
     """Serve an engine while the context is open, and yield its base URL.
@@ -381,8 +387,13 @@ async def running(config: ServerConfig) -> AsyncIterator[str]:
     Leaving it closes the socket, lets requests finish for up to `grace_s`, aborts the rest. Raises OSError if the
     address cannot be had.
     """
-    server = EngineServer(config)
-    runner = web.AppRunner(server.app, handler_cancellation=True, shutdown_timeout=config.grace_s, access_log=None)
+    server = DIALECTS[config.kind](config)
+    runner = web.AppRunner(
+        server.app,
+        handler_cancellation=not config.keep_zombies,
+        shutdown_timeout=config.grace_s,
+        access_log=None,
+    )
     await runner.setup()
     try:
         await web.TCPSite(runner, config.host, config.port).start()
@@ -470,7 +481,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the embedded engine as a program of its own."""
     parser = argparse.ArgumentParser(
         prog="python -m thunderagent.simulator.server",
-        description="Serve a simulated vLLM engine that batches, caches, evicts and preempts as a real one does.",
+        description="Serve a simulated engine that batches, caches, evicts and preempts as a real vLLM or SGLang does.",
     )
     add_arguments(parser)
     return run(parser.parse_args(argv))

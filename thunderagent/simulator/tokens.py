@@ -22,7 +22,7 @@ END_TOKEN: Final = 1
 _MARKERS: Final = {"system": 2, "user": 3, "assistant": 4, "tool": 5, "developer": 6, "tools": 7}
 _OTHER_MARKER: Final = 8
 _FIRST_WORD: Final = 100
-_SPOKEN_WORD_COUNT: Final = 32_000  # w0 … w31999, the words the engine itself says
+SPOKEN_WORD_COUNT: Final = 32_000  # w0 … w31999, the words the engine itself says
 _FIRST_HASHED: Final = 1 << 16
 _VOCABULARY_LIMIT: Final = 200_000  # words remembered, for speed and for /detokenize
 
@@ -34,7 +34,7 @@ class WordTokenizer:
     """
 
     def __init__(self) -> None:
-        spoken = {f"w{number}": _FIRST_WORD + number for number in range(_SPOKEN_WORD_COUNT)}
+        spoken = {f"w{number}": _FIRST_WORD + number for number in range(SPOKEN_WORD_COUNT)}
         self._id_by_word = spoken
         self._word_by_id = {token: word for word, token in spoken.items()}
         self._word_by_id |= {END_TOKEN: "<|end|>", _OTHER_MARKER: "<|other|>"}
@@ -89,7 +89,7 @@ def compose_answer(
     count = limit_tokens if ignore_eos else max(16 + key % 49, min_tokens)
     finish_reason = "stop" if not ignore_eos and count <= limit_tokens else "length"
     token_ids = [
-        _FIRST_WORD + hash((key, position)) % _SPOKEN_WORD_COUNT for position in range(min(count, limit_tokens))
+        _FIRST_WORD + hash((key, position)) % SPOKEN_WORD_COUNT for position in range(min(count, limit_tokens))
     ]
     if finish_reason == "stop":
         token_ids[-1] = END_TOKEN

@@ -71,7 +71,9 @@ class Setup:
         self.follower = FakeFollower()
         self.replicas = Replicas(self.runtime, [])
         self.replicas.attach(self.connections, self.follower)
-        self.discovery = Discovery(self.runtime, self.replicas, backend_of("vllm"), settings or DiscoverySettings())
+        self.discovery = Discovery(
+            self.runtime, self.replicas, lambda: backend_of("vllm"), settings or DiscoverySettings()
+        )
 
     def names(self, source: str, *urls: str, draining: bool = False) -> None:
         self.discovery.replicas_wanted(source, [Wanted(url, is_draining=draining) for url in urls])

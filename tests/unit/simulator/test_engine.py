@@ -228,6 +228,22 @@ def test_a_preempted_request_goes_before_those_that_came_later() -> None:
     assert order == ["old", "new", "new", "late"]
 
 
+def test_retracted_requests_keep_what_they_generated_and_go_before_those_that_came_later() -> None:
+    engine = make_engine(max_num_seqs=2)
+    for name in ("old", "new", "late"):
+        engine.submit(EngineRequest(name, tokens(0, 8), tokens(50, 10)), 0.0)
+    engine.step(0.0)
+    assert (engine.generated_tokens("old"), engine.cached_tokens("new")) == (1, 4)
+    assert engine.cached_tokens("late") is None
+    assert engine.retract_all() == 2
+    assert engine.waiting_tokens == 9 + 9 + 8
+    assert engine.reset_prefix_cache(), "nothing is referenced"
+    results = finish(engine)
+    assert [admission.request_id for result in results for admission in result.admitted] == ["old", "new", "late"]
+    assert {finished.generated_tokens for result in results for finished in result.finished} == {10}
+    assert engine.retract_all() == 0
+
+
 def test_under_priority_the_lower_number_runs_first() -> None:
     engine = make_engine(max_num_seqs=1, scheduling_policy="priority")
     for name, priority in (("c", 3), ("a", 1), ("b", 1)):
@@ -374,6 +390,12 @@ class AnyUse(RuleBasedStateMachine):
             request_id = data.draw(st.sampled_from(sorted(self.live)))
             assert self.engine.abort(request_id)
             self.live.remove(request_id)
+
+    @rule()
+    def retract(self) -> None:
+        running_count = self.engine.stats.running_count
+        assert self.engine.retract_all() == running_count
+        assert (self.engine.stats.running_count, self.engine.stats.used_block_count) == (0, 0)
 
     @invariant()
     def accounts(self) -> None:

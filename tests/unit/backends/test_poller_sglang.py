@@ -1,0 +1,155 @@
+"""What the poller makes of an SGLang: its health takes a while, and its capacity may be elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import pytest
+from aiohttp import web
+
+from thunderagent.backends import backend_of
+from thunderagent.backends.base import ReplicaReading
+from thunderagent.backends.poller import Poller, PollerSettings, ReplicaEndpoint
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+METRICS = "sglang:max_total_num_tokens 16000.0\nsglang:num_running_reqs 3.0\n"
+DEADLINE_S = 0.1
+
+
+@dataclass
+class Engine:
+    """An engine on a socket, whose answers a test sets; an info that is None is 404."""
+
+    metrics: str | None = METRICS
+    info: dict[str, str | None] = field(default_factory=dict)
+    health_hangs: bool = False
+    asked: list[str] = field(default_factory=list)
+    url: str = ""
+
+    async def answer(self, request: web.Request) -> web.Response:
+        self.asked.append(request.path)
+        if request.path == "/health":
+            while self.health_hangs:
+                await asyncio.sleep(0.01)
+            return web.Response()
+        said = self.metrics if request.path == "/metrics" else self.info.get(request.path)
+        return web.Response(text=said or "", status=404 if said is None else 200)
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[Engine]:
+    engine = Engine()
+    app = web.Application()
+    app.router.add_get("/{path:.*}", engine.answer)
+    runner = web.AppRunner(app, shutdown_timeout=0)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    engine.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    yield engine
+    engine.health_hangs = False
+    await runner.cleanup()
+
+
+@dataclass
+class Listener:
+    """Remembers what it heard."""
+
+    heard: list[str] = field(default_factory=list)
+    readings: list[ReplicaReading] = field(default_factory=list)
+
+    def replica_polled(self, replica_id: str, reading: ReplicaReading) -> None:
+        self.readings.append(reading)
+
+    def replica_up(self, replica_id: str) -> None:
+        self.heard.append("up")
+
+    def replica_down(self, replica_id: str, why: str) -> None:
+        self.heard.append(why)
+
+
+@contextlib.asynccontextmanager
+async def polling(engine: Engine, kind: str = "sglang") -> AsyncIterator[Listener]:
+    listener = Listener()
+    poller = Poller(listener, PollerSettings(interval_s=0.02, deadline_s=DEADLINE_S, silence_limit_s=0.0))
+    poller.add(ReplicaEndpoint("a", engine.url, backend_of(kind)))
+    task = asyncio.create_task(poller.run())
+    try:
+        yield listener
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+async def polls(listener: Listener, count: int) -> None:
+    target = len(listener.readings) + count
+    async with asyncio.timeout(10):
+        while len(listener.readings) < target:
+            await asyncio.sleep(0.005)
+
+
+async def test_an_engine_that_answers_for_its_metrics_is_not_silent(engine: Engine) -> None:
+    """While it is paused its health hangs for as long as that takes; it stays up, and is read."""
+    async with polling(engine) as listener:
+        await polls(listener, 1)
+        engine.health_hangs = True
+        await polls(listener, 4)
+        assert listener.heard == ["up"]
+        engine.metrics = None  # nothing is answered any more but that this is not here
+        async with asyncio.timeout(10):
+            while len(listener.heard) < 2:
+                await asyncio.sleep(0.005)
+        assert listener.heard[1].startswith("no answer within")
+
+
+async def test_an_engine_whose_health_hangs_from_the_start_is_not_up(engine: Engine) -> None:
+    """Metrics alone bring nothing up."""
+    engine.health_hangs = True
+    async with polling(engine) as listener:
+        async with asyncio.timeout(10):
+            while engine.asked.count("/metrics") < 3:
+                await asyncio.sleep(0.005)
+        assert listener.heard == []
+        engine.health_hangs = False
+        await polls(listener, 1)
+        assert listener.heard == ["up"]
+
+
+async def test_the_server_information_is_asked_only_while_the_metrics_lack_the_capacity(engine: Engine) -> None:
+    """Before the first batch some versions say no capacity; afterwards nobody asks any more."""
+    engine.metrics = "sglang:num_running_reqs 3.0\n"
+    engine.info = {"/server_info": '{"max_total_num_tokens": 4000, "dp_size": 2}'}
+    async with polling(engine) as listener:
+        await polls(listener, 2)
+        assert set(listener.readings) == {ReplicaReading(capacity_tokens=8000, running_count=3)}
+        engine.metrics = METRICS
+        await polls(listener, 2)
+        assert listener.readings[-1] == ReplicaReading(capacity_tokens=16_000, running_count=3)
+        engine.asked.clear()
+        await polls(listener, 2)
+        assert "/server_info" not in engine.asked
+
+
+@pytest.mark.parametrize("kind", ["sglang", "auto"])
+async def test_an_older_engine_without_metrics_has_a_capacity_all_the_same(engine: Engine, kind: str) -> None:
+    """Its path was another; and `auto` finds out by it what it is."""
+    engine.metrics = None
+    engine.info = {"/get_server_info": '{"max_total_num_tokens": 4000}'}
+    async with polling(engine, kind) as listener:
+        await polls(listener, 2)
+        assert set(listener.readings) == {ReplicaReading(capacity_tokens=4000)}
+
+
+async def test_an_engine_that_says_its_capacity_nowhere_is_up_without_one(engine: Engine) -> None:
+    """Unknown is not zero."""
+    engine.metrics = "sglang:max_total_num_tokens 0.0\n"
+    engine.info = {"/server_info": "<html>"}
+    async with polling(engine) as listener:
+        await polls(listener, 2)
+        assert set(listener.readings) == {ReplicaReading()}
+        assert listener.heard == ["up"]

@@ -1,0 +1,72 @@
+"""Find out which engine kind answers at a URL, from what it says of itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from thunderagent.backends.base import NOTHING_READ, Backend, Notices, ReplicaReading
+from thunderagent.backends.sglang import SglangBackend
+from thunderagent.backends.vllm import VllmBackend
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_BY_PREFIX: Final[Mapping[str, Backend]] = {"vllm:": VllmBackend(), "sglang:": SglangBackend()}
+
+
+@dataclass(slots=True)
+class DetectedBackend:
+    """Read an engine of a kind that nobody named: by the prefix of its metrics, or by the information it gives.
+
+    One object for each replica: it remembers what it found, and follows a replica whose engine is replaced. All kinds
+    answer at the same paths. Until one is found, `kind` is "auto", and nothing is asked that only one kind knows.
+    """
+
+    metrics_path: str = "/metrics"
+    health_path: str = "/health"
+    found: Backend | None = field(default=None, init=False)
+
+    @property
+    def kind(self) -> str:
+        """Return the kind that was found."""
+        return self.found.kind if self.found is not None else "auto"
+
+    @property
+    def info_paths(self) -> tuple[str, ...]:
+        """Return the paths of the kind that was found; until then SGLang's, whose metrics may be off."""
+        return (self.found or _BY_PREFIX["sglang:"]).info_paths
+
+    @property
+    def rank_label(self) -> str:
+        """Return the label of the kind that was found."""
+        return (self.found or _BY_PREFIX["vllm:"]).rank_label
+
+    @property
+    def rank_header(self) -> str:
+        """Return the header of the kind that was found."""
+        return (self.found or _BY_PREFIX["vllm:"]).rank_header
+
+    @property
+    def observed_paths(self) -> tuple[str, ...]:
+        """Return the paths of the kind that was found."""
+        return self.found.observed_paths if self.found is not None else ()
+
+    @property
+    def notices(self) -> Notices | None:
+        """Return how to tell the kind that was found."""
+        return self.found.notices if self.found is not None else None
+
+    def read_metrics(self, exposition: str) -> ReplicaReading:
+        """Read an exposition as that of the kind whose metrics it holds."""
+        for prefix, backend in _BY_PREFIX.items():
+            if exposition.startswith(prefix) or f"\n{prefix}" in exposition:
+                self.found = backend
+        return self.found.read_metrics(exposition) if self.found is not None else NOTHING_READ
+
+    def read_info(self, info: str) -> int | None:
+        """Read the server's information; only SGLang gives any that says a capacity."""
+        capacity_tokens = _BY_PREFIX["sglang:"].read_info(info)
+        if capacity_tokens is not None:
+            self.found = _BY_PREFIX["sglang:"]
+        return capacity_tokens

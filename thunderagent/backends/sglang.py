@@ -1,0 +1,132 @@
+"""SGLang: what its metrics and its server information mean (its document "Production Metrics"; `--enable-metrics`).
+
+Theory of operation
+-------------------
+What a scheduler of SGLang says of itself carries the labels `dp_rank` (absent where there is one rank), `tp_rank`,
+`pp_rank` and, with priorities, `priority`. Ranks of tensor and pipeline parallelism are parts of one pool and say the
+same numbers (all of them do with `--enable-metrics-for-all-schedulers`), and a series with a priority is a part of the
+one without. So of all series of one `dp_rank` the largest counts. Data-parallel ranks are summed: each has a pool of
+its own, and `sglang:max_total_num_tokens` is that of the rank that says it. Token counters come from the tokenizer
+process, once for all ranks, and are summed.
+
+Versions that set their gauges at the first batch say no capacity before it, and servers without metrics never do. Then
+`/server_info` is asked (`/get_server_info` in older versions), which tells each data-parallel rank's own pool.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Final
+
+import msgspec
+
+from thunderagent.backends.base import ReplicaReading
+from thunderagent.backends.exposition import is_sane, samples_of
+from thunderagent.backends.sglang_notices import SglangNotices
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from prometheus_client.samples import Sample
+
+CAPACITY: Final = "sglang:max_total_num_tokens"
+KV_USED: Final = "sglang:kv_used_tokens"  # since April 2026
+TOKEN_USAGE: Final = "sglang:token_usage"  # noqa: S105 - a ratio, and no secret
+RUNNING: Final = "sglang:num_running_reqs"
+WAITING: Final = "sglang:num_queue_reqs"
+RETRACTIONS: Final = "sglang:num_retracted_requests_total"
+PROMPT_TOKENS: Final = "sglang:prompt_tokens_total"
+CACHED_TOKENS: Final = "sglang:cached_tokens_total"  # newer versions: one series for each `cache_source`
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+_NEEDED: Final = (CAPACITY, KV_USED, TOKEN_USAGE, RUNNING, WAITING, RETRACTIONS, PROMPT_TOKENS, CACHED_TOKENS)
+
+
+@dataclass(frozen=True, slots=True)
+class SglangBackend:
+    """Read SGLang."""
+
+    kind: str = "sglang"
+    metrics_path: str = "/metrics"
+    health_path: str = "/health"
+    info_paths: tuple[str, ...] = ("/server_info", "/get_server_info")
+    rank_label: str = "dp_rank"
+    rank_header: str = "X-Data-Parallel-Rank"
+    observed_paths: tuple[str, ...] = ("/model_info",)
+    notices: SglangNotices = field(default_factory=SglangNotices)
+
+    def read_metrics(self, exposition: str) -> ReplicaReading:
+        """Read an exposition; never raise: what cannot be read is None."""
+        samples = samples_of(exposition, _NEEDED)
+        capacities_tokens = _by_rank(samples.get(CAPACITY, ()))
+        capacity_tokens = _capacity_tokens(capacities_tokens)
+        return ReplicaReading(
+            capacity_tokens=capacity_tokens,
+            kv_used_ratio=_kv_used_ratio(samples, capacity_tokens),
+            running_count=_count(_by_rank(samples.get(RUNNING, ()))),
+            waiting_count=_count(_by_rank(samples.get(WAITING, ()))),
+            preemptions_total=_total(_by_rank(samples.get(RETRACTIONS, ())).values()),
+            cache_query_tokens_total=_total(sample.value for sample in samples.get(PROMPT_TOKENS, ())),
+            cache_hit_tokens_total=_total(sample.value for sample in samples.get(CACHED_TOKENS, ())),
+        )
+
+    def read_info(self, info: str) -> int | None:
+        """Read the pool's size from the server's information, over all ranks; None for what is none."""
+        try:
+            said = msgspec.json.decode(info, type=_ServerInfo)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return None
+        ranks_tokens = [state.memory_usage.token_capacity for state in said.internal_states if state.memory_usage]
+        if ranks_tokens and len(ranks_tokens) == len(said.internal_states) and all(ranks_tokens):
+            return sum(ranks_tokens)
+        return said.max_total_num_tokens * said.dp_size or None
+
+
+class _MemoryUsage(msgspec.Struct):
+    token_capacity: _Count = 0
+
+
+class _InternalState(msgspec.Struct):
+    memory_usage: _MemoryUsage | None = None
+
+
+class _ServerInfo(msgspec.Struct):
+    """What is needed of it: what the first rank said at its start, and what each says now."""
+
+    max_total_num_tokens: _Count = 0
+    dp_size: _Count = 1
+    internal_states: list[_InternalState] = []
+
+
+def _by_rank(samples: Iterable[Sample]) -> dict[str, float]:
+    """Return the largest value of each data-parallel rank; nothing at all if any of them is nonsense."""
+    by_rank: dict[str, float] = {}
+    for sample in samples:
+        if not is_sane(sample.value):
+            return {}
+        rank = sample.labels.get("dp_rank", "")
+        by_rank[rank] = max(by_rank.get(rank, 0.0), sample.value)
+    return by_rank
+
+
+def _capacity_tokens(by_rank: Mapping[str, float]) -> int | None:
+    """Return the pools' size together; None while a rank says that its own is empty, which is no size."""
+    return int(sum(by_rank.values())) if by_rank and all(by_rank.values()) else None
+
+
+def _kv_used_ratio(samples: Mapping[str, Iterable[Sample]], capacity_tokens: int | None) -> float | None:
+    """Return what requests hold of the pools; of versions that give no tokens, the mean over the ranks' ratios."""
+    used_tokens = _by_rank(samples.get(KV_USED, ()))
+    if used_tokens and capacity_tokens:
+        return min(1.0, sum(used_tokens.values()) / capacity_tokens)
+    ratios = _by_rank(samples.get(TOKEN_USAGE, ()))
+    return min(1.0, sum(ratios.values()) / len(ratios)) if ratios else None
+
+
+def _count(by_rank: Mapping[str, float]) -> int | None:
+    return int(sum(by_rank.values())) if by_rank else None
+
+
+def _total(values: Iterable[float]) -> float | None:
+    known = list(values)
+    return sum(known) if known and all(map(is_sane, known)) else None

@@ -1,0 +1,297 @@
+"""Serve the engine model in real time under SGLang's HTTP dialect (0.5, `entrypoints/http_server.py`).
+
+Theory of operation
+-------------------
+As `server.py` does for vLLM's. Three things are SGLang's own. A request has an id that the client may choose (`rid`),
+and `/abort_request` ends all whose id begins with the one given: they answer at once, with what they have got. The
+engine can be paused (`/pause_generation`): new requests wait at the door, and those inside are aborted, stand still, or
+lose their memory and wait (`abort`, `in_place`, `retract`). And KV can be tagged with a session: at `/close_session`
+what nobody else tags is the first to go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+
+from thunderagent.simulator.answers import event_bytes
+from thunderagent.simulator.live import LiveEngine
+from thunderagent.simulator.requests import ApiError, parse
+from thunderagent.simulator.sglang_answers import OpenAIForm, Running, generate_answer, usage
+from thunderagent.simulator.sglang_engine import SglangEngine
+from thunderagent.simulator.sglang_metrics import SglangCollector
+from thunderagent.simulator.sglang_reports import load, loads, model_info, models, server_info
+from thunderagent.simulator.sglang_requests import (
+    AbortBody,
+    Asked,
+    CloseBody,
+    GenerateBody,
+    OpenBody,
+    PauseBody,
+    SglangChatBody,
+    SglangCompletionBody,
+    asked_of,
+    wants_usage,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from thunderagent.simulator.options import ServerConfig
+
+HEALTH_CHECK_S: Final = 20.0
+DONE: Final = b"data: [DONE]\n\n"
+FLUSHED: Final = (
+    "Cache flushed.\nPlease check backend logs for more details. "
+    "(When there are running or waiting requests, the operation will not be performed.)\n"
+)
+
+
+def _json_response(value: object, *, status: int = 200) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")
+
+
+@web.middleware
+async def _answer_errors(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Map every refusal to SGLang's error schemas: its own endpoints have one, OpenAI's another."""
+    try:
+        return await handler(request)
+    except ApiError as error:
+        refusal = error
+    except web.HTTPException as error:
+        refusal = ApiError(error.reason, status=error.status, kind=str(error.status))
+    if request.path == "/generate":
+        return _json_response({"error": {"message": str(refusal)}}, status=refusal.status)
+    said = {"object": "error", "message": str(refusal), "type": refusal.kind, "param": refusal.param}
+    return _json_response({**said, "code": refusal.status}, status=refusal.status)
+
+
+class SglangServer:
+    """Answer SGLang's HTTP API from an engine; `app` is the aiohttp application, and `drive` must run beside it."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        self.config = config
+        self._live = LiveEngine(config)
+        self._sglang = SglangEngine(self._live)
+        self._engine = self._live.realtime.engine
+        self._registry = CollectorRegistry()
+        self._registry.register(
+            SglangCollector(self._live.realtime, config.model, self._sglang.counts, self._sglang.tags)
+        )
+        self.app = web.Application(middlewares=[_answer_errors], client_max_size=64 << 20)
+        self.app.add_routes(
+            [
+                web.post("/generate", self._generate),
+                web.put("/generate", self._generate),
+                web.post("/v1/chat/completions", self._chat),
+                web.post("/v1/completions", self._completion),
+                web.get("/v1/models", self._models),
+                web.get("/health", self._health),
+                web.get("/health_generate", self._health_generate),
+                web.get("/model_info", self._model_info),
+                web.get("/get_model_info", self._model_info),
+                web.get("/server_info", self._server_info),
+                web.get("/get_server_info", self._server_info),
+                web.get("/metrics", self._metrics),
+                web.get("/v1/loads", self._loads),
+                web.get("/get_load", self._load),
+                web.post("/abort_request", self._abort_request),
+                web.post("/pause_generation", self._pause_generation),
+                web.post("/continue_generation", self._continue_generation),
+                web.get("/flush_cache", self._flush_cache),
+                web.post("/flush_cache", self._flush_cache),
+                web.post("/open_session", self._open_tag),
+                web.post("/close_session", self._close_tag),
+            ]
+        )
+
+    async def drive(self) -> None:
+        """Run iterations while there is work, and wait for work otherwise, until cancelled."""
+        await self._live.drive()
+
+    # --- generating
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        body = parse(await request.read(), GenerateBody)
+        asked = body.asked(self._live.tokenizer)
+        for each in asked:
+            self._sglang.check(each)
+        await self._sglang.enter()
+        news = asyncio.Event()
+        with ExitStack() as stack:
+            running = [
+                stack.enter_context(self._sglang.running(each, whole=not body.stream, news=news)) for each in asked
+            ]
+            if body.stream:
+                return await self._stream_generate(request, running, news, is_batch=body.is_batch)
+            await self._until_over(running, news)
+            answers = [self._generate_answer(each) for each in running]
+            return _json_response(answers if body.is_batch else answers[0])
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._openai(request, parse(await request.read(), SglangChatBody))
+
+    async def _completion(self, request: web.Request) -> web.StreamResponse:
+        return await self._openai(request, parse(await request.read(), SglangCompletionBody))
+
+    async def _openai(self, request: web.Request, body: SglangChatBody | SglangCompletionBody) -> web.StreamResponse:
+        asked = asked_of(body, self._live.tokenizer)
+        self._sglang.check(asked)
+        await self._sglang.enter()
+        form = OpenAIForm(body.model or self.config.model, asked.rid, isinstance(body, SglangChatBody))
+        news = asyncio.Event()
+        with self._sglang.running(asked, whole=not body.stream, news=news) as running:
+            if body.stream:
+                with_usage = wants_usage(body.stream_options)
+                return await self._stream_openai(request, form, running, news, with_usage=with_usage)
+            await self._until_over([running], news)
+            assert running.finish_reason is not None
+            words = self._live.tokenizer.spoken_words(running.output_ids)
+            return _json_response(form.whole(words, running.finish_reason, usage(running)))
+
+    async def _until_over(self, running: list[Running], news: asyncio.Event) -> None:
+        while not all(each.generation.is_over for each in running):
+            await news.wait()
+            news.clear()
+        for each in running:
+            self._sglang.note_cached(each)
+
+    def _generate_answer(self, running: Running) -> dict[str, Any]:
+        return generate_answer(running, self._live.tokenizer, now_s=time.monotonic())
+
+    async def _stream_generate(
+        self, request: web.Request, running: list[Running], news: asyncio.Event, *, is_batch: bool
+    ) -> web.StreamResponse:
+        """Stream all that each generation has said so far, whenever it said more."""
+        response = await _begin_stream(request)
+        sent_counts = [-1] * len(running)
+        open_indexes = list(range(len(running)))
+        while open_indexes:
+            await news.wait()
+            news.clear()
+            events = []
+            for index in list(open_indexes):
+                each = running[index]
+                if each.generation.generated_count != sent_counts[index] or each.generation.is_over:
+                    sent_counts[index] = each.generation.generated_count
+                    self._sglang.note_cached(each)
+                    event = self._generate_answer(each)
+                    events.append({**event, "index": index} if is_batch else event)
+                if each.generation.is_over:
+                    open_indexes.remove(index)
+            await response.write(b"".join(map(event_bytes, events)))
+        await response.write(DONE)
+        await response.write_eof()
+        return response
+
+    async def _stream_openai(
+        self, request: web.Request, form: OpenAIForm, running: Running, news: asyncio.Event, *, with_usage: bool
+    ) -> web.StreamResponse:
+        response = await _begin_stream(request)
+        generation = running.generation
+        chunks = form.first_chunks()
+        sent_count = 0
+        while not generation.is_over:
+            await news.wait()
+            news.clear()
+            for position in range(sent_count, generation.generated_count):
+                words = self._live.tokenizer.spoken_words(generation.request.output_token_ids[position : position + 1])
+                chunks.append(form.chunk(words, is_first=position == 0))
+            sent_count = generation.generated_count
+            self._sglang.note_cached(running)
+            if running.finish_reason is not None:
+                chunks.append(form.last_chunk(running.finish_reason))
+            await response.write(b"".join(map(event_bytes, chunks)))
+            chunks = []
+        if with_usage:
+            await response.write(event_bytes(form.usage_chunk(usage(running))))
+        await response.write(DONE)
+        await response.write_eof()
+        return response
+
+    # --- control
+
+    async def _abort_request(self, request: web.Request) -> web.Response:
+        body = parse(await request.read(), AbortBody)
+        if body.abort_all or body.rid:
+            self._sglang.abort("" if body.abort_all else body.rid or "")
+        return web.Response()
+
+    async def _pause_generation(self, request: web.Request) -> web.Response:
+        self._sglang.pause(parse(await request.read() or b"{}", PauseBody).mode)
+        return _json_response({"message": "Generation paused successfully.", "status": "ok"})
+
+    async def _continue_generation(self, _request: web.Request) -> web.Response:
+        self._sglang.go_on()
+        return _json_response({"message": "Generation continued successfully.", "status": "ok"})
+
+    async def _flush_cache(self, _request: web.Request) -> web.Response:
+        if self._sglang.flush():
+            return web.Response(text=FLUSHED)
+        return web.Response(text="Flush cache failed.\n", status=400)
+
+    async def _open_tag(self, request: web.Request) -> web.Response:
+        name = parse(await request.read(), OpenBody).session_id or uuid.uuid4().hex
+        if self._sglang.tags.is_open(name):
+            message = "Failed to open the session. Check if a session with the same id is still open."
+            return _json_response({"error": {"message": message}}, status=400)
+        self._sglang.tags.open(name)
+        return _json_response(name)
+
+    async def _close_tag(self, request: web.Request) -> web.Response:
+        self._sglang.close_tag(parse(await request.read(), CloseBody).session_id)
+        return web.Response()
+
+    # --- what it is, and how it does
+
+    async def _health(self, _request: web.Request) -> web.Response:
+        return web.Response()  # as with SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=false
+
+    async def _health_generate(self, _request: web.Request) -> web.Response:
+        """Generate a token; 503 if none comes for long."""
+        asked = Asked("HEALTH_CHECK", [0], limit_tokens=1, min_tokens=0, ignore_eos=True, priority=0, tag=None)
+        news = asyncio.Event()
+        try:
+            async with asyncio.timeout(HEALTH_CHECK_S):
+                await self._sglang.enter()
+                with self._sglang.running(asked, whole=True, news=news) as running:
+                    await self._until_over([running], news)
+        except TimeoutError:
+            return web.Response(status=503)
+        return web.Response()
+
+    async def _models(self, _request: web.Request) -> web.Response:
+        limit_tokens = self._engine.config.context_limit_tokens
+        return _json_response(
+            models(self.config.model, created_s=self._live.started_s, context_limit_tokens=limit_tokens)
+        )
+
+    async def _model_info(self, _request: web.Request) -> web.Response:
+        return _json_response(model_info(self.config.model))
+
+    async def _server_info(self, _request: web.Request) -> web.Response:
+        return _json_response(server_info(self._engine, self.config.model))
+
+    async def _metrics(self, _request: web.Request) -> web.Response:
+        return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def _loads(self, _request: web.Request) -> web.Response:
+        return _json_response(loads(self._engine))
+
+    async def _load(self, _request: web.Request) -> web.Response:
+        return _json_response(load(self._engine))
+
+
+async def _begin_stream(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+    await response.prepare(request)
+    return response

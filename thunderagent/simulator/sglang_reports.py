@@ -1,0 +1,81 @@
+"""Say what the embedded engine is and how it does, as SGLang says it (0.5, `entrypoints/http_server.py`)."""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+from thunderagent.simulator.sglang_answers import WEIGHT_VERSION
+
+if TYPE_CHECKING:
+    from thunderagent.simulator.engine import Engine
+
+Json: TypeAlias = dict[str, Any]
+VERSION: Final = "0.5.23+simulated"  # of the dialect
+
+
+def models(model: str, *, created_s: int, context_limit_tokens: int) -> Json:
+    """Return the list of the one model that is served."""
+    entry = {"id": model, "object": "model", "created": created_s, "owned_by": "sglang", "root": model}
+    return {"object": "list", "data": [{**entry, "parent": None, "max_model_len": context_limit_tokens}]}
+
+
+def model_info(model: str) -> Json:
+    """Return what is said of the model."""
+    said = {"model_path": model, "tokenizer_path": model, "is_generation": True}
+    return {**said, "preferred_sampling_params": None, "weight_version": WEIGHT_VERSION}
+
+
+def server_info(engine: Engine, model: str) -> Json:
+    """Return how the server was started, and each rank's state."""
+    config = engine.config
+    return {
+        "model_path": model,
+        "served_model_name": model,
+        "tp_size": 1,
+        "dp_size": 1,
+        "page_size": config.block_size,
+        "chunked_prefill_size": config.max_num_batched_tokens,
+        "max_running_requests": config.max_num_seqs,
+        "enable_priority_scheduling": config.scheduling_policy == "priority",
+        "enable_session_radix_cache": True,
+        "status": "ready",
+        "max_total_num_tokens": config.capacity_tokens,
+        "max_req_input_len": config.context_limit_tokens - 1,
+        "internal_states": [{"memory_usage": {"token_capacity": config.capacity_tokens}}],
+        "version": VERSION,
+    }
+
+
+def loads(engine: Engine) -> Json:
+    """Return the load of each rank."""
+    stats, config = engine.stats, engine.config
+    used_tokens = stats.used_block_count * config.block_size
+    of_rank = {
+        "timestamp": time.time(),
+        "dp_rank": 0,
+        "num_running_reqs": stats.running_count,
+        "num_waiting_reqs": stats.waiting_count,
+        "num_used_tokens": used_tokens,
+        "num_total_tokens": used_tokens + engine.waiting_tokens,
+        "max_total_num_tokens": config.capacity_tokens,
+        "max_running_requests": config.max_num_seqs,
+        "token_usage": stats.kv_usage_ratio,
+    }
+    return {"timestamp": datetime.now(UTC).isoformat(), "version": VERSION, "loads": [of_rank]}
+
+
+def load(engine: Engine) -> list[Json]:
+    """Return the load of each rank, as older versions say it."""
+    stats, waiting_tokens = engine.stats, engine.waiting_tokens
+    return [
+        {
+            "dp_rank": 0,
+            "num_reqs": stats.running_count + stats.waiting_count,
+            "num_waiting_reqs": stats.waiting_count,
+            "num_tokens": stats.used_block_count * engine.config.block_size + waiting_tokens,
+            "num_pending_tokens": waiting_tokens,
+            "ts_tic": time.perf_counter(),
+        }
+    ]
