@@ -1,5 +1,7 @@
 """Tokens in, tokens out: `/inference/v1/generate` of vLLM (0.32), as trainers use it.
 
+SkyRL (0.3) has an endpoint of its own beside it, for answers with the routed experts; they have no `usage`.
+
 Its answers have `choices` and `usage` as the chat API has, and its streams are asked for usage in the same way.
 """
 
@@ -11,7 +13,7 @@ from thunderagent.proxy.dialects.openai import OpenAI
 class TokenIn:
     """Speak the token-in API as `OpenAI` speaks its own."""
 
-    turn_paths: tuple[str, ...] = ("/inference/v1/generate",)
+    turn_paths: tuple[str, ...] = ("/inference/v1/generate", "/skyrl/v1/generate")
     asks_for_usage = True
     token_id_fields: tuple[str, ...] = ("token_ids", "prompt_token_ids")
 
@@ -24,5 +26,5 @@ class TokenIn:
         self.break_off = openai.break_off
 
     def speaks(self, path: str) -> bool:
-        """Speak under `/inference/`."""
-        return path.startswith("/inference/")
+        """Speak under `/inference/` and `/skyrl/`."""
+        return path.startswith(("/inference/", "/skyrl/"))

@@ -1,0 +1,458 @@
+"""What trainers and agent frameworks say over the wire, in the order in which their sources say it.
+
+Each page of docs/integrations that has no program of its own to run names the versions that were read. The calls are
+here as they are there: paths, headers, fields, what is read of the answers, and who tries again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import httpx
+import pytest
+
+from tests.integration.support import (
+    CHAT,
+    Answer,
+    Gate,
+    Wire,
+    answers,
+    ask,
+    cap,
+    fake_replica,
+    get,
+    post,
+    running_proxy,
+    turn,
+    until,
+)
+from tests.integration.trained_engine import PARTIAL_COUNT, continuation, trained_engines
+
+if TYPE_CHECKING:
+    from tests.integration.support import Header, RunningProxy
+
+PAGES = Path(__file__).parents[2] / "docs" / "integrations"
+
+
+async def worker_urls(proxy: RunningProxy) -> list[str]:
+    """Return the URL of each replica at the proxy, as its facade lists them."""
+    return [worker["url"] for worker in (await get(proxy.url, "/workers")).json()["workers"]]
+
+
+async def program(proxy: RunningProxy, program_id: str) -> dict[str, Any]:
+    report: dict[str, Any] = (await get(proxy.url, f"/programs/{program_id}")).json()
+    return report
+
+
+# --- slime
+
+
+@dataclass
+class Sample:
+    """What slime keeps of one sample."""
+
+    session_id: str
+    prompt: list[int]
+    response: list[int] = field(default_factory=list)
+    status: str = "pending"
+
+    @property
+    def body(self) -> bytes:
+        """The payload of `sglang_rollout.generate`."""
+        sampling = {"temperature": 1.0, "max_new_tokens": 8 - len(self.response), "no_stop_trim": True}
+        payload = {"sampling_params": sampling, "return_logprob": True, "input_ids": self.prompt + self.response}
+        return json.dumps(payload).encode()
+
+    async def generate(self, proxy: RunningProxy) -> None:
+        """Ask for the rest of the response."""
+        answer = await post(proxy.url, "/generate", self.body, ("X-SMG-Routing-Key", self.session_id))
+        assert answer.status == 200
+        meta_info = answer.json()["meta_info"]
+        self.response += [token for _, token, _ in meta_info["output_token_logprobs"]]
+        self.status = meta_info["finish_reason"]["type"]
+
+
+async def abort_servers_until_idle(proxy: RunningProxy) -> int:
+    """Do what slime's function of this name does, at once where it waits 3 s; return how often it was told."""
+
+    async def until_idle(client: httpx.AsyncClient, url: str) -> int:
+        for attempt in range(1, 100):
+            (await client.post(f"{url}/abort_request", json={"abort_all": True})).raise_for_status()
+            load = (await client.get(f"{url}/v1/loads?include=core,disagg,queues")).raise_for_status().json()
+            if not sum(rank["num_total_reqs"] for rank in load["loads"]):
+                return attempt
+        raise AssertionError(load)
+
+    async with httpx.AsyncClient() as client:
+        return max(await asyncio.gather(*(until_idle(client, url) for url in await worker_urls(proxy))))
+
+
+async def test_slime_finishes_partial_samples_in_the_next_rollout() -> None:
+    """Aborted samples, running and held, go on from what came: the same tokens, the same programs."""
+    samples = [Sample(f"6f1c-{number}", [1, 2, 3 + number]) for number in range(4)]
+    limits = {"idle_limit_s": 0.2, "forget_limit_s": 0.6}
+    async with trained_engines(gate_open=False, **cap(2), **limits) as (proxy, engines, _):
+        rollout = [asyncio.create_task(sample.generate(proxy)) for sample in samples]
+        await until(lambda: proxy.runtime.held_count == 2 and sum(engine.running_count for engine in engines) == 2)
+        assert await abort_servers_until_idle(proxy) < 5
+        await asyncio.gather(*rollout)
+        assert {sample.status for sample in samples} == {"abort"}
+        assert sorted(len(sample.response) for sample in samples) == [0, 0, PARTIAL_COUNT, PARTIAL_COUNT]
+        assert sum(len(engine.turns) for engine in engines) == 2  # a held turn that was aborted reached no engine
+        # New weights, told to the engines themselves.
+        assert (await post(proxy.url, "/weight_sync/begin")).status == 200
+        assert (await post(proxy.url, "/weight_sync/end", {"weight_version": "2"})).status == 200
+        for engine in engines:
+            engine.open_gate()
+        aborted = [call for engine in engines for call in engine.turns]
+        sent = {sample.session_id: sample.body for sample in samples}
+        await asyncio.gather(*(sample.generate(proxy) for sample in samples))  # nobody releases: the idle limit does
+        for sample in samples:
+            assert sample.response == continuation(sample.prompt, 8)
+        again = [call for engine in engines for call in engine.turns if call not in aborted]
+        assert len(again) == len(sent)
+        assert {call.header("X-SMG-Routing-Key"): call.body for call in again} == sent
+        await until(lambda: len(proxy.runtime.scheduler.table) == 0)  # the forget limit
+
+
+async def test_slime_waits_out_what_an_engine_does_wrong() -> None:
+    """It asks for a worker's health through us, and tries a turn again whatever went wrong with it."""
+    async with trained_engines(1) as (proxy, (engine,), (replica,)):
+        (url,) = await worker_urls(proxy)
+        async with httpx.AsyncClient() as client:
+            assert (await client.get(f"{url}/health_generate")).status_code == 200
+            assert engine.told == [("/health_generate", None)]
+        sample = Sample("1", [5])
+        replica.behaviour = answers({"error": "out of memory"}, status="500 Internal Server Error")
+        with pytest.raises(AssertionError):
+            await sample.generate(proxy)
+        replica.behaviour = engine
+        await sample.generate(proxy)
+        assert sample.response == continuation([5], 8)
+        assert (await program(proxy, "1"))["context_tokens"] == 9
+        assert (await post(proxy.url, "/programs/release", {"all": True})).json()["released_ids"] == ["1"]
+
+
+# --- SkyRL
+
+
+@dataclass
+class SkyRL:
+    """What `RemoteInferenceClient` says, and what it reads."""
+
+    session: aiohttp.ClientSession
+    proxy_url: str
+    server_urls: list[str]
+
+    async def call_server(self, url: str, path: str, body: object = None, method: str = "POST", **query: str) -> Any:
+        """Call one server; a body is read only if the answer says how long it is."""
+        async with self.session.request(method, url + path, json=body, params=query) as response:
+            answer = await response.json() if response.content_length else None
+            response.raise_for_status()
+            return answer
+
+    async def call_all(self, path: str, body: object = None, method: str = "POST", **query: str) -> list[Any]:
+        """Call all servers at once."""
+        return await asyncio.gather(*(self.call_server(url, path, body, method, **query) for url in self.server_urls))
+
+    async def generate(self, session_id: str, tokens: list[int], cache_salt: str, path: str = "/inference") -> Any:
+        """Make one turn."""
+        payload = {
+            "sampling_params": {"max_tokens": 8, "logprobs": 1},
+            "model": "policy",
+            "token_ids": tokens,
+            "cache_salt": cache_salt,
+        }
+        headers = {"Content-Type": "application/json", "X-Session-ID": session_id}
+        url = f"{self.proxy_url}{path}/v1/generate"
+        async with self.session.post(url, json=payload, headers=headers) as response:
+            assert response.status == 200
+            return await response.json(content_type=None)
+
+    async def finish_session(self, session_id: str) -> int:
+        """Say that a trajectory ended."""
+        url = f"{self.proxy_url}/finish_session"
+        async with self.session.post(url, params={"session_id": session_id}) as response:
+            await response.read()
+            return response.status
+
+
+async def test_skyrl_updates_weights_in_mid_generation() -> None:
+    """In-flight turns end with the engine's own answer, new ones wait, and the next epoch has the same ids."""
+    async with AsyncExitStack() as stack:
+        proxy, engines, replicas = await stack.enter_async_context(trained_engines(gate_open=False))
+        session = await stack.enter_async_context(aiohttp.ClientSession())
+        skyrl = SkyRL(session, proxy.url, await worker_urls(proxy))
+        sizes = await skyrl.call_all("/get_world_size", {}, "GET")
+        assert [answer["world_size"] for answer in sizes] == [1, 1]
+        for offset, url in enumerate(skyrl.server_urls):
+            init = {"init_info": {"rank_offset": 1 + offset, "world_size": 3}}
+            assert await skyrl.call_server(url, "/init_weight_transfer_engine", init)
+        trajectories = ["task-1_0", "task-1_1"]
+        running = [asyncio.create_task(skyrl.generate(name, [1, 2, 3], "0")) for name in trajectories]
+        await until(lambda: [engine.running_count for engine in engines] == [1, 1])
+        # One weight sync, as `_call_all_servers` tells it: each server by its own URL.
+        await skyrl.call_all("/pause", mode="keep", clear_cache="false")
+        late = asyncio.create_task(skyrl.generate("task-2_0", [7], "0"))
+        await until(lambda: proxy.runtime.held_count == 1)
+        for method in ("skyrl_start_weight_update", "update_weights_nccl", "skyrl_finish_weight_update"):
+            assert await skyrl.call_all("/collective_rpc", {"method": method}) == [{"status": "ok"}] * 2
+        assert [engine.running_count for engine in engines] == [1, 1]
+        assert proxy.runtime.held_count == 1
+        await skyrl.call_all("/resume")
+        for engine in engines:
+            engine.open_gate()
+        direct = await post(replicas[0].url, "/inference/v1/generate", engines[0].turns[0].body)
+        assert [await turn for turn in running] == [direct.json()] * 2
+        assert (await late)["choices"][0]["token_ids"] == continuation([7], 8)
+        told = [[target for target, _ in engine.told] for engine in engines]
+        assert told[0] == told[1]
+        assert told[0][1:] == ["/pause?mode=keep&clear_cache=false", *["/collective_rpc"] * 3, "/resume"]
+        assert [engine.told[0][1]["init_info"]["rank_offset"] for engine in engines] == [1, 2]
+        generations = [(await program(proxy, name))["generation"] for name in trajectories]
+        for name in (*trajectories, "task-2_0", *trajectories, "never-seen_3"):
+            assert await skyrl.finish_session(name) == 200
+        assert len(proxy.runtime.scheduler.table) == 0
+        await asyncio.gather(*(skyrl.generate(name, [1, 2, 3], "1") for name in trajectories))
+        for name, generation in zip(trajectories, generations, strict=True):
+            report = await program(proxy, name)
+            assert report["generation"] > generation
+            assert (report["turn_count"], report["context_tokens"]) == (1, 11)
+            assert await skyrl.finish_session(name) == 200
+
+
+async def test_skyrl_s_own_endpoint_is_a_turn() -> None:
+    """It asks there when it wants the routed experts back; also with the id in the path."""
+    async with AsyncExitStack() as stack:
+        proxy, (engine,), _ = await stack.enter_async_context(trained_engines(1))
+        skyrl = SkyRL(await stack.enter_async_context(aiohttp.ClientSession()), proxy.url, [])
+        answer = await skyrl.generate("task-1_0", [1, 2], "0", "/skyrl")
+        assert answer["choices"][0]["token_ids"] == continuation([1, 2], 8)
+        await skyrl.generate("of-nobody", [1, 2], "0", "/p/task-1_0/skyrl")
+        assert [call.target for call in engine.turns] == ["/skyrl/v1/generate"] * 2
+        assert (await program(proxy, "task-1_0"))["turn_count"] == 2
+        assert await skyrl.finish_session("task-1_0") == 200
+
+
+async def test_skyrl_with_the_proxy_alone_has_one_server() -> None:
+    """Without server URLs it tells the proxy: broadcasts are answered as by one engine, what differs is refused."""
+    async with AsyncExitStack() as stack:
+        proxy, engines, _ = await stack.enter_async_context(trained_engines())
+        session = await stack.enter_async_context(aiohttp.ClientSession())
+        skyrl = SkyRL(session, proxy.url, [proxy.url])
+        assert await skyrl.call_all("/pause", mode="keep", clear_cache="false") == [{"status": "ok"}]
+        assert await skyrl.call_all("/reset_prefix_cache", {"reset_running_requests": False}) == [{"status": "ok"}]
+        assert await skyrl.call_all("/resume") == [{"status": "ok"}]
+        assert [len(engine.told) for engine in engines] == [3, 3]
+        with pytest.raises(aiohttp.ClientResponseError) as refused:
+            await skyrl.call_all("/init_weight_transfer_engine", {"init_info": {}})
+        assert refused.value.status == 409
+
+
+# --- prime-rl and verifiers
+
+
+async def admin_post(client: httpx.AsyncClient, path: str, **options: Any) -> None:
+    """Do what prime-rl's `_admin_post` does: try again on 5xx and broken connections; it waits longer."""
+    for attempt in range(10):
+        response = await client.post(path, **options)
+        if response.status_code < 500 or attempt == 9:
+            response.raise_for_status()
+            return
+        await asyncio.sleep(0.01)
+
+
+async def of_verifiers(proxy: RunningProxy, trace_id: str, tokens: list[int], version: int) -> Answer:
+    """Make one turn as verifiers' `TrainClient` does with `renderers.client.generate`."""
+    sampling = {"max_tokens": 4, "stop_token_ids": [0], "logprobs": 1, "skip_special_tokens": False}
+    body = {"model": "policy", "token_ids": tokens, "sampling_params": sampling, "cache_salt": str(version)}
+    return await post(proxy.url, "/inference/v1/generate", body, ("X-Session-ID", trace_id))
+
+
+async def test_prime_rl_updates_the_policy_in_flight() -> None:
+    """Admin URLs are those of the facade; a failed call is told again; what lay in memory is forgotten."""
+    async with AsyncExitStack() as stack:
+        proxy, engines, replicas = await stack.enter_async_context(
+            trained_engines(gate_open=False, idle_limit_s=0.2, forget_limit_s=0.6)
+        )
+        admins = [
+            await stack.enter_async_context(httpx.AsyncClient(base_url=url.removesuffix("/v1"), timeout=None))
+            for url in await worker_urls(proxy)
+        ]
+        for client in admins:
+            assert (await client.get("/health")).status_code == 200
+            assert "vllm:cache_config_info" in (await client.get("/metrics")).text
+        for number, client in enumerate(admins):
+            joins = {"host": "127.0.0.1", "port": 29501, "rank_offset": number, "inference_world_size": 2}
+            await admin_post(client, "/init_broadcaster", json=joins)
+        assert [engine.told.pop() for engine in engines] == [
+            (
+                "/init_broadcaster",
+                {"host": "127.0.0.1", "port": 29501, "rank_offset": number, "inference_world_size": 2},
+            )
+            for number in range(2)
+        ]
+        running = [asyncio.create_task(of_verifiers(proxy, f"trace-{number}", [1, 2, 3], 0)) for number in range(2)]
+        await until(lambda: [engine.running_count for engine in engines] == [1, 1])
+        engines[1].failures_count = 1
+        await asyncio.gather(*(admin_post(client, "/pause?mode=keep&clear_cache=false") for client in admins))
+        waits = asyncio.create_task(of_verifiers(proxy, "trace-2", [9], 0))
+        await until(lambda: proxy.runtime.held_count == 1)
+        update = {"weight_dir": "broadcasts/step_1"}
+        await asyncio.gather(*(admin_post(client, "/update_weights", json=update) for client in admins))
+        await asyncio.gather(*(admin_post(client, "/resume") for client in admins))
+        for engine in engines:
+            engine.open_gate()
+        first = [(await each).json()["choices"][0]["token_ids"] for each in running]
+        assert first == [continuation([1, 2, 3], 4)] * 2
+        assert (await waits).status == 200
+        assert [target for target, _ in engines[0].told] == [
+            "/pause?mode=keep&clear_cache=false",
+            "/update_weights",
+            "/resume",
+        ]
+        assert len(engines[1].told) == 4
+        # The next turn brings the new version's salt, on the same engine.
+        again = [
+            await of_verifiers(proxy, f"trace-{number}", [1, 2, 3, *tokens, 50], 1)
+            for number, tokens in enumerate(first)
+        ]
+        assert {answer.header("X-Program-ID-Source") for answer in again} == {"x-session-id"}
+        assert {answer.header("X-Replica-ID") for answer in again} == {replica.replica_id for replica in replicas}
+        salts = [[call.json()["cache_salt"] for call in engine.turns if len(call.json()["token_ids"]) > 1] for engine in engines]
+        assert salts == [["0", "1"]] * 2
+        assert (await program(proxy, "trace-0"))["turn_count"] == 2
+        await until(lambda: len(proxy.runtime.scheduler.table) == 0)  # nobody releases: the limits do
+
+
+async def test_verifiers_names_the_rollout_whatever_its_harness_says() -> None:
+    """A harness keeps its own headers, which verifiers passes on: one rollout is one program nevertheless."""
+    async with fake_replica() as replica, running_proxy(replica.url) as proxy:
+        for session in ("cc-1", "cc-2"):
+            own: list[Header] = [("X-Session-ID", "trace-1"), ("X-Claude-Code-Session-Id", session)]
+            answer = await post(proxy.url, CHAT, turn(), *own)
+            assert (answer.header("X-Program-ID"), answer.header("X-Program-ID-Source")) == ("trace-1", "x-session-id")
+        assert (await program(proxy, "trace-1"))["turn_count"] == 2
+        await post(proxy.url, "/finish_session?session_id=trace-1")
+
+
+# --- verl
+
+
+def code(page: str, number: int = 0) -> str:
+    """Return one of the Python blocks of a page."""
+    found = re.findall(r"^```python\n(.*?)^```", (PAGES / f"{page}.md").read_text(), re.DOTALL | re.MULTILINE)
+    text: str = found[number]
+    return text
+
+
+async def test_verl_s_router_takes_leases() -> None:
+    """The page's code as verl's `LLMServerClient` calls it: a turn waits for its lease and goes where that says."""
+    module: dict[str, Any] = {}
+    exec(code("verl"), module)  # noqa: S102 - it is ours, and proven here
+    async with trained_engines(**cap(1)) as (proxy, _, replicas):
+        servers = {replica.replica_id: object() for replica in replicas}
+        router = module["LeasedRouter"](servers, {"proxy_url": proxy.url})
+        assert router.require_acquire_fields() == ["prompt_ids"]
+        server_id, handle = await router.acquire_server(request_id="r1", prompt_ids=[1, 2, 3])
+        assert handle is servers[server_id]
+        other = asyncio.create_task(router.acquire_server(request_id="r2", prompt_ids=[4]))
+        await until(lambda: proxy.runtime.held_count == 1)
+        assert router.get_total_inflight() == 1
+        await router.release_server(server_id, request_id="r1")
+        assert await router.acquire_server(request_id="r1", prompt_ids=[1, 2, 3, 4, 5]) == (server_id, handle)
+        await router.release_server(server_id, request_id="r1")
+        assert (await program(proxy, "r1"))["context_tokens"] == 5
+        # New weights, between the two words of the hook.
+        await post(proxy.url, "/weight_sync/begin")
+        late = asyncio.create_task(router.acquire_server(request_id="r1", prompt_ids=[1]))
+        await until(lambda: proxy.runtime.held_count == 2)
+        await post(proxy.url, "/weight_sync/end", {"weight_version": "1"})
+        await router.release_server((await late)[0], request_id="r1")
+        await post(proxy.url, "/programs/release", {"program_id": "r1"})
+        await router.release_server((await other)[0], request_id="r2")
+        assert router.get_status()["total_inflight"] == proxy.runtime.leases_count == 0
+        router.remove_servers([server_id])
+        assert len(router.get_all_servers()) == 1
+        router.add_servers({server_id: handle})
+        assert router.clear_sticky_cache()["cleared_entries"] == 0
+        await post(proxy.url, "/programs/release", {"program_id": "r2"})
+        await router.close()
+
+
+# --- OpenHands and SWE-agent, which ask through LiteLLM
+
+
+OPENHANDS: list[Header] = [
+    ("X-Stainless-Retry-Count", "0"),
+    ("X-Stainless-Read-Timeout", "300.0"),
+    ("X-LiteLLM-Session-Id", "3f0c-conversation"),
+]
+
+
+async def test_openhands_tries_again_as_the_same_program() -> None:
+    """After an engine's error, and after a time-out of its own while it was held: each time one generation."""
+    async with fake_replica() as replica, running_proxy(replica.url, **cap(1)) as proxy:
+        replica.behaviour = answers({"error": {"message": "no"}}, status="500 Internal Server Error")
+        assert (await post(proxy.url, CHAT, turn(), *OPENHANDS)).status == 500
+        replica.behaviour = answers()
+        answer = await post(proxy.url, CHAT, turn(), *OPENHANDS)
+        assert (answer.header("X-Program-ID"), answer.status) == ("3f0c-conversation", 200)
+        await post(proxy.url, "/programs/release", {"all": True})
+        await ask(proxy.url, "somebody")
+        calls_count = len(replica.calls)
+        async with Wire.open(proxy.url) as wire:
+            wire.send("POST", CHAT, OPENHANDS, json.dumps(turn()).encode())
+            await until(lambda: proxy.runtime.held_count == 1)
+        await until(lambda: proxy.runtime.held_count == 0)
+        again = asyncio.create_task(post(proxy.url, CHAT, turn(), *OPENHANDS))
+        await until(lambda: proxy.runtime.held_count == 1)
+        await post(proxy.url, "/programs/release", {"program_id": "somebody"})
+        assert (await again).status == 200
+        assert len(replica.calls) == calls_count + 1
+        assert (await program(proxy, "3f0c-conversation"))["turn_count"] == 1
+        await post(proxy.url, "/programs/release", {"all": True})
+        assert len(proxy.runtime.scheduler.table) == 0
+
+
+async def test_the_condenser_of_openhands_is_a_turn_of_its_conversation() -> None:
+    """All models of a conversation carry its id: one that asks while another is in flight waits for nothing."""
+    gate = Gate()
+    async with fake_replica() as replica, running_proxy(replica.url, **cap(1)) as proxy:
+        replica.behaviour = gate
+        agent = asyncio.create_task(post(proxy.url, CHAT, turn(), *OPENHANDS))
+        await replica.call()
+        replica.behaviour = answers()
+        assert (await post(proxy.url, CHAT, turn(content="summarize"), *OPENHANDS)).status == 200
+        gate.open()
+        assert (await agent).status == 200
+        assert (await program(proxy, "3f0c-conversation"))["turn_count"] == 2
+        await post(proxy.url, "/programs/release", {"all": True})
+
+
+async def test_instances_of_swe_agent_are_programs_by_their_base_url() -> None:
+    """Each run has its own; a release in the end leaves nothing, and the second run of an instance is a new program."""
+    async with fake_replica() as replica, running_proxy(replica.url) as proxy:
+        sent: list[Header] = [("User-Agent", "swe-agent/1.1.0"), ("X-Stainless-Read-Timeout", "3600")]
+        generations = []
+        for _ in range(2):
+            for content in ("one", "two"):
+                path = "/p/django__django-11099/v1/chat/completions"
+                answer = await post(proxy.url, path, turn(content=content, temperature=0.0, top_p=1.0), *sent)
+                assert answer.header("X-Program-ID-Source") == "path"
+            report = await program(proxy, "django__django-11099")
+            assert report["turn_count"] == 2
+            generations.append(report["generation"])
+            async with httpx.AsyncClient(base_url=proxy.url) as client:
+                assert (await client.delete("/programs/django__django-11099")).json()["released"] is True
+        assert generations[1] > generations[0]
+        assert {call.target for call in replica.calls} == {CHAT}
+        assert {call.header("User-Agent") for call in replica.calls} == {"swe-agent/1.1.0"}
+        assert len(proxy.runtime.scheduler.table) == 0
