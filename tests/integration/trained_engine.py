@@ -58,6 +58,8 @@ class TrainedEngine:
         elif path == "/v1/loads":
             load = {"dp_rank": 0, "num_running_reqs": self._running_count, "num_waiting_reqs": 0}
             await answers({"loads": [{**load, "num_total_reqs": self._running_count}]})(call)
+        elif path == "/v1/models":
+            await answers({"object": "list", "data": [{"id": "policy", "max_model_len": 4096}]})(call)
         elif path == "/get_world_size":
             await answers({"world_size": 1})(call)
         else:
@@ -106,7 +108,7 @@ def _answer(path: str, prompt: list[int], tokens: list[int], reason: str) -> dic
             "output_token_logprobs": [[-0.5, token, None] for token in tokens],
         }
         return {"text": "", "output_ids": tokens, "meta_info": meta_info}
-    logprobs = {"content": [{"token": str(token), "logprob": -0.5} for token in tokens]}
+    logprobs = {"content": [{"token": f"token_id:{token}", "logprob": -0.5} for token in tokens]}
     choice = {"index": 0, "finish_reason": reason, "token_ids": tokens, "logprobs": logprobs}
     total = len(prompt) + len(tokens)
     usage = {"prompt_tokens": len(prompt), "completion_tokens": len(tokens), "total_tokens": total}

@@ -184,6 +184,36 @@ chunks = litellm.completion(
 )
 print("".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "hello to you")
 """,
+    "openhands' calls of litellm": """
+import litellm
+
+asked = dict(
+    model="openai/simulated", api_key="none", api_base=f"{PROXY}/v1", api_version=None, timeout=300, drop_params=True,
+    seed=None, messages=[{"role": "user", "content": "hello"}], tools=None, top_p=1.0, temperature=0.0,
+    max_completion_tokens=None, extra_headers={"x-litellm-session-id": "task-1"},
+)
+whole = litellm.completion(**asked)
+streamed = litellm.stream_chunk_builder(list(litellm.completion(**asked, stream=True)), messages=asked["messages"])
+print(whole.choices[0].message.content == streamed.choices[0].message.content == "hello to you")
+""",
+    "swe-agent's calls of litellm": """
+import litellm
+
+tool = {"type": "function", "function": {"name": "bash", "parameters": {"type": "object", "properties": {
+    "command": {"type": "string"}}, "required": ["command"]}}}
+messages = [{"role": "user", "content": "hello"}]
+for _ in range(2):
+    answer = litellm.completion(
+        model="openai/simulated", messages=messages, temperature=0.0, top_p=1.0, api_version=None, api_key="none",
+        fallbacks=[], timeout=3600, extra_headers={"User-Agent": "swe-agent/1.1.0"}, api_base=f"{PROXY}/p/task-1/v1",
+        tools=[tool], n=1,
+    )
+    calls = [call.to_dict() for call in answer.choices[0].message.tool_calls or []]
+    messages.append({"role": "assistant", "content": answer.choices[0].message.content or "", "tool_calls": calls})
+    if calls:
+        messages.append({"role": "tool", "content": "done", "tool_call_id": calls[0]["id"]})
+print(len(messages) == 4 and not calls)
+""",
 }
 
 
