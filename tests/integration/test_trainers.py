@@ -98,7 +98,11 @@ async def test_slime_finishes_partial_samples_in_the_next_rollout() -> None:
     """Aborted samples, running and held, go on from what came: the same tokens, the same programs."""
     samples = [Sample(f"6f1c-{number}", [1, 2, 3 + number]) for number in range(4)]
     limits = {"idle_limit_s": 0.2, "forget_limit_s": 0.6}
-    async with trained_engines(gate_open=False, **cap(2), **limits) as (proxy, engines, _):
+    async with trained_engines(gate_open=False, listed=False, **cap(2), **limits) as (proxy, engines, replicas):
+        for replica in replicas:  # `SGLangEngine._init_normal`
+            registered = await post(proxy.url, "/workers", {"url": replica.url, "worker_type": "regular"})
+            assert registered.status < 300
+        await proxy.up(2)
         rollout = [asyncio.create_task(sample.generate(proxy)) for sample in samples]
         await until(lambda: proxy.runtime.held_count == 2 and sum(engine.running_count for engine in engines) == 2)
         assert await abort_servers_until_idle(proxy) < 5
@@ -326,7 +330,10 @@ async def test_prime_rl_updates_the_policy_in_flight() -> None:
         ]
         assert {answer.header("X-Program-ID-Source") for answer in again} == {"x-session-id"}
         assert {answer.header("X-Replica-ID") for answer in again} == {replica.replica_id for replica in replicas}
-        salts = [[call.json()["cache_salt"] for call in engine.turns if len(call.json()["token_ids"]) > 1] for engine in engines]
+        salts = [
+            [call.json()["cache_salt"] for call in engine.turns if len(call.json()["token_ids"]) > 1]
+            for engine in engines
+        ]
         assert salts == [["0", "1"]] * 2
         assert (await program(proxy, "trace-0"))["turn_count"] == 2
         await until(lambda: len(proxy.runtime.scheduler.table) == 0)  # nobody releases: the limits do
@@ -356,10 +363,11 @@ def code(page: str, number: int = 0) -> str:
 async def test_verl_s_router_takes_leases() -> None:
     """The page's code as verl's `LLMServerClient` calls it: a turn waits for its lease and goes where that says."""
     module: dict[str, Any] = {}
-    exec(code("verl"), module)  # noqa: S102 - it is ours, and proven here
-    async with trained_engines(**cap(1)) as (proxy, _, replicas):
+    exec(code("verl"), module)
+    async with trained_engines(listed=False, **cap(1)) as (proxy, _, replicas):
         servers = {replica.replica_id: object() for replica in replicas}
-        router = module["LeasedRouter"](servers, {"proxy_url": proxy.url})
+        config = {"router_class": "leased_router.LeasedRouter", "proxy_url": proxy.url}
+        router = await asyncio.to_thread(module["LeasedRouter"], servers, config)
         assert router.require_acquire_fields() == ["prompt_ids"]
         server_id, handle = await router.acquire_server(request_id="r1", prompt_ids=[1, 2, 3])
         assert handle is servers[server_id]
@@ -379,12 +387,16 @@ async def test_verl_s_router_takes_leases() -> None:
         await post(proxy.url, "/programs/release", {"program_id": "r1"})
         await router.release_server((await other)[0], request_id="r2")
         assert router.get_status()["total_inflight"] == proxy.runtime.leases_count == 0
-        router.remove_servers([server_id])
-        assert len(router.get_all_servers()) == 1
-        router.add_servers({server_id: handle})
-        assert router.clear_sticky_cache()["cleared_entries"] == 0
         await post(proxy.url, "/programs/release", {"program_id": "r2"})
-        await router.close()
+        await asyncio.to_thread(router.remove_servers, [server_id])
+        (other_id,) = router.get_all_servers()
+        assert (await router.acquire_server(request_id="r3", prompt_ids=[1]))[0] == other_id
+        await router.release_server(other_id, request_id="r3")
+        await asyncio.to_thread(router.add_servers, {server_id: handle})
+        await proxy.up(2)
+        assert router.clear_sticky_cache()["cleared_entries"] == 0
+        await post(proxy.url, "/programs/release", {"program_id": "r3"})
+        await router._client.aclose()
 
 
 # --- OpenHands and SWE-agent, which ask through LiteLLM

@@ -119,14 +119,18 @@ def _answer(path: str, prompt: list[int], tokens: list[int], reason: str) -> dic
 
 @asynccontextmanager
 async def trained_engines(
-    count: int = 2, *, gate_open: bool = True, **config: Any
+    count: int = 2, *, gate_open: bool = True, listed: bool = True, **config: Any
 ) -> AsyncIterator[tuple[RunningProxy, list[TrainedEngine], list[FakeReplica]]]:
-    """A proxy with so many of these engines behind it; in the end no turn, no socket and no program is left."""
+    """A proxy with so many of these engines behind it; in the end no turn, no socket and no program is left.
+
+    If they are not `listed`, it starts without them, and is told of them by the trainer.
+    """
     async with AsyncExitStack() as stack:
         replicas = [await stack.enter_async_context(fake_replica()) for _ in range(count)]
         engines = [TrainedEngine(gate_open=gate_open) for _ in replicas]
         for replica, engine in zip(replicas, engines, strict=True):
             replica.behaviour = engine
-        proxy = await stack.enter_async_context(running_proxy(*(replica.url for replica in replicas), **config))
+        urls = [replica.url for replica in replicas] if listed else []
+        proxy = await stack.enter_async_context(running_proxy(*urls, embedded_engines=0, **config))
         yield proxy, engines, replicas
         assert len(proxy.runtime.scheduler.table) == 0

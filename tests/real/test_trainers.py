@@ -131,7 +131,9 @@ async def test_skyrl_s_client_updates_weights_in_mid_generation(python: Path) ->
     """Its turns in flight go on after the pause, the one that came meanwhile waited, and sessions end and come back."""
     async with trained_engines(gate_open=False) as (proxy, engines, _):
         async with script(python, SKYRL_SCRIPT, proxy.url) as result:
-            await until(lambda: result.done() or sum(("/resume", None) in each.told for each in engines) == 2, within_s=60)
+            await until(
+                lambda: result.done() or sum(("/resume", None) in each.told for each in engines) == 2, within_s=60
+            )
             for engine in engines:
                 engine.open_gate()
             said = await result

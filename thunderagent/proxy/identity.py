@@ -63,8 +63,8 @@ _PROGRAM_PATHS = (
     re.compile(r"^/(?:p|sessions)/(?P<program_id>.+)(?P<rest>/v1(?:/.*)?)$", re.DOTALL),
     re.compile(r"^/(?:p|sessions)/(?P<program_id>.+)(?P<rest>/(?:generate|tokenize|detokenize))$", re.DOTALL),
 )
-"""Paths that name a program, and what of them is the engine's: of vLLM's token-in API, of SkyRL's, of what has a version, and of
-the few paths without one that agents and trainers call."""
+"""Paths that name a program, and what of them is the engine's: of vLLM's token-in API and SkyRL's form of it, of what
+has a version, and of the few paths without one that agents and trainers call."""
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
