@@ -233,16 +233,24 @@ async def test_skyrl_updates_weights_in_mid_generation() -> None:
 
 
 async def test_skyrl_s_own_endpoint_is_a_turn() -> None:
-    """It asks there when it wants the routed experts back; also with the id in the path."""
+    """It asks there when it wants the routed experts back. The id may be in the path; held, it is aborted as others."""
     async with AsyncExitStack() as stack:
-        proxy, (engine,), _ = await stack.enter_async_context(trained_engines(1))
-        skyrl = SkyRL(await stack.enter_async_context(aiohttp.ClientSession()), proxy.url, [])
+        proxy, (engine,), _ = await stack.enter_async_context(trained_engines(1, **cap(1)))
+        session = await stack.enter_async_context(aiohttp.ClientSession())
+        skyrl = SkyRL(session, proxy.url, await worker_urls(proxy))
         answer = await skyrl.generate("task-1_0", [1, 2], "0", "/skyrl")
         assert answer["choices"][0]["token_ids"] == continuation([1, 2], 8)
         await skyrl.generate("of-nobody", [1, 2], "0", "/p/task-1_0/skyrl")
         assert [call.target for call in engine.turns] == ["/skyrl/v1/generate"] * 2
         assert (await program(proxy, "task-1_0"))["turn_count"] == 2
-        assert await skyrl.finish_session("task-1_0") == 200
+        late = asyncio.create_task(skyrl.generate("task-2_0", [1, 2], "0", "/skyrl"))
+        await until(lambda: proxy.runtime.held_count == 1)
+        await skyrl.call_all("/pause", mode="abort", clear_cache="false")
+        (choice,) = (await late)["choices"]
+        assert (choice["finish_reason"], choice["token_ids"]) == ("abort", [])
+        await skyrl.call_all("/resume")
+        for name in ("task-1_0", "task-2_0"):
+            assert await skyrl.finish_session(name) == 200
 
 
 async def test_skyrl_with_the_proxy_alone_has_one_server() -> None:

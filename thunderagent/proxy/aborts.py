@@ -17,6 +17,7 @@ import msgspec
 
 SGLANG_PATH = "/generate"
 VLLM_PATH = "/inference/v1/generate"
+SKYRL_PATH = "/skyrl/v1/generate"
 COMPLETIONS_PATH = "/v1/completions"
 
 _MESSAGE = "Abort in waiting queue"
@@ -55,7 +56,7 @@ def abortable(path: str, body: bytes) -> Callable[[], bool] | None:
     Turns with tokens in may, those with text in stay held: who sent them does not know what an abort is.
     """
     path = path.partition("?")[0]
-    if path in (SGLANG_PATH, VLLM_PATH):
+    if path in (SGLANG_PATH, VLLM_PATH, SKYRL_PATH):
         return lambda: True
     return (lambda: _is_tokens(_read(body).prompt)) if path == COMPLETIONS_PATH else None
 
@@ -64,7 +65,7 @@ def abort_answer(path: str, body: bytes) -> AbortAnswer:
     """Return what the engine would answer had it aborted this request before its first token."""
     path = path.partition("?")[0]
     fields = _read(body)
-    build = {SGLANG_PATH: _sglang, VLLM_PATH: _vllm, COMPLETIONS_PATH: _completion}[path]
+    build = {SGLANG_PATH: _sglang, VLLM_PATH: _vllm, SKYRL_PATH: _vllm, COMPLETIONS_PATH: _completion}[path]
     whole, events = build(fields)
     if not fields.stream:
         return AbortAnswer("application/json", msgspec.json.encode(whole))

@@ -73,6 +73,7 @@ ROUTES: tuple[tuple[Access, str, str], ...] = (
     (ENGINE, "*", "/v1/models**"),
     (ENGINE, "*", "/generate"),
     (ENGINE, "*", "/inference/v1/generate"),
+    (ENGINE, "*", "/skyrl/v1/generate"),
     (ENGINE, "*", "/tokenize"),
     (ENGINE, "*", "/detokenize"),
     (ENGINE, "*", "/v1/tokenize"),
@@ -94,7 +95,8 @@ ENGINE_CONTROL = frozenset(
         *("get_loads", "weights_checker", "post_process_weights", "dumper", "hicache"),
     }
 )
-"""First words of the paths with which an engine is controlled, or tells of its inside, with or without `/v1`."""
+"""First words of the paths with which an engine is controlled, or tells of its inside, with or without `/v1`, and
+`/skyrl/v1` of SkyRL's engines."""
 
 _CONTROL_PREFIXES = (
     *("init_", "update_", "start_", "stop_", "finish_", "finalize_", "destroy_", "reset_", "release_", "resume_"),
@@ -134,7 +136,7 @@ def controls_engine(raw_path: str) -> bool:
     words = [word for word in path.split("/") if word]
     if _OF_A_PROGRAM.match(path):  # whatever may be taken off, what is left ends like this
         return any(_is_control(word) for word in words[2:])
-    while words and words[0] == "v1":
+    while words and words[0] in ("v1", "skyrl"):
         words = words[1:]
     return bool(words) and _is_control(words[0])
 

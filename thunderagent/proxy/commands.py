@@ -161,6 +161,7 @@ COMMANDS: Mapping[str, Command] = {
     "/unload_lora_adapter": _LORA,
     "/v1/load_lora_adapter": _LORA,
     "/v1/unload_lora_adapter": _LORA,
+    "/skyrl/v1/load_lora_adapter": _LORA,
     "/abort_request": Command(is_abort=True, aborts=lambda asked: asked.flag("abort_all", default=False)),
     "/abort_requests": Command(is_abort=True, aborts=lambda asked: not asked.names_requests),
 }

@@ -197,6 +197,7 @@ def test_a_response_that_is_made_in_the_background_has_no_usage_yet() -> None:
         ("/v1/messages/count_tokens", Anthropic),
         ("/generate", SGLang),
         ("/inference/v1/generate", TokenIn),
+        ("/skyrl/v1/generate", TokenIn),
         ("/v1/messagesandmore", OpenAI),
         ("/tokenize", OpenAI),
         ("/programs/x", OpenAI),

@@ -291,6 +291,7 @@ def test_a_wrong_id_is_refused_whatever_its_source(source: str, body: bytes) -> 
         ("/p/a/tokenize", "a", "/tokenize"),
         ("/p/a/generate/v1/responses/resp_1/cancel", "a/generate", "/v1/responses/resp_1/cancel"),
         ("/p/a/inference/v1/generate", "a", "/inference/v1/generate"),
+        ("/p/a/skyrl/v1/generate", "a", "/skyrl/v1/generate"),
         ("/p/a/b/inference/v1/generate", "a/b", "/inference/v1/generate"),
         ("/p/inference/v1/generate", "inference", "/v1/generate"),
         ("/p/a/inference/v1/models", "a/inference", "/v1/models"),
