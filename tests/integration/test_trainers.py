@@ -79,19 +79,19 @@ class Sample:
         self.status = meta_info["finish_reason"]["type"]
 
 
-async def abort_servers_until_idle(proxy: RunningProxy) -> int:
-    """Do what slime's function of this name does, at once where it waits 3 s; return how often it was told."""
+async def abort_servers_until_idle(proxy: RunningProxy) -> None:
+    """Do what slime's function of this name does, at once where it waits 3 s."""
 
-    async def until_idle(client: httpx.AsyncClient, url: str) -> int:
-        for attempt in range(1, 100):
+    async def until_idle(client: httpx.AsyncClient, url: str) -> None:
+        for _ in range(100):
             (await client.post(f"{url}/abort_request", json={"abort_all": True})).raise_for_status()
             load = (await client.get(f"{url}/v1/loads?include=core,disagg,queues")).raise_for_status().json()
             if not sum(rank["num_total_reqs"] for rank in load["loads"]):
-                return attempt
+                return
         raise AssertionError(load)
 
     async with httpx.AsyncClient() as client:
-        return max(await asyncio.gather(*(until_idle(client, url) for url in await worker_urls(proxy))))
+        await asyncio.gather(*(until_idle(client, url) for url in await worker_urls(proxy)))
 
 
 async def test_slime_finishes_partial_samples_in_the_next_rollout() -> None:
@@ -105,7 +105,7 @@ async def test_slime_finishes_partial_samples_in_the_next_rollout() -> None:
         await proxy.up(2)
         rollout = [asyncio.create_task(sample.generate(proxy)) for sample in samples]
         await until(lambda: proxy.runtime.held_count == 2 and sum(engine.running_count for engine in engines) == 2)
-        assert await abort_servers_until_idle(proxy) < 5
+        await abort_servers_until_idle(proxy)
         await asyncio.gather(*rollout)
         assert {sample.status for sample in samples} == {"abort"}
         assert sorted(len(sample.response) for sample in samples) == [0, 0, PARTIAL_COUNT, PARTIAL_COUNT]
@@ -291,9 +291,7 @@ async def of_verifiers(proxy: RunningProxy, trace_id: str, tokens: list[int], ve
 async def test_prime_rl_updates_the_policy_in_flight() -> None:
     """Admin URLs are those of the facade; a failed call is told again; what lay in memory is forgotten."""
     async with AsyncExitStack() as stack:
-        proxy, engines, replicas = await stack.enter_async_context(
-            trained_engines(gate_open=False, idle_limit_s=0.2, forget_limit_s=0.6)
-        )
+        proxy, engines, replicas = await stack.enter_async_context(trained_engines(gate_open=False))
         admins = [
             await stack.enter_async_context(httpx.AsyncClient(base_url=url.removesuffix("/v1"), timeout=None))
             for url in await worker_urls(proxy)
@@ -344,7 +342,8 @@ async def test_prime_rl_updates_the_policy_in_flight() -> None:
         ]
         assert salts == [["0", "1"]] * 2
         assert (await program(proxy, "trace-0"))["turn_count"] == 2
-        await until(lambda: len(proxy.runtime.scheduler.table) == 0)  # nobody releases: the limits do
+        released = (await post(proxy.url, "/programs/release", {"all": True})).json()  # prime-rl never does
+        assert len(released["released_ids"]) == 3
 
 
 async def test_verifiers_names_the_rollout_whatever_its_harness_says() -> None:
