@@ -56,7 +56,10 @@ def test_what_is_no_key_finds_none() -> None:
     assert found(X_ThunderAgent_Key="wrong", Authorization=f"Bearer {DATA_KEY}") is None
 
 
-@pytest.mark.parametrize("line", ["", "app", "app:md5:00", "app:sha256:xyz", f"a b:sha256:{'0' * 64}", DATA_KEY])
+LINES = ["", "app", "app:md5:00", "app:sha256:xyz", f"a b:sha256:{'0' * 64}", DATA_KEY]
+
+
+@pytest.mark.parametrize("line", LINES, ids=["nothing", "name", "md5", "no hash", "two names", "key"])
 def test_a_line_that_is_none_is_refused_and_not_repeated(line: str) -> None:
     """It may be a key that was put there by mistake."""
     with pytest.raises(ConfigurationError, match="NAME:sha256:HEX") as error:
