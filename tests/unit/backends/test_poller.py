@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
 INTERVAL_S = 0.03
-DEADLINE_S = 0.5
+DEADLINE_S = 3.0
 METRICS = """\
 vllm:cache_config_info{kv_cache_size_tokens="16000"} 1.0
 vllm:num_requests_running 3.0
