@@ -70,7 +70,7 @@ SIDE_CALLS = {
 }
 
 HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding"}
-OF_THE_PROXY = {"x-replica-id", "x-program-id", "x-program-id-source", "x-hold-ms"}
+OF_THE_PROXY = {"x-replica-id", "x-program-id", "x-program-id-source", "x-hold-ms", "x-request-id"}
 
 
 @dataclass(frozen=True)
