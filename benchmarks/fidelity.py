@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 MARKER_TOKENS = 1
 """Of `real_model`'s chat template: one before each message, and one for the answer to come."""
 
-OTHER_COSTS_RATIOS = (0.85, 0.92, 1.08, 1.15)
+OTHER_COSTS_RATIOS = (0.85, 0.88, 0.91, 0.94, 0.97, 1.03, 1.06, 1.09, 1.12, 1.15)
 """What other engines in a forecast take for the same work. From one minute to the next the cores that this was written
 on differ by 15 %, which is also the largest error of a fitted constant (90th percentile)."""
 

@@ -320,7 +320,8 @@ class Poller:
             reading, why = NOTHING_READ, metrics.why
         else:
             if endpoint.rank_id is not None:
-                metrics = of_rank(metrics, backend.rank_label, endpoint.rank_id)
+                # The URL's own backend has read all of the metrics, so it knows the kind; a rank's has not yet.
+                metrics = of_rank(metrics, watched.backend.rank_label, endpoint.rank_id)
             reading = backend.read_metrics(metrics)
             trouble = None if reading != NOTHING_READ else "unreadable"
         if info is not None and reading.capacity_tokens is None and endpoint.rank_id is None:

@@ -28,10 +28,13 @@ import structlog
 
 from thunderagent.errors import ReplicaTrippedError
 from thunderagent.programs.decisions import Decision
-from thunderagent.programs.events import Event, ReplicaDown, ReplicaRemoved
+from thunderagent.programs.events import Event, ReplicaDown, ReplicaDraining, ReplicaRemoved
 from thunderagent.runtime import Runtime
 
 log = structlog.get_logger("thunderagent.breaker")
+
+_GONE = frozenset({ReplicaDown, ReplicaRemoved})
+_FEWER = _GONE | {ReplicaDraining}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,9 @@ class BreakerSettings:
     backoff_s: float = 5.0
     """For how long at first; twice as long each time that it failed again soon after."""
     longest_backoff_s: float = 120.0
+    probe_wait_s: float = 5.0
+    """Others wait so long for a probe's first byte. One that did not fail by then computes: an answer that is not
+    streamed has no byte before its last."""
 
 
 class BreakerState(StrEnum):
@@ -99,23 +105,27 @@ class Breakers:
             return None
         return max(0.0, breaker.until_s - self._runtime.now_s())
 
-    async def admit(self, replica_id: str) -> None:
+    async def admit(self, replica_id: str) -> asyncio.Future[bool] | None:
         """Wait, if a replica is tried with another turn just now, for the outcome.
 
-        Raises `ReplicaTrippedError` if that failed. Say afterwards how it went: `succeeded`, `failed` or `left`.
+        Returns what stands for the probe if this turn is it, for `left`. Raises `ReplicaTrippedError` if the other
+        turn failed. Say afterwards how it went: `succeeded`, `failed` or `left`.
         """
         breaker = self._breakers.get(replica_id)
         while breaker is not None and breaker.state is BreakerState.HALF_OPEN:
             probe = breaker.probe
             if probe is None:
                 breaker.probe = asyncio.get_running_loop().create_future()
-                return
-            await asyncio.wait([probe])
+                return breaker.probe
+            done, _ = await asyncio.wait([probe], timeout=self._settings.probe_wait_s)
+            if not done:
+                return None
             if not probe.cancelled() and not probe.result():
                 raise ReplicaTrippedError(
                     f"replica {replica_id} failed the turn that it was tried with; this one was not sent",
                     replica_id=replica_id,
                 )
+        return None
 
     def succeeded(self, replica_id: str) -> None:
         """Say that the first byte of an answer came."""
@@ -130,16 +140,19 @@ class Breakers:
         """Say that a replica failed a turn before the first byte of an answer."""
         if not self._settings.failure_count:
             return
+        replica = self._runtime.scheduler.replicas.get(replica_id)
+        if replica is None or not replica.up:
+            return  # known to be gone: what comes back begins anew
         breaker = self._breakers.setdefault(replica_id, _Breaker())
         breaker.failure_count += 1
         too_many = breaker.failure_count >= self._settings.failure_count
         if breaker.state is BreakerState.HALF_OPEN or (breaker.state is BreakerState.CLOSED and too_many):
             self._open(replica_id, breaker)
 
-    def left(self, replica_id: str) -> None:
+    def left(self, replica_id: str, probe: asyncio.Future[bool] | None) -> None:
         """Say that a turn ended before its first byte by no fault of the replica's: if it was the probe, another is."""
         breaker = self._breakers.get(replica_id)
-        if breaker is not None and breaker.probe is not None:
+        if breaker is not None and probe is not None and breaker.probe is probe:
             breaker.probe.cancel()
             breaker.probe = None
 
@@ -183,10 +196,21 @@ class Breakers:
         breaker.probe = None
 
     def _heard(self, event: Event, decisions: Sequence[Decision]) -> None:  # noqa: ARG002 - an observer's signature
-        if not isinstance(event, ReplicaDown | ReplicaRemoved):
+        if self._breakers and type(event) in _FEWER and not self._runtime.scheduler.open_replicas:
+            asyncio.get_running_loop().call_soon(self._try_early)  # an observer tells the scheduler nothing itself
+        if type(event) not in _GONE:
             return
+        assert isinstance(event, ReplicaDown | ReplicaRemoved)
         breaker = self._breakers.pop(event.replica_id, None)
         if breaker is not None:
             if breaker.timer is not None:
                 breaker.timer.cancel()
             self._end_probe(breaker, succeeded=False)
+
+    def _try_early(self) -> None:
+        """Try what is open, as nobody else can serve."""
+        for replica_id, breaker in list(self._breakers.items()):
+            if breaker.state is BreakerState.OPEN and not self._runtime.scheduler.open_replicas:
+                if breaker.timer is not None:
+                    breaker.timer.cancel()
+                self._half_open(replica_id, breaker)

@@ -180,16 +180,8 @@ REPLICA_COMMANDS: Mapping[str, str] = {
 }
 """Calls that never go to every replica, and why."""
 
-CONTROL_PATHS = frozenset({*COMMANDS, *REPLICA_COMMANDS})
-
 
 def command_of(path: str) -> Command | None:
     """Return what a call on `path` means for every replica; None if it is no such call."""
     command = COMMANDS.get(path)
     return _UPDATE if command is None and path.startswith(UPDATE_PREFIX) else command
-
-
-def is_control(path: str) -> bool:
-    """Say whether a path controls engines: an admin's matter, whatever the method."""
-    facade = path in ("/workers", "/list_workers") or path.startswith("/workers/")
-    return facade or path in CONTROL_PATHS or path.startswith((UPDATE_PREFIX, "/weight_sync/"))

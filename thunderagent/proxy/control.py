@@ -158,10 +158,14 @@ class Control:
             if aborts:
                 aborted_count = self._runtime.abort_held(only_id)
                 log.info("held_turns_aborted", path=request.path, turns_count=aborted_count)
-            replies = await asyncio.gather(*(self.call(replica_id, request, path, body) for replica_id in replica_ids))
-            for reply in replies:
-                if reply.done:
+
+            async def tell(replica_id: str) -> Reply:
+                reply = await self.call(replica_id, request, path, body)
+                if reply.done:  # at once: the caller may leave before the others are through
                     self._did(reply, command, asked)
+                return reply
+
+            replies = await asyncio.gather(*map(tell, replica_ids))
         if not command.reads:
             log.info("engines_told", path=request.path, replies={reply.replica_id: reply.status for reply in replies})
         return replies

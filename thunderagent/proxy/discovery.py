@@ -282,7 +282,8 @@ class Discovery:
             lost_count = self._replicas.in_flight_count(replica_id)
             log.info("replica_removed", replica_id=replica_id, lost_requests_count=lost_count)
             named = {url for wanted in self._wanted.values() for url in wanted}
-            if replica.endpoint.url not in named:
-                self._found_ranks.pop(replica.endpoint.url, None)
+            url = replica.endpoint.url
+            if url not in named and self.ids_at(url) == [replica_id]:  # the poller forgets with the last of them
+                self._found_ranks.pop(url, None)
             await self._replicas.remove(replica_id)
             self._reconcile()  # one that is named in another way by now

@@ -111,7 +111,9 @@ class Facade:
             except ReplicaError:
                 lease.failed()
                 raise
-            if response.status < 400:
+            if request.transport is None or request.transport.is_closing():  # it was cut: the answer is not whole
+                lease.failed()
+            elif response.status < 400:
                 lease.finished()
             else:
                 lease.refused()

@@ -49,13 +49,18 @@ FINAL_HEADERS = ("X-Program-Final", "X-Dynamo-Session-Final")
 OUR_HEADERS = "X-Program-"
 """What is there and empty is an error in ours; in other people's it is left out."""
 
-PARENT_HEADERS = ("X-Program-Parent", "X-Dynamo-Parent-Session-ID")
+_OURS, *_OTHERS = PROGRAM_HEADERS
+
+PARENT_HEADERS = ("X-Program-Parent", "X-Dynamo-Parent-Session-ID", "X-Codex-Parent-Thread-Id")
 """Name a program that waits for this one."""
 
 TENANT_HEADER = "X-Program-Tenant"
 GROUP_HEADER = "X-Program-Group"
 CLASS_HEADER = "X-Program-Class"
 """What sort of program it is: says which sandboxes it gets."""
+
+_NAMING = ("/p/", "/sessions/", "/v1/v1/")
+"""What a path begins with that names a program, or needs mending."""
 
 _PROGRAM_PATHS = (
     re.compile(r"^/(?:p|sessions)/(?P<program_id>.+)(?P<rest>/inference/v1/(?:generate|abort_requests))$", re.DOTALL),
@@ -155,6 +160,8 @@ def split_path(raw_path: str) -> tuple[str | None, str]:
 
     The id may hold `/`, `:` and percent-escapes, so it reaches up to the last `/v1`; a doubled `/v1/v1` is mended.
     """
+    if not raw_path.startswith(_NAMING):
+        return None, raw_path
     path, mark, query = raw_path.partition("?")
     for pattern in _PROGRAM_PATHS:
         if (match := pattern.match(path)) is not None:
@@ -263,8 +270,9 @@ def named_program(path_id: str | None, headers: CIMultiDictProxy[str], rules: Id
 
 def program_header_of(headers: CIMultiDictProxy[str], more_headers: Sequence[str] = ()) -> str:
     """Return the header that names the program; empty if none does."""
-    ours, *others = PROGRAM_HEADERS
-    return next((name for name in (ours, *more_headers, *others) if name in headers), "")
+    if _OURS in headers:
+        return _OURS
+    return next((name for name in (*more_headers, *_OTHERS) if name in headers), "")
 
 
 def _read_fields(body: bytes) -> _Fields | None:

@@ -21,6 +21,7 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
 from typing import Any, Self
 from uuid import uuid4
@@ -55,6 +56,10 @@ _decode = msgspec.json.Decoder(_Fields).decode
 _encode = msgspec.json.Encoder(order="sorted").encode
 
 
+MAX_WAITING_IDS = 1024
+"""A client that repeats itself, and gets the same answer, opens program after program whose next turn never comes."""
+
+
 @dataclass(slots=True)
 class _Row:
     """A remembered row: where it is filed, and whose it is."""
@@ -62,8 +67,8 @@ class _Row:
     stride_digest: bytes
     size_bytes: int
     digest: bytes
-    waiting_ids: deque[str] = field(default_factory=deque)
-    """Programs whose next turn may begin so, and did not come yet."""
+    waiting_ids: deque[str] = field(default_factory=partial(deque, maxlen=MAX_WAITING_IDS))
+    """Programs whose next turn may begin so, and did not come yet; the oldest are given up."""
     last_id: str = ""
 
 

@@ -15,7 +15,9 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
+from contextvars import Context
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import structlog
@@ -99,11 +101,17 @@ class NoticeSender:
                 self._lanes[replica_id, path].refused = False
                 self._lanes[replica_id, path].accepted = False
 
+    def forget(self, replica_id: str) -> None:
+        """Drop what is to be said to a replica that was removed."""
+        for place in [place for place in self._lanes if place[0] == replica_id]:
+            self._lanes.pop(place).waiting.clear()
+
     async def run(self, client: ReplicaClient) -> None:
         """Send with `client` until cancelled, and then what was said until then, if that goes quickly."""
         try:
             async with asyncio.TaskGroup() as group:
-                self._client, self._start = client, group.create_task
+                # In no request's context: what is sent carries the id and the trace of nobody.
+                self._client, self._start = client, partial(group.create_task, context=Context())
                 try:
                     await asyncio.get_running_loop().create_future()
                 finally:

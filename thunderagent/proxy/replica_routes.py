@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from typing import Annotated, Literal
+from urllib.parse import quote
 
 from aiohttp import web
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -89,7 +90,7 @@ class ReplicaHandlers:
         """Add an engine as the SGLang gateway does."""
         wanted = _read(await request.read()).wanted()
         replica_ids, _ = self._discovery.add(wanted)
-        location = f"/workers/{replica_ids[0]}"
+        location = f"/workers/{quote(replica_ids[0], safe=':')}"
         body = {
             "status": "accepted",
             "worker_id": replica_ids[0],

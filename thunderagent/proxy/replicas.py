@@ -175,6 +175,7 @@ class Replicas:
         assert self._connections is not None
         for follower in self._followers:
             follower.remove(replica_id)
+        self._notices.forget(replica_id)
         self._runtime.replica_removed(replica_id)
         await self._connections.remove(replica_id)
 
@@ -207,8 +208,9 @@ class Replicas:
         self, replica_id: str, path: str, body: bytes, program_id: str | None, authorization: str | None
     ) -> NamedTurn:
         """Return a turn's body as it goes to a replica: with an id of ours for engines that are told of leaving."""
-        notices = self.known[replica_id].endpoint.backend.notices
-        if notices is None:
+        known = self.known.get(replica_id)
+        notices = known.endpoint.backend.notices if known is not None else None
+        if notices is None:  # or it was removed since the grant: sending says so
             return NamedTurn(body)
         named = notices.name_turn(path, body, program_id, tags_programs=self._tags_programs)
         if named.is_tagged and program_id is not None:

@@ -19,8 +19,6 @@ show signs of life (`heartbeat.py`), and whose turn it is may be inferred (`infe
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
@@ -31,6 +29,7 @@ import structlog
 from aiohttp import web
 from multidict import CIMultiDict
 
+from thunderagent.backends.base import NamedTurn
 from thunderagent.backends.client import ReplicaClient
 from thunderagent.errors import (
     FirstByteTimeoutError,
@@ -243,9 +242,11 @@ class Turns:
             with await self._lease(record, attempt, path, prompt_bytes, deadline_s, avoid_replica_id) as lease:
                 self._metrics.observe_hold(lease.held_s)
                 self._metrics.observe_added(monotonic() - record.arrived_s - record.held_s)
-                with self._named(record, lease, path, headers) as body:
+                authorization = headers.get("Authorization")
+                named = await self._named(turn, lease.replica_id, path, authorization)
+                try:
                     try:
-                        upstream = await self._send(record, lease.replica_id, path, headers, body)
+                        upstream = await self._send(record, lease.replica_id, path, headers, named.body)
                     except ReplicaError as error:
                         self._lease_failed(lease, error)
                         if not self._may_retry(record, attempt, error):
@@ -256,6 +257,9 @@ class Turns:
                         return await self._relay(request, record, lease, upstream)
                     finally:
                         upstream.close()
+                finally:
+                    if named.engine_request_id and record.outcome not in ("finished", "refused"):
+                        self._replicas.abort_turn(lease.replica_id, named.engine_request_id, authorization)
 
     def _deadline_s(self, record: Record, attempt: Attempt) -> float | None:
         """Return when the client gives up; None if it never does, or if heartbeats will keep it waiting."""
@@ -319,7 +323,7 @@ class Turns:
     ) -> aiohttp.ClientResponse:
         """Forward a turn and return when the head of its answer is there; tell the replica's breaker how it went."""
         breakers = self._replicas.breakers
-        await breakers.admit(replica_id)
+        probe = await breakers.admit(replica_id)
         if record.held_stream is not None and record.held_stream.response is not None:
             headers = CIMultiDict(headers)
             headers["Accept-Encoding"] = "identity"  # the head was sent, and promises nothing else
@@ -328,12 +332,12 @@ class Turns:
             upstream = await self._client.send(replica_id, url, "POST", path, headers, body)
         except ReplicaError as error:
             if isinstance(error, ReplicaRemovedError):
-                breakers.left(replica_id)
+                breakers.left(replica_id, probe)
             else:
                 breakers.failed(replica_id)
             raise
         except BaseException:
-            breakers.left(replica_id)
+            breakers.left(replica_id, probe)
             raise
         breakers.succeeded(replica_id)
         return upstream
@@ -352,16 +356,10 @@ class Turns:
             self._log.warning("retry_over_budget", program_id=record.turn.program_id, replica_id=error.replica_id)
         return may_retry
 
-    @contextmanager
-    def _named(self, record: Record, lease: Lease, path: str, headers: CIMultiDict[str]) -> Iterator[bytes]:
-        """Yield the body to send; have an engine that wants it told of a turn whose answer did not become whole."""
-        turn, authorization = record.turn, headers.get("Authorization")
-        named = self._replicas.name_turn(lease.replica_id, path, turn.body, turn.program_id, authorization)
-        try:
-            yield named.body
-        finally:
-            if record.outcome not in ("finished", "refused"):
-                self._replicas.abort_turn(lease.replica_id, named.engine_request_id, authorization)
+    async def _named(self, turn: TurnRequest, replica_id: str, path: str, authorization: str | None) -> NamedTurn:
+        """Return the body as it goes to an engine: with an id, where that wants to be told of clients that left."""
+        name = partial(self._replicas.name_turn, replica_id, path, turn.body, turn.program_id, authorization)
+        return await asyncio.to_thread(name) if len(turn.body) > LARGE_BODY_BYTES else name()
 
     async def forward(self, request: web.Request) -> web.StreamResponse:
         """Relay a request that is no turn, without a lease, to its program's replica or the least busy one."""

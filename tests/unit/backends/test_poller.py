@@ -507,6 +507,27 @@ async def test_ranks_of_a_url_share_its_polls(engines: Callable[[], Engine]) -> 
         assert repr(poller) == "<Poller 0 up of 0>"
 
 
+async def test_ranks_of_an_engine_whose_kind_is_found_out_have_their_own_readings(
+    engines: Callable[[], Engine],
+) -> None:
+    """What tells the ranks apart in SGLang's metrics is another label than vLLM's."""
+    engine = engines()
+    engine.metrics = "".join(
+        f'sglang:max_total_num_tokens{{dp_rank="{rank}",tp_rank="0"}} {tokens}.0\n'
+        for rank, tokens in enumerate((1000, 2000))
+    )
+    await engine.start()
+    url = f"http://127.0.0.1:{engine.port}"
+    ranks = [ReplicaEndpoint(f"a/{rank_id}", url, backend_of("auto"), rank_id) for rank_id in (0, 1)]
+    async with polling(*ranks) as (_, recorder):
+        await recorder.polls("a/1", 2)
+        assert {(each, reading.capacity_tokens) for each, reading in recorder.readings} == {
+            ("a/0", 1000),
+            ("a/1", 2000),
+        }
+    assert [each.backend.kind for each in ranks] == ["sglang", "sglang"]
+
+
 @dataclass
 class Splitter(Recorder):
     """A listener that makes a replica of each rank that is found."""
