@@ -34,7 +34,7 @@ from thunderagent.tools.kubernetes.watch import Following
 from thunderagent.tools.template import Template
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
 RIGHTS = rights_of(Path(__file__).parents[2] / "deploy/kubernetes/sandboxes-rbac.yaml")
 OWNER = Owner("proxy at example.org/east", "run-1")
@@ -173,14 +173,20 @@ async def test_waiting_asks_no_questions(api: KubernetesApi, driver: KubernetesD
     assert api.requests == {("batch", "jobs", "create"): 1, ("", "pods", "list"): 1, ("", "pods", "watch"): 1}
 
 
+async def lost(api: KubernetesApi, lose: Callable[[], None]) -> None:
+    """Have all watches lost, and wait until they are gone: the next ones may be there at once."""
+    before = set(api.watchers)
+    lose()
+    await until(lambda: not before & api.watchers)
+
+
 async def test_a_watch_that_breaks_while_a_pod_starts_is_taken_up(api: KubernetesApi, driver: KubernetesDriver) -> None:
     """Neither a broken connection, nor a stream's end, nor a forgotten history loses what happens to the pod."""
     api.behave("tool", is_ready=False)
     preparing = asyncio.create_task(driver.prepare(order(ready_command="true")))
     for lose in (api.drop_watches, api.end_watches, api.expire_watches):
         await until(lambda: api.watchers)
-        lose()
-        await until(lambda: not api.watchers)
+        await lost(api, lose)
     api.compact()
     api.behave("tool", is_ready=True)
     assert (await preparing).address
@@ -936,8 +942,7 @@ async def test_a_stream_that_breaks_is_taken_up_where_it_was(api: KubernetesApi,
     async with watching(api, driver) as watched:
         for number, lose in enumerate((api.drop_watches, api.end_watches)):
             await until(lambda: len(api.watchers) == 2)
-            lose()
-            await until(lambda: not api.watchers)
+            await lost(api, lose)
             api.create("pods", given(f"p{number}"))
             assert await watched.next_changes() == [(f"pod/default/p{number}", False)]
     assert api.requests["", "pods", "list"] == 1
@@ -951,8 +956,7 @@ async def test_bookmarks_save_a_list(api: KubernetesApi, driver: KubernetesDrive
         api.send_bookmarks()
         await asyncio.sleep(0.05)
         api.compact()
-        api.end_watches()
-        await until(lambda: not api.watchers)
+        await lost(api, api.end_watches)
         api.create("pods", given("one"))
         assert await watched.next_changes() == [("pod/default/one", False)]
     assert api.requests["", "pods", "list"] == 1
