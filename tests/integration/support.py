@@ -589,10 +589,12 @@ async def serve(*options: str) -> AsyncIterator[CommandProcess]:
 
 
 @asynccontextmanager
-async def engine(*, kv_tokens: int = 16_000, port: int = 0, profile: str = "instant") -> AsyncIterator[CommandProcess]:
+async def engine(
+    *options: str, kv_tokens: int = 16_000, port: int = 0, profile: str = "instant"
+) -> AsyncIterator[CommandProcess]:
     """Run `thunderagent engine` for the length of the block."""
     sizes = ("--port", str(port), "--kv-tokens", str(kv_tokens))
-    async with command("engine", *sizes, "--profile", profile, "--grace-s", "0") as process:
+    async with command("engine", *sizes, "--profile", profile, "--grace-s", "0", *options) as process:
         yield process
 
 

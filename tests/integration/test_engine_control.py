@@ -100,3 +100,20 @@ async def test_each_mode_of_a_pause_ends_a_turn_in_its_way() -> None:
             assert (await post(process.url, path)).status == 422
         for path in ("/abort_requests", "/collective_rpc"):
             assert (await post(process.url, path, b"[")).status == 400
+
+
+async def test_all_ranks_of_an_engine_are_controlled_at_once() -> None:
+    """An abort ends what runs on each, and each forgets its cache."""
+    async with (
+        engine("--data-parallel-size", "2", profile="demo") as process,
+        running_proxy(process.url, data_parallel_ranks=2, up=2) as proxy,
+    ):
+        turns = [asyncio.create_task(ask(proxy.url, name, **LONG)) for name in ("a", "b")]
+        await until(lambda: proxy.runtime.leases_count == 2)
+        await asyncio.sleep(0.1)
+        assert (await post(process.url, "/pause?mode=abort", {})).status == 200
+        answers = [await each for each in turns]
+        assert {answer.header("X-Replica-ID") for answer in answers} == set(proxy.runtime.scheduler.replicas)
+        assert [answer.json()["choices"][0]["finish_reason"] for answer in answers] == ["abort", "abort"]
+        assert (await post(process.url, "/resume", {})).status == 200
+        assert (await post(process.url, "/reset_prefix_cache", {})).json() == {"success": True}

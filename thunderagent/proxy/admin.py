@@ -12,7 +12,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 from thunderagent.errors import NotFoundError, RequestError, ThunderAgentError
 from thunderagent.programs.lifecycle import Phase, Status
 from thunderagent.proxy.bearer import Tokens
-from thunderagent.proxy.bodies import read_model as _read_model
+from thunderagent.proxy.bodies import read_model, report_response
 from thunderagent.proxy.identity import check_program_id
 from thunderagent.proxy.keys import check_admin
 from thunderagent.proxy.metrics import exposition
@@ -20,7 +20,6 @@ from thunderagent.proxy.replicas import Replicas
 from thunderagent.proxy.reports import (
     SORTS,
     ProgramFilter,
-    Report,
     program_page,
     queue_report,
     replica_reports,
@@ -130,7 +129,7 @@ class Admin:
         sort = query.get("sort", "")
         if sort.removeprefix("-") not in SORTS and sort:
             raise RequestError(f"sort is one of {', '.join(SORTS)}, with - before it from the last, not {sort!r}")
-        return _json(
+        return report_response(
             program_page(
                 self._runtime,
                 wanted,
@@ -143,7 +142,7 @@ class Admin:
 
     async def open(self, request: web.Request) -> web.Response:
         """Open a program before its first turn, so that its sandboxes are made meanwhile. Idempotent."""
-        wanted = _read_model(OpenRequest, await request.read())
+        wanted = read_model(OpenRequest, await request.read())
         program_id = check_program_id(wanted.program_id)
         if wanted.sandboxes is not None and self._sandboxes is None:
             raise RequestError(SANDBOXES_OFF)
@@ -173,7 +172,7 @@ class Admin:
         program = self._runtime.scheduler.table.get(request.match_info["program_id"])
         if program is None:
             raise NotFoundError(f"there is no live program {request.match_info['program_id']!r}")
-        return _json(program_story(self._runtime, program))
+        return report_response(program_story(self._runtime, program))
 
     async def release(self, request: web.Request) -> web.Response:
         """End programs. Idempotent: an id that is not known is no error."""
@@ -218,11 +217,11 @@ class Admin:
 
     async def queue(self, request: web.Request) -> web.Response:
         """List who waits, in the order in which they would be restored."""
-        return _json(queue_report(self._runtime, _whole_number(request, "limit", 100, most=MAX_PAGE)))
+        return report_response(queue_report(self._runtime, _whole_number(request, "limit", 100, most=MAX_PAGE)))
 
     async def tools(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler's signature
         """Tell how many tools run, how long they take, and what sandboxes take."""
-        return _json(tools_report(self._runtime))
+        return report_response(tools_report(self._runtime))
 
     def _release_one(self, program_id: str) -> web.Response:
         released = self._runtime.release(check_program_id(program_id))
@@ -232,11 +231,7 @@ class Admin:
         body = await request.read()
         if not body and "program_id" in request.query:
             return ReleaseRequest(program_id=request.query["program_id"])
-        return _read_model(ReleaseRequest, body)
-
-
-def _json(report: Report) -> web.Response:
-    return web.Response(body=report.model_dump_json().encode(), content_type="application/json")
+        return read_model(ReleaseRequest, body)
 
 
 def _whole_number(request: web.Request, name: str, default: int, *, least: int = 0, most: int | None = None) -> int:

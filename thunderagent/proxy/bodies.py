@@ -1,9 +1,10 @@
-"""Bodies of requests to our own API: read into a model, or refused with what is wrong."""
+"""Bodies of our own API: of requests, read into a model or refused with what is wrong, and of answers, from one."""
 
 from __future__ import annotations
 
 from typing import TypeVar
 
+from aiohttp import web
 from pydantic import BaseModel, ValidationError
 
 from thunderagent.errors import RequestError
@@ -18,3 +19,8 @@ def read_model(model: type[Model], body: bytes) -> Model:
     except ValidationError as error:
         first = error.errors()[0]
         raise RequestError(f"{'.'.join(map(str, first['loc'])) or 'body'}: {first['msg']}") from error
+
+
+def report_response(report: BaseModel) -> web.Response:
+    """Return the answer that a report is."""
+    return web.Response(body=report.model_dump_json().encode(), content_type="application/json")

@@ -9,6 +9,7 @@ from pydantic import Field
 
 import thunderagent
 from thunderagent.errors import RequestError
+from thunderagent.proxy.bodies import report_response
 from thunderagent.proxy.event_feed import KINDS, EventFeed
 from thunderagent.proxy.history import INTERVAL_S, History, Rates, Sample
 from thunderagent.proxy.identity import check_program_id
@@ -70,7 +71,7 @@ class Live:
         scheduler = self._runtime.scheduler
         sample, rates = self._history.now()
         waits_s = [self._runtime.now_s() - program.waiting_since_s for program in scheduler.queue.reasoning]
-        return _json(
+        return report_response(
             SummaryReport(
                 version=thunderagent.__version__,
                 policy=scheduler.policy.name,
@@ -96,7 +97,7 @@ class Live:
         if not math.isfinite(since_s):
             raise RequestError(f"since is a Unix time in seconds, not {text!r}")
         samples = self._history.since(since_s)
-        return _json(HistoryReport(started_s=self._history.started_s, interval_s=INTERVAL_S, samples=samples))
+        return report_response(HistoryReport(started_s=self._history.started_s, interval_s=INTERVAL_S, samples=samples))
 
     async def events(self, request: web.Request) -> web.StreamResponse:
         """Stream what the scheduler hears and decides; of one `program_id`, of some `kinds`, after `Last-Event-ID`."""
@@ -107,7 +108,3 @@ class Live:
         after_id = request.headers.get("Last-Event-ID", "")
         with self.feed.listen(program_id=program_id, kinds=kinds, after_id=after_id) as listener:
             return await stream_events(request, listener.next_events, first=listener.greeting())
-
-
-def _json(report: Report) -> web.Response:
-    return web.Response(body=report.model_dump_json().encode(), content_type="application/json")

@@ -9,11 +9,12 @@ from urllib.parse import quote
 
 from aiohttp import web
 from prometheus_client.core import GaugeMetricFamily, Metric
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from thunderagent.backends.discovery import Wanted, wanted_of
 from thunderagent.backends.discovery.base import MOST_RANKS_COUNT, shown_url
 from thunderagent.errors import DiscoveryError, RequestError
+from thunderagent.proxy.bodies import read_model
 from thunderagent.proxy.discovery import Discovery
 from thunderagent.proxy.replicas import Replicas
 from thunderagent.proxy.reports import replica_reports
@@ -62,7 +63,7 @@ class ReplicaHandlers:
 
     async def add(self, request: web.Request) -> web.Response:
         """Add an engine: 201, or 200 if all its replicas are there. Idempotent."""
-        replica_ids, is_new = self._discovery.add(_read(await request.read()).wanted())
+        replica_ids, is_new = self._discovery.add(read_model(AddRequest, await request.read()).wanted())
         return self._report(replica_ids, status=201 if is_new else 200)
 
     async def drain(self, request: web.Request) -> web.Response:
@@ -88,7 +89,7 @@ class ReplicaHandlers:
 
     async def gateway_add(self, request: web.Request) -> web.Response:
         """Add an engine as the SGLang gateway does."""
-        wanted = _read(await request.read()).wanted()
+        wanted = read_model(AddRequest, await request.read()).wanted()
         replica_ids, _ = self._discovery.add(wanted)
         location = f"/workers/{quote(replica_ids[0], safe=':')}"
         body = {
@@ -149,14 +150,6 @@ class SourceCollector:
         yield failing
 
 
-def _read(body: bytes) -> AddRequest:
-    try:
-        return AddRequest.model_validate_json(body)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise RequestError(f"{'.'.join(map(str, first['loc'])) or 'body'}: {first['msg']}") from error
-
-
 async def _url_named(request: web.Request) -> str:
     """Return the URL in the query, or in a JSON body. Raises `RequestError`."""
     named = request.query.get("url") or request.query.get("worker_url")
@@ -165,7 +158,7 @@ async def _url_named(request: web.Request) -> str:
     body = await request.read()
     if not body:
         raise RequestError("name an engine: ?url=http://HOST:PORT")
-    return _read(body).url
+    return read_model(AddRequest, body).url
 
 
 def _plain_url(text: str) -> str:

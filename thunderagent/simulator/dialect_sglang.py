@@ -17,12 +17,11 @@ import uuid
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Final
 
-import msgspec
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 from thunderagent.simulator.answers import event_bytes
-from thunderagent.simulator.live import LiveEngine
+from thunderagent.simulator.live import LiveEngine, json_response
 from thunderagent.simulator.requests import ApiError, parse
 from thunderagent.simulator.sglang_answers import OpenAIForm, Running, generate_answer, usage
 from thunderagent.simulator.sglang_engine import SglangEngine
@@ -54,10 +53,6 @@ FLUSHED: Final = (
 )
 
 
-def _json_response(value: object, *, status: int = 200) -> web.Response:
-    return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")
-
-
 @web.middleware
 async def _answer_errors(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -70,9 +65,9 @@ async def _answer_errors(
     except web.HTTPException as error:
         refusal = ApiError(error.reason, status=error.status, kind=str(error.status))
     if request.path == "/generate":
-        return _json_response({"error": {"message": str(refusal)}}, status=refusal.status)
+        return json_response({"error": {"message": str(refusal)}}, status=refusal.status)
     said = {"object": "error", "message": str(refusal), "type": refusal.kind, "param": refusal.param}
-    return _json_response({**said, "code": refusal.status}, status=refusal.status)
+    return json_response({**said, "code": refusal.status}, status=refusal.status)
 
 
 class SglangServer:
@@ -135,7 +130,7 @@ class SglangServer:
                 return await self._stream_generate(request, running, news, is_batch=body.is_batch)
             await self._until_over(running, news)
             answers = [self._generate_answer(each) for each in running]
-            return _json_response(answers if body.is_batch else answers[0])
+            return json_response(answers if body.is_batch else answers[0])
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         return await self._openai(request, parse(await request.read(), SglangChatBody))
@@ -156,7 +151,7 @@ class SglangServer:
             await self._until_over([running], news)
             assert running.finish_reason is not None
             words = self._live.tokenizer.spoken_words(running.output_ids)
-            return _json_response(form.whole(words, running.finish_reason, usage(running)))
+            return json_response(form.whole(words, running.finish_reason, usage(running)))
 
     async def _until_over(self, running: list[Running], news: asyncio.Event) -> None:
         while not all(each.generation.is_over for each in running):
@@ -228,11 +223,11 @@ class SglangServer:
 
     async def _pause_generation(self, request: web.Request) -> web.Response:
         self._sglang.pause(parse(await request.read() or b"{}", PauseBody).mode)
-        return _json_response({"message": "Generation paused successfully.", "status": "ok"})
+        return json_response({"message": "Generation paused successfully.", "status": "ok"})
 
     async def _continue_generation(self, _request: web.Request) -> web.Response:
         self._sglang.go_on()
-        return _json_response({"message": "Generation continued successfully.", "status": "ok"})
+        return json_response({"message": "Generation continued successfully.", "status": "ok"})
 
     async def _flush_cache(self, _request: web.Request) -> web.Response:
         if self._sglang.flush():
@@ -243,9 +238,9 @@ class SglangServer:
         name = parse(await request.read(), OpenBody).session_id or uuid.uuid4().hex
         if self._sglang.tags.is_open(name):
             message = "Failed to open the session. Check if a session with the same id is still open."
-            return _json_response({"error": {"message": message}}, status=400)
+            return json_response({"error": {"message": message}}, status=400)
         self._sglang.tags.open(name)
-        return _json_response(name)
+        return json_response(name)
 
     async def _close_tag(self, request: web.Request) -> web.Response:
         self._sglang.close_tag(parse(await request.read(), CloseBody).session_id)
@@ -271,24 +266,24 @@ class SglangServer:
 
     async def _models(self, _request: web.Request) -> web.Response:
         limit_tokens = self._engine.config.context_limit_tokens
-        return _json_response(
+        return json_response(
             models(self.config.model, created_s=self._live.started_s, context_limit_tokens=limit_tokens)
         )
 
     async def _model_info(self, _request: web.Request) -> web.Response:
-        return _json_response(model_info(self.config.model))
+        return json_response(model_info(self.config.model))
 
     async def _server_info(self, _request: web.Request) -> web.Response:
-        return _json_response(server_info(self._engine, self.config.model))
+        return json_response(server_info(self._engine, self.config.model))
 
     async def _metrics(self, _request: web.Request) -> web.Response:
         return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def _loads(self, _request: web.Request) -> web.Response:
-        return _json_response(loads(self._engine))
+        return json_response(loads(self._engine))
 
     async def _load(self, _request: web.Request) -> web.Response:
-        return _json_response(load(self._engine))
+        return json_response(load(self._engine))
 
 
 async def _begin_stream(request: web.Request) -> web.StreamResponse:

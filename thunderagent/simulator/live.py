@@ -1,4 +1,4 @@
-"""Run the engine model in real time for whoever serves it, whatever dialect it speaks."""
+"""Run the engine model in real time for whoever serves it, and answer in JSON, whatever dialect that is."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import asyncio
 import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
+
+import msgspec
+from aiohttp import web
 
 from thunderagent.simulator.realtime import Generation, RealtimeEngine
 from thunderagent.simulator.records import EngineRequest
@@ -80,3 +83,8 @@ class LiveEngine:
         with self.realtime.generation(request, answer.finish_reason, now_s, whole=whole, on_news=on_news) as generation:
             self._work.set()
             yield generation
+
+
+def json_response(value: object, *, status: int = 200) -> web.Response:
+    """Return an answer whose body is `value`, as JSON."""
+    return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")

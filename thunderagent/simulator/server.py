@@ -22,7 +22,6 @@ import time
 from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Final
 
-import msgspec
 import uvloop
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -39,11 +38,12 @@ from thunderagent.simulator.answers import (
     usage_of,
 )
 from thunderagent.simulator.dialect_sglang import SglangServer
+from thunderagent.simulator.live import LiveEngine, json_response
 from thunderagent.simulator.messages_api import MessagesBody, MessagesForm, error_body
 from thunderagent.simulator.options import ServerConfig, add_arguments, config_from
 from thunderagent.simulator.ranks import RANK_HEADER, RanksCollector, chosen_rank
-from thunderagent.simulator.realtime import Generation, RealtimeEngine
-from thunderagent.simulator.records import EngineRequest, FinishedRequest
+from thunderagent.simulator.realtime import Generation
+from thunderagent.simulator.records import FinishedRequest
 from thunderagent.simulator.requests import (
     ApiError,
     ChatBody,
@@ -56,7 +56,7 @@ from thunderagent.simulator.requests import (
 )
 from thunderagent.simulator.responses_api import ResponsesBody, ResponsesForm, ResponseStore, Stored
 from thunderagent.simulator.token_in_api import TokenInBody, TokenInForm
-from thunderagent.simulator.tokens import Answer, WordTokenizer, compose_answer
+from thunderagent.simulator.tokens import Answer
 from thunderagent.simulator.vllm_control import VllmControl
 
 if TYPE_CHECKING:
@@ -64,10 +64,6 @@ if TYPE_CHECKING:
 
 VERSION: Final = "0.32.0+simulated"  # of the dialect
 ABORTED: Final = "abort"  # the finish reason
-
-
-def _json_response(value: object, *, status: int = 200) -> web.Response:
-    return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")
 
 
 @web.middleware
@@ -82,7 +78,7 @@ async def _answer_errors(
     except web.HTTPException as error:
         refusal = ApiError(error.reason, status=error.status, kind=error.reason)
     body = error_body(refusal) if request.path.startswith("/v1/messages") else refusal.body()
-    return _json_response(body, status=refusal.status)
+    return json_response(body, status=refusal.status)
 
 
 class EngineServer:
@@ -90,22 +86,14 @@ class EngineServer:
 
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
-        self._ranks = [
-            RealtimeEngine(config.engine, speed=config.speed, now_s=time.monotonic())
-            for _ in range(config.data_parallel_count)
-        ]
-        self._work = [asyncio.Event() for _ in self._ranks]
-        self._may_step = asyncio.Event()
-        self._may_step.set()
-        # Pausing is for all ranks; what else is controlled is the first one.
-        self._control = VllmControl(self._ranks[0], stand_still=self._may_step.clear, go_on=self._may_step.set)
-        self._tokenizer = WordTokenizer()
-        self._started_s = int(time.time())
-        self._request_count = 0
+        self._ranks = [LiveEngine(config) for _ in range(config.data_parallel_count)]
+        self._realtimes = [rank.realtime for rank in self._ranks]
+        self._control = VllmControl(self._ranks)
+        self._tokenizer = self._ranks[0].tokenizer
         self._responses = ResponseStore()
         self._background: asyncio.TaskGroup | None = None
         self._registry = CollectorRegistry()
-        self._registry.register(RanksCollector(self._ranks, config.model))
+        self._registry.register(RanksCollector(self._realtimes, config.model))
         self.app = web.Application(middlewares=[_answer_errors], client_max_size=64 << 20)
         self.app.add_routes(
             [
@@ -130,21 +118,8 @@ class EngineServer:
     async def drive(self) -> None:
         """Run iterations while there is work, and wait for work otherwise, until cancelled."""
         async with asyncio.TaskGroup() as self._background:
-            for realtime, work in zip(self._ranks, self._work, strict=True):
-                self._background.create_task(self._drive(realtime, work))
-
-    async def _drive(self, realtime: RealtimeEngine, work: asyncio.Event) -> None:
-        while True:
-            if not realtime.engine.has_work:
-                work.clear()
-                await work.wait()
-                realtime.catch_up(time.monotonic())
-            if not self._may_step.is_set():
-                await self._may_step.wait()
-                realtime.catch_up(time.monotonic())
-            result = realtime.begin_iteration()
-            await asyncio.sleep(realtime.time_left_s(result, time.monotonic()))
-            realtime.deliver(result)
+            for rank in self._ranks:
+                self._background.create_task(rank.drive())
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         body = parse(await request.read(), ChatBody)
@@ -167,7 +142,7 @@ class EngineServer:
         rank_id = self._rank_of(request)
         stored = Stored(form.response("queued"), chat)
         self._responses.put(stored)
-        answered = _json_response(stored.response)
+        answered = json_response(stored.response)
         assert self._background is not None
         task = self._background.create_task(self._in_background(body, prompt, answer, form, stored, rank_id))
         stored.cancel = task.cancel
@@ -191,10 +166,10 @@ class EngineServer:
             form.whole(token_ids, self._tokenizer.spoken_words(token_ids), finish_reason, finished)
 
     async def _stored_response(self, request: web.Request) -> web.Response:
-        return _json_response(self._responses.get(request.match_info["response_id"]).response)
+        return json_response(self._responses.get(request.match_info["response_id"]).response)
 
     async def _cancel_response(self, request: web.Request) -> web.Response:
-        return _json_response(self._responses.cancel(request.match_info["response_id"]))
+        return json_response(self._responses.cancel(request.match_info["response_id"]))
 
     async def _message(self, request: web.Request) -> web.StreamResponse:
         body = parse(await request.read(), MessagesBody)
@@ -207,7 +182,7 @@ class EngineServer:
         body = parse(await request.read(), MessagesBody)
         self._check_model(body.model)
         tokens = len(body.encode(self._tokenizer))
-        return _json_response({"input_tokens": tokens, "context_management": {"original_input_tokens": tokens}})
+        return json_response({"input_tokens": tokens, "context_management": {"original_input_tokens": tokens}})
 
     async def _token_in(self, request: web.Request) -> web.StreamResponse:
         body = parse(await request.read(), TokenInBody)
@@ -222,17 +197,16 @@ class EngineServer:
         engine_config = self.config.engine
         self._check_model(body.model)
         body.validate(allows_priority=engine_config.scheduling_policy == "priority")
-        answer = compose_answer(
+        answer = self._ranks[0].compose(
             prompt,
-            seed=self.config.seed,
             limit_tokens=body.answer_limit_tokens(len(prompt), engine_config.context_limit_tokens),
-            min_tokens=body.min_tokens or 0,
-            ignore_eos=bool(body.ignore_eos),
+            min_tokens=body.min_tokens,
+            ignore_eos=body.ignore_eos,
         )
         return prompt, answer
 
     def _rank_of(self, request: web.Request) -> int:
-        return chosen_rank(request.headers.get(RANK_HEADER), self._ranks)
+        return chosen_rank(request.headers.get(RANK_HEADER), self._realtimes)
 
     @asynccontextmanager
     async def _generation(
@@ -244,13 +218,10 @@ class EngineServer:
         rank_id: int,
     ) -> AsyncIterator[Generation]:
         """Run a request on a rank's engine for as long as the context is open."""
-        self._request_count += 1
-        engine_request = EngineRequest(str(self._request_count), prompt, answer.token_ids, body.priority)
         await self._control.enter()
         with self._ranks[rank_id].generation(
-            engine_request, answer.finish_reason, time.monotonic(), whole=not body.stream, on_news=news.set
+            prompt, answer, priority=body.priority, whole=not body.stream, on_news=news.set
         ) as generation:
-            self._work[rank_id].set()
             yield generation
 
     async def _generate(self, request: web.Request, body: ChatBody | CompletionBody, form: Form) -> web.StreamResponse:
@@ -262,7 +233,7 @@ class EngineServer:
             await news.wait()
             words = self._tokenizer.spoken_words(answer.token_ids[: generation.generated_count])
             finish_reason = ABORTED if generation.aborted else answer.finish_reason
-            return _json_response(form.whole(words, finish_reason, _usage_of(generation)))
+            return json_response(form.whole(words, finish_reason, _usage_of(generation)))
 
     async def _answer_in_events(
         self, request: web.Request, body: GenerationBody, prompt: list[int], answer: Answer, form: EventForm
@@ -274,7 +245,7 @@ class EngineServer:
             if not body.stream:
                 await news.wait()
                 token_ids, finish_reason, finished = _end_of(generation, answer)
-                return _json_response(form.whole(token_ids, spoken(token_ids), finish_reason, finished))
+                return json_response(form.whole(token_ids, spoken(token_ids), finish_reason, finished))
             response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
             await response.prepare(request)
             await response.write(form.opening())
@@ -332,15 +303,15 @@ class EngineServer:
 
     async def _models(self, _request: web.Request) -> web.Response:
         limit_tokens = self.config.engine.context_limit_tokens
-        return _json_response(
-            models_body(self.config.model, created_s=self._started_s, context_limit_tokens=limit_tokens)
+        return json_response(
+            models_body(self.config.model, created_s=self._ranks[0].started_s, context_limit_tokens=limit_tokens)
         )
 
     async def _health(self, _request: web.Request) -> web.Response:
         return web.Response()
 
     async def _version(self, _request: web.Request) -> web.Response:
-        return _json_response({"version": VERSION})
+        return json_response({"version": VERSION})
 
     async def _metrics(self, _request: web.Request) -> web.Response:
         return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
@@ -350,14 +321,14 @@ class EngineServer:
         self._check_model(body.model)
         tokens = body.encode(self._tokenizer)
         limit_tokens = self.config.engine.context_limit_tokens
-        return _json_response(
+        return json_response(
             {"count": len(tokens), "max_model_len": limit_tokens, "tokens": tokens, "token_strs": None}
         )
 
     async def _detokenize(self, request: web.Request) -> web.Response:
         body = parse(await request.read(), DetokenizeBody)
         self._check_model(body.model)
-        return _json_response({"prompt": self._tokenizer.decode(body.tokens)})
+        return json_response({"prompt": self._tokenizer.decode(body.tokens)})
 
 
 def _end_of(generation: Generation, answer: Answer) -> tuple[list[int], str, FinishedRequest]:

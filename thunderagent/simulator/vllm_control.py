@@ -8,30 +8,24 @@ waited for (`wait`), or stand still (`keep`). It sleeps as it is paused, and for
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Final, Literal, TypeAlias, cast, get_args
 
 import msgspec
 from aiohttp import web
 
-from thunderagent.simulator.realtime import RealtimeEngine
+from thunderagent.simulator.live import LiveEngine, json_response
 from thunderagent.simulator.requests import ApiError
 
 PauseMode: TypeAlias = Literal["abort", "wait", "keep"]
 WAIT_STEP_S: Final = 0.005
 
 
-def _json_response(value: object) -> web.Response:
-    return web.Response(body=msgspec.json.encode(value), content_type="application/json")
-
-
 class VllmControl:
-    """Handlers of the control endpoints; `stand_still` and `go_on` stop and continue the engine's iterations."""
+    """Handlers of the control endpoints, which are for all data-parallel ranks."""
 
-    def __init__(self, realtime: RealtimeEngine, *, stand_still: Callable[[], None], go_on: Callable[[], None]) -> None:
-        self._realtime = realtime
-        self._stand_still = stand_still
-        self._go_on = go_on
+    def __init__(self, ranks: Sequence[LiveEngine]) -> None:
+        self._ranks = ranks
         self._is_asleep = False
         self._weight_version = "default"
         self._door = asyncio.Event()
@@ -61,14 +55,14 @@ class VllmControl:
     async def _pause(self, request: web.Request) -> web.Response:
         clears = request.query.get("clear_cache", "true").lower() in ("true", "1")
         await self._close_door(_mode_of(request), clears=clears)
-        return _json_response({"status": "paused"})
+        return json_response({"status": "paused"})
 
     async def _end_pause(self, _request: web.Request) -> web.Response:
         self._open_door()
-        return _json_response({"status": "resumed"})
+        return json_response({"status": "resumed"})
 
     async def _is_paused(self, _request: web.Request) -> web.Response:
-        return _json_response({"is_paused": not self._door.is_set()})
+        return json_response({"is_paused": not self._door.is_set()})
 
     async def _sleep(self, request: web.Request) -> web.Response:
         level = request.query.get("level", "1")
@@ -76,61 +70,70 @@ class VllmControl:
             raise ApiError("level is 0, 1 or 2", status=422)
         await self._close_door(_mode_of(request), clears=level != "0")
         self._is_asleep = True
-        return _json_response({"status": "sleeping", "level": int(level)})
+        return json_response({"status": "sleeping", "level": int(level)})
 
     async def _end_sleep(self, request: web.Request) -> web.Response:
         tags = request.query.getall("tags", None)
         if tags is None or "kv_cache" in tags:
             self._is_asleep = False
             self._open_door()
-        return _json_response({"status": "sleeping" if self._is_asleep else "awake", "tags": tags})
+        return json_response({"status": "sleeping" if self._is_asleep else "awake", "tags": tags})
 
     async def _is_sleeping(self, _request: web.Request) -> web.Response:
-        return _json_response({"is_sleeping": self._is_asleep})
+        return json_response({"is_sleeping": self._is_asleep})
 
     async def _abort_requests(self, request: web.Request) -> web.Response:
         wanted = _object_of(await request.read()).get("request_ids")
-        return _json_response({"status": "aborted", "aborted": 0 if wanted else self._abort_all()})
+        return json_response({"status": "aborted", "aborted": 0 if wanted else self._abort_all()})
 
     async def _reset_prefix_cache(self, _request: web.Request) -> web.Response:
-        return _json_response({"success": self._realtime.engine.reset_prefix_cache()})
+        return json_response({"success": self._reset_caches()})
 
     async def _collective_rpc(self, request: web.Request) -> web.Response:
         if not _object_of(await request.read()).get("method"):
             raise ApiError("Missing 'method' in request body")
-        return _json_response({"results": [None]})
+        return json_response({"results": [None]})
 
     async def _update_weights(self, _request: web.Request) -> web.Response:
-        return _json_response({"message": "Weights updated"})
+        return json_response({"message": "Weights updated"})
 
     async def _update_weight_version(self, request: web.Request) -> web.Response:
         self._weight_version = str(_object_of(await request.read()).get("new_version"))
-        return _json_response({"success": True, "new_version": self._weight_version})
+        return json_response({"success": True, "new_version": self._weight_version})
 
     async def _weight_info(self, _request: web.Request) -> web.Response:
-        return _json_response({"weight_version": self._weight_version})
+        return json_response({"weight_version": self._weight_version})
 
     async def _close_door(self, mode: PauseMode, *, clears: bool) -> None:
         self._door.clear()
-        engine = self._realtime.engine
         if mode == "abort":
             self._abort_all()
-        while mode == "wait" and engine.has_work and not self._door.is_set():  # noqa: ASYNC110 - the model has no events
+        while mode == "wait" and self._has_work and not self._door.is_set():  # noqa: ASYNC110 - the model has no events
             await asyncio.sleep(WAIT_STEP_S)
         if not self._door.is_set():
-            self._stand_still()
+            for rank in self._ranks:
+                rank.stand_still()
             if clears:
-                engine.reset_prefix_cache()  # refused while requests that are kept hold blocks
+                self._reset_caches()  # refused while requests that are kept hold blocks
 
     def _open_door(self) -> None:
         self._door.set()
-        self._go_on()
+        for rank in self._ranks:
+            rank.go_on()
+
+    @property
+    def _has_work(self) -> bool:
+        return any(rank.realtime.engine.has_work for rank in self._ranks)
+
+    def _reset_caches(self) -> bool:
+        done = [rank.realtime.engine.reset_prefix_cache() for rank in self._ranks]
+        return all(done)
 
     def _abort_all(self) -> int:
-        generations = self._realtime.generations
-        for generation in generations:
-            self._realtime.abort(generation)
-        return len(generations)
+        running = [(rank, generation) for rank in self._ranks for generation in rank.realtime.generations]
+        for rank, generation in running:
+            rank.realtime.abort(generation)
+        return len(running)
 
 
 def _mode_of(request: web.Request) -> PauseMode:

@@ -10,8 +10,15 @@ from typing import Any
 
 import msgspec
 
-from thunderagent.proxy.dialects.base import NO_USAGE, UNREADABLE, KeepId, Usage, UsageReader, count, event_of
-from thunderagent.proxy.dialects.sse import data_of, events_in
+from thunderagent.proxy.dialects.base import (
+    NO_USAGE,
+    KeepId,
+    Usage,
+    UsageReader,
+    count,
+    event_of,
+    read_events,
+)
 
 _KINDS = {
     400: "invalid_request_error",
@@ -77,13 +84,7 @@ class _Reader:
     def read(self, events: bytes) -> None:
         if b'"usage"' not in events:
             return
-        for event in events_in(events):
-            if b'"usage"' not in event:
-                continue
-            try:
-                read = _decode_event(data_of(event))
-            except UNREADABLE:
-                continue
+        for read in read_events(events, b'"usage"', _decode_event):
             self.usage = _merged(self.usage, read.message.usage if read.message is not None else read.usage)
 
 

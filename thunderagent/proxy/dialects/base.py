@@ -6,13 +6,29 @@ expects. It never touches the bytes of an answer.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
+from thunderagent.proxy.dialects.sse import data_of, events_in
+
+Read = TypeVar("Read")
+
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What decoding bytes of an engine may raise; what cannot be read says nothing."""
+
+
+def read_events(events: bytes, mark: bytes, decode: Callable[[bytes], Read]) -> Iterator[Read]:
+    """Yield what those of some whole events say that hold `mark`; what cannot be read says nothing."""
+    for event in events_in(events):
+        if mark not in event:
+            continue
+        try:
+            said = decode(data_of(event))
+        except UNREADABLE:
+            continue
+        yield said
 
 
 class Usage(NamedTuple):

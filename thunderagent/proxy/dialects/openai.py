@@ -9,8 +9,15 @@ from typing import Any
 
 import msgspec
 
-from thunderagent.proxy.dialects.base import NO_USAGE, UNREADABLE, KeepId, Usage, UsageReader, count, event_of
-from thunderagent.proxy.dialects.sse import data_of, events_in
+from thunderagent.proxy.dialects.base import (
+    NO_USAGE,
+    KeepId,
+    Usage,
+    UsageReader,
+    count,
+    event_of,
+    read_events,
+)
 
 
 class _Details(msgspec.Struct):
@@ -51,15 +58,9 @@ class ChoicesReader:
         """Take in whole events; those without usage cost one search."""
         if b'"usage"' not in events:
             return
-        for event in events_in(events):
-            if b'"usage"' not in event:
-                continue
-            try:
-                usage = _decode_answer(data_of(event)).usage
-            except UNREADABLE:
-                continue
-            if usage is not None:
-                self.usage = usage.read()
+        for answer in read_events(events, b'"usage"', _decode_answer):
+            if answer.usage is not None:
+                self.usage = answer.usage.read()
 
 
 def error_body(status: int, code: str, message: str) -> dict[str, Any]:

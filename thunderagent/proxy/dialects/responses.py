@@ -11,9 +11,16 @@ from typing import Any
 
 import msgspec
 
-from thunderagent.proxy.dialects.base import NO_USAGE, UNREADABLE, KeepId, Usage, UsageReader, count, event_of
+from thunderagent.proxy.dialects.base import (
+    NO_USAGE,
+    KeepId,
+    Usage,
+    UsageReader,
+    count,
+    event_of,
+    read_events,
+)
 from thunderagent.proxy.dialects.openai import error_body
-from thunderagent.proxy.dialects.sse import data_of, events_in
 
 _SEQUENCE_NUMBER = re.compile(rb'"sequence_number"\s*:\s*(\d{1,18})')
 
@@ -62,13 +69,8 @@ class _Reader:
     def read(self, events: bytes) -> None:
         if self._knows_id and b'"input_tokens"' not in events:
             return
-        for event in events_in(events):
-            if b'"response"' not in event:
-                continue
-            try:
-                response = _decode_event(data_of(event)).response
-            except UNREADABLE:
-                continue
+        for event in read_events(events, b'"response"', _decode_event):
+            response = event.response
             if response is None:
                 continue
             if response.id and not self._knows_id:
