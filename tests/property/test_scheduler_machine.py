@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -15,22 +15,31 @@ from thunderagent.programs.events import (
     Event,
     GrantsContinued,
     GrantsSuspended,
+    MigrationAsked,
     PinnedTurnArrived,
+    PrioritySet,
+    ProgramJudged,
+    ProgramKilled,
     ProgramOpened,
     ProgramReleased,
     ProgramsReleased,
+    ProvisionAsked,
     ReplicaDown,
     ReplicaDraining,
     ReplicaFlushed,
+    ReplicaKilled,
     ReplicaPolled,
     ReplicaRemoved,
     ReplicaTripped,
     ReplicaUp,
     ResidencyReported,
+    RouteSet,
     SandboxesMeasured,
     SandboxFailed,
     SandboxReady,
     Tick,
+    ToolEnded,
+    ToolStarted,
     TurnAbandoned,
     TurnArrived,
     TurnFailed,
@@ -40,17 +49,86 @@ from thunderagent.programs.events import (
 )
 from thunderagent.programs.invariants import check
 from thunderagent.programs.scheduler import Scheduler, SchedulerSettings
+from thunderagent.programs.signals import GpuEnd, GpuSubmit, Signal, ToolNum
 
 POLICY_SETTINGS = {
     "breakeven": {"hold_ratio": 40.0, "reserve_tokens": 100, "foresight_ratio": 20.0, "wait_ratio": 0.3},
+    "mars": {"tool_cpu_count": 1, "window_max_count": 4, "reserve_tokens": 100},
     "passthrough": {},
     "sticky": {},
     "cap": {"n": 2},
     "thunderagent": {"delta_s": 2.0, "lambda_max": 0.95, "lambda_min": 0.8},
     "ttl": {"ttl_s": 3.0},
+    "autellix": {"short_tokens": 500},
+    "continuum": {"cold_count": 2, "reserve_tokens": 100},
+    "continuum-fixed": {"ttl_s": 3.0},
+    "infercept": {"prefill_token_s": 0.002},
+    "concur": {"admission.first_count": 1, "admission.add_count": 1, "admission.interval_s": 1.0},
+    "continuum behind a window": {
+        "policy": "continuum",
+        "cold_count": 0,
+        "admission": "concur",
+        "admission.first_count": 2,
+        "admission.interval_s": 2.0,
+    },
+    "ttl, by attained service": {
+        "policy": "ttl",
+        "ttl_s": 3.0,
+        "order": "plas",
+        "order.first_tokens": 200,
+        "priority": "atlas",
+        "priority.starved_ratio": 0.5,
+    },
+    "breakeven, in parts": {
+        "policy": "breakeven",
+        "reserve_tokens": 100,
+        "admission": "tests.builders:Breathing",
+        "order": "shortest",
+        "victims": "largest",
+        "priority": "age",
+    },
+    "breakeven, fair tenants": {"policy": "breakeven", "reserve_tokens": 100, "fair_tenants": True},
+    "breakeven, controlled": {
+        "policy": "breakeven",
+        "reserve_tokens": 100,
+        "priority": "age",
+        "control": "balance+migrate+reassign",
+        "control.gap_ratio": 0.1,
+        "control.rest_s": 2.0,
+        "control.long_turn_s": 1.0,
+        "control.wait_s": 0.0,
+        "control.waiting_count": 0.5,
+        "control.patience_s": 1.0,
+    },
+    "ttl, in parts": {"policy": "ttl", "ttl_s": 3.0, "order": "orbit-judge", "priority": "orbit-judge"},
+    "cap, in parts": {
+        "policy": "cap",
+        "n": 2,
+        "order": "orbit-step",
+        "order.window_count": 2,
+        "priority": "orbit-step",
+    },
+    "thunderagent, with the parts of MARS": {
+        "policy": "thunderagent",
+        "delta_s": 2.0,
+        "admission": "mars",
+        "admission.window_min_count": 1,
+        "admission.window_max_count": 4,
+        "order": "mars",
+        "priority": "mars",
+        "priority.first_level_tokens": 200,
+    },
+    "thunderagent, in parts": {"policy": "thunderagent", "delta_s": 2.0, "admission": "window", "admission.n": 3},
 }
+"""By a name for the case, which is the policy's if none is said."""
 SETTINGS = SchedulerSettings(
-    idle_limit_s=20.0, forget_limit_s=60.0, no_replica_limit_s=10.0, patience_margin_s=0.5, patience_ratio=0.3
+    idle_limit_s=20.0,
+    forget_limit_s=60.0,
+    no_replica_limit_s=10.0,
+    patience_margin_s=0.5,
+    patience_ratio=0.3,
+    judge_fail_turns_count=2,
+    judge_ends_hopeless=True,
 )
 PROGRAMS = st.sampled_from([None, "a", "b", "c", "d", "e", "f"])
 REPLICAS = st.sampled_from(["r0", "r1", "r2"])
@@ -60,6 +138,8 @@ TOKENS = st.integers(0, 1500)
 TOOLS = st.sampled_from(["", "ls", "make"])
 PATIENCES = st.none() | st.floats(-1, 15)
 PARENTS = st.sampled_from(["", "", "a", "b", "gone"])
+TENANTS = st.sampled_from(["", "red", "blue"])
+CLASSES = st.sampled_from(["", "c"])
 GROUPS = st.sampled_from(["", "g", "h"])
 PREFIXES = st.sampled_from(
     [(), ((1, 400),), ((1, 400), (2, 1200)), ((1, 420), (3, 900)), ((1, 400), (2, 1100), (4, 5000)), ((5, 800),)]
@@ -74,6 +154,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
+        self.heard: list[Signal] = []
         self.scheduler = self.fresh()
         self.log: list[tuple[Event, list[object]]] = []
         self.now_s = 100.0
@@ -84,7 +165,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.send(ReplicaUp(self.now_s, replica_id))
 
     def fresh(self) -> Scheduler:
-        return Scheduler(load_policy(self.policy_name, POLICY_SETTINGS[self.policy_name]), SETTINGS)
+        policy_settings = dict(POLICY_SETTINGS[self.policy_name])
+        fair = bool(policy_settings.pop("fair_tenants", False))
+        policy = load_policy(str(policy_settings.pop("policy", self.policy_name)), policy_settings)
+        scheduler = Scheduler(policy, replace(SETTINGS, fair_tenants=fair, tenant_weight_ratios={"red": 4.0}))
+        scheduler.listen(self.heard.append)
+        return scheduler
 
     def send(self, event: Event) -> None:
         decisions = self.scheduler.handle(event)
@@ -101,6 +187,14 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert replica.up, f"granted on a replica that is down: {decision}"
                 assert not replica.suspended_for, f"granted though nothing is: {decision}"
 
+    @rule(program_id=PROGRAMS, tool=TOOLS)
+    def tool_starts(self, program_id: str | None, tool: str) -> None:
+        self.send(ToolStarted(self.now_s, program_id or "nobody", tool))
+
+    @rule(program_id=PROGRAMS)
+    def tool_ends(self, program_id: str | None) -> None:
+        self.send(ToolEnded(self.now_s, program_id or "nobody"))
+
     @rule(elapsed_s=st.floats(0, 30))
     def time_passes(self, elapsed_s: float) -> None:
         self.now_s += elapsed_s
@@ -115,6 +209,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         group_id=GROUPS,
         patience_s=PATIENCES,
         parent_id=PARENTS,
+        tenant=TENANTS,
+        wanted=st.none() | REPLICAS,
+        program_class=CLASSES,
     )
     def turn_arrives(
         self,
@@ -128,6 +225,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         parent_id: str = "",
         supersedes_id: int | None = None,
         age_s: float | None = None,
+        tenant: str = "",
+        wanted: str | None = None,
+        program_class: str = "",
     ) -> int:
         turn_id = self.next_turn_id
         self.next_turn_id += 1
@@ -145,6 +245,9 @@ class SchedulerMachine(RuleBasedStateMachine):
                 supersedes_id=supersedes_id,
                 waiting_since_s=None if age_s is None else self.now_s - age_s,
                 parent_id=parent_id,
+                tenant=tenant,
+                wanted_replica_id=wanted,
+                program_class=program_class,
             )
         )
         return turn_id
@@ -155,8 +258,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         if earlier is not None and earlier.program is not None:  # mostly it is the same client's
             program_id = earlier.program.program_id
         granted = earlier is not None and earlier.account_id is not None
-        if earlier is not None and granted:  # else the next attempt is held where this one was
-            granted = not self.scheduler.replicas[earlier.account_id or ""].suspended_for
+        leaves = False
+        if earlier is not None and granted:
+            replica = self.scheduler.replicas[earlier.account_id or ""]
+            alone = earlier.program is not None and len(earlier.program.in_flight) == 1 and not earlier.program.held
+            leaves = alone and not replica.open_to_programs and bool(self.scheduler.granting_replicas)
+            granted = not leaves and not replica.suspended_for  # else the next attempt is held where this one was
+        left_id = earlier.account_id if earlier is not None else None
         turn_count = 0 if earlier is None or earlier.program is None else earlier.program.turn_count
         turn_id = self.turn_arrives(
             program_id, "", 100, None, patience_s=patience_s, supersedes_id=earlier_id, age_s=3.0
@@ -165,6 +273,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         if granted and earlier is not None and turn is not None and turn.program is earlier.program is not None:
             assert turn.program.turn_count == turn_count, "one turn was counted twice"
             assert turn.account_id is not None, "held, though the attempt before it was not"
+        if leaves and earlier is not None and turn is not None and turn.program is earlier.program is not None:
+            assert turn.account_id != left_id, "sent again to a replica that its program is to leave"
         return turn_id
 
     @rule(target=turns, replica_id=REPLICAS, size=TOKENS)
@@ -224,6 +334,31 @@ class SchedulerMachine(RuleBasedStateMachine):
     def program_is_released(self, program_id: str, generation: int | None) -> None:
         self.send(ProgramReleased(self.now_s, program_id, generation))
 
+    @rule(program_id=PROGRAMS.filter(bool), outcome=st.sampled_from(["success", "failure", "?"]))
+    def program_ends_with_an_outcome(self, program_id: str, outcome: str) -> None:
+        self.send(ProgramReleased(self.now_s, program_id, None, outcome))
+        assert program_id not in self.scheduler.hopeless_ids
+
+    @rule(
+        program_id=PROGRAMS.filter(bool),
+        late=st.booleans(),
+        turn_count=st.integers(0, 6),
+        succeeds=st.booleans(),
+        confidence=st.floats(0, 1),
+    )
+    def program_is_judged(
+        self, program_id: str, late: bool, turn_count: int, succeeds: bool, confidence: float
+    ) -> None:
+        program = self.scheduler.table.get(program_id)
+        generation = 0 if program is None else program.generation - late
+        self.send(ProgramJudged(self.now_s, program_id, generation, turn_count, succeeds, confidence))
+        if program is None or late:
+            assert self.log[-1][1] == [], "a verdict on nobody was taken"
+        elif program_id in self.scheduler.hopeless_ids:
+            assert self.scheduler.table.get(program_id) is None
+        else:
+            assert program.level is not None
+
     @rule(program_ids=st.lists(PROGRAMS.filter(bool), max_size=4))
     def programs_are_released(self, program_ids: list[str]) -> None:
         self.send(ProgramsReleased(self.now_s, tuple(program_ids)))
@@ -268,15 +403,56 @@ class SchedulerMachine(RuleBasedStateMachine):
         hits=st.none() | st.floats(0, 1),
         queries=st.none() | st.integers(0, 20_000),
         preemptions=st.none() | st.integers(0, 5),
+        used=st.none() | st.floats(0, 1),
     )
     def replica_is_polled(
-        self, replica_id: str, capacity: int | None, hits: float | None, queries: int | None, preemptions: int | None
+        self,
+        replica_id: str,
+        capacity: int | None,
+        hits: float | None,
+        queries: int | None,
+        preemptions: int | None,
+        used: float | None,
     ) -> None:
-        self.send(ReplicaPolled(self.now_s, replica_id, capacity, hits, queries, preemptions))
+        self.send(ReplicaPolled(self.now_s, replica_id, capacity, hits, queries, preemptions, used))
 
     @rule(replica_id=REPLICAS, tokens=st.lists(st.tuples(PROGRAMS.filter(bool), TOKENS), max_size=4))
     def residency_is_reported(self, replica_id: str, tokens: list[tuple[str, int]]) -> None:
         self.send(ResidencyReported(self.now_s, replica_id, tuple(tokens)))
+
+    @rule(
+        route=st.sampled_from([("all", ""), ("program", "a"), ("group", "g"), ("tenant", "red"), ("class", "c")]),
+        weights=st.dictionaries(REPLICAS, st.sampled_from([0.0, 1.0, 1.0, 2.5]), max_size=3),
+    )
+    def route_is_set(self, route: tuple[str, str], weights: dict[str, float]) -> None:
+        self.send(RouteSet(self.now_s, *route, tuple(weights.items())))
+
+    @rule(
+        program_id=PROGRAMS.filter(bool),
+        priority=st.integers(-2, 2) | st.just(10**9),
+        replica_id=st.none() | st.none() | REPLICAS,
+    )
+    def priority_is_set(self, program_id: str, priority: int, replica_id: str | None) -> None:
+        self.send(PrioritySet(self.now_s, program_id, priority, replica_id))
+
+    @rule(program_id=PROGRAMS.filter(bool), replica_id=REPLICAS)
+    def program_is_migrated(self, program_id: str, replica_id: str) -> None:
+        why_not = self.scheduler.control.why_not_migrate(program_id, replica_id)
+        self.send(MigrationAsked(self.now_s, program_id, replica_id))
+        program = self.scheduler.table.get(program_id)
+        if not why_not and program is not None and program.destination is None:
+            assert replica_id in self.scheduler.replicas
+            assert program.replica_id == replica_id or program.status == "paused"
+
+    @rule(program_id=PROGRAMS.filter(bool))
+    def program_is_killed(self, program_id: str) -> None:
+        self.send(ProgramKilled(self.now_s, program_id))
+        assert self.scheduler.table.get(program_id) is None
+
+    @rule(replica_id=REPLICAS)
+    def replicas_are_asked_for(self, replica_id: str) -> None:
+        self.send(ReplicaKilled(self.now_s, replica_id))
+        self.send(ProvisionAsked(self.now_s))
 
     @rule(elapsed_s=st.floats(0, 5))
     def tick(self, elapsed_s: float) -> None:
@@ -289,6 +465,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         for account in self.scheduler.ledger.accounts.values():
             costs = account.costs
             assert min(asdict(costs).values()) >= 0
+
+    @invariant()
+    def what_is_judged_makes_sense(self) -> None:
+        for program in self.scheduler.table:
+            assert program.program_id not in self.scheduler.hopeless_ids
+            assert (program.level is None) == (not program.verdicts.last)
+            assert [each.turn_count for each in program.verdicts.last] == sorted(
+                each.turn_count for each in program.verdicts.last
+            )
+        if self.scheduler.settings.fair_tenants:  # tenants come first there
+            return
+        queue = self.scheduler.queue.reasoning
+        ranks = [self.scheduler.policy.restore_rank(program) for program in queue]
+        assert ranks == sorted(ranks), f"queued as it was: {list(queue)}"
 
     @invariant()
     def what_is_learned_makes_sense(self) -> None:
@@ -305,16 +495,19 @@ class SchedulerMachine(RuleBasedStateMachine):
             for order, sign in ((replica.acting, 1), (replica.reasoning, 1), (replica.marked, -1)):
                 ranks = [sign * scheduler.policy.pause_rank(program) for program in order]
                 assert ranks == sorted(ranks), f"ranked as it was: {list(order)}"
-        if self.policy_name != "breakeven":
+        if not self.scheduler.policy.claim_rules.share_prefixes:
             assert len(scheduler.shares.tree) == 0
         assert scheduler.knowledge.prefill_speed.token_s > 0
 
     def teardown(self) -> None:
         if not hasattr(self, "log"):
             return
+        first_heard, self.heard = self.heard, []
         again = self.fresh()
         for event, decisions in self.log:
             assert again.handle(event) == decisions
+        assert self.heard == first_heard
+        self.what_was_heard_adds_up()
         for turn_id in list(self.scheduler.turns):
             self.send(TurnAbandoned(self.now_s, turn_id))
         for program in list(self.scheduler.table):
@@ -328,6 +521,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not self.scheduler.changed_replicas
         assert not self.scheduler.open_replicas
 
+    def what_was_heard_adds_up(self) -> None:
+        """Every turn that went to a replica came back or is there, and so did every tool."""
+        gone = {signal.turn_id for signal in self.heard if isinstance(signal, GpuSubmit)}
+        back = [signal.turn_id for signal in self.heard if isinstance(signal, GpuEnd)]
+        there = {turn_id for program in self.scheduler.table for turn_id in program.in_flight}
+        assert len(back) == len(set(back)), "a turn came back twice"
+        assert gone - set(back) == there
+        counts = [signal.tool_count for signal in self.heard if isinstance(signal, ToolNum)]
+        assert self.scheduler.knowledge.tools_running_count == (counts[-1] if counts else 0)
+
     def nothing_is_left(self) -> None:
         assert not self.scheduler.turns
         assert not len(self.scheduler.table)
@@ -339,6 +542,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not self.scheduler.groups
         assert not self.scheduler.families
         assert not self.scheduler.impatient
+        if self.scheduler.tenants is not None:
+            assert not any(tenant.busy for tenant in self.scheduler.tenants)
 
 
 @pytest.mark.parametrize("name", POLICY_SETTINGS)

@@ -29,6 +29,10 @@ POLICIES: dict[str, dict[str, Setting]] = {
     "cap": {"n": 3},
     "thunderagent": {"delta_s": 5.0, "lambda_max": 0.95, "lambda_min": 0.8, "reserve_tokens": 100},
     "ttl": {"ttl_s": 4.0},
+    "autellix": {"short_tokens": 500},
+    "continuum": {"cold_count": 5, "prefill_token_s": 0.005, "reserve_tokens": 100},
+    "infercept": {"prefill_token_s": 0.002, "reserve_tokens": 100},
+    "mars": {"tool_cpu_count": 2, "window_max_count": 6, "reserve_tokens": 100},
     "breakeven": {
         "hold_ratio": 20.0,
         "low_ratio": 0.8,
@@ -37,7 +41,7 @@ POLICIES: dict[str, dict[str, Setting]] = {
         "wait_ratio": 0.2,
     },
 }
-TELLING = {"breakeven"}
+TELLING = {"breakeven", "continuum"}
 """Policies whose incident tells of prompts' prefixes, of groups and of tools: the others would not hear it."""
 
 

@@ -35,6 +35,8 @@ class Reason(StrEnum):
     """No replica is usable."""
     SUSPENDED = "suspended"
     """Nothing is granted while engines are paused, sleep, or get new weights."""
+    ADMISSION = "admission"
+    """The program is not admitted yet: enough others are."""
     # paused, marked
     THRASHING = "thrashing"
     """The programs claim more than the replica's memory."""
@@ -56,21 +58,42 @@ class Reason(StrEnum):
     """The program goes to another replica."""
     RELIEVED = "relieved"
     """There is room again: the program keeps its claim after all."""
+    # controlled
+    OPERATOR = "operator"
+    """Somebody who may control the proxy said so."""
+    CONTROL = "control"
+    """A global policy said so."""
+    IMBALANCE = "imbalance"
+    """Its replica is asked for much more than another one."""
+    LONG_TURN = "long_turn"
+    """It waits for a replica where a turn takes long, and another one has room."""
+    OVERLOAD = "overload"
+    """More waits than the replicas can take: another one is started, or moves to where they wait."""
+    SPARE = "spare"
+    """The others can do the work of that replica, too: it ends."""
     # released, rejected
+    KILLED = "killed"
+    """An operator or a global policy ended the program."""
     RELEASED = "released"
     """The client released the program."""
     FORGOTTEN = "forgotten"
     """Nothing was heard of the program for longer than the forget limit."""
+    HOPELESS = "hopeless"
+    """Judges say again and again that the program will fail, and such are ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """The turn has its lease: it may run on that replica."""
+    """The turn has its lease: it may run on that replica.
+
+    `engine_priority` is for engines with priorities, lower first; None leaves it to the client.
+    """
 
     turn_id: int
     program_id: str | None
     replica_id: str
     reason: Reason
+    engine_priority: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,4 +159,44 @@ class Release:
     reason: Reason
 
 
-Decision = Grant | Hold | Reject | Pause | Mark | Unmark | Restore | Release
+@dataclass(frozen=True, slots=True)
+class SetPriority:
+    """The program goes before those with a higher number, in the paused queue and in engines.
+
+    With a `replica_id`, in the engine of that replica alone.
+    """
+
+    program_id: str
+    priority: int
+    replica_id: str | None
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True)
+class SetRoute:
+    """Programs of that scope go to these replicas, by their weights; to any, if there are none."""
+
+    scope: str
+    name: str
+    targets: tuple[tuple[str, float], ...]
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True)
+class Provision:
+    """One more replica should be started. Carried out outside the core, which hears of it when it is up."""
+
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True)
+class EndReplica:
+    """That replica should drain and end. Carried out outside the core, which hears that it drains."""
+
+    replica_id: str
+    reason: Reason
+
+
+Decision = (
+    Grant | Hold | Reject | Pause | Mark | Unmark | Restore | Release | SetPriority | SetRoute | Provision | EndReplica
+)

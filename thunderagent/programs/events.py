@@ -17,6 +17,7 @@ class ProgramOpened:
     group_id: str = ""
     parent_id: str = ""
     tenant: str = ""
+    program_class: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +28,13 @@ class TurnArrived:
     `prompt_bytes` is the size of the request's body; the core learns tokens per byte from usage.
     `avoid_replica_id` names the replica that failed the previous attempt at this turn. `prefix` are places in the
     prompt, in their order; programs whose prompts have the same digest at a place have the same prompt up to there.
-    Programs of one `group_id` finish together. A program's tenant and its parent, a program that waits for it, are
-    those of its first turn.
+    Programs of one `group_id` finish together. A program's tenant, its class (a word of its client's for what it does)
+    and its parent, a program that waits for it, are those of its first turn. `role` is the agent whose turn it is;
+    empty is the branch's name.
 
     At `deadline_s`, in the same seconds as `now_s`, the client gives up; None is never. A client that tried again names
     the turn that this one takes the place of (`supersedes_id`), or if that one ended already, since when it waits.
+    `wanted_replica_id` alone has the response that the turn goes on from.
     """
 
     now_s: float
@@ -47,6 +50,9 @@ class TurnArrived:
     waiting_since_s: float | None = None
     parent_id: str = ""
     tenant: str = ""
+    wanted_replica_id: str | None = None
+    program_class: str = ""
+    role: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,12 +119,14 @@ class TurnAbandoned:
 class ProgramReleased:
     """The client says that the program ended.
 
-    With a `generation`, only that incarnation of the id is meant: a late release does not end the next one.
+    With a `generation`, only that incarnation of the id is meant: a late release does not end the next one. `outcome`
+    is `success` or `failure`; empty if the client does not say, or does not know.
     """
 
     now_s: float
     program_id: str
     generation: int | None = None
+    outcome: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +135,21 @@ class ProgramsReleased:
 
     now_s: float
     program_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramJudged:
+    """A judge that read what a program did in its first `turn_count` turns says whether it will succeed.
+
+    `confidence_ratio` is how sure it is of that, 0 to 1. Only the incarnation of that `generation` is meant.
+    """
+
+    now_s: float
+    program_id: str
+    generation: int
+    turn_count: int
+    will_succeed: bool
+    confidence_ratio: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +232,8 @@ class ReplicaPolled:
 
     `hit_ratio` is the prefix-cache hit rate by tokens since the previous poll, `query_tokens` how many prompt tokens
     were looked up since then, `preemption_count` how many running requests lost their memory since then.
+    `kv_used_ratio` is the part of the KV pool that running requests reference, `engine_waiting_count` how many requests
+    wait in the engine.
     """
 
     now_s: float
@@ -217,6 +242,8 @@ class ReplicaPolled:
     hit_ratio: float | None = None
     query_tokens: int | None = None
     preemption_count: int | None = None
+    kv_used_ratio: float | None = None
+    engine_waiting_count: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +256,23 @@ class ResidencyReported:
     now_s: float
     replica_id: str
     resident_tokens: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolStarted:
+    """A program's client says that its tool begins now: sharper than the end of the turn that called it."""
+
+    now_s: float
+    program_id: str
+    tool: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolEnded:
+    """A program's client says that its tool is through: its next turn will come at once, or another tool begins."""
+
+    now_s: float
+    program_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,6 +306,61 @@ class SandboxesMeasured:
 
 
 @dataclass(frozen=True, slots=True)
+class RouteSet:
+    """An operator says where programs go from now on: to these replicas, by their weights; to any, if none is named.
+
+    `scope` is one of `routes.Scope`, `name` the program, group, class or tenant that is meant; empty for all.
+    """
+
+    now_s: float
+    scope: str
+    name: str
+    targets: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PrioritySet:
+    """An operator gives a program a priority, lower goes first; with a `replica_id` in that engine alone."""
+
+    now_s: float
+    program_id: str
+    priority: int
+    replica_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MigrationAsked:
+    """An operator moves a program to another replica."""
+
+    now_s: float
+    program_id: str
+    replica_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramKilled:
+    """An operator ends a program: its held turns are rejected, those in flight end as turns without a program."""
+
+    now_s: float
+    program_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaKilled:
+    """An operator has a replica drain and end."""
+
+    now_s: float
+    replica_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class ProvisionAsked:
+    """An operator wants one more replica."""
+
+    now_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time passed. A safety net: whatever can be decided earlier is decided on the event itself."""
 
@@ -279,6 +378,7 @@ Event = (
     | TurnAbandoned
     | ProgramReleased
     | ProgramsReleased
+    | ProgramJudged
     | ReplicaUp
     | ReplicaDown
     | ReplicaDraining
@@ -289,8 +389,16 @@ Event = (
     | ReplicaTripped
     | ReplicaPolled
     | ResidencyReported
+    | ToolStarted
+    | ToolEnded
     | SandboxReady
     | SandboxFailed
     | SandboxesMeasured
+    | RouteSet
+    | PrioritySet
+    | MigrationAsked
+    | ProgramKilled
+    | ReplicaKilled
+    | ProvisionAsked
     | Tick
 )

@@ -11,6 +11,18 @@ from thunderagent.programs.replica import Replica
 from thunderagent.programs.scheduler import Scheduler
 
 
+class _Story:
+    """A program and what happened to it, put into words only where a truth does not hold: most of a check's time."""
+
+    __slots__ = ("_program",)
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, (self._program, *self._program.story())))
+
+
 def check(scheduler: Scheduler) -> None:
     """Raise `AssertionError` with the program's story where a truth does not hold."""
     for program in scheduler.table:
@@ -30,6 +42,10 @@ def check(scheduler: Scheduler) -> None:
         _check_child(scheduler, child)
     active = [program for program in scheduler.table if program.status is Status.ACTIVE]
     assert scheduler.active_count == len(active), "active programs miscounted"
+    admitted_count = sum(program.admitted for program in scheduler.table)
+    assert scheduler.admitted_count == admitted_count, "admitted programs miscounted"
+    if scheduler.tenants is not None:
+        _check_tenants(scheduler, active)
     at_tools = [program for program in scheduler.table if program.tool_runs]
     assert all(program.phase is Phase.ACTING for program in at_tools), "a tool runs while a turn is with us"
     assert scheduler.knowledge.tools_running_count == len(at_tools), "running tools miscounted"
@@ -47,19 +63,34 @@ def check(scheduler: Scheduler) -> None:
         assert not may_run, "an anonymous turn is held though a replica is usable"
 
 
+def _check_tenants(scheduler: Scheduler, active: list[Program]) -> None:
+    assert scheduler.tenants is not None
+    waiting = [*scheduler.queue.waiting()]
+    seen = {tenant.name: tenant for tenant in scheduler.tenants}
+    for name in {program.tenant for program in (*active, *waiting)} | set(seen):
+        claim_tokens = sum(program.claim_tokens for program in active if program.tenant == name)
+        waiting_count = sum(program.tenant == name for program in waiting)
+        tenant = seen.get(name)
+        assert (tenant.claim_tokens if tenant else 0) == claim_tokens, f"claims of tenant {name!r} differ"
+        assert (tenant.waiting_count if tenant else 0) == waiting_count, f"who waits of tenant {name!r} differs"
+
+
 def _check_child(scheduler: Scheduler, child: Program) -> None:
     parent = scheduler.table.get(child.parent_id)
     if child.held and child.status is Status.PAUSED:
-        story = "\n".join(map(str, (child, *child.story())))
+        story = _Story(child)
         assert child in scheduler.families.held_children(child.parent_id), f"not among its parent's children\n{story}"
         if scheduler.granting_replicas and parent is not None:
-            assert parent.status is not Status.ACTIVE, f"held, though its parent has a claim\n{story}"
+            alone = scheduler.tenants is None or not scheduler.families.active_count(child.parent_id)
+            assert parent.status is not Status.ACTIVE or not alone, f"held, though its parent has a claim\n{story}"
 
 
 def _check_program(scheduler: Scheduler, program: Program) -> None:
-    story = "\n".join(map(str, (program, *program.story())))
+    story = _Story(program)
     homes = [r.replica_id for r in scheduler.replicas.values() if program.program_id in r.programs]
     queued = program in scheduler.queue.reasoning, program in scheduler.queue.acting
+    outside = program.status is Status.PAUSED and program.phase is Phase.REASONING and not program.admitted
+    assert (program in scheduler.queue.outside) == outside, f"outside, or not, though it is not so\n{story}"
     with_us = bool(program.held or program.in_flight)
     assert (program.phase is Phase.REASONING) == with_us, f"phase and turns disagree\n{story}"
     assert program.status is not Status.TERMINATED, f"terminated, but in the table\n{story}"
@@ -67,6 +98,7 @@ def _check_program(scheduler: Scheduler, program: Program) -> None:
     assert program.claim_tokens == claim_tokens, f"claim is stale\n{story}"
     if program.status is Status.ACTIVE:
         assert homes == [program.replica_id], f"active on {homes}\n{story}"
+        assert program.admitted, f"active, but not admitted\n{story}"
         assert scheduler.replicas[homes[0]].up, f"active on a replica that is down\n{story}"
         suspended_for = scheduler.replicas[homes[0]].suspended_for
         assert not program.held or suspended_for, f"active, but a turn is held\n{story}"
@@ -76,7 +108,22 @@ def _check_program(scheduler: Scheduler, program: Program) -> None:
         assert not program.in_flight, f"paused with a turn in flight\n{story}"
         assert not program.marked, f"paused and marked\n{story}"
         reasoning = program.phase is Phase.REASONING
-        assert queued == (reasoning, not reasoning and not program.idle), f"in the wrong queue\n{story}"
+        anywhere = program.admitted and program.bound_to is None
+        in_queue = reasoning and anywhere, not (reasoning or program.idle or program.destination) and anywhere
+        assert queued == in_queue, f"in the wrong queue\n{story}"
+    waits_at = [replica_id for replica_id, bound in scheduler.queue.bound.items() if program in bound]
+    is_bound = program.status is Status.PAUSED and program.held and program.admitted and program.bound_to is not None
+    assert waits_at == ([program.bound_to] if is_bound else []), f"waits for the wrong replica\n{story}"
+    route = program.route
+    assert route is None or program in route.programs, f"not among those of its route\n{story}"
+    if program.status is Status.PAUSED and not program.announced:
+        assert route is scheduler.control.routes.of(program), f"its route is another one\n{story}"
+    if program.bound_to is not None:
+        assert route is not None, f"bound without a route\n{story}"
+        assert route.names(program.bound_to), f"bound against its route\n{story}"
+        assert scheduler.replicas[program.bound_to].open_to_programs, f"bound to a replica that is closed\n{story}"
+    if program.destination is not None and program.status is Status.ACTIVE:
+        assert program.marked, f"on its way, but not marked\n{story}"
     for turn in program.in_flight.values():
         assert turn.account_id == program.replica_id, f"a turn in flight elsewhere\n{story}"
     for turn in (*program.held.values(), *program.lost.values()):
@@ -100,7 +147,8 @@ def _check_replica(scheduler: Scheduler, replica: Replica) -> None:
     assert account.other_tokens == sum(t.claim_tokens for t in turns if t.program is None), f"sum differs: {replica!r}"
     assert set(replica.acting) == set(acting), f"pause order misses some: {replica!r}"
     assert set(replica.reasoning) == {p for p in reasoning if not p.marked}, f"mark order misses some: {replica!r}"
-    assert set(replica.marked) == {p for p in reasoning if p.marked}, f"marked programs differ: {replica!r}"
+    to_unmark = {p for p in reasoning if p.marked and p.destination is None}
+    assert set(replica.marked) == to_unmark, f"marked programs differ: {replica!r}"
     assert set(replica.expiring) <= set(acting), f"who does not act expires: {replica!r}"
     assert account.shared_tokens == _shared_tokens(scheduler, replica), f"shared tokens differ: {replica!r}"
     now_s = scheduler.now_s

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from math import inf
 
-from thunderagent.programs.admission import Admission
+from thunderagent.programs.goodput import Goodput
 from thunderagent.programs.histogram import LogHistogram
 from thunderagent.programs.learning import RESIDENCE_EDGES_S, Growth, PrefillSpeed
 from thunderagent.programs.policies.base import ClaimRules
 from thunderagent.programs.program import Branch, Program, Turn
+from thunderagent.programs.restore_pace import RestorePace
+from thunderagent.programs.roles import RoleOutputs
 from thunderagent.programs.tool_times import ToolTimes
+from thunderagent.programs.verdicts import Record
 
 UNKNOWN_GROWTH_RATIO = 3.0
 """Until some programs ended, one is expected to become larger than its first prompt by so much of it."""
@@ -23,11 +26,14 @@ class Knowledge:
 
     __slots__ = (
         "_residences_s",
-        "admission",
         "capacity_tokens",
+        "goodput",
         "growth",
+        "judge_record",
         "mean_tool_s",
         "prefill_speed",
+        "restore_pace",
+        "role_outputs",
         "tool_times",
         "tools_running_count",
     )
@@ -37,7 +43,10 @@ class Knowledge:
         self.tool_times = ToolTimes()
         self.prefill_speed = PrefillSpeed()
         self.growth = Growth()
-        self.admission = Admission()
+        self.goodput = Goodput()
+        self.restore_pace = RestorePace()
+        self.role_outputs = RoleOutputs()
+        self.judge_record = Record()
         self.tools_running_count = 0
         """Programs whose tool runs."""
         self.mean_tool_s = 0.0
@@ -80,8 +89,16 @@ class Knowledge:
         program.larger_tokens_total += max(0, context_tokens - program.first_prompt_tokens)
         grown_tokens = context_tokens - branch.context_tokens if branch.context_tokens else None
         self.growth.turn_finished(grown_tokens, output_tokens, duration_s + program.away_s)
+        self.role_outputs.learn(turn.role, output_tokens)
         uncached_tokens = max(0, prompt_tokens - cached_tokens)
-        self.prefill_speed.learn(turn.first_token_s(now_s), duration_s, uncached_tokens, output_tokens)
+        first_token_s = turn.first_token_s(now_s)
+        self.prefill_speed.learn(first_token_s, duration_s, uncached_tokens, output_tokens)
+        self.goodput.learn(first_token_s, duration_s, output_tokens)
+        new_tokens = min(uncached_tokens, max(0, prompt_tokens - branch.context_tokens))
+        ideal_s = self.goodput.ideal_s(new_tokens, output_tokens, self.prefill_speed.token_s)
+        self.goodput.turn_ended(now_s - turn.waiting_since_s, ideal_s)
+        program.ideal_s_total += ideal_s
+        program.last_ended_s = now_s
 
     def tool_began(self, program: Program) -> None:
         """Note that a program is at a tool from now on."""
@@ -93,6 +110,7 @@ class Knowledge:
         """Learn how long a program was away, whose turn arrives."""
         program.away_s = now_s - program.acting_since_s
         self.tools_running_count -= 1
+        program.ideal_s_total += program.away_s
         learning_ratio = TOOL_LEARNING_RATIO if self.mean_tool_s else 1.0
         self.mean_tool_s += learning_ratio * (program.away_s - self.mean_tool_s)
         if program.let_go_after_s is None:
@@ -100,6 +118,11 @@ class Knowledge:
         else:
             self.tool_times.came_back_late(program.tool, program.let_go_after_s, program.away_s)
         program.tool_runs = False
+
+    def tool_is_another(self, program: Program) -> None:
+        """Learn nothing from a tool that turned out to be another one, or to have begun later."""
+        program.tool_runs = False
+        self.tools_running_count -= 1
 
     def tool_let_go(self, program: Program, now_s: float) -> None:
         """Learn that a program, whose claim goes, is not back yet."""
@@ -114,6 +137,7 @@ class Knowledge:
         program.tool_runs = False
         if program.turn_count:
             self._residences_s.add(now_s - program.opened_s)
+            self.goodput.program_ended(program.last_ended_s - program.opened_s, program.ideal_s_total)
             self.growth.program_ended(program.larger_tokens_total, program.turn_count)
 
     def measure_claim(self, program: Program, rules: ClaimRules) -> None:

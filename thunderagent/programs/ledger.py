@@ -96,8 +96,10 @@ class Account:
         "capacity_ratio",
         "capacity_tokens",
         "costs",
+        "engine_waiting_count",
         "growth_tokens",
         "hit_ratio",
+        "kv_used_ratio",
         "marked_tokens",
         "other_tokens",
         "reasoning_count",
@@ -131,6 +133,9 @@ class Account:
         """Claimed more than once, because programs have it in common."""
         self.turn_count = 0
         self.hit_ratio = 0.0
+        """As last polled; so are the next two."""
+        self.kv_used_ratio = 0.0
+        self.engine_waiting_count = 0
         self.costs = Costs()
         self.updated_s = now_s
         self.waited_s = 0.0

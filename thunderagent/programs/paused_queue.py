@@ -7,49 +7,126 @@ from collections.abc import Callable, Iterator
 from thunderagent.programs.lifecycle import Phase
 from thunderagent.programs.program import Program
 from thunderagent.programs.ranked_set import Rank, RankedSet
+from thunderagent.programs.tenants import FairSet, Tenants
 
 
 class PausedQueue:
     """Paused programs by phase, each phase in the order in which the policy would restore.
 
-    A program that the idle limit paused is not in here until a turn of it arrives.
+    A program's own priority comes before what the policy says. A program that the idle limit paused is not in here
+    until a turn of it arrives. One with a turn that is not admitted yet waits `outside`, in the order of the admission
+    policy; one that a route binds to a replica waits for that one alone, where the policy does not see it (`bound`),
+    and one whose tool runs and that is to go to a certain replica with its next turn is not in here until then.
     """
 
-    __slots__ = ("_rank", "acting", "reasoning")
+    __slots__ = ("_bound_at", "_outside_rank", "_rank", "_tenants", "acting", "bound", "outside", "reasoning")
 
-    def __init__(self, rank: Callable[[Program], Rank]) -> None:
-        """Begin empty; `rank` is the policy's: lower is restored sooner."""
+    def __init__(
+        self,
+        rank: Callable[[Program], Rank],
+        outside_rank: Callable[[Program], Rank] | None = None,
+        tenants: Tenants | None = None,
+    ) -> None:
+        """Begin empty; `rank` is the policy's: lower is restored sooner. `outside_rank` is that of admission.
+
+        With `tenants` both are only among the programs of each, and the tenant that had least goes first.
+        """
         self._rank = rank
-        self.reasoning: RankedSet[Program] = RankedSet()
+        self._outside_rank = outside_rank or rank
+        self._tenants = tenants
+        self.reasoning: RankedSet[Program] | FairSet = RankedSet() if tenants is None else FairSet(tenants)
         self.acting: RankedSet[Program] = RankedSet()
+        self.outside: RankedSet[Program] | FairSet = RankedSet() if tenants is None else FairSet(tenants)
+        self.bound: dict[str, RankedSet[Program] | FairSet] = {}
+        """Programs with a turn that wait for one replica, by its id; no set is empty."""
+        self._bound_at: dict[Program, str] = {}
 
     def __len__(self) -> int:
-        return len(self.reasoning) + len(self.acting)
+        return len(self.reasoning) + len(self.acting) + len(self.outside) + len(self._bound_at)
 
     def __repr__(self) -> str:
-        return f"<PausedQueue: {len(self.reasoning)} reasoning, {len(self.acting)} acting>"
+        bound = f", {len(self._bound_at)} bound" if self._bound_at else ""
+        outside = f"{len(self.outside)} outside"
+        return f"<PausedQueue: {len(self.reasoning)} reasoning, {len(self.acting)} acting, {outside}{bound}>"
 
     def __iter__(self) -> Iterator[Program]:
-        """Yield reasoning programs, then acting ones, each by rank. For reports: O(n log n)."""
-        yield from self.reasoning
+        """Yield reasoning programs, bound ones, those outside, then acting ones, each by rank. Costs O(n log n)."""
+        yield from self.waiting()
         yield from self.acting
+
+    @property
+    def waiting_count(self) -> int:
+        """Programs with a turn: those that may be restored, and those outside."""
+        return self.for_room_count + len(self.outside)
+
+    def waiting(self) -> Iterator[Program]:
+        """Yield programs with a turn in order, those outside last. For reports: O(n log n)."""
+        yield from self.for_room()
+        yield from self.outside
+
+    @property
+    def for_room_count(self) -> int:
+        """Programs with a turn that wait for room, anywhere or on one replica."""
+        return len(self.reasoning) + len(self._bound_at)
+
+    def for_room(self) -> Iterator[Program]:
+        """Yield those with a turn that wait for room, those that may go anywhere first."""
+        yield from self.reasoning
+        for bound in self.bound.values():
+            yield from bound
+
+    def ahead_count(self, program: Program) -> int:
+        """Return how many go before a program with a turn, where it waits. Costs O(n log n): for reports."""
+        bound = self.bound.get(self._bound_at.get(program, ""))
+        return list(bound if bound is not None else (*self.reasoning, *self.outside)).index(program)
 
     def put(self, program: Program) -> None:
         """Put a paused program in its place, or in a new one after its phase or size changed."""
-        rank = self._rank(program)
+        self.remove(program)
         if program.phase is Phase.REASONING:
-            self.acting.discard(program)
-            self.reasoning.add(program, rank)
-        else:
-            self.reasoning.discard(program)
-            self.acting.add(program, rank)
+            if not program.admitted:
+                self.outside.add(program, (program.priority, self._outside_rank(program)))
+            elif program.bound_to is not None:
+                self._bound_at[program] = program.bound_to
+                self._set_at(program.bound_to).add(program, self._order(program))
+            else:
+                self.reasoning.add(program, self._order(program))
+        elif program.admitted and program.bound_to is None and program.destination is None:
+            self.acting.add(program, self._order(program))
+
+    def _set_at(self, replica_id: str) -> RankedSet[Program] | FairSet:
+        if replica_id not in self.bound:
+            self.bound[replica_id] = RankedSet() if self._tenants is None else FairSet(self._tenants)
+        return self.bound[replica_id]
+
+    def rank_anew(self, program: Program) -> None:
+        """Put a program that is in here in its place again, because its priority changed."""
+        if program in self.reasoning:
+            self.reasoning.add(program, self._order(program))
+        elif (replica_id := self._bound_at.get(program)) is not None:
+            self.bound[replica_id].add(program, self._order(program))
+        elif program in self.acting:
+            self.acting.add(program, self._order(program))
+        elif program in self.outside:
+            self.outside.add(program, (program.priority, self._outside_rank(program)))
+
+    def _order(self, program: Program) -> tuple[int, Rank]:
+        return program.priority, self._rank(program)
 
     def remove(self, program: Program) -> None:
         """Take a program out if it is in."""
         self.reasoning.discard(program)
         self.acting.discard(program)
+        self.outside.discard(program)
+        replica_id = self._bound_at.pop(program, None)
+        if replica_id is not None:
+            self.bound[replica_id].discard(program)
+            if not self.bound[replica_id]:
+                del self.bound[replica_id]
 
     def comes_before_all_waiting(self, program: Program) -> bool:
         """Say whether a program with a turn would stand at the head of those that have one."""
+        if isinstance(self.reasoning, FairSet):
+            return self.reasoning.comes_first(program, self._order)
         first = self.reasoning.first()
-        return first is None or first is program or self._rank(program) < self._rank(first)
+        return first is None or first is program or self._order(program) < self._order(first)

@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from math import inf
+from typing import TYPE_CHECKING
 
+from thunderagent.programs.decisions import Reason
 from thunderagent.programs.lifecycle import TRANSITIONS, Phase, Status, Trigger, no_transition
 from thunderagent.programs.prefixes import Chain
+from thunderagent.programs.verdicts import Level, Verdicts
+
+if TYPE_CHECKING:
+    from thunderagent.programs.routes import Route
 
 STORY_ENTRIES = 48
 """How many of its last happenings a program remembers."""
@@ -61,6 +67,7 @@ class Turn:
         "claim_tokens",
         "deadline_s",
         "disturbed",
+        "expected_output_tokens",
         "granted_s",
         "kept_since_s",
         "kept_tokens",
@@ -70,9 +77,11 @@ class Turn:
         "prompt_bytes",
         "prompt_tokens",
         "resident_tokens",
+        "role",
         "started_s",
         "turn_id",
         "waiting_since_s",
+        "wanted_replica_id",
     )
 
     def __init__(
@@ -84,6 +93,10 @@ class Turn:
         self.branch_id = branch_id
         self.prompt_bytes = prompt_bytes
         self.arrived_s = arrived_s
+        self.role = branch_id
+        """The agent whose turn it is: its branch, if nothing else was said."""
+        self.expected_output_tokens = 0
+        """What turns of that role were seen to generate when it arrived."""
         self.waiting_since_s = arrived_s
         """When its first attempt arrived, if its client tried again."""
         self.deadline_s = inf
@@ -98,6 +111,8 @@ class Turn:
         """What it claims by itself: only of a turn in flight whose program is None."""
         self.pinned_replica_id: str | None = None
         """The only replica that it may run on, if its client chose one."""
+        self.wanted_replica_id: str | None = None
+        """The replica that has what it goes on from: it runs there if its program may get a claim there."""
         self.disturbed = False
         """Its replica was suspended or flushed while it ran: its times and hits tell nothing, nor does its end."""
         self.granted_s = 0.0
@@ -170,22 +185,28 @@ class Program:
 
     __slots__ = (
         "acting_since_s",
+        "admitted",
         "announced",
         "away_s",
+        "bound_to",
         "branches",
         "cached_tokens_total",
         "claim_tokens",
+        "destination",
         "first_prompt_tokens",
         "generation",
+        "granted_output_tokens",
         "group",
         "growth_tokens",
         "held",
         "held_s_total",
         "hold_reason",
         "hold_until_s",
+        "ideal_s_total",
         "idle",
         "in_flight",
         "larger_tokens_total",
+        "last_ended_s",
         "let_go_after_s",
         "limits_since_s",
         "lost",
@@ -194,19 +215,24 @@ class Program:
         "output_tokens_total",
         "parent_id",
         "phase",
+        "priority",
+        "priority_by_replica",
+        "program_class",
         "program_id",
         "prompt_tokens_total",
         "replica_id",
         "reserve_tokens",
+        "route",
         "status",
         "story_entries",
         "tenant",
         "tool",
         "tool_runs",
         "turn_count",
+        "verdicts",
     )
 
-    def __init__(self, program_id: str, generation: int, opened_s: float) -> None:
+    def __init__(self, program_id: str, generation: int, opened_s: float) -> None:  # noqa: PLR0915 - one for each slot
         """Open a program: paused, and with nothing known of it."""
         self.program_id = program_id
         self.generation = generation
@@ -214,6 +240,8 @@ class Program:
         self.status = Status.PAUSED
         self.phase = Phase.ACTING
         self.acting_since_s = opened_s
+        self.admitted = True
+        """Whether it may be in the paused queue; only where a policy has an admission is it ever False."""
         self.announced = False
         """Opened by its client's word; no turn of it came yet."""
         self.tool = ""
@@ -229,6 +257,16 @@ class Program:
         """When it began to act, on the clock of the limits, which stands still while nothing is granted."""
         self.parent_id = ""
         self.tenant = ""
+        self.program_class = ""
+        self.priority = 0
+        """As it was told: lower goes first, in the paused queue and in an engine, before what the policy says."""
+        self.priority_by_replica: dict[str, int] | None = None
+        """The same for the engine of one replica alone."""
+        self.route: Route | None = None
+        self.bound_to: str | None = None
+        """The replica that its route sends it to, while that is open."""
+        self.destination: tuple[str, Reason] | None = None
+        """Where it is to go when its turns in flight have ended, or its next one comes; and why."""
         self.marked = False
         self.idle = False
         """Paused by the idle limit: only a turn brings it back."""
@@ -249,11 +287,16 @@ class Program:
         self.lost: dict[int, Turn] = {}
         """In flight on a replica that went down: not ended yet, but no longer counted."""
         self.hold_reason = ""
+        self.granted_output_tokens = 0
+        """What the turn that was granted last was expected to generate."""
+        self.verdicts = Verdicts()
         self.turn_count = 0
-        self.prompt_tokens_total = 0
-        self.output_tokens_total = 0
-        self.cached_tokens_total = 0
+        self.prompt_tokens_total = self.output_tokens_total = self.cached_tokens_total = 0
         self.held_s_total = 0.0
+        self.ideal_s_total = 0.0
+        """What its finished turns would have taken alone, and its tools as long as they took."""
+        self.last_ended_s = opened_s
+        """When its last turn finished."""
         self.story_entries: deque[tuple[float, str, str, str | None, int, float | None]] = deque(maxlen=STORY_ENTRIES)
 
     def __repr__(self) -> str:
@@ -267,6 +310,23 @@ class Program:
     def is_last_of_group(self) -> bool:
         """Whether it is in a group, all others of which ended."""
         return self.group is not None and self.group.last is self
+
+    @property
+    def group_id(self) -> str:
+        """The group it is in; empty if in none."""
+        return self.group.group_id if self.group is not None else ""
+
+    @property
+    def expected_output_tokens(self) -> int:
+        """What its turn that waits first, or else was granted last, was expected to generate when it arrived."""
+        for turn in self.held.values():
+            return turn.expected_output_tokens
+        return self.granted_output_tokens
+
+    @property
+    def level(self) -> Level | None:
+        """How good a judge thinks its prospects are; None as long as there is no verdict."""
+        return self.verdicts.level
 
     @property
     def waiting_since_s(self) -> float:

@@ -8,6 +8,8 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T", bound=Hashable)
 Rank = float
+Order = Rank | tuple[int, Rank]
+"""A rank, or one that another number comes before. Within one set all are of one kind."""
 
 COMPACT_ABOVE = 64
 """Entries below which the dead are not worth looking for."""
@@ -24,7 +26,7 @@ class RankedSet(Generic[T]):
 
     def __init__(self) -> None:
         """Begin empty."""
-        self._heap: list[tuple[Rank, int, T]] = []
+        self._heap: list[tuple[Order, int, T]] = []
         self._entry_of: dict[T, int] = {}
         self._next_entry_id = 0
         self._compact_above = COMPACT_ABOVE
@@ -38,7 +40,7 @@ class RankedSet(Generic[T]):
     def __repr__(self) -> str:
         return f"<RankedSet of {len(self)}>"
 
-    def add(self, member: T, rank: Rank) -> None:
+    def add(self, member: T, rank: Order) -> None:
         """Put `member` in, or rank it anew."""
         entry_id = self._next_entry_id
         self._next_entry_id = entry_id + 1
@@ -73,7 +75,7 @@ class RankedSet(Generic[T]):
     def lowest(self, count: int) -> list[T]:
         """Return the `count` members with the lowest ranks, in order. Cost: O((count + dead there) log members)."""
         heap, entry_of = self._heap, self._entry_of
-        entries: list[tuple[Rank, int, T]] = []
+        entries: list[tuple[Order, int, T]] = []
         while heap and len(entries) < count:
             entry = heappop(heap)
             if entry_of.get(entry[2]) == entry[1]:

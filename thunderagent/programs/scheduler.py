@@ -15,6 +15,10 @@ Each event does three things, in this order:
 3. *Balance.* If the event may have freed room, or time has passed, the policy makes proposals (`balance`), each of
    which the view checks and has carried out at once (`view.py`).
 
+Where a policy has an admission (`policies/parts.py`), a program that it does not let in waits outside the paused queue,
+and the policy is asked where to place it only then. What a policy wants to hear it is told in signals (`signals.py`).
+What an operator or a global policy does - routes, priorities, moves - is in `control.py`.
+
 What the scheduler decides without asking a policy: a turn of a program that has a turn in flight is granted beside
 it; an anonymous turn is granted on the least loaded replica; programs leave a replica that is down at once, and one
 that is draining at the end of their turn; the idle limit takes a claim, the forget limit a program; turns for which no
@@ -31,11 +35,12 @@ that, for nothing has changed. The clock of the idle and forget limits stands st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
+from thunderagent.programs.control import Control, engine_priority
 from thunderagent.programs.decisions import (
     Decision,
     Grant,
@@ -54,6 +59,7 @@ from thunderagent.programs.events import (
     GrantsSuspended,
     PinnedTurnArrived,
     PrefixCut,
+    ProgramJudged,
     ProgramOpened,
     ProgramReleased,
     ProgramsReleased,
@@ -69,6 +75,8 @@ from thunderagent.programs.events import (
     SandboxFailed,
     SandboxReady,
     Tick,
+    ToolEnded,
+    ToolStarted,
     TurnAbandoned,
     TurnArrived,
     TurnFailed,
@@ -84,10 +92,23 @@ from thunderagent.programs.lifecycle import Phase, Status, Trigger
 from thunderagent.programs.limits_clock import LimitsClock
 from thunderagent.programs.paused_queue import PausedQueue
 from thunderagent.programs.policies.base import Moment, Policy, ReplicaView, SandboxSums, least_loaded
+from thunderagent.programs.policies.parts import Admission, EnginePriority, Observe
 from thunderagent.programs.program import MAIN_BRANCH, Branch, Group, Program, Turn
 from thunderagent.programs.replica import Replica
 from thunderagent.programs.shares import Shares
+from thunderagent.programs.signals import (
+    GpuEnd,
+    GpuFirstToken,
+    GpuSubmit,
+    ProgramEnd,
+    Signal,
+    ToolEnd,
+    ToolNum,
+    ToolStart,
+)
 from thunderagent.programs.table import ProgramTable
+from thunderagent.programs.tenants import Tenants
+from thunderagent.programs.verdicts import OUTCOMES, Level, Verdict
 from thunderagent.programs.view import SchedulerView
 
 FIRST_TOKENS_PER_BYTE_RATIO = 0.25
@@ -96,6 +117,9 @@ FIRST_TOKENS_PER_BYTE_RATIO = 0.25
 LEARNING_RATIO = 0.05
 """Weight of the newest turn in the learned tokens per byte of programs that are seen for the first time."""
 
+
+MAX_HOPELESS_COUNT = 10_000
+"""So many ids of programs that were ended as hopeless are remembered, the oldest forgotten first."""
 
 IN_DEMAND_RATIO = 0.8
 """A replica is in demand while others wait and so much of what may be claimed there is: then more may be tried."""
@@ -115,6 +139,16 @@ class SchedulerSettings:
     """A turn whose client would give up gets its lease so long before, at least: for its answer."""
     patience_ratio: float = 0.25
     """The same as a part of its client's patience, where that is longer."""
+    fair_tenants: bool = False
+    """Whether who waits goes by what its tenant had (`tenants.py`)."""
+    tenant_weight_ratios: Mapping[str, float] = field(default_factory=dict)
+    """How much more than others some may have; 1 for those that are not named."""
+    judge_fail_turns_count: int = 10
+    """Verdicts of failure over so many turns make a program's level the lowest: K_fail of ORBIT."""
+    judge_confidence_ratio: float = 0.5
+    """A verdict of failure counts as one if the judge is as sure of it."""
+    judge_ends_hopeless: bool = False
+    """Whether a program whose level becomes the lowest is ended."""
 
 
 class Scheduler:
@@ -131,7 +165,18 @@ class Scheduler:
         self.settings = settings or SchedulerSettings()
         self.table = ProgramTable()
         self.ledger = Ledger(policy.claim_rules.half_life_s)
-        self.queue = PausedQueue(policy.restore_rank)  # a policy sees a Program as a ProgramView
+        self._admission: Admission | None = getattr(policy, "admission", None)
+        self._priority: EnginePriority | None = getattr(policy, "priority", None)
+        self._observe: Observe | None = getattr(policy, "observe", None)
+        self._listeners: tuple[Callable[[Signal], None], ...] = ()
+        self._emits = self._observe is not None
+        outside_rank = None if self._admission is None else self._admission.rank
+        self.tenants = Tenants(self.settings.tenant_weight_ratios) if self.settings.fair_tenants else None
+        self.queue = PausedQueue(
+            policy.restore_rank, outside_rank, self.tenants
+        )  # a policy sees a Program as a ProgramView
+        self.admitted_count = 0
+        """Programs that may begin, or began: all, where the policy has no admission."""
         self.replicas: dict[str, Replica] = {}
         self.turns: dict[int, Turn] = {}
         """Every turn that was not ended, by its id."""
@@ -147,6 +192,8 @@ class Scheduler:
         self.previous_tick_s = 0.0
         self.sandboxes = SandboxSums()
         """As last measured."""
+        self.hopeless_ids: dict[str, None] = {}
+        """Programs that were ended because they were judged hopeless: turns of these are rejected."""
         self.suspended_for: dict[str, None] = {}
         """Causes for which nothing is granted on any replica; each replica has them, too."""
         self._open_replicas: list[Replica] = []
@@ -159,6 +206,7 @@ class Scheduler:
         self._decisions: list[Decision] = []
         self._now_s = 0.0
         self._view = SchedulerView(self)
+        self.control = Control(self)
         self._handlers: dict[type[Any], Callable[[Any], None]] = {
             ProgramOpened: self._program_opened,
             TurnArrived: self._turn_arrived,
@@ -170,6 +218,7 @@ class Scheduler:
             TurnAbandoned: self._turn_lost,
             ProgramReleased: self._program_released,
             ProgramsReleased: self._programs_released,
+            ProgramJudged: self._program_judged,
             ReplicaUp: self._replica_up,
             ReplicaDown: self._replica_down,
             ReplicaDraining: self._replica_draining,
@@ -180,10 +229,13 @@ class Scheduler:
             ReplicaTripped: self._replica_tripped,
             ReplicaPolled: self._replica_polled,
             ResidencyReported: self._residency_reported,
+            ToolStarted: self._tool_started,
+            ToolEnded: self._tool_ended,
             SandboxReady: self._sandbox_ready,
             SandboxFailed: self._sandbox_failed,
             SandboxesMeasured: self._sandboxes_measured,
             Tick: self._tick,
+            **self.control.handlers(),
         }
 
     def __repr__(self) -> str:
@@ -211,15 +263,62 @@ class Scheduler:
         replica that is not known, or no longer, changes nothing.
         """
         self._now_s = max(self._now_s, event.now_s)
+        if self.tenants is not None:
+            self.tenants.now_s = self._now_s
         decisions = self._decisions = []
         self._handlers[type(event)](event)
         if self.impatient:
             self._grant_impatient()
         if self._new_parents:
             self._restore_children()
+        if self.tenants is not None:
+            self.tenants.event_ended()
         waiting = bool(self.queue.reasoning) and not self._limits_clock.halted
-        self.knowledge.admission.settle(self._now_s, waiting=waiting)
+        self.knowledge.restore_pace.settle(self._now_s, waiting=waiting)
         return decisions
+
+    @property
+    def view(self) -> SchedulerView:
+        """What policies see."""
+        return self._view
+
+    def decide(self, decision: Decision) -> None:
+        """Add a decision to those on this event. For the control, as are the next two."""
+        self._decisions.append(decision)
+
+    def balance(self, moment: Moment) -> None:
+        """Have those restored for whom there may be room."""
+        self._balance(moment)
+
+    def terminate(self, program: Program, reason: Reason) -> None:
+        """End a program."""
+        self._terminate(program, reason)
+
+    @property
+    def has_admission(self) -> bool:
+        """Whether programs may have to wait outside the paused queue."""
+        return self._admission is not None
+
+    def listen(self, listener: Callable[[Signal], None]) -> Callable[[], None]:
+        """Have `listener` called with each signal as it is made; return what ends that."""
+        self._listeners = (*self._listeners, listener)
+        self._emits = True
+
+        def stop() -> None:
+            self._listeners = tuple(other for other in self._listeners if other is not listener)
+            self._emits = self._observe is not None or bool(self._listeners)
+
+        return stop
+
+    def signal(self, signal: Signal) -> None:
+        """Give a signal to the policy and to who listens. Ask `_emits` before one is made that nobody may want."""
+        if self._observe is not None:
+            self._observe(self._view, signal)
+        for listener in self._listeners:
+            listener(signal)
+
+    def _signal_tools(self) -> None:
+        self.signal(ToolNum(self._now_s, self.knowledge.tools_running_count, self.knowledge.mean_tool_s))
 
     # --- turns ------------------------------------------------------------------------------------------------------
 
@@ -229,19 +328,34 @@ class Scheduler:
         if event.program_id is None:
             self._anonymous_turn_arrived(event)
         else:
+            if earlier is not None and self._keeps_its_program_from_going(earlier, event.program_id):
+                self._drop_turn(earlier, "superseded")
             self._turn_of_program_arrived(event, event.program_id, earlier)
-        if earlier is not None:  # only now, so that its program gives nothing up in between
+        if earlier is not None and earlier.turn_id in self.turns:  # so late that its program gives nothing up before
             self._drop_turn(earlier, "superseded")
+
+    def _keeps_its_program_from_going(self, earlier: Turn, program_id: str) -> bool:
+        """Say whether an attempt is all that a program has on a replica that it is to leave, and has where to go."""
+        program = earlier.program
+        if program is None or program.program_id != program_id or program.held:
+            return False
+        if len(program.in_flight) != 1 or earlier.turn_id not in program.in_flight:
+            return False
+        return bool(self._granting_replicas) and not self.replicas[program.replica_id or ""].open_to_programs
 
     def _turn_of_program_arrived(self, event: TurnArrived, program_id: str, earlier: Turn | None) -> None:
         program = self.table.get(program_id)
+        if program is None and program_id in self.hopeless_ids:
+            self._decisions.append(Reject(event.turn_id, program_id, Reason.HOPELESS))
+            return
         if program is None:
-            program = self.table.open(program_id, self._now_s)
+            program = self._open(program_id)
             self._join_group(program, event.group_id)
             self.families.join(program, event.parent_id)
             program.tenant = event.tenant
+            program.program_class = event.program_class
         elif program.tool_runs:
-            self.knowledge.tool_returned(program, self._now_s)
+            self._tool_returned(program)
         elif program.announced:
             program.announced = False
             program.opened_s = self._now_s
@@ -250,6 +364,9 @@ class Scheduler:
             if not program.parent_id:
                 self.families.join(program, event.parent_id)
             program.tenant = program.tenant or event.tenant
+            program.program_class = program.program_class or event.program_class
+        if self.control.routes:
+            self.control.bind(program)
         turn = self._new_turn(event, program, earlier)
         turn.prompt_tokens = program.estimate_prompt_tokens(turn, self._tokens_per_byte_ratio)
         self.turns[turn.turn_id] = turn
@@ -260,16 +377,20 @@ class Scheduler:
         if self._rules.share_prefixes and event.prefix:
             self._set_prefix(program, branch, event.prefix)
         suspended = program.status is Status.ACTIVE and bool(self.replicas[program.replica_id or ""].suspended_for)
-        if suspended and (program.in_flight or not self._granting_replicas):
+        wanted_here = event.wanted_replica_id is not None and event.wanted_replica_id == program.replica_id
+        if suspended and (program.in_flight or wanted_here or not self._granting_replicas):
             self._hold_in_place(program, turn)
         elif program.in_flight:
             self._grant_beside(program, turn)
         else:
-            self._place(program, turn, event.avoid_replica_id)
+            self._place(program, turn, event.avoid_replica_id, earlier)
 
     def _new_turn(self, event: TurnArrived, program: Program, earlier: Turn | None) -> Turn:
         """Return the turn that arrived, with the age of the attempt that it takes the place of."""
         turn = Turn(event.turn_id, program, event.branch_id, event.prompt_bytes, self._now_s)
+        turn.wanted_replica_id = event.wanted_replica_id
+        turn.role = event.role or event.branch_id
+        turn.expected_output_tokens = self.knowledge.role_outputs.expected_tokens(turn.role)
         if event.deadline_s is not None:
             turn.deadline_s = event.deadline_s
         if earlier is not None and earlier.program is program:
@@ -286,14 +407,40 @@ class Scheduler:
         self._begin_flight(program, turn)
         self._measure_claim(program)
         self._put(program)
-        self._decisions.append(Grant(turn.turn_id, program.program_id, program.replica_id or "", Reason.HOME))
+        self._grant(program, turn, Reason.HOME)
 
-    def _place(self, program: Program, turn: Turn, avoid_replica_id: str | None) -> None:
+    def _grant(self, program: Program, turn: Turn, reason: Reason) -> None:
+        """Say that a turn, which is in flight by now, has its lease."""
+        program.granted_output_tokens = turn.expected_output_tokens
+        priority = None if self._priority is None else self._priority.engine_priority(self._view, program)
+        replica_id = program.replica_id or ""
+        if program.priority or program.priority_by_replica is not None:
+            priority = engine_priority(program, replica_id, priority)
+        self._decisions.append(Grant(turn.turn_id, program.program_id, replica_id, reason, priority))
+
+    def _place(self, program: Program, turn: Turn, avoid_replica_id: str | None, earlier: Turn | None) -> None:
         """Ask the policy where a program may go on whose first turn in a while has come."""
         self._lift(program)
         program.held[turn.turn_id] = turn
+        if earlier is not None and program.held.pop(earlier.turn_id, None) is not None:
+            del self.turns[earlier.turn_id]  # else it would be granted with the one that takes its place
+            self._wait_ends(program, earlier)
         self._measure_claim(program)
-        candidates = self._candidates(avoid_replica_id)
+        if not program.admitted:
+            if not self._parent_holds_a_claim(program):
+                self._hold_outside(program, turn)
+                return
+            program.admitted = True  # its parent may wait for it
+            self.admitted_count += 1
+        destination, reason = self.control.take_destination(program)
+        if destination is not None:
+            self._to_paused_reasoning(program, turn, reason)
+            self.restore(program, destination, reason)
+            return
+        wanted = self._wanted_by(program)
+        candidates = self._candidates(avoid_replica_id, program) if wanted is None else [wanted]
+        if not candidates and self._parent_holds_a_claim(program):
+            candidates = self._open_to(program)
         if not candidates:
             self._hold(program, turn, Reason.SUSPENDED if self._open_replicas else Reason.NO_REPLICA)
             return
@@ -304,6 +451,8 @@ class Scheduler:
         if target is None:
             self._hold(program, turn, reason)
             return
+        if target not in candidates and program.bound_to is not None:
+            target = candidates[0]
         home = program.replica_id if program.status is Status.ACTIVE else None
         if home == target.replica_id:
             del program.held[turn.turn_id]
@@ -315,7 +464,7 @@ class Scheduler:
                 turn.kept_tokens = min(turn.prompt_tokens, program.branches[turn.branch_id].prompt_tokens)
             target.control.turn_granted(turn.kept_tokens)
             self._put(program)
-            self._decisions.append(Grant(turn.turn_id, program.program_id, home, reason))
+            self._grant(program, turn, reason)
             return
         self._to_paused_reasoning(program, turn, Reason.MOVED)
         self.restore(program, target, reason)
@@ -325,8 +474,24 @@ class Scheduler:
         self._put(program)
         program.hold_reason = reason
         self.impatient.add(turn)
+        if self.control.has_policy:
+            self.control.newly_waiting[program] = None
         program.note(self._now_s, "hold", reason, None)
         self._decisions.append(Hold(turn.turn_id, program.program_id, reason))
+
+    def _hold_outside(self, program: Program, turn: Turn) -> None:
+        """Let a turn wait whose program is not admitted, unless it is now."""
+        self._to_paused_reasoning(program, turn, Reason.ADMISSION)
+        self._put(program)
+        program.hold_reason = Reason.ADMISSION
+        self.impatient.add(turn)
+        self._admit(Moment.TURN_ARRIVED)
+        if turn.turn_id not in program.held:
+            return
+        if not self._granting_replicas:
+            program.hold_reason = Reason.SUSPENDED if self._open_replicas else Reason.NO_REPLICA
+        program.note(self._now_s, "hold", program.hold_reason, None)
+        self._decisions.append(Hold(turn.turn_id, program.program_id, Reason(program.hold_reason)))
 
     def _hold_in_place(self, program: Program, turn: Turn) -> None:
         """Hold a turn of an active program where that is, because nothing is granted there at the moment."""
@@ -356,6 +521,9 @@ class Scheduler:
         turn.account_id = program.replica_id
         turn.granted_s = self._now_s
         turn.resident_tokens = min(turn.prompt_tokens, self.resident_tokens(program, replica.replica_id))
+        if self._emits:
+            projected_tokens = turn.prompt_tokens + program.reserve_tokens
+            self.signal(GpuSubmit(self._now_s, program.program_id, turn.turn_id, replica.replica_id, projected_tokens))
         program.in_flight[turn.turn_id] = turn
         program.turn_count += 1
         replica.account.turn_count += 1
@@ -363,6 +531,11 @@ class Scheduler:
 
     def _anonymous_turn_arrived(self, event: TurnArrived) -> None:
         turn = Turn(event.turn_id, None, MAIN_BRANCH, event.prompt_bytes, self._now_s)
+        wanted = self.replicas.get(event.wanted_replica_id or "")
+        if wanted is not None and wanted.open_to_programs:
+            turn.pinned_replica_id = wanted.replica_id
+            self._place_anonymous(turn, [] if wanted.suspended_for else [wanted])
+            return
         self._place_anonymous(turn, self._candidates(event.avoid_replica_id))
 
     def _pinned_turn_arrived(self, event: PinnedTurnArrived) -> None:
@@ -399,6 +572,9 @@ class Scheduler:
         turn = self.turns.get(event.turn_id)
         if turn is not None and turn.account_id is not None and turn.started_s is None:
             turn.started_s = self._now_s
+            if self._emits and turn.program is not None:
+                delay_s = self._now_s - turn.granted_s
+                self.signal(GpuFirstToken(self._now_s, turn.program.program_id, turn.turn_id, turn.account_id, delay_s))
 
     def _turn_progressed(self, event: TurnProgressed) -> None:
         turn = self.turns.get(event.turn_id)
@@ -440,6 +616,10 @@ class Scheduler:
             self._balance(Moment.TURN_ENDED)
             return
         self._lift(program)
+        if self._emits:
+            cached_tokens = turn.resident_tokens if event.cached_tokens is None else event.cached_tokens
+            whole_tokens = prompt_tokens + output_tokens
+            self._signal_end(turn, whole_tokens, whole_tokens - min(prompt_tokens, cached_tokens), finished=True)
         if branch is not None:
             branch.learn(prompt_tokens, output_tokens)
         program.prompt_tokens_total += prompt_tokens
@@ -490,10 +670,34 @@ class Scheduler:
             self._end_without_program(turn)
             return
         self._lift(program)
+        if self._emits:
+            self._signal_lost(turn)
         self._end_turn(program, turn)
         if len(program.branches) > 1:
             self._forget_branches(program, turn, finished=False)
         self._after_turn(program, turn, outcome)
+
+    def _signal_end(self, turn: Turn, freed_tokens: int, computed_tokens: int, *, finished: bool) -> None:
+        if turn.account_id is None or turn.program is None:
+            return
+        program_id, served_s = turn.program.program_id, self._now_s - turn.granted_s
+        self.signal(
+            GpuEnd(
+                self._now_s,
+                program_id,
+                turn.turn_id,
+                turn.account_id,
+                freed_tokens,
+                computed_tokens,
+                served_s,
+                finished,
+            )
+        )
+
+    def _signal_lost(self, turn: Turn) -> None:
+        """Signal the end of a turn that leaves no usage: what it computed is a guess."""
+        whole_tokens = turn.prompt_tokens + turn.output_tokens
+        self._signal_end(turn, whole_tokens, whole_tokens - turn.resident_tokens, finished=False)
 
     def _end_turn(self, program: Program, turn: Turn) -> None:
         """Take an ended turn out of its program, whose claim must be lifted."""
@@ -515,16 +719,19 @@ class Scheduler:
             program.acting_since_s = self._now_s
             program.limits_since_s = self._limits_clock.at(self._now_s)
             if tool_begins:
-                self.knowledge.tool_began(program)
+                self._tool_began(program)
             program.hold_until_s = self._now_s + self.policy.hold_s(self._view, program)
             self.table.acting_begins(program)
             # Its only turns were held and left: there is no memory to restore it to until another turn comes.
             program.idle = program.status is Status.PAUSED and program.context_tokens == 0
         self._measure_claim(program)
-        marked = program.marked and program.phase is Phase.ACTING
+        marked = program.marked and not program.in_flight
         self._put(program)
         if marked:
+            destination, reason = self.control.take_destination(program)
             self.pause(program, Reason.MARKED)
+            if destination is not None:
+                self.restore(program, destination, reason)
 
     def _end_without_program(self, turn: Turn) -> None:
         if self.anonymous_held.pop(turn.turn_id, None) is not None:
@@ -546,19 +753,31 @@ class Scheduler:
         """Let in who is held and whose client would give up."""
         while self._granting_replicas and (turn := self.impatient.first_due(self._now_s)) is not None:
             assert turn.program is not None, f"{turn} is held for its program"
-            self.restore(turn.program, self._cheapest(turn.program, self._granting_replicas), Reason.PATIENCE)
+            self.restore(turn.program, self._cheapest(turn.program, self._open_to(turn.program)), Reason.PATIENCE)
 
     def _parent_holds_a_claim(self, program: Program) -> bool:
+        """Say whether a program must be let in because its parent may wait for it.
+
+        Where tenants have shares, only one child of each parent at a time: its siblings wait for it, too.
+        """
         parent = self.table.get(program.parent_id) if program.parent_id else None
-        return parent is not None and parent.status is Status.ACTIVE
+        if parent is None or parent.status is not Status.ACTIVE:
+            return False
+        return self.tenants is None or not self.families.active_count(program.parent_id)
 
     def _restore_children(self) -> None:
         """Let in children whose turns are held although their parent holds a claim now, and their children."""
         while self._new_parents:
-            for child in self.families.held_children(self._new_parents.pop()):
+            parent_id = self._new_parents.pop()
+            if self.tenants is None:
+                children = self.families.held_children(parent_id)
+            else:
+                first = self.families.first_held_child(parent_id)
+                children = [] if first is None else [first]
+            for child in children:
                 waits = child.status is Status.PAUSED and self._parent_holds_a_claim(child)
                 if waits and self._granting_replicas:
-                    self.restore(child, self._cheapest(child, self._granting_replicas), Reason.PARENT)
+                    self.restore(child, self._cheapest(child, self._open_to(child)), Reason.PARENT)
 
     def _cheapest(self, program: Program, candidates: Sequence[Replica]) -> Replica:
         """Return where a program costs least that fits nowhere: most of it lies there, least is claimed in excess."""
@@ -637,6 +856,8 @@ class Scheduler:
         self.changed_replicas[replica.replica_id] = replica
         self.ledger.settle(account, self._now_s)
         account.growth_tokens -= program.growth_tokens
+        if self.tenants is not None:
+            self.tenants.claims(program.tenant, -program.claim_tokens)
         if program.phase is Phase.REASONING:
             account.reasoning_tokens -= program.claim_tokens
             account.reasoning_count -= 1
@@ -666,12 +887,15 @@ class Scheduler:
         self.changed_replicas[replica.replica_id] = replica
         self.ledger.settle(account, self._now_s)
         account.growth_tokens += program.growth_tokens
+        if self.tenants is not None:
+            self.tenants.claims(program.tenant, program.claim_tokens)
         if program.phase is Phase.REASONING:
             account.reasoning_tokens += program.claim_tokens
             account.reasoning_count += 1
             if program.marked:
                 account.marked_tokens += program.claim_tokens
-                replica.marked.add(program, -self.policy.pause_rank(program))
+                if program.destination is None:
+                    replica.marked.add(program, -self.policy.pause_rank(program))
             else:
                 replica.reasoning.add(program, self.policy.pause_rank(program))
         else:
@@ -696,6 +920,7 @@ class Scheduler:
         self.shares.leave(program, replica.account)
         del replica.programs[program.program_id]
         self.active_count -= 1
+        self._leave_family(program)
         program.note(self._now_s, "pause", reason, replica_id)
         self._decisions.append(Pause(program.program_id, replica_id, reason))
 
@@ -724,14 +949,24 @@ class Scheduler:
         self._decisions.append(decision(program.program_id, replica_id, reason))
 
     def restore(self, program: Program, replica: Replica, reason: Reason) -> None:
-        """Give a paused program a claim on a replica, and a lease to each of its held turns. For the view."""
+        """Give a paused program a claim on a replica, and a lease to each of its held turns. For the view.
+
+        Where one of them goes on from what another replica alone has, it is restored there, whether there is room or
+        not: elsewhere the turn would only fail.
+        """
+        replica = self._wanted_by(program) or replica
         self.queue.remove(program)
+        program.destination = None
+        self.admitted_count += not program.admitted
+        program.admitted = True
         if program.held and program.waiting_since_s < self._now_s:
-            self.knowledge.admission.restored()
+            self.knowledge.restore_pace.restored()
         program.advance(Trigger.RESTORE)
         program.replica_id = replica.replica_id
         replica.programs[program.program_id] = program
         self.active_count += 1
+        if program.parent_id:
+            self.families.claims(program, more=True)
         self.ledger.settle(replica.account, self._now_s)
         self.shares.enter(program, replica.account)
         program.note(self._now_s, "restore", reason, replica.replica_id)
@@ -741,6 +976,11 @@ class Scheduler:
         if self.families:
             self._new_parents.append(program.program_id)
 
+    def _leave_family(self, program: Program) -> None:
+        """Note that a child holds a claim no longer; where only one does at a time, the next may have it."""
+        if program.parent_id and self.families.claims(program, more=False) and self.tenants is not None:
+            self._new_parents.append(program.parent_id)
+
     def _grant_held(self, program: Program, reason: Reason) -> None:
         """Grant every held turn of an active program, whose claim must be lifted, where it is."""
         program.hold_reason = ""
@@ -748,22 +988,142 @@ class Scheduler:
         for turn in held.values():
             self._wait_ends(program, turn)
             self._begin_flight(program, turn)
-            self._decisions.append(Grant(turn.turn_id, program.program_id, program.replica_id or "", reason))
+            self._grant(program, turn, reason)
+
+    # --- who may begin ----------------------------------------------------------------------------------------------
+
+    def _open(self, program_id: str) -> Program:
+        program = self.table.open(program_id, self._now_s)
+        program.admitted = self._admission is None
+        self.admitted_count += program.admitted
+        return program
+
+    def _admit(self, moment: Moment) -> None:
+        """Let in from outside whom the admission lets in, and place them."""
+        if self._admission is None:
+            return
+        while (admitted := self._admission.next(self._view, moment)) is not None and self._granting_replicas:
+            program = self.table.get(admitted.program_id)
+            if program is None or program not in self.queue.outside:
+                return
+            program.admitted = True
+            self.admitted_count += 1
+            program.note(self._now_s, "admitted", self._admission.name, None)
+            self._put(program)
+            candidates = self._candidates(None, program)
+            if not candidates and self._parent_holds_a_claim(program):
+                candidates = self._open_to(program)
+            if not candidates:
+                program.hold_reason = Reason.SUSPENDED
+                continue
+            replica, reason = self.policy.place(self._view, program, candidates)
+            target = self.open_replica(replica)
+            if target is None and self._parent_holds_a_claim(program):
+                target, reason = self._cheapest(program, candidates), Reason.PARENT
+            if target is None:
+                program.hold_reason = reason
+                if self.control.has_policy:
+                    self.control.newly_waiting[program] = None
+            else:
+                self.restore(program, candidates[0] if program.bound_to is not None else target, reason)
+
+    def dismiss(self, program: Program, reason: Reason) -> None:
+        """Have a program without a turn in flight wait outside from its next turn on. For the view: it checks first."""
+        if program.status is Status.ACTIVE:
+            self.pause(program, reason)
+        self._wait_outside(program)
+        self._put(program)
+        if program.held:
+            program.hold_reason = Reason.ADMISSION
+
+    def _wait_outside(self, program: Program) -> None:
+        program.admitted = False
+        self.admitted_count -= 1
+
+    def rank_anew(self, program: Program) -> None:
+        """Ask the policy again in which place a program stands. For the view."""
+        self._rank_anew(program)
+        if program.status is Status.PAUSED:
+            self._put(program)
 
     # --- what a program is told of outside its turns ----------------------------------------------------------------
 
     def _program_opened(self, event: ProgramOpened) -> None:
+        self.hopeless_ids.pop(event.program_id, None)
         if self.table.get(event.program_id) is not None:
             return
-        program = self.table.open(event.program_id, self._now_s)
+        program = self._open(event.program_id)
         program.announced = program.idle = True
         program.limits_since_s = self._limits_clock.at(self._now_s)
         self._join_group(program, event.group_id)
         self.families.join(program, event.parent_id)
         program.tenant = event.tenant
+        program.program_class = event.program_class
+        if self.control.routes:
+            self.control.bind(program)
         self.table.acting_begins(program)
         self._measure_claim(program)
         program.note(self._now_s, "opened", "", None)
+
+    def _tool_began(self, program: Program) -> None:
+        self.knowledge.tool_began(program)
+        if self._emits:
+            self.signal(ToolStart(self._now_s, program.program_id, program.tool))
+            self._signal_tools()
+
+    def _tool_returned(self, program: Program) -> None:
+        self.knowledge.tool_returned(program, self._now_s)
+        if self._emits:
+            self.signal(ToolEnd(self._now_s, program.program_id, program.tool, program.away_s))
+            self._signal_tools()
+
+    def _tool_started(self, event: ToolStarted) -> None:
+        """Measure from now on, whatever was taken to have begun at the end of the turn."""
+        program = self.table.get(event.program_id)
+        if program is None or program.phase is not Phase.ACTING or program.announced:
+            return
+        self._lift(program)
+        if program.tool_runs:
+            self.knowledge.tool_is_another(program)
+        program.tool = event.tool or program.tool
+        program.acting_since_s = self._now_s
+        self._tool_began(program)
+        program.hold_until_s = self._now_s + self.policy.hold_s(self._view, program)
+        self._put(program)
+
+    def _tool_ended(self, event: ToolEnded) -> None:
+        """Hold on to a program that will be back at once."""
+        program = self.table.get(event.program_id)
+        if program is None or not program.tool_runs:
+            return
+        self._lift(program)
+        self._tool_returned(program)
+        program.hold_until_s = inf
+        self._put(program)
+
+    def _program_judged(self, event: ProgramJudged) -> None:
+        program = self.table.get(event.program_id)
+        if program is None or event.generation != program.generation:
+            return
+        settings, verdicts = self.settings, program.verdicts
+        verdicts.add(
+            Verdict(event.turn_count, event.will_succeed, event.confidence_ratio),
+            fail_turns_count=settings.judge_fail_turns_count,
+            least_confidence_ratio=settings.judge_confidence_ratio,
+        )
+        assert verdicts.level is not None, "a verdict makes a level"
+        self.knowledge.judge_record.level_counts[verdicts.level] += 1
+        prediction = "success" if event.will_succeed else "failure"
+        why = f"{prediction} by {event.confidence_ratio:.2f} at turn {event.turn_count}: {verdicts.level.name.lower()}"
+        program.note(self._now_s, "judged", why, program.replica_id)
+        if settings.judge_ends_hopeless and verdicts.level is Level.LOWEST:
+            self.hopeless_ids[program.program_id] = None
+            if len(self.hopeless_ids) > MAX_HOPELESS_COUNT:
+                del self.hopeless_ids[next(iter(self.hopeless_ids))]
+            self._terminate(program, Reason.HOPELESS)
+            self._balance(Moment.PROGRAM_ENDED)
+        else:
+            self.rank_anew(program)
 
     def _sandbox_ready(self, event: SandboxReady) -> None:
         program = self.table.get(event.program_id)
@@ -784,21 +1144,25 @@ class Scheduler:
 
         Cost: O(count log waiting).
         """
-        interval_s = self.knowledge.admission.interval_s
+        interval_s = self.knowledge.restore_pace.interval_s
         waiting = self.queue.reasoning.lowest(count)
         return {program.program_id: place * interval_s for place, program in enumerate(waiting, start=1)}
 
     # --- the end of a program ---------------------------------------------------------------------------------------
 
     def _program_released(self, event: ProgramReleased) -> None:
+        self.hopeless_ids.pop(event.program_id, None)
         program = self.table.get(event.program_id)
         if program is None or event.generation not in (None, program.generation):
             return
+        if event.outcome in OUTCOMES:
+            self.knowledge.judge_record.program_ended(event.outcome, program.verdicts.first_failure_turn_count)
         self._terminate(program, Reason.RELEASED)
         self._balance(Moment.PROGRAM_ENDED)
 
     def _programs_released(self, event: ProgramsReleased) -> None:
         for program_id in event.program_ids:
+            self.hopeless_ids.pop(program_id, None)
             program = self.table.get(program_id)
             if program is not None:
                 self._terminate(program, Reason.RELEASED)
@@ -807,10 +1171,20 @@ class Scheduler:
     def _terminate(self, program: Program, reason: Reason) -> None:
         """End a program: reject its held turns, and let those in flight end as turns without a program."""
         self._lift(program)
+        if self._emits:
+            for turn in program.in_flight.values():
+                self._signal_lost(turn)
+        tool_ran = program.tool_runs
         self.knowledge.program_ended(program, self._now_s)
+        if self._emits:
+            if tool_ran:
+                self._signal_tools()
+            self.signal(ProgramEnd(self._now_s, program.program_id, program.turn_count))
+        self.admitted_count -= program.admitted
         self._leave_group(program)
         self.families.leave(program)
         self.queue.remove(program)
+        self.control.routes.program_ended(program)
         for turn in program.held.values():
             del self.turns[turn.turn_id]
             self._wait_ends(program, turn)
@@ -822,6 +1196,7 @@ class Scheduler:
             replica.residency.leave(program.generation, program.context_tokens)
             del replica.programs[program.program_id]
             self.active_count -= 1
+            self._leave_family(program)
             claim_tokens = program.claim_tokens
             for turn in program.in_flight.values():
                 turn.claim_tokens, claim_tokens = claim_tokens, 0  # the first stands for all: they share their prefix
@@ -838,12 +1213,31 @@ class Scheduler:
 
     # --- replicas ---------------------------------------------------------------------------------------------------
 
-    def _candidates(self, avoid_replica_id: str | None) -> Sequence[Replica]:
-        """Return the replicas that a turn may go to: without the one to be avoided, if another is left."""
+    def _open_to(self, program: Program) -> Sequence[Replica]:
+        """Return the replicas on which a program may get a claim now, whatever its route: that one's, if it can be."""
+        bound = self.replicas.get(program.bound_to) if program.bound_to is not None else None
+        return [bound] if bound is not None and bound.grants else self._granting_replicas
+
+    def _candidates(self, avoid_replica_id: str | None, program: Program | None = None) -> Sequence[Replica]:
+        """Return the replicas that a turn may go to: without the one to be avoided, if another is left.
+
+        A program that its route binds to a replica may go there alone, but for a turn that just failed there.
+        """
+        if program is not None and program.bound_to not in (None, avoid_replica_id):
+            bound = self.replicas[program.bound_to or ""]
+            return [bound] if bound.grants else []
         if avoid_replica_id is None:
             return self._granting_replicas
         others = [replica for replica in self._granting_replicas if replica.replica_id != avoid_replica_id]
         return others or self._granting_replicas
+
+    def _wanted_by(self, program: Program) -> Replica | None:
+        """Return the replica that a held turn of a program needs, if it grants."""
+        for turn in program.held.values():
+            wanted = self.replicas.get(turn.wanted_replica_id or "")
+            if wanted is not None and wanted.grants:
+                return wanted
+        return None
 
     def open_replica(self, proposed: ReplicaView | None) -> Replica | None:
         """Return the replica that a policy named, if a program may get a claim there."""
@@ -851,6 +1245,9 @@ class Scheduler:
         return replica if replica is not None and replica.grants else None
 
     def _balance(self, moment: Moment) -> None:
+        self._admit(moment)
+        if self.queue.bound:
+            self.control.let_in(moment, self.changed_replicas)
         self.policy.balance(self._view, moment)
         self.changed_replicas.clear()
 
@@ -865,6 +1262,7 @@ class Scheduler:
     def _replicas_changed(self) -> None:
         self._open_replicas = [replica for replica in self.replicas.values() if replica.open_to_programs]
         self._granting_replicas = [replica for replica in self._open_replicas if replica.grants]
+        self.control.replicas_changed()
         halted = bool(self._open_replicas) and not self._granting_replicas
         self._limits_clock.set_halted(self._now_s, halted=halted)
         for turn in list(self.anonymous_held.values()):
@@ -934,6 +1332,9 @@ class Scheduler:
         """Take a program off a replica that is gone; its turns in flight there are lost."""
         self._lift(program)
         was_reasoning = program.phase is Phase.REASONING
+        if self._emits:
+            for turn in program.in_flight.values():
+                self._signal_lost(turn)
         program.lost.update(program.in_flight)
         program.in_flight.clear()
         self._leave_replica(program, Trigger.REPLICA_LOST, reason)
@@ -993,13 +1394,16 @@ class Scheduler:
                     self._continue_programs(replica)
         self._replicas_changed()
         if self._granting_replicas:
-            for program in self.queue.reasoning:
+            for program in self.queue.for_room():
                 if program.hold_reason == Reason.SUSPENDED:
                     program.hold_reason = Reason.NO_ROOM
 
     def _continue_programs(self, replica: Replica) -> None:
-        """Grant what was held in place on a replica, who waits longest first, and let the idle limit run again."""
-        waiting = [program for program in replica.programs.values() if program.held]
+        """Grant what was held in place on a replica, who waits longest first, and let the idle limit run again.
+
+        Where nothing new is to be granted, what is held goes elsewhere when what is in flight has ended.
+        """
+        waiting = [program for program in replica.programs.values() if program.held and replica.open_to_programs]
         for program in sorted(waiting, key=lambda program: program.waiting_since_s):
             self._lift(program)
             self._grant_held(program, Reason.HOME)
@@ -1027,6 +1431,10 @@ class Scheduler:
     def _replica_polled(self, event: ReplicaPolled) -> None:
         replica = self._replica(event.replica_id)
         account = replica.account
+        if event.kv_used_ratio is not None:
+            account.kv_used_ratio = event.kv_used_ratio
+        if event.engine_waiting_count is not None:
+            account.engine_waiting_count = event.engine_waiting_count
         if event.hit_ratio is not None:
             account.hit_ratio = event.hit_ratio
             if event.query_tokens is not None and not replica.tells_cached:
@@ -1059,6 +1467,8 @@ class Scheduler:
         if self._rules.adapt_capacity:
             self._correct_capacities()
         self._balance(Moment.TICK)
+        if self.control.decide():
+            self._balance(Moment.TURN_ENDED)  # where it changed anything
         self.previous_tick_s = self._now_s
 
     def _correct_capacities(self) -> None:
@@ -1090,15 +1500,22 @@ class Scheduler:
                 continue
             program.idle = True
             self.pause(program, Reason.IDLE)
+            if self._admission is not None:
+                self._wait_outside(program)
         while (program := self.table.longest_acting()) and clock_s - program.limits_since_s > settings.forget_limit_s:
             self._terminate(program, Reason.FORGOTTEN)
 
     def _reject_all_held(self) -> None:
         """Reject every turn that has waited for a replica for longer than the limit."""
         limit_s = self._now_s - self.settings.no_replica_limit_s
-        for turn in [*self.anonymous_held.values(), *(t for p in self.queue.reasoning for t in p.held.values())]:
+        for turn in [*self.anonymous_held.values(), *self._held_turns()]:
             if turn.arrived_s <= limit_s:
                 self._decisions.append(
                     Reject(turn.turn_id, turn.program.program_id if turn.program else None, Reason.NO_REPLICA)
                 )
                 self._drop_turn(turn, "rejected")
+
+    def _held_turns(self) -> list[Turn]:
+        """Return the turns that wait for a claim of their programs."""
+        waiting = tuple(self.queue.waiting())
+        return [turn for program in waiting for turn in program.held.values()]

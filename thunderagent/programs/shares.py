@@ -49,11 +49,12 @@ class Shares:
     def tokens_on(self, program: Program, replica_id: str) -> int:
         """Return how many tokens of a program lie on a replica because others claim them there."""
         counted_itself = program.status is Status.ACTIVE and program.replica_id == replica_id
-        return sum(
-            self.tree.shared_tokens(branch.prefix, replica_id, with_count=2 if counted_itself else 1)
-            for branch in program.branches.values()
-            if branch.prefix
-        )
+        with_count = 2 if counted_itself else 1
+        tokens = 0
+        for branch in program.branches.values():
+            if branch.prefix:
+                tokens += self.tree.shared_tokens(branch.prefix, replica_id, with_count=with_count)
+        return tokens
 
     def own_tokens(self, program: Program, tokens: int) -> int:
         """Return `tokens` of a program without what it has in common with others on its replica."""

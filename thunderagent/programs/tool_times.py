@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import OrderedDict
+from itertools import accumulate
 from math import inf
 
 from thunderagent.programs.histogram import geometric_edges
@@ -49,13 +50,14 @@ NAMES_COUNT = 256
 """Names that are remembered; of more, the one that was not seen for longest is forgotten."""
 
 REFRESH_AFTER_COUNT = 16
-"""Rates are computed anew after so many new observations, and while there are few after each fourth part more."""
+"""Rates are computed anew after so many new observations: sooner while there are few, after each fourth part more, and
+later while there are many, after each eighth part more."""
 
 
 class _LifeTable:
     """How many left in each interval: by returning, or otherwise (`away`)."""
 
-    __slots__ = ("away", "count", "rates", "refresh_at_count", "returned")
+    __slots__ = ("away", "count", "lowest", "rates", "refresh_at_count", "returned")
 
     def __init__(self) -> None:
         self.returned = [0.0] * len(_STARTS_S)
@@ -63,6 +65,8 @@ class _LifeTable:
         self.count = 0.0
         self.refresh_at_count = 0.0
         self.rates: list[float] = []
+        self.lowest: list[float] = []
+        """Of each interval, the lowest rate up to there with its sign turned, so that they ascend."""
 
     def add(self, leaves: list[float], away_s: float, count: float) -> None:
         leaves[bisect_right(EDGES_S, away_s)] += count
@@ -120,18 +124,15 @@ class ToolTimes:
     def hold_s(self, name: str, threshold_s: float) -> float:
         """Return how long after the begin of a tool it pays to hold: until G·threshold falls to 1.
 
-        `inf` if it never does. Cost: O(intervals); now and then O(intervals²) to compute the rates.
+        `inf` if it never does. Cost: O(log intervals); now and then O(intervals²) to compute the rates.
         """
-        rates = self._rates(name)
         needed_per_s = 1.0 / threshold_s if threshold_s > 0 else inf
-        for start_s, rate_per_s in zip(_STARTS_S, rates, strict=True):
-            if rate_per_s < needed_per_s:
-                return start_s
-        return inf
+        first_below = bisect_right(self._refreshed(name).lowest, -needed_per_s)
+        return _STARTS_S[first_below] if first_below < len(_STARTS_S) else inf
 
     def return_rate_per_s(self, name: str, elapsed_s: float) -> float:
         """Return G for a tool that has run for `elapsed_s`."""
-        return self._rates(name)[bisect_right(EDGES_S, elapsed_s)]
+        return self._refreshed(name).rates[bisect_right(EDGES_S, elapsed_s)]
 
     def _table(self, name: str) -> _LifeTable:
         table = self._by_name.get(name)
@@ -143,15 +144,18 @@ class ToolTimes:
             self._by_name.move_to_end(name)
         return table
 
-    def _rates(self, name: str) -> list[float]:
+    def _refreshed(self, name: str) -> _LifeTable:
+        """Return a tool's table, or that of all, with rates that are not too old."""
         table = self._by_name.get(name, self._all)
         if table.count >= table.refresh_at_count or not table.rates:
             ratios = self._all.return_ratios(self._guess, GUESS_WEIGHT)
             if table is not self._all:
                 ratios = table.return_ratios(ratios, ALL_TOOLS_WEIGHT)
             table.rates = _return_rates(ratios)
-            table.refresh_at_count = table.count + min(REFRESH_AFTER_COUNT, 1 + table.count / 4)
-        return table.rates
+            table.lowest = [-rate_per_s for rate_per_s in accumulate(table.rates, min)]
+            pause_count = min(1 + table.count / 4, max(REFRESH_AFTER_COUNT, table.count / 8))
+            table.refresh_at_count = table.count + pause_count
+        return table
 
 
 def _return_rates(ratios: list[float]) -> list[float]:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from math import inf
 from typing import TYPE_CHECKING
 
 from thunderagent.programs.decisions import Reason
 from thunderagent.programs.lifecycle import Phase, Status
-from thunderagent.programs.policies.base import ProgramView, ReplicaView, SandboxSums
+from thunderagent.programs.policies.base import ProgramView, ReplicaView, RouteView, SandboxSums
+from thunderagent.programs.routes import Scope
 
 if TYPE_CHECKING:
     from thunderagent.programs.scheduler import Scheduler
+    from thunderagent.programs.signals import Signal
 
 
 class SchedulerView:
@@ -51,6 +54,38 @@ class SchedulerView:
     def active_count(self) -> int:
         """See `View`."""
         return self._scheduler.active_count
+
+    @property
+    def admitted_count(self) -> int:
+        """See `View`."""
+        return self._scheduler.admitted_count
+
+    @property
+    def outside_count(self) -> int:
+        """See `View`."""
+        return len(self._scheduler.queue.outside)
+
+    def first_outside(self) -> ProgramView | None:
+        """See `View`."""
+        return self._scheduler.queue.outside.first()
+
+    def outside(self) -> Iterator[ProgramView]:
+        """See `View`."""
+        return iter(self._scheduler.queue.outside)
+
+    def program(self, program_id: str) -> ProgramView | None:
+        """See `View`."""
+        return self._scheduler.table.get(program_id)
+
+    def rank_anew(self, program: ProgramView) -> None:
+        """See `View`."""
+        own = self._scheduler.table.get(program.program_id)
+        if own is not None:
+            self._scheduler.rank_anew(own)
+
+    def signal(self, signal: Signal) -> None:
+        """See `View`."""
+        self._scheduler.signal(signal)
 
     def first_to_pause(self, replica: ReplicaView) -> ProgramView | None:
         """See `View`."""
@@ -146,6 +181,103 @@ class SchedulerView:
         """See `View`."""
         return self._scheduler.sandboxes
 
+    @property
+    def waiting_count(self) -> int:
+        """See `View`."""
+        return self._scheduler.queue.for_room_count
+
+    def waiting_count_for(self, replica: ReplicaView) -> int:
+        """See `View`."""
+        return len(self._scheduler.queue.bound.get(replica.replica_id, ()))
+
+    def first_waiting_for(self, replica: ReplicaView, count: int) -> Sequence[ProgramView]:
+        """See `View`."""
+        waiting = self._scheduler.queue.bound.get(replica.replica_id)
+        return () if waiting is None else waiting.lowest(count)
+
+    def newly_waiting(self) -> Sequence[ProgramView]:
+        """See `View`."""
+        noted = self._scheduler.control.newly_waiting
+        return [program for program in noted if program.held and program.status is Status.PAUSED]
+
+    def first_to_pause_few(self, replica: ReplicaView, count: int) -> Sequence[ProgramView]:
+        """See `View`."""
+        return self._scheduler.replicas[replica.replica_id].acting.lowest(count)
+
+    def longest_turn_s(self, replica: ReplicaView) -> float:
+        """See `View`."""
+        programs = self._scheduler.replicas[replica.replica_id].programs.values()
+        granted_s = min((turn.granted_s for program in programs for turn in program.in_flight.values()), default=inf)
+        return max(0.0, self._scheduler.now_s - granted_s)
+
+    def targets(self, program: ProgramView) -> Sequence[ReplicaView]:
+        """See `View`."""
+        own, replicas = self._scheduler.table.get(program.program_id), self._scheduler.granting_replicas
+        if own is None or own.bound_to is None:
+            return replicas
+        route = own.route
+        return [replica for replica in replicas if route is None or route.names(replica.replica_id)]
+
+    def routes(self) -> Sequence[RouteView]:
+        """See `View`."""
+        routes = self._scheduler.control.routes
+        return [RouteView(scope.value, name, dict(route.targets)) for scope, name, route in routes]
+
+    def propose_route(
+        self, scope: str, name: str, replicas: Mapping[str, float], reason: Reason = Reason.CONTROL
+    ) -> bool:
+        """See `View`. Accepted for a scope that there is, and replicas that are known."""
+        control, targets = self._scheduler.control, tuple(replicas.items())
+        if control.why_not_route(scope, name, targets):
+            return False
+        control.set_route(Scope(scope), name, targets, reason)
+        return True
+
+    def propose_priority(
+        self,
+        program: ProgramView,
+        priority: int,
+        reason: Reason = Reason.CONTROL,
+        *,
+        replica: ReplicaView | None = None,
+    ) -> bool:
+        """See `View`. Accepted for a live program and a whole number of at most a million either way."""
+        control, replica_id = self._scheduler.control, None if replica is None else replica.replica_id
+        own = self._scheduler.table.get(program.program_id)
+        if own is None or control.why_not_priority(program.program_id, priority, replica_id):
+            return False
+        control.set_priority(own, priority, replica_id, reason)
+        return True
+
+    def propose_migrate(self, program: ProgramView, replica: ReplicaView, reason: Reason = Reason.CONTROL) -> bool:
+        """See `View`. Accepted for an admitted program that is not there yet, where its route leads, on an open one."""
+        control = self._scheduler.control
+        own = self._scheduler.table.get(program.program_id)
+        if own is None or control.why_not_migrate(program.program_id, replica.replica_id):
+            return False
+        control.migrate(own, self._scheduler.replicas[replica.replica_id], reason)
+        return True
+
+    def propose_kill(self, program: ProgramView) -> bool:
+        """See `View`. Accepted for a live program."""
+        own = self._scheduler.table.get(program.program_id)
+        if own is None:
+            return False
+        self._scheduler.control.kill(own)
+        return True
+
+    def propose_kill_replica(self, replica: ReplicaView, reason: Reason = Reason.CONTROL) -> bool:
+        """See `View`. Accepted for an open replica beside which there is another one."""
+        if self.replica(replica.replica_id) is None or len(self.replicas) < 2:
+            return False
+        self._scheduler.control.kill_replica(replica.replica_id, reason)
+        return True
+
+    def propose_provision(self, reason: Reason = Reason.CONTROL) -> bool:
+        """See `View`. Always accepted."""
+        self._scheduler.control.provision(reason)
+        return True
+
     def propose_pause(self, program: ProgramView, reason: Reason) -> bool:
         """See `View`. Accepted for an active program whose tool runs."""
         own = self._scheduler.table.get(program.program_id)
@@ -165,16 +297,30 @@ class SchedulerView:
     def propose_unmark(self, program: ProgramView, reason: Reason) -> bool:
         """See `View`. Accepted for a marked program on a replica that it need not leave."""
         own = self._scheduler.table.get(program.program_id)
-        if own is None or not own.marked or not self._scheduler.replicas[own.replica_id or ""].open_to_programs:
+        if own is None or not own.marked or own.destination is not None:
+            return False
+        if not self._scheduler.replicas[own.replica_id or ""].open_to_programs:
             return False
         self._scheduler.unmark(own, reason)
         return True
 
+    def propose_dismiss(self, program: ProgramView, reason: Reason) -> bool:
+        """See `View`. Accepted for an admitted program that has no turn in flight, nor one held where it is active."""
+        own = self._scheduler.table.get(program.program_id)
+        if own is None or not own.admitted or own.in_flight or not self._scheduler.has_admission:
+            return False
+        if own.status is Status.ACTIVE and own.phase is not Phase.ACTING:
+            return False
+        self._scheduler.dismiss(own, reason)
+        return True
+
     def propose_restore(self, program: ProgramView, replica: ReplicaView, reason: Reason) -> bool:
-        """See `View`. Accepted for a paused program, on a replica that is up and not draining."""
+        """See `View`. Accepted for a paused program on a replica that is open; of a bound one, on that one alone."""
         own = self._scheduler.table.get(program.program_id)
         target = self._scheduler.open_replica(replica)
         if own is None or own.status is not Status.PAUSED or target is None:
+            return False
+        if own.bound_to not in (None, target.replica_id):
             return False
         self._scheduler.restore(own, target, reason)
         return True

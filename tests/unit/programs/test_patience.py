@@ -155,6 +155,38 @@ def test_an_attempt_in_flight_hands_its_lease_on() -> None:
     assert list(program.in_flight) == [second]
 
 
+@pytest.mark.parametrize("how", ["tripped", "draining"])
+def test_an_attempt_on_a_replica_that_is_left_is_tried_again_elsewhere(how: str) -> None:
+    """It was all that kept its program there; it is still one turn, as old as its first attempt."""
+    driver = Driver(replicas={"r0": 1000, "r1": 1000})
+    first = driver.arrives("a", 100)
+    home = driver.granted_on[first]
+    driver.trips(home) if how == "tripped" else driver.drains(home)
+    driver.passes(7.0)
+    second = driver.arrives("a", 100, instead_of=first)
+    assert driver.granted_on[second] != home
+    program = driver.program("a")
+    assert (program.turn_count, list(program.in_flight), program.marked) == (1, [second], False)
+    assert program.in_flight[second].waiting_since_s == driver.now_s - 7.0
+    assert [driver.demand("r0"), driver.demand("r1")].count(0) == 1
+    assert not driver.is_abandoned(first)  # whoever carried it out says so later
+
+
+def test_an_attempt_on_a_replica_that_is_left_stays_beside_its_program_s_other_turns() -> None:
+    """Or where there is no other replica: to be sent there is better than to be held."""
+    driver = Driver(replicas={"r0": 1000, "r1": 1000})
+    first = driver.arrives("a", 100)
+    home = driver.granted_on[first]
+    beside = driver.arrives("a", 100, branch="b")
+    driver.drains(home)
+    second = driver.arrives("a", 100, instead_of=first)
+    assert driver.granted_on[second] == home
+    driver.is_abandoned(beside)
+    driver.goes_down("r1" if home == "r0" else "r0")
+    third = driver.arrives("a", 100, instead_of=second)
+    assert driver.granted_on[third] == home
+
+
 def test_an_attempt_that_ended_leaves_its_age() -> None:
     """Never one in the future."""
     driver = full()

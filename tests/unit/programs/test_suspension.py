@@ -36,6 +36,36 @@ def test_an_active_program_keeps_its_claim_and_its_place() -> None:
     assert driver.program("a").hold_reason == ""
 
 
+def test_an_attempt_that_is_tried_again_elsewhere_is_not_granted() -> None:
+    """Held where nothing is granted, then tried again when another replica grants: one turn, not two."""
+    driver = two_replicas()
+    turn_id = driver.takes_turn("a", 100)
+    home = driver.granted_on[turn_id]
+    driver.suspends(replica_id="r0")
+    driver.suspends(replica_id="r1")
+    first = driver.arrives("a", 120)
+    assert driver.held(first)
+    driver.goes_on(replica_id="r1" if home == "r0" else "r0")
+    second = driver.arrives("a", 120, instead_of=first)
+    assert second in driver.granted_on
+    assert driver.granted_on[second] != home
+    assert first not in driver.granted_on
+    assert first not in driver.scheduler.turns
+
+
+def test_a_marked_program_whose_other_turns_are_held_in_place_goes_when_its_turn_ends() -> None:
+    """It waits for room elsewhere then, not for a replica that gets nothing new."""
+    driver = two_replicas()
+    flying = driver.arrives("a", 100)
+    home = driver.granted_on[flying]
+    driver.suspends(replica_id=home)
+    held = driver.arrives("a", 50, branch="sub")
+    assert driver.held(held)
+    driver.drains(home)
+    driver.finishes(flying, 100)
+    assert driver.granted_on[held] != home
+
+
 def test_a_branch_beside_a_turn_in_flight_waits_too() -> None:
     """The turn in flight goes on when its engine does; nothing is granted beside it."""
     driver = Driver(settings=LIMITS)

@@ -1,22 +1,73 @@
-"""Policies, each one file, and their names."""
+"""Policies and the parts that they can be put together from, each one file, and their names."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
+from thunderagent.programs.policies.autellix import Autellix
+from thunderagent.programs.policies.balance import Balance
 from thunderagent.programs.policies.base import Policy
 from thunderagent.programs.policies.breakeven import BreakEven
 from thunderagent.programs.policies.cap import Cap
+from thunderagent.programs.policies.concur import Concur
+from thunderagent.programs.policies.continuum import Continuum
+from thunderagent.programs.policies.infercept import InferCept
+from thunderagent.programs.policies.mars import Mars
+from thunderagent.programs.policies.mars_admission import MarsAdmission
+from thunderagent.programs.policies.mars_priority import MarsOrder, MarsPriority
+from thunderagent.programs.policies.migrate import Migrate
+from thunderagent.programs.policies.orbit import OrbitJudge, OrbitStep
+from thunderagent.programs.policies.orders import Fcfs, ShortestFirst
+from thunderagent.programs.policies.parts import Admission, EnginePriority, GlobalPolicy, Order, Victims
 from thunderagent.programs.policies.passthrough import Passthrough
+from thunderagent.programs.policies.plas import Atlas, Plas
+from thunderagent.programs.policies.program_age import ProgramAge
+from thunderagent.programs.policies.reassign import Reassign
 from thunderagent.programs.policies.sticky import Sticky
 from thunderagent.programs.policies.thunderagent import ThunderAgent
 from thunderagent.programs.policies.ttl import Ttl
+from thunderagent.programs.policies.victims import Largest, Youngest
+from thunderagent.programs.policies.window import Window
 
 POLICIES: dict[str, Callable[..., Policy]] = {
+    "autellix": Autellix,
     "breakeven": BreakEven,
     "cap": Cap,
+    "continuum": Continuum,
+    "infercept": InferCept,
+    "mars": Mars,
     "passthrough": Passthrough,
     "sticky": Sticky,
     "thunderagent": ThunderAgent,
     "ttl": Ttl,
 }
+
+ADMISSIONS: dict[str, Callable[..., Admission]] = {"concur": Concur, "mars": MarsAdmission, "window": Window}
+ORDERS: dict[str, Callable[..., Order]] = {
+    "atlas": Atlas,
+    "fcfs": Fcfs,
+    "mars": MarsOrder,
+    "orbit-judge": OrbitJudge,
+    "orbit-step": OrbitStep,
+    "plas": Plas,
+    "shortest": ShortestFirst,
+}
+VICTIMS: dict[str, Callable[..., Victims]] = {"largest": Largest, "youngest": Youngest}
+PRIORITIES: dict[str, Callable[..., EnginePriority]] = {
+    "age": ProgramAge,
+    "atlas": Atlas,
+    "mars": MarsPriority,
+    "orbit-judge": OrbitJudge,
+    "orbit-step": OrbitStep,
+    "plas": Plas,
+}
+CONTROLS: dict[str, Callable[..., GlobalPolicy]] = {"balance": Balance, "migrate": Migrate, "reassign": Reassign}
+
+PARTS: Mapping[str, Mapping[str, Callable[..., object]]] = {
+    "admission": ADMISSIONS,
+    "order": ORDERS,
+    "victims": VICTIMS,
+    "priority": PRIORITIES,
+    "control": CONTROLS,
+}
+"""The parts by their kind, which is also the name of the setting that chooses one."""

@@ -37,7 +37,7 @@ engine's to say. A replica whose capacity is not known has room for everyone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import hypot, inf
 from typing import ClassVar
@@ -282,8 +282,9 @@ class BreakEven:
         """Pause, then mark, until all claims but the marked ones are under the high watermark; take marks back."""
         account = replica.account
         limit_tokens = self.high_ratio * account.limit_tokens
-        for program in self._victims(view, replica):
-            if account.demand_tokens - account.marked_tokens <= limit_tokens or account.active_count == 1:
+        while account.demand_tokens - account.marked_tokens > limit_tokens and account.active_count != 1:
+            program = view.first_expired(replica) or view.first_to_pause(replica) or view.first_to_mark(replica)
+            if program is None:
                 break
             if not view.propose_pause(program, Reason.THRASHING) and not view.propose_mark(program, Reason.THRASHING):
                 break
@@ -292,11 +293,6 @@ class BreakEven:
                 break
             if not view.propose_unmark(marked, Reason.RELIEVED):
                 break
-
-    def _victims(self, view: View, replica: ReplicaView) -> Iterator[ProgramView]:
-        """Yield who goes first, as it is after the one before went."""
-        while program := view.first_expired(replica) or view.first_to_pause(replica) or view.first_to_mark(replica):
-            yield program
 
 
 def _enough(expired: Sequence[ProgramView], tokens: float) -> Sequence[ProgramView]:

@@ -1,0 +1,58 @@
+"""What was in time, of what could be judged."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.builders import Driver
+from thunderagent.programs.goodput import ENOUGH_TOKENS, REFRESH_COUNT, Goodput
+
+
+def test_nothing_is_judged_before_an_answer_was_seen() -> None:
+    """How fast tokens are generated is not known; short answers do not tell."""
+    goodput = Goodput()
+    goodput.turn_ended(1.0, goodput.ideal_s(100, 10, 0.001))
+    goodput.learn(0.5, 10.0, ENOUGH_TOKENS - 1)
+    assert (goodput.turn_count, goodput.decode_token_s) == (0, 0.0)
+    goodput.learn(0.5, 10.5, 1000)
+    assert goodput.decode_token_s > 0
+    goodput.turn_ended(1.0, 0.4)
+    assert (goodput.turn_count, goodput.turns) == (1, {1.0: 0, 2.0: 0, 3.0: 1})
+
+
+def test_the_speed_is_that_of_turns_that_shared_their_engine_with_fewest() -> None:
+    """A tenth of a second a token in company, a hundredth alone."""
+    goodput = Goodput()
+    for number in range(2 * REFRESH_COUNT):
+        goodput.learn(1.0, 11.0, 1000 if number % 4 == 0 else 100)
+    assert 0.005 < goodput.decode_token_s < 0.02
+    assert goodput.ideal_s(1000, 100, 0.001) == 1.0 + 100 * goodput.decode_token_s
+
+
+def test_what_is_cached_is_not_part_of_the_ideal() -> None:
+    """Nor is what the program's history holds, though it had to be computed again: that is what goodput is about."""
+    driver = Driver(replicas={"r0": 100_000})
+    for number in range(3):
+        turn_id = driver.arrives("a", 10_000 + 100 * number)
+        driver.passes(2.0)
+        driver.starts(turn_id)
+        driver.passes(1.0)
+        driver.finishes(turn_id, 10_000 + 100 * number, 50, 0, tool="make")
+        driver.passes(4.0)
+    goodput = driver.scheduler.knowledge.goodput
+    program = driver.scheduler.table.get("a")
+    assert program is not None
+    first_s, later_s = 3.0, 0.02 * 50  # 2 s for 10,000 tokens that were new, and next to nothing for 100
+    assert program.ideal_s_total == pytest.approx(first_s + 2 * later_s + 8.0, rel=0.1)
+    assert goodput.turns[1.0] <= 1
+    assert goodput.turns[3.0] >= 1
+    driver.releases("a")
+    assert (goodput.program_count, goodput.programs) == (1, {1.0: 0, 2.0: 1, 3.0: 1})
+
+
+def test_a_program_without_a_finished_turn_is_not_judged() -> None:
+    """Nobody waited for it."""
+    driver = Driver()
+    driver.is_abandoned(driver.arrives("a", 10))
+    driver.releases("a")
+    assert driver.scheduler.knowledge.goodput.program_count == 0

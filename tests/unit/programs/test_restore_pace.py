@@ -1,0 +1,131 @@
+"""When a program that waits will be admitted, and programs that were announced before their first turn."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.builders import Driver
+from thunderagent.programs.lifecycle import Phase, Status
+from thunderagent.programs.policies.base import SandboxSums
+from thunderagent.programs.policies.cap import Cap
+from thunderagent.programs.restore_pace import HALF_LIFE_S, RestorePace
+from thunderagent.programs.scheduler import SchedulerSettings
+
+
+def test_nothing_is_expected_before_a_restore_was_seen() -> None:
+    pace = RestorePace()
+    pace.settle(0.0, waiting=True)
+    pace.settle(50.0, waiting=True)
+    assert pace.interval_s == 0.0
+
+
+def test_only_time_in_which_somebody_waits_counts() -> None:
+    """Two restores in 20 s of waiting, an hour of nothing between."""
+    pace = RestorePace()
+    for begin_s in (0.0, 3600.0):
+        pace.settle(begin_s, waiting=True)
+        pace.settle(begin_s + 10.0, waiting=False)
+        pace.restored()
+    assert pace.interval_s == pytest.approx(10.0, rel=0.1)
+
+
+def test_the_pace_of_long_ago_is_forgotten() -> None:
+    pace = RestorePace()
+    pace.settle(0.0, waiting=True)
+    for second in range(1, 101):
+        pace.settle(float(second), waiting=True)
+        pace.restored()
+    now_s = 100.0
+    while now_s < 100.0 + 10 * HALF_LIFE_S:
+        now_s += 50.0
+        pace.settle(now_s, waiting=True)
+        pace.restored()
+    assert pace.interval_s == pytest.approx(50.0, rel=0.2)
+
+
+def test_those_that_wait_are_expected_one_after_the_other() -> None:
+    """One at a time is admitted, each for 10 s: the third in the queue has 30 s to go."""
+    driver = Driver(Cap(n=1))
+    for number in range(6):
+        driver.arrives(f"p{number}", 10)
+    for number in range(2):
+        driver.passes(10.0)
+        driver.releases(f"p{number}")
+    expected_s = driver.scheduler.expected_holds_s(10)
+    assert list(expected_s) == ["p3", "p4", "p5"]
+    assert list(expected_s.values()) == pytest.approx([10.0, 20.0, 30.0], rel=0.1)
+    assert list(driver.scheduler.expected_holds_s(1)) == ["p3"]
+
+
+def test_an_announced_program_claims_nothing_and_is_not_restored() -> None:
+    driver = Driver(replicas={"r0": 1000})
+    driver.opens("p", group="g")
+    driver.opens("p")
+    program = driver.program("p")
+    assert (program.status, program.phase, program.claim_tokens) == (Status.PAUSED, Phase.ACTING, 0)
+    driver.ticks(1.0)
+    assert driver.demand() == 0
+    assert driver.home("p") is None
+    assert program.group is not None
+
+
+def test_its_life_begins_with_its_first_turn() -> None:
+    """How long it was announced before says nothing of how long programs take."""
+    driver = Driver()
+    driver.opens("p")
+    driver.passes(100.0)
+    driver.takes_turn("p", 10)
+    driver.passes(5.0)
+    driver.releases("p")
+    assert driver.scheduler.knowledge.median_residence_s < 10.0
+
+
+def test_an_announced_program_joins_the_group_of_its_first_turn() -> None:
+    """It may have been opened by who knew no group: for the sake of a sandbox."""
+    driver = Driver()
+    driver.opens("p")
+    driver.opens("q", group="h")
+    for program_id in ("p", "q"):
+        driver.takes_turn(program_id, 10, group="g")
+    groups = [driver.program(program_id).group for program_id in ("p", "q")]
+    assert [group.group_id for group in groups if group is not None] == ["g", "h"]
+
+
+def test_an_announced_program_that_never_comes_is_forgotten() -> None:
+    driver = Driver(settings=SchedulerSettings(forget_limit_s=60.0))
+    driver.opens("p")
+    driver.ticks(61.0)
+    assert driver.scheduler.table.get("p") is None
+    driver.opens("q")
+    driver.releases("q")
+    assert driver.scheduler.table.get("q") is None
+
+
+def test_sandboxes_are_in_the_story_and_in_the_view() -> None:
+    driver = Driver()
+    driver.opens("p")
+    driver.sandbox_is_ready("p", "box-1", 1.5)
+    driver.sandbox_fails("p", "it exited with 137", "box-1")
+    driver.sandbox_fails("nobody", "no matter")
+    assert [(entry.what, entry.why) for entry in driver.program("p").story()] == [
+        ("opened", ""),
+        ("sandbox ready", "box-1 after 1.5 s"),
+        ("sandbox failed", "box-1: it exited with 137"),
+    ]
+    driver.sandboxes_take(3, 1000, None)
+    assert driver.scheduler._view.sandboxes == SandboxSums(3, 1000, None)
+
+
+def test_running_tools_and_their_time_are_counted() -> None:
+    driver = Driver(replicas={"r0": 10_000})
+    view = driver.scheduler._view
+    assert (view.tools_running_count, view.mean_tool_s) == (0, 0.0)
+    driver.takes_turn("a", 10)
+    driver.takes_turn("b", 10)
+    assert view.tools_running_count == 2
+    driver.passes(4.0)
+    driver.takes_turn("a", 20)
+    assert (view.tools_running_count, view.mean_tool_s) == (2, 4.0)
+    driver.releases("a")
+    driver.releases("b")
+    assert view.tools_running_count == 0

@@ -1,0 +1,45 @@
+"""What turns of a role generate, learned from what they did."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.builders import Driver
+from thunderagent.programs.roles import MAX_ROLES_COUNT, RoleOutputs
+
+
+def test_each_role_has_its_mean_and_a_new_one_that_of_all() -> None:
+    """Newer turns weigh a little more."""
+    outputs = RoleOutputs()
+    assert outputs.expected_tokens("planner") == 0
+    for _ in range(50):
+        outputs.learn("planner", 400)
+        outputs.learn("browser", 100)
+    assert outputs.expected_tokens("planner") == 400
+    assert outputs.expected_tokens("browser") == 100
+    assert outputs.expected_tokens("coder") == pytest.approx(250, abs=5)
+    outputs.learn("browser", 1000)
+    assert 110 < outputs.expected_tokens("browser") < 140
+
+
+def test_roles_that_were_not_heard_of_for_long_are_forgotten() -> None:
+    """Ids in place of roles take no memory without end."""
+    outputs = RoleOutputs()
+    for number in range(MAX_ROLES_COUNT + 5):
+        outputs.learn(f"thread-{number}", 10)
+    assert len(outputs) == MAX_ROLES_COUNT
+
+
+def test_the_role_of_a_turn_is_what_was_said_or_its_branch() -> None:
+    """What a turn is expected to generate is taken when it arrives, and stays."""
+    driver = Driver()
+    driver.finishes(driver.arrives("a", 10, role="browser"), 10, 60)
+    driver.finishes(driver.arrives("a", 10, branch="browser"), 10, 60)
+    driver.finishes(driver.arrives("a", 10, branch="x", role="planner"), 10, 300)
+    first = driver.arrives("b", 10, role="browser")
+    assert driver.scheduler.turns[first].expected_output_tokens == 60
+    assert driver.program("b").expected_output_tokens == 60
+    driver.suspends()
+    driver.arrives("c", 10, role="planner")
+    driver.arrives("c", 10, role="browser")
+    assert driver.program("c").expected_output_tokens == 300

@@ -1,0 +1,151 @@
+"""Verdicts make levels, row by row; what became of programs makes a judge's record."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.builders import Driver
+from thunderagent.programs.decisions import Grant, Reason, Reject, Release
+from thunderagent.programs.scheduler import SchedulerSettings
+from thunderagent.programs.verdicts import FAILURE, SUCCESS, Level, Record, Verdict, Verdicts
+
+
+def after(*said: tuple[int, bool] | tuple[int, bool, float], fail_turns_count: int = 10) -> Verdicts:
+    """Return what verdicts come to, each given as turn, whether it will succeed, and how sure that is."""
+    verdicts = Verdicts()
+    for turn_count, will_succeed, *sure in said:
+        verdict = Verdict(turn_count, will_succeed, sure[0] if sure else 0.9)
+        verdicts.add(verdict, fail_turns_count=fail_turns_count, least_confidence_ratio=0.5)
+    return verdicts
+
+
+@pytest.mark.parametrize(
+    ("said", "level"),
+    [
+        ([], None),
+        ([(5, True)], Level.HIGH),
+        ([(5, False)], Level.MEDIUM),
+        ([(5, True), (10, True)], Level.HIGH),
+        ([(5, False), (10, True)], Level.MEDIUM),
+        ([(5, True), (10, False)], Level.MEDIUM),
+        ([(5, False), (10, False)], Level.LOW),
+        ([(5, False), (15, False)], Level.LOWEST),
+        ([(5, False), (14, False)], Level.LOW),
+        ([(5, False), (10, False), (15, False)], Level.LOWEST),
+        ([(5, False), (10, True), (15, False), (20, False)], Level.LOW),
+        ([(5, False), (10, True), (15, False), (20, False), (25, False)], Level.LOWEST),
+        ([(5, False), (15, False), (20, True)], Level.MEDIUM),
+        ([(5, False), (15, False), (20, True), (25, True)], Level.HIGH),
+        ([(5, False, 0.49)], Level.HIGH),
+        ([(5, False, 0.5), (15, False, 0.4)], Level.MEDIUM),
+        ([(10, True), (5, False)], Level.HIGH),
+    ],
+)
+def test_each_row_of_the_table_of_levels(said: list[tuple[int, bool]], level: Level | None) -> None:
+    """The last two count, an unbroken run of failures over ten turns is the lowest; late and unsure ones are none."""
+    assert after(*said).level is level
+
+
+def test_the_run_of_failures_can_be_shorter() -> None:
+    """K_fail is a setting."""
+    assert after((5, False), (7, False), fail_turns_count=2).level is Level.LOWEST
+
+
+def test_the_first_failure_is_kept() -> None:
+    """Recall asks when failure was predicted first, whatever was said later."""
+    verdicts = after((5, True), (10, False), (15, True), (20, False))
+    assert verdicts.first_failure_turn_count == 10
+    assert verdicts.failing_since_turn_count == 20
+
+
+def test_recall_and_false_alarms_by_turns() -> None:
+    """Parts of those that failed, and of those that succeeded, that were predicted to fail by then."""
+    record = Record()
+    assert record.predicted_ratio(FAILURE, 10) is None
+    for first_failure in (4, 10, 11, 90, None):
+        record.program_ended(FAILURE, first_failure)
+    record.program_ended(SUCCESS, 6)
+    record.program_ended(SUCCESS, None)
+    assert [record.predicted_ratio(FAILURE, turns) for turns in (5, 10, 15, 80)] == [0.2, 0.4, 0.6, 0.6]
+    assert [record.predicted_ratio(SUCCESS, turns) for turns in (5, 10, 80)] == [0.0, 0.5, 0.5]
+
+
+def test_a_verdict_is_in_the_story_and_on_nobody_else() -> None:
+    """A late one, on an earlier incarnation of the id or on nobody, changes nothing."""
+    driver = Driver()
+    driver.takes_turn("a", 100)
+    driver.is_judged("a", will_succeed=False, confidence=0.8)
+    program = driver.program("a")
+    assert program.level is Level.MEDIUM
+    assert [(entry.what, entry.why) for entry in program.story()][-1] == (
+        "judged",
+        "failure by 0.80 at turn 1: medium",
+    )
+    assert driver.is_judged("a", will_succeed=True, generation=program.generation + 1) == []
+    assert driver.is_judged("gone", will_succeed=True) == []
+    assert len(program.verdicts.last) == 1
+    assert driver.scheduler.knowledge.judge_record.level_counts[Level.MEDIUM] == 1
+
+
+def test_outcomes_are_counted_where_they_are_said() -> None:
+    """A release without one, or with a word that is none, tells nothing of the judge."""
+    driver = Driver()
+    for program_id, outcome in (("a", "failure"), ("b", "failure"), ("c", "success"), ("d", ""), ("e", "odd")):
+        driver.takes_turn(program_id, 10)
+        driver.is_judged(program_id, will_succeed=program_id != "a")
+        driver.releases(program_id, outcome=outcome)
+    record = driver.scheduler.knowledge.judge_record
+    assert record.program_counts == {"success": 1, "failure": 2}
+    assert record.predicted_ratio(FAILURE, 5) == 0.5
+    assert record.predicted_ratio(SUCCESS, 5) == 0.0
+
+
+HOPELESS = SchedulerSettings(judge_fail_turns_count=2, judge_ends_hopeless=True)
+
+
+def test_nobody_is_ended_if_that_was_not_asked_for() -> None:
+    """By default the lowest level is but a place in the order."""
+    driver = Driver(settings=SchedulerSettings(judge_fail_turns_count=2))
+    for _ in range(4):
+        driver.takes_turn("a", 10)
+        driver.is_judged("a", will_succeed=False)
+    assert driver.program("a").level is Level.LOWEST
+    assert driver.arrives("a", 10) in driver.granted_on
+
+
+def test_who_is_hopeless_is_ended_and_told_so() -> None:
+    """Its claim goes, its turns in flight end, its next ones are rejected, until its client releases or opens it."""
+    driver = Driver(settings=HOPELESS)
+    driver.takes_turn("a", 10)
+    driver.is_judged("a", will_succeed=False)
+    driver.takes_turn("a", 10)
+    in_flight = driver.arrives("a", 10)
+    generation = driver.program("a").generation
+    assert driver.is_judged("a", will_succeed=False) == [Release("a", generation, Reason.HOPELESS)]
+    assert driver.scheduler.table.get("a") is None
+    rejected = driver.arrives("a", 10)
+    assert driver.events[-1][1] == [Reject(rejected, "a", Reason.HOPELESS)]
+    driver.finishes(in_flight, 10)
+    driver.releases("a")
+    assert driver.arrives("a", 10) in driver.granted_on
+
+
+def test_who_is_hopeless_and_held_is_told_at_once() -> None:
+    """A turn that waits for memory waits no longer; others get what the program held."""
+    driver = Driver(settings=HOPELESS, replicas={"r0": 1000})
+    driver.takes_turn("a", 10)
+    driver.is_judged("a", will_succeed=False)
+    driver.takes_turn("a", 10)
+    driver.suspends()
+    held = driver.arrives("a", 10)
+    driver.goes_on()
+    driver.suspends()
+    again = driver.arrives("a", 10)
+    driver.is_judged("a", will_succeed=False, at_turn=3)
+    assert driver.rejected_for == {again: Reason.HOPELESS}
+    assert held in driver.granted_on
+    driver.opens("a")
+    driver.goes_on()
+    granted = [each for each in driver.events[-1][1] if isinstance(each, Grant)]
+    assert granted == []
+    assert driver.arrives("a", 10) in driver.granted_on

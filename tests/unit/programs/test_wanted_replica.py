@@ -1,0 +1,73 @@
+"""Turns that go on from a response which one replica alone has: they run there while a program may be there."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.builders import Driver
+from thunderagent.programs.decisions import Reason
+from thunderagent.programs.policies.cap import Cap
+from thunderagent.programs.policies.passthrough import Passthrough
+from thunderagent.programs.policies.sticky import Sticky
+from thunderagent.programs.scheduler import SchedulerSettings
+
+TWO = {"r0": 1000, "r1": 1000}
+
+
+@pytest.mark.parametrize("policy", [Passthrough, Sticky])
+@pytest.mark.parametrize("wanted", TWO)
+def test_a_turn_runs_where_the_response_is_that_it_goes_on_from(policy: type, wanted: str) -> None:
+    """Whatever the policy would choose: of a new program, of one that is elsewhere, and of nobody's."""
+    driver = Driver(policy(), replicas=TWO)
+    assert driver.granted_on[driver.arrives("new", 10, wanted=wanted)] == wanted
+    other = "r0" if wanted == "r1" else "r1"
+    turn_id = driver.arrives("there", 10, wanted=other)
+    driver.finishes(turn_id, 10)
+    assert driver.granted_on[driver.arrives("there", 10, wanted=wanted)] == wanted
+    for _ in range(4):
+        assert driver.granted_on[driver.arrives(None, 10, wanted=wanted)] == wanted
+
+
+def test_a_held_turn_is_restored_where_the_response_is() -> None:
+    """Though another replica is emptier when its turn comes."""
+    driver = Driver(Cap(n=2), replicas=TWO)
+    driver.arrives("a", 10, wanted="r1")
+    driver.arrives("b", 10, wanted="r1")
+    held = driver.arrives("c", 10, wanted="r1")
+    assert driver.held(held)
+    driver.releases("a")
+    assert driver.granted_on[held] == "r1"
+
+
+def test_a_turn_goes_elsewhere_when_the_response_is_gone() -> None:
+    """Then the engine there says that it knows no such response: better than to wait for what does not come back."""
+    driver = Driver(replicas=TWO)
+    for leaves in (driver.drains, driver.trips, driver.goes_down):
+        leaves("r1")
+        assert driver.granted_on[driver.arrives("a", 10, wanted="r1")] == "r0"
+        assert driver.granted_on[driver.arrives(None, 10, wanted="r1")] == "r0"
+        driver.releases("a")
+        driver.comes_up("r1", 1000)
+        driver.trips("r1", tripped=False)
+    assert driver.granted_on[driver.arrives("a", 10, wanted="nobody")] in TWO
+
+
+def test_a_turn_waits_while_its_replica_is_paused() -> None:
+    """An active program's does where it is; an anonymous one, too."""
+    driver = Driver(settings=SchedulerSettings(), replicas=TWO)
+    turn_id = driver.arrives("a", 10, wanted="r1")
+    driver.finishes(turn_id, 10)
+    driver.suspends(replica_id="r1")
+    waiting = [driver.arrives("a", 10, wanted="r1"), driver.arrives(None, 10, wanted="r1")]
+    assert all(map(driver.held, waiting))
+    assert driver.program("a").hold_reason == Reason.SUSPENDED
+    driver.goes_on(replica_id="r1")
+    assert {driver.granted_on[each] for each in waiting} == {"r1"}
+
+
+def test_a_turn_stays_beside_those_of_its_program_in_flight() -> None:
+    """A program is on one replica: what is in flight is not broken off for it."""
+    driver = Driver(replicas=TWO)
+    home = driver.granted_on[driver.arrives("a", 10)]
+    other = "r0" if home == "r1" else "r1"
+    assert driver.granted_on[driver.arrives("a", 10, branch="b", wanted=other)] == home

@@ -1,0 +1,31 @@
+"""Who is paused first where memory is short, in one line each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+from typing import ClassVar
+
+from thunderagent.programs.policies.base import ProgramView
+
+
+@dataclass(frozen=True, slots=True)
+class Youngest:
+    """The program that came last; the last unfinished member of a group never before others."""
+
+    name: ClassVar[str] = "youngest"
+
+    def pause_rank(self, program: ProgramView) -> float:
+        """Rank by age, the youngest first."""
+        return inf if program.is_last_of_group else -program.opened_s
+
+
+@dataclass(frozen=True, slots=True)
+class Largest:
+    """The program with the largest claim: fewest are paused; the last unfinished member of a group after all others."""
+
+    name: ClassVar[str] = "largest"
+
+    def pause_rank(self, program: ProgramView) -> float:
+        """Rank by claim, the largest first."""
+        return inf if program.is_last_of_group else -program.claim_tokens

@@ -1,0 +1,30 @@
+"""`window`: at most N programs are admitted at once, first come first served, whatever policy they run under."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from thunderagent.errors import ConfigurationError
+from thunderagent.programs.policies.base import Moment, ProgramView, View
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Admit while fewer than `n` programs are."""
+
+    n: int = 16
+    name: ClassVar[str] = "window"
+
+    def __post_init__(self) -> None:
+        """Refuse a window that lets nobody in."""
+        if self.n < 1 or self.n % 1:
+            raise ConfigurationError(f"window: n must be a whole number, at least 1, not {self.n}")
+
+    def rank(self, program: ProgramView) -> float:
+        """Return the opening time."""
+        return program.opened_s
+
+    def next(self, view: View, moment: Moment) -> ProgramView | None:
+        """Return who waits for longest, while there is a place."""
+        return view.first_outside() if view.admitted_count < self.n else None

@@ -1,0 +1,42 @@
+"""When is a program that waits admitted? Learned from how fast the paused queue moved lately.
+
+Time in which nobody waits says nothing about that, so only waiting time counts. Both the restores and the time are
+forgotten at the same pace: what is left of them, divided, is the time between two restores.
+"""
+
+from __future__ import annotations
+
+HALF_LIFE_S = 120.0
+"""Waiting time after which a restore counts half: a few turns of every program."""
+
+
+class RestorePace:
+    """The pace of the paused queue."""
+
+    __slots__ = ("_restore_count", "_settled_s", "_waited_s", "_waiting")
+
+    def __init__(self) -> None:
+        """Begin with nothing seen."""
+        self._restore_count = 0.0
+        self._waited_s = 0.0
+        self._waiting = False
+        self._settled_s = 0.0
+
+    @property
+    def interval_s(self) -> float:
+        """Time between two restores while somebody waits; 0 until one was seen."""
+        return self._waited_s / self._restore_count if self._restore_count else 0.0
+
+    def settle(self, now_s: float, *, waiting: bool) -> None:
+        """Count the time since the last call, if somebody waited in it; `waiting` says whether somebody does now."""
+        if self._waiting and now_s > self._settled_s:
+            passed_s = now_s - self._settled_s
+            kept_ratio = 0.5 ** (passed_s / HALF_LIFE_S)
+            self._restore_count *= kept_ratio
+            self._waited_s = self._waited_s * kept_ratio + passed_s
+        self._settled_s = now_s
+        self._waiting = waiting
+
+    def restored(self) -> None:
+        """Count a restore of a program that had waited."""
+        self._restore_count += 1.0

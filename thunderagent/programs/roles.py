@@ -1,0 +1,43 @@
+"""How much each role of agents generates in a turn, as learned."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+MAX_ROLES_COUNT = 1024
+"""Clients may name every turn's role anew: of the roles, the one longest not heard of is forgotten first."""
+
+FORGETTING_RATIO = 0.99
+"""Weight of a turn over that of the next one of its role."""
+
+
+class RoleOutputs:
+    """The mean output of a turn of each role; of one that is not known, that of all turns."""
+
+    __slots__ = ("_all", "_of_role")
+
+    def __init__(self) -> None:
+        """Begin with nothing seen."""
+        self._all = (0.0, 0.0)
+        self._of_role: OrderedDict[str, tuple[float, float]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._of_role)
+
+    def learn(self, role: str, output_tokens: int) -> None:
+        """Take in a finished turn. Cost: O(1)."""
+        self._all = _with(self._all, output_tokens)
+        self._of_role[role] = _with(self._of_role.get(role, (0.0, 0.0)), output_tokens)
+        self._of_role.move_to_end(role)
+        if len(self._of_role) > MAX_ROLES_COUNT:
+            self._of_role.popitem(last=False)
+
+    def expected_tokens(self, role: str) -> int:
+        """Return what a turn of that role is expected to generate: 0 before any turn was seen."""
+        weight, tokens = self._of_role.get(role, self._all)
+        return round(tokens / weight) if weight else 0
+
+
+def _with(sums: tuple[float, float], output_tokens: int) -> tuple[float, float]:
+    weight, tokens = sums
+    return weight * FORGETTING_RATIO + 1.0, tokens * FORGETTING_RATIO + output_tokens
