@@ -1,0 +1,141 @@
+"""`mars`: memory that is kept where a warm return pays, evicted by priority and footprint; and the parts together."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.builders import Driver, of_kind
+from thunderagent.errors import ConfigurationError
+from thunderagent.programs.decisions import Grant, Mark, Pause, Reason
+from thunderagent.programs.policies.mars import Mars
+from thunderagent.programs.signals import Signal, WindowUpdate
+
+
+def driver_with(capacity_tokens: int | None = 100_000, **settings: float) -> Driver:
+    policy = Mars(reserve_tokens=0, growth_quantile=0.0, **settings)  # type: ignore[arg-type]
+    return Driver(policy, replicas={"r0": capacity_tokens})
+
+
+def test_a_program_in_is_granted_where_it_is_and_newcomers_by_their_size() -> None:
+    """Both parts are asked: the admission who begins, the priority what the engine is told."""
+    driver = driver_with()
+    driver.takes_turn("a", 3000)
+    driver.passes(1.0)
+    again = driver.arrives("a", 3100)
+    small = driver.arrives("small", 100)
+    large = driver.arrives("large", 40_000)
+    grants = {each.turn_id: each for _, decisions in driver.events for each in decisions if isinstance(each, Grant)}
+    assert grants[again].reason is Reason.HOME
+    assert [grants[turn_id].engine_priority for turn_id in (again, small, large)] == [0, 0, 3]
+
+
+def test_room_is_made_of_who_expired() -> None:
+    """A claim that is held for too long goes once somebody needs the room, and not before."""
+    driver = driver_with(warm_ratio=0.0)
+    driver.takes_turn("a", 70_000)
+    driver.ticks(50.0)
+    assert driver.home("a") == "r0"
+    driver.takes_turn("b", 20_000)
+    assert driver.home("a") == "r0"
+    third = driver.arrives("c", 60_000)
+    driver.ticks(1.0)
+    assert driver.home("a") is None or driver.held(third)
+
+
+def test_memory_is_taken_from_the_largest_at_its_tool() -> None:
+    """Where programs grew over it: the lowest level and the largest first; it comes back when there is room."""
+    driver = driver_with(warm_ratio=1e6)
+    driver.takes_turn("small", 900)
+    driver.takes_turn("large", 60_000)
+    driver.takes_turn("middle", 20_000)
+    driver.passes(1.0)
+    driver.finishes(driver.arrives("middle", 39_000), 39_000)
+    driver.passes(1.0)
+    assert not driver.held(driver.arrives("small", 1500))
+    driver.ticks(0.2)
+    assert [name for _, decisions in driver.events for name in of_kind(Pause, decisions)] == ["large"]
+    back = driver.arrives("large", 61_000)
+    assert driver.held(back)
+    driver.releases("middle")
+    assert not driver.held(back)
+
+
+def test_one_of_a_lower_level_at_its_tool_makes_room() -> None:
+    """For a turn of a higher level, if it alone is enough; not for one of its own level."""
+    driver = driver_with(warm_ratio=1e6)
+    for name, tokens in (("small", 6000), ("large", 40_000), ("other", 40_000)):
+        driver.takes_turn(name, tokens)
+    driver.passes(1.0)
+    running = driver.arrives("other", 40_000)
+    driver.progresses(running, 55_000)
+    driver.ticks(0.2)
+    assert [name for _, decisions in driver.events for name in of_kind(Pause, decisions)] == ["large", "small"]
+    driver.finishes(running, 40_000, 55_000)
+    assert driver.held(driver.arrives("large", 40_500))
+    assert driver.home("other") == "r0"
+    assert not driver.held(driver.arrives("small", 6100))
+    assert driver.home("other") is None
+
+
+def test_what_grows_over_the_memory_is_marked_and_unmarked() -> None:
+    """The largest with a turn pauses at its end, unless there is room again."""
+    driver = driver_with()
+    first = driver.arrives("first", 50_000)
+    second = driver.arrives("second", 30_000)
+    driver.progresses(first, 30_000)
+    assert of_kind(Mark, driver.ticks(0.2)) == ["first"]
+    driver.finishes(second, 30_000)
+    driver.releases("second")
+    assert not driver.program("first").marked
+    driver.finishes(first, 50_000, 30_000)
+    assert driver.home("first") == "r0"
+
+
+def test_a_small_one_passes_a_large_one_that_does_not_fit() -> None:
+    """Those that wait are passed over, not waited for."""
+    driver = driver_with(warm_ratio=1e6)
+    for name, tokens in (("a", 40_000), ("b", 30_000), ("c", 10_000)):
+        driver.takes_turn(name, tokens)
+    running = driver.arrives("c", 10_000)
+    driver.progresses(running, 85_000)
+    driver.ticks(0.2)
+    assert {name: driver.home(name) for name in "abc"} == {"a": None, "b": None, "c": "r0"}
+    large, small = driver.arrives("a", 40_000), driver.arrives("b", 30_000)
+    driver.passes(1.0)
+    driver.finishes(running, 10_000, 55_000)
+    assert driver.held(large)
+    assert not driver.held(small)
+
+
+def test_one_larger_than_every_replica_goes_at_once() -> None:
+    """The engine decides what becomes of it."""
+    driver = driver_with(1000)
+    assert not driver.held(driver.arrives("giant", 2000))
+
+
+def test_without_a_capacity_memory_holds_nobody() -> None:
+    """An unknown capacity has room for everyone; the window is then the guess of the authors."""
+    driver = driver_with(None)
+    turns = [driver.arrives(f"p{number}", 10**6) for number in range(31)]
+    assert [driver.held(turn) for turn in turns].count(True) == 1
+
+
+def test_the_window_is_told() -> None:
+    """As signals, with what moved it."""
+    driver = driver_with(window_max_count=8)
+    heard: list[Signal] = []
+    driver.scheduler.listen(heard.append)
+    for number in range(6):
+        driver.takes_turn(f"p{number}", 14_500)
+    driver.progresses(driver.arrives("p0", 14_500), 10_000)
+    driver.ticks(0.2)
+    assert [each for each in heard if isinstance(each, WindowUpdate)] == [WindowUpdate(100.2, 4, 6, "memory")]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"warm_ratio": -1.0}, {"reserve_tokens": -1}, {"growth_quantile": 1.0}, {"tool_cpu_count": -1}]
+)
+def test_settings_that_mean_nothing_are_refused(wrong: dict[str, float]) -> None:
+    """The message names the setting."""
+    with pytest.raises(ConfigurationError, match=next(iter(wrong))):
+        Mars(**wrong)  # type: ignore[arg-type]

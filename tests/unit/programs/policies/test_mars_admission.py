@@ -1,0 +1,279 @@
+"""`mars`, the admission: a window that both pressures move, its clamps, and who goes in."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.builders import Driver
+from thunderagent.errors import ConfigurationError
+from thunderagent.policy_loader import load_policy
+from thunderagent.programs.decisions import Grant
+from thunderagent.programs.events import ToolStarted
+from thunderagent.programs.policies.mars_admission import MarsAdmission
+from thunderagent.programs.signals import Signal, WindowUpdate
+
+
+def driver_with(capacity_tokens: int | None = 100_000, **settings: float) -> Driver:
+    chosen = {f"admission.{name}": value for name, value in settings.items()}
+    policy = load_policy("passthrough", {"admission": "mars", **chosen})
+    return Driver(policy, replicas={"r0": capacity_tokens})
+
+
+def admission_of(driver: Driver) -> MarsAdmission:
+    admission = driver.scheduler.policy.admission  # type: ignore[attr-defined]
+    assert isinstance(admission, MarsAdmission)
+    return admission
+
+
+def admitted(driver: Driver) -> list[str | None]:
+    """Who went in, in order."""
+    grants = [each for _, decisions in driver.events for each in decisions if isinstance(each, Grant)]
+    return list(dict.fromkeys(grant.program_id for grant in grants))
+
+
+def test_it_grows_by_one_in_an_interval_and_shrinks_by_a_factor() -> None:
+    """Additively while both pressures are low, multiplicatively while one is high, never under its smallest."""
+    driver = driver_with(window_max_count=20)
+    admission = admission_of(driver)
+    assert admission.window_count == 20
+    turn_id = driver.arrives("a", 92_000)
+    counts = []
+    for _ in range(7):
+        driver.ticks(0.2)
+        counts.append(admission.window_count)
+    assert counts == [4] * 7  # 14 at once clamped by memory at its high mark
+    driver.finishes(turn_id, 1000)
+    driver.releases("a")
+    counts = []
+    for _ in range(3):
+        driver.ticks(0.1)
+        driver.ticks(0.1)
+        counts.append(admission.window_count)
+    assert counts == [5, 6, 7]
+
+
+def test_memory_pressure_goes_off_only_under_its_low_mark() -> None:
+    """Hysteresis: between the marks it stays what it was, and the soft cap follows in a line."""
+    driver = driver_with(window_max_count=20)
+    admission = admission_of(driver)
+    seen = []
+    turn_id = driver.arrives("a", 1000)
+    for output in (85_000, 86_500, 89_500):
+        driver.progresses(turn_id, output)
+        driver.ticks(0.2)
+        seen.append((admission.kv_overloaded, admission.window_count))
+    assert seen == [(False, 17), (False, 12), (True, 4)]
+    driver.finishes(turn_id, 1000, 86_500)
+    driver.ticks(0.2)
+    assert admission.kv_overloaded
+    driver.finishes(driver.arrives("a", 80_000), 80_000)
+    driver.releases("a")
+    driver.ticks(0.2)
+    assert not admission.kv_overloaded
+
+
+def test_tools_shrink_the_window_by_their_number_and_the_wait() -> None:
+    """On by either, off by both; how long tools waited follows from how many share the workers."""
+    driver = driver_with(tool_cpu_count=2, window_max_count=40, backlog_low_ratio=4.0, backlog_high_ratio=6.0)
+    admission = admission_of(driver)
+    for number in range(10):
+        driver.takes_turn(f"p{number}", 100)
+    driver.ticks(0.2)
+    assert not admission.tools_overloaded
+    driver.passes(29.8)
+    driver.arrives("p0", 150)  # 30 s with 10 on 2 workers: 24 s of waiting, of which a fifth counts
+    assert admission.mean_wait_s == pytest.approx(4.8)
+    driver.arrives("p1", 150)
+    assert admission.mean_wait_s == pytest.approx(4.8 + 0.2 * (30 * 7 / 9 - 4.8))
+    driver.ticks(0.2)
+    assert admission.tools_overloaded
+    assert admission.window_count == 7  # W_cpu 10, times 0.7
+    for number in range(2, 10):
+        driver.releases(f"p{number}")
+    driver.ticks(0.2)
+    assert not admission.tools_overloaded  # no tool runs that could say more
+
+
+def test_without_known_workers_it_looks_at_what_tools_take_beyond_the_usual() -> None:
+    """Tools that always take 20 s are no pressure; that they take 60 s suddenly is."""
+    driver = driver_with(window_max_count=20)
+    admission = admission_of(driver)
+    for seconds in [20.0] * 5 + [60.0]:
+        driver.takes_turn("a", 100)
+        driver.passes(seconds)
+        driver.fails(driver.arrives("a", 150))
+        if seconds == 20.0:
+            assert admission.mean_wait_s == 0.0
+    assert admission.mean_wait_s == pytest.approx(0.2 * 40 - 0.01 * 40)
+    driver.takes_turn("a", 200)
+    driver.ticks(0.2)
+    assert admission.tools_overloaded
+
+
+def test_a_posted_start_says_how_long_a_tool_waited() -> None:
+    """From the end of the turn to the start; its time then says nothing any more, nor do further starts."""
+    driver = driver_with(tool_cpu_count=1)
+    admission = admission_of(driver)
+    driver.takes_turn("a", 100)
+    driver.takes_turn("b", 100)
+    driver.passes(10.0)
+    driver.send(ToolStarted(driver.now_s, "a", "make"))
+    assert admission.mean_wait_s == pytest.approx(0.2 * 10)
+    driver.passes(30.0)
+    driver.send(ToolStarted(driver.now_s, "a", "test"))
+    driver.arrives("a", 150)
+    assert admission.mean_wait_s == pytest.approx(0.2 * 10)
+    driver.releases("b")
+    assert not admission._at_tools
+
+
+def test_tool_cpus_bound_the_window() -> None:
+    """W_cpu: the workers times the middle of the marks."""
+    driver = driver_with(tool_cpu_count=2)
+    for number in range(8):
+        driver.arrives(f"p{number}", 100)
+    assert driver.scheduler.admitted_count == 5
+
+
+def test_the_largest_window_is_learned_from_the_size_of_programs() -> None:
+    """As many as memory holds of their mean size; the authors' 30 for each replica until one is known."""
+    driver = driver_with()
+    assert admission_of(driver).window_count == 30
+    driver.arrives("a", 10_000)
+    driver.ticks(0.2)
+    assert admission_of(driver).window_count == 10
+    unknown = driver_with(None)
+    for number in range(40):
+        unknown.arrives(f"p{number}", 10_000)
+    assert unknown.scheduler.admitted_count == 30
+
+
+def test_all_who_find_a_place_go_in_the_order_of_coming() -> None:
+    """Where both pressures are low."""
+    driver = driver_with(window_max_count=8)
+    driver.suspends()
+    for name, tokens in (("large", 30_000), ("small", 100), ("middle", 2000)):
+        driver.arrives(name, tokens)
+        driver.passes(1.0)
+    driver.goes_on()
+    assert admitted(driver) == ["large", "small", "middle"]
+
+
+def test_the_smallest_goes_first_where_not_all_find_a_place() -> None:
+    """And one that does not fit in memory is passed over: then no larger one fits either."""
+    driver = driver_with(window_min_count=1, window_max_count=1)
+    turn_id = driver.arrives("in", 50_000)
+    for name, tokens in (("large", 30_000), ("small", 1000), ("middle", 2000)):
+        driver.passes(1.0)
+        driver.arrives(name, tokens)
+    for name in ("in", "small", "middle"):
+        if name != "in":
+            turn_id = max(driver.granted_on)
+        driver.finishes(turn_id, 100)
+        driver.releases(name)
+    assert admitted(driver) == ["in", "small", "middle", "large"]
+
+
+def test_the_largest_that_fits_goes_first_while_tools_are_under_pressure() -> None:
+    """It reaches its tools later; one larger than what is left is skipped, not waited for."""
+    driver = driver_with(tool_cpu_count=1, backlog_low_ratio=1.0, backlog_high_ratio=2.0, window_min_count=4)
+    for number in range(4):
+        driver.takes_turn(f"t{number}", 10_000)
+    driver.ticks(0.2)
+    assert admission_of(driver).tools_overloaded
+    for name, tokens in (("small", 1000), ("middle", 40_000), ("large", 70_000)):
+        driver.arrives(name, tokens)
+    driver.releases("t0")
+    driver.ticks(0.2)
+    assert admitted(driver)[-1] == "middle"
+
+
+def test_a_long_program_goes_when_no_short_one_was_outside_for_a_moment() -> None:
+    """Two at most are in, and none while memory is under pressure; the first of all is let in at once."""
+    driver = driver_with(
+        10_000_000,
+        window_max_count=40,
+        window_min_count=10,
+        tool_cpu_count=40,
+        backlog_low_ratio=0.1,
+        backlog_high_ratio=90.0,
+    )
+    driver.takes_turn("first", 10_000)
+    for number in range(8):
+        driver.takes_turn(f"t{number}", 10_000)  # more tools than is healthy: not in the order of coming any more
+        driver.passes(2.0)
+    held = [driver.arrives(f"long{number}", 60_000) for number in range(3)]
+    assert [driver.held(turn_id) for turn_id in held] == [False, False, True]
+    driver.finishes(held[0], 60_000)
+    driver.releases("long0")
+    assert not driver.held(held[2])
+
+
+def test_a_long_program_waits_for_short_ones() -> None:
+    """For as long as they come one after the other, 5 s at most."""
+    driver = driver_with(
+        10_000_000,
+        window_max_count=40,
+        window_min_count=10,
+        tool_cpu_count=40,
+        backlog_low_ratio=0.1,
+        backlog_high_ratio=90.0,
+    )
+    for number in range(9):
+        driver.passes(8.0)
+        driver.takes_turn(f"t{number}", 10_000)
+    long = driver.arrives("long", 60_000)
+    assert driver.held(long)
+    driver.ticks(4.9)
+    assert driver.held(long)
+    driver.ticks(0.2)
+    assert not driver.held(long)
+
+
+def test_where_nobody_is_in_one_goes_whatever_it_takes() -> None:
+    """A program that is larger than what is left under the mark would wait for ever."""
+    driver = driver_with(window_min_count=1, window_max_count=1)
+    turn_id = driver.arrives("a", 100)
+    giant = driver.arrives("giant", 99_000)
+    driver.finishes(turn_id, 100)
+    assert driver.held(giant)
+    driver.releases("a")
+    assert not driver.held(giant)
+
+
+def test_it_says_when_the_window_moves_and_why() -> None:
+    """For whoever listens to the information stream."""
+    driver = driver_with(window_max_count=10, window_min_count=2)
+    heard: list[Signal] = []
+    driver.scheduler.listen(heard.append)
+    turn_id = driver.arrives("a", 95_000)
+    driver.ticks(0.2)
+    driver.finishes(turn_id, 100)
+    driver.releases("a")
+    driver.ticks(0.2)
+    driver.ticks(0.2)
+    told = [(each.window_count, each.why) for each in heard if isinstance(each, WindowUpdate)]
+    assert told[0] == (2, "memory")
+    assert told[-1][1] == "grown"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"tool_cpu_count": -1},
+        {"tool_cpu_count": 1.5},
+        {"window_min_count": 0},
+        {"window_max_count": 3},
+        {"grow_count": 0},
+        {"shrink_ratio": 1.0},
+        {"control_interval_s": 0.0},
+        {"backlog_low_ratio": 5.0},
+        {"wait_low_s": 6.0},
+        {"kv_low_ratio": 0.95},
+        {"long_count": -1},
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(wrong: dict[str, float]) -> None:
+    """The message says what they have to be."""
+    with pytest.raises(ConfigurationError, match="admission mars"):
+        MarsAdmission(**wrong)  # type: ignore[arg-type]

@@ -1,0 +1,120 @@
+"""`mars`, the engine priority and the order: levels by what is to be computed and was served, and promotion."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.builders import Driver
+from thunderagent.errors import ConfigurationError
+from thunderagent.policy_loader import load_policy
+from thunderagent.programs.decisions import Grant
+from thunderagent.programs.policies.mars_priority import MarsOrder, MarsPriority, level_of
+
+
+def priority_of(driver: Driver, turn_id: int) -> int | None:
+    """What the engine was told with a turn."""
+    grants = [each for _, decisions in driver.events for each in decisions if isinstance(each, Grant)]
+    return next(grant.engine_priority for grant in grants if grant.turn_id == turn_id)
+
+
+def driver_with(**settings: float) -> Driver:
+    chosen = {f"priority.{name}": value for name, value in settings.items()}
+    return Driver(load_policy("passthrough", {"priority": "mars", **chosen}), replicas={"r0": 200_000})
+
+
+@pytest.mark.parametrize(
+    ("tokens", "level"), [(0, 0), (2048, 0), (2049, 1), (8192, 1), (8193, 2), (32_768, 2), (32_769, 3), (10**9, 3)]
+)
+def test_the_levels_are_those_of_the_authors_code(tokens: int, level: int) -> None:
+    """Each reaches to four times as many tokens as the one before."""
+    assert level_of(tokens) == level
+
+
+def test_a_warm_return_is_at_the_highest_level_however_long_its_history() -> None:
+    """What counts is what is still to be computed; after enough time nothing of it is service any more."""
+    driver = driver_with()
+    assert priority_of(driver, driver.takes_turn("a", 50_000)) == 3
+    driver.passes(31.0)
+    assert priority_of(driver, driver.arrives("a", 50_500)) == 0
+
+
+def test_who_was_served_much_lately_goes_behind() -> None:
+    """The tokens of the window count a fourth; when it is over they count no more."""
+    driver = driver_with()
+    driver.takes_turn("a", 50_000)
+    driver.passes(1.0)
+    assert priority_of(driver, driver.arrives("a", 50_500)) == 2  # 12,500
+    calm = driver_with(window_s=0.0)
+    calm.takes_turn("a", 50_000)
+    calm.passes(1.0)
+    assert priority_of(calm, calm.arrives("a", 50_500)) == 0
+
+
+def test_what_a_failed_turn_computed_counts_too() -> None:
+    """It took the engine's time all the same."""
+    driver = driver_with()
+    driver.fails(driver.arrives("a", 50_000))
+    driver.passes(1.0)
+    assert priority_of(driver, driver.arrives("a", 5000)) == 2
+
+
+def test_who_waited_goes_up_by_a_level_for_each_promotion_time() -> None:
+    """Down to level 0, so that the wait of the lowest level is bounded."""
+    driver = driver_with()
+    driver.suspends()
+    turn_id = driver.arrives("a", 50_000)
+    driver.passes(65.0)
+    driver.goes_on()
+    assert priority_of(driver, turn_id) == 1
+    driver.finishes(turn_id, 50_000)
+    driver.passes(40.0)
+    driver.suspends()
+    turn_id = driver.arrives("a", 190_000)
+    driver.passes(29.0)
+    driver.goes_on()
+    assert priority_of(driver, turn_id) == 3
+
+
+def test_programs_that_were_served_are_forgotten() -> None:
+    """What is kept is bounded by what was served in the window."""
+    driver = driver_with()
+    for number in range(50):
+        driver.takes_turn(f"p{number}", 100)
+        driver.releases(f"p{number}")
+        driver.passes(10.0)
+    priority = driver.scheduler.policy.priority  # type: ignore[attr-defined]
+    assert len(priority._served) <= 4
+    assert len(priority._served_tokens) <= 4
+
+
+def test_the_order_is_the_begin_of_the_wait_and_a_time_for_each_level() -> None:
+    """A small turn passes a large one that waits for less than its levels are worth."""
+    settings = {"order": "mars", "ttl_s": 100.0, "reserve_tokens": 0}
+    driver = Driver(load_policy("ttl", settings), replicas={"r0": 60_000})
+    driver.takes_turn("first", 59_000)
+    large = driver.arrives("large", 50_000)
+    driver.passes(20.0)
+    small = driver.arrives("small", 2000)
+    waiting = [program.program_id for program in driver.scheduler.queue.reasoning]
+    assert waiting == ["small", "large"]
+    driver.passes(75.0)
+    late = driver.arrives("late", 2000)
+    assert [program.program_id for program in driver.scheduler.queue.reasoning] == ["small", "large", "late"]
+    driver.releases("first")
+    assert all(turn_id in driver.granted_on for turn_id in (large, small, late))
+
+
+@pytest.mark.parametrize(
+    ("part", "wrong"),
+    [
+        (MarsOrder, {"promote_s": 0.0}),
+        (MarsOrder, {"level_count": 0}),
+        (MarsPriority, {"first_level_tokens": 0}),
+        (MarsPriority, {"window_s": -1.0}),
+        (MarsPriority, {"served_ratio": 0.0}),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(part: type, wrong: dict[str, float]) -> None:
+    """The message names the setting."""
+    with pytest.raises(ConfigurationError, match=next(iter(wrong))):
+        part(**wrong)

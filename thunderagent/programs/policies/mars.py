@@ -1,0 +1,204 @@
+"""`mars`: a window of programs, levels by what is to be computed, and memory that is kept where a warm return pays.
+
+Theory of operation
+===================
+"MARS: Efficient, Adaptive Co-Scheduling for Heterogeneous Agentic Systems" (arXiv 2604.26963) has three parts, and so
+has this policy, which puts them together:
+
+- the **external control plane** (4.2, Algorithm 1) says which programs may begin: `mars_admission.py`;
+- the **agent-centric scheduler** says who is served first: `mars_priority.py`, as the priority that an engine is given
+  with each turn, and as the order in which those are restored who lost their memory;
+- the **opportunistic co-scheduler** says whose memory is kept while its tool runs. That is here.
+
+A program that is in claims its context. While its tool runs it keeps that claim as long as the *benefit of a warm
+return* is more than the *cost of the memory*. The paper's formula could not be read; ours is this. To keep c tokens
+until time u, or until the program returns if that is sooner, costs c·E[min(return, u)] token-seconds of memory, and
+saves with P(return <= u) to compute c tokens again, which takes β·c seconds of the whole engine, with its memory of C
+tokens: worth C·β·c token-seconds. c falls out: a tool is waited for as long as its rate of return is more than one in
+`warm_ratio`·β·C seconds (`view.tool_hold_s`; β and the times of tools are learned). Beyond that the claim is expired,
+and goes once somebody needs the room: where nobody does, memory costs nothing.
+
+**Eviction** goes in the order of priority, the larger footprint first. Room for a program that waits is made by those
+who expired, and then by one whose tool runs, is of a lower level than it, and is large enough. Where programs grew over
+the memory first goes who expired, then the lowest level and the largest of those at their tools, then of those with a
+turn, which are marked, and unmarked if there is room again.
+
+What only an engine can do, and no proxy in front of it: to order in each iteration what it computes, by levels that
+fall while a prompt is computed; to shrink the chunk of a prompt that does not fit instead of preempting somebody; and
+to keep the blocks of a program at its tool, and take those before it preempts one that runs. The simulator's engine
+does all three with `scheduling_policy="mlfq"`. A real one takes the priority (vLLM: `--scheduling-policy priority`),
+and finds the history of a program whose claim was kept because not more was let in than fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import inf
+from typing import TYPE_CHECKING, ClassVar
+
+from thunderagent.errors import ConfigurationError
+from thunderagent.programs.decisions import Reason
+from thunderagent.programs.lifecycle import Status
+from thunderagent.programs.policies.base import (
+    ClaimRules,
+    Moment,
+    Placement,
+    ProgramView,
+    ReplicaView,
+    View,
+    home_of,
+    largest_capacity_tokens,
+)
+from thunderagent.programs.policies.mars_admission import MarsAdmission
+from thunderagent.programs.policies.mars_priority import MarsOrder, MarsPriority, level_of
+
+if TYPE_CHECKING:
+    from thunderagent.programs.signals import Signal
+
+PASS_COUNT = 8
+"""So many behind the first that waits may go when that does not fit: they are passed over, not waited for."""
+
+EXPIRED_COUNT = 64
+"""So many at most go to make room for one."""
+
+LEVEL_RANK_TOKENS = 1e9
+"""What a level weighs against a footprint in the order of eviction: more than any is."""
+
+
+@dataclass(slots=True)
+class Mars:
+    """Admission, order, priority and retention together; more settings have the parts, chosen apart."""
+
+    tool_cpu_count: int = 0
+    window_max_count: int = 0
+    warm_ratio: float = 1.0
+    reserve_tokens: int = 256
+    growth_quantile: float = 0.75
+    admission: MarsAdmission = field(init=False)
+    priority: MarsPriority = field(init=False)
+    order: MarsOrder = field(init=False)
+    name: ClassVar[str] = "mars"
+
+    def __post_init__(self) -> None:
+        """Make the parts, and refuse settings that mean nothing."""
+        if not (self.warm_ratio >= 0 and self.reserve_tokens >= 0):
+            raise ConfigurationError("mars: warm_ratio and reserve_tokens must not be negative")
+        if not 0 <= self.growth_quantile < 1:
+            raise ConfigurationError(f"mars: growth_quantile is from 0 to under 1, not {self.growth_quantile}")
+        self.admission = MarsAdmission(tool_cpu_count=self.tool_cpu_count, window_max_count=self.window_max_count)
+        self.priority = MarsPriority()
+        self.order = MarsOrder()
+
+    @property
+    def tick_s(self) -> float:
+        """Return the control interval of the admission."""
+        return self.admission.tick_s
+
+    @property
+    def claim_rules(self) -> ClaimRules:
+        """Return what claims hold besides contexts."""
+        return ClaimRules(reserve_tokens=self.reserve_tokens, growth_quantile=self.growth_quantile, share_prefixes=True)
+
+    def observe(self, view: View, signal: Signal) -> None:
+        """Let the parts hear it."""
+        self.admission.observe(view, signal)
+        self.priority.observe(view, signal)
+
+    def hold_s(self, view: View, program: ProgramView) -> float:
+        """Return until when a warm return is worth more than the memory."""
+        return view.tool_hold_s(program.tool, self.warm_ratio * view.break_even_s)
+
+    def pause_rank(self, program: ProgramView) -> float:
+        """Rank the lowest level first, in it the largest footprint; the last of a group last."""
+        if program.is_last_of_group:
+            return inf
+        return -(self._level(program) * LEVEL_RANK_TOKENS + program.claim_tokens)
+
+    def restore_rank(self, program: ProgramView) -> float:
+        """Rank as the order does."""
+        return self.order.restore_rank(program)
+
+    def place(self, view: View, program: ProgramView, candidates: Sequence[ReplicaView]) -> Placement:
+        """Return the program's own replica while it is active, else one with room, if no more than a few wait."""
+        home = home_of(program, candidates)
+        if program.status is Status.ACTIVE and home is not None:
+            return Placement(home, Reason.HOME)
+        if not view.comes_before_all_waiting(program):
+            return Placement(None, Reason.QUEUE_AHEAD)
+        return self._find(view, program, candidates, home)
+
+    def balance(self, view: View, moment: Moment) -> None:
+        """Evict where claims are over the memory, and restore who fits."""
+        by_time = moment in (Moment.TICK, Moment.REPLICAS_CHANGED)
+        replicas = view.replicas if by_time else view.changed_replicas
+        for replica in replicas:
+            self._relieve(view, replica)
+        while replicas and any(
+            self._restore(view, program, replicas) for program in view.first_waiting_few(PASS_COUNT + 1)
+        ):
+            pass
+
+    def _restore(self, view: View, program: ProgramView, replicas: Sequence[ReplicaView]) -> bool:
+        replica, reason = self._find(view, program, replicas, view.replica(program.replica_id))
+        return replica is not None and view.propose_restore(program, replica, reason)
+
+    def _find(
+        self, view: View, program: ProgramView, candidates: Sequence[ReplicaView], home: ReplicaView | None
+    ) -> Placement:
+        """Return where a paused program fits: where its history may lie, or where most room is; home may be busy."""
+        roomiest = max(candidates, key=_order_of_room)
+        if program.claim_tokens > largest_capacity_tokens(view.replicas):
+            return Placement(roomiest, Reason.OVERSIZE)
+        for replica in (roomiest,) if home is None or home is roomiest else (home, roomiest):
+            if self._fits(view, program, replica):
+                return Placement(replica, Reason.FITS)
+        return Placement(None, Reason.NO_ROOM)
+
+    def _fits(self, view: View, program: ProgramView, replica: ReplicaView) -> bool:
+        """Say whether a program fits, after those went who expired and one of a lower level, if that is enough."""
+        account = replica.account
+        missing_tokens = view.claim_tokens_on(program, replica) - _free_tokens(replica)
+        if missing_tokens <= 0 or not account.active_count:
+            return True
+        expired = view.first_expired_few(replica, EXPIRED_COUNT)
+        if sum(each.claim_tokens for each in expired) >= missing_tokens:
+            for each in expired:
+                if view.claim_tokens_on(program, replica) <= _free_tokens(replica):
+                    break
+                view.propose_pause(each, Reason.EXPIRED)
+        else:
+            victim = view.first_to_pause(replica)
+            if victim is None or victim.claim_tokens < missing_tokens or victim.is_last_of_group:
+                return False
+            if self._level(victim) <= self._level(program):
+                return False
+            view.propose_pause(victim, Reason.THRASHING)
+        return not account.active_count or view.claim_tokens_on(program, replica) <= _free_tokens(replica)
+
+    def _relieve(self, view: View, replica: ReplicaView) -> None:
+        """Pause, then mark, until all claims but the marked ones fit; take marks back."""
+        account = replica.account
+        while _free_tokens(replica) + account.marked_tokens < 0 and account.active_count > 1:
+            victim = view.first_expired(replica) or view.first_to_pause(replica) or view.first_to_mark(replica)
+            if victim is None:
+                break
+            if not view.propose_pause(victim, Reason.THRASHING) and not view.propose_mark(victim, Reason.THRASHING):
+                break
+        while (marked := view.last_marked(replica)) is not None:
+            if _free_tokens(replica) + account.marked_tokens < marked.claim_tokens:
+                break
+            if not view.propose_unmark(marked, Reason.RELIEVED):
+                break
+
+    def _level(self, program: ProgramView) -> int:
+        return level_of(program.claim_tokens, self.order.first_level_tokens, self.order.level_count)
+
+
+def _free_tokens(replica: ReplicaView) -> float:
+    """Return what nobody claims there; infinite where the capacity is not known."""
+    return replica.account.limit_tokens - replica.account.demand_tokens
+
+
+def _order_of_room(replica: ReplicaView) -> tuple[float, int, int]:
+    return _free_tokens(replica), -replica.account.turn_count, -replica.account.demand_tokens

@@ -1,0 +1,338 @@
+"""`mars`, the admission: a window over whole programs that grows by one and shrinks by a factor, as MARS controls it.
+
+Theory of operation
+===================
+The external control plane of "MARS: Efficient, Adaptive Co-Scheduling for Heterogeneous Agentic Systems" (arXiv
+2604.26963, section 4.2, Algorithm 1). A program holds a place from its admission to its end, its tools included, so
+that a window bounds both what programs hold of memory and how many tools they run at a time. Two pressures are read,
+each with hysteresis:
+
+- **tools**: programs at a tool for each of `tool_cpu_count` processors, and an exponential mean of how long tools wait.
+  The pressure is on from `backlog_high_ratio` *or* `wait_high_s`, off from `backlog_low_ratio` *and* `wait_low_s`.
+- **memory**: the part of all replicas' KV cache that is claimed, or in use if that is more. On from `kv_high_ratio`,
+  off from `kv_low_ratio`.
+
+Once in each control interval the window W is multiplied by `shrink_ratio` if either is on, and else grows by
+`grow_count` if both are under their *low* marks. Two clamps follow, never under `window_min_count`: W_cpu, the
+processors times the middle of the two marks of the backlog; and W_kv, a soft cap that falls in a line from the largest
+window at the low mark of memory to the smallest at the high one. Nobody who is in is sent away.
+
+Who of those outside goes first (PackQueue): the order of coming while both pressures are low and all would get a place;
+the largest first while tools are under pressure, because they reach their tools later; else the smallest first. A
+program over `long_tokens` then goes only when no shorter one has waited outside for a moment, memory is not under
+pressure, and fewer than `long_count` such programs are in. In every order a program is passed over, and not waited for,
+that is larger than what is left of memory under `kv_high_ratio`. If nobody is in and nobody may go, the one that is
+there for longest does.
+
+From the paper are the two clamps, the window, both signals, the three orders and the packing. Its defaults, and what
+its text leaves open, are those of the authors' preview code (Afterglow231/MARS_preview) and its launch script: 1, 0.7,
+4, 0.2 s, 0.85 and 0.90, 1 and 4, 2 s and 5 s, 50,000 tokens.
+
+Ours is this. How long a tool waited a proxy knows where clients post its start; else it is taken from how long it took,
+t, of which t·(1 - processors/running) is waiting while more run than there are processors. Where these are not known
+(0) the backlog is not looked at, W_cpu bounds nothing, and the wait is by how much tools took longer lately than they
+usually do. The largest window is 30 in the authors' code, a number for their one replica and load; here 0, the default,
+is as many programs of their mean size as memory holds. And the authors let their long programs in when no others are to
+come; a proxy cannot know that.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from math import ceil, floor, inf
+from typing import TYPE_CHECKING, ClassVar
+
+from thunderagent.errors import ConfigurationError
+from thunderagent.programs.policies.base import Moment, ProgramView, View
+from thunderagent.programs.signals import GpuSubmit, ProgramEnd, ToolEnd, ToolNum, ToolStart, WindowUpdate
+
+if TYPE_CHECKING:
+    from thunderagent.programs.signals import Signal
+
+MEAN_RATIO = 0.2
+"""Weight of the newest tool in the mean wait; of the authors' code."""
+
+USUAL_RATIO = 0.01
+"""The same in what tools usually take."""
+
+GUESSED_WINDOW_COUNT = 30
+"""For each replica, until the size of programs is known: the pool of the authors' code."""
+
+LONGEST_NEEDLE_WAIT_S = 5.0
+"""For so long no short program is outside before a long one goes, at most; of the authors' code, as is the next."""
+
+ROUNDING_S = 1e-6
+"""A tick that comes after an interval may seem to come so much sooner."""
+
+ARRIVALS_COUNT = 16
+"""Arrivals whose mean distance is the other bound of that time."""
+
+WAITING_COUNT = 32
+"""Of those who are in and wait for memory, so many are looked at for what they will take."""
+
+
+@dataclass(slots=True)
+class MarsAdmission:
+    """Keep the window. Raises ConfigurationError for settings that mean nothing."""
+
+    tool_cpu_count: int = 0
+    window_min_count: int = 4
+    window_max_count: int = 0
+    grow_count: int = 1
+    shrink_ratio: float = 0.7
+    control_interval_s: float = 0.2
+    backlog_low_ratio: float = 1.0
+    backlog_high_ratio: float = 4.0
+    wait_low_s: float = 2.0
+    wait_high_s: float = 5.0
+    kv_low_ratio: float = 0.85
+    kv_high_ratio: float = 0.90
+    long_tokens: int = 50_000
+    long_count: int = 2
+    window_count: float = field(default=0.0, init=False)
+    """W_adm; 0 before the first look."""
+    tools_overloaded: bool = field(default=False, init=False)
+    kv_overloaded: bool = field(default=False, init=False)
+    tool_count: int = field(default=0, init=False)
+    mean_wait_s: float = field(default=0.0, init=False)
+    _usual_s: float = field(default=0.0, init=False)
+    _lately_s: float = field(default=0.0, init=False)
+    _changed_s: float = field(default=-inf, init=False)
+    _short_seen_s: float = field(default=-inf, init=False)
+    _at_tools: dict[str, tuple[float, bool]] = field(default_factory=dict, init=False)
+    _arrivals_s: deque[float] = field(default_factory=lambda: deque(maxlen=ARRIVALS_COUNT), init=False)
+    _long_in: dict[str, None] = field(default_factory=dict, init=False)
+    _packed: deque[str] = field(default_factory=deque, init=False)
+    _packed_s: float = field(default=-inf, init=False)
+    name: ClassVar[str] = "mars"
+
+    def __post_init__(self) -> None:
+        """Refuse settings that mean nothing."""
+        for what, is_right in (
+            ("tool_cpu_count, window_max_count and long_tokens must be whole numbers, 0 or more", self._are_counts()),
+            ("window_min_count must be at least 1, and window_max_count 0 or no less", self._has_bounds()),
+            ("grow_count must be over 0, and shrink_ratio from 0.1 to under 1", self._moves()),
+            ("control_interval_s must be over 0", self.control_interval_s > 0),
+            (
+                "needs 0 <= backlog_low_ratio <= backlog_high_ratio",
+                0 <= self.backlog_low_ratio <= self.backlog_high_ratio,
+            ),
+            ("needs 0 <= wait_low_s <= wait_high_s", 0 <= self.wait_low_s <= self.wait_high_s),
+            ("needs 0 < kv_low_ratio < kv_high_ratio", 0 < self.kv_low_ratio < self.kv_high_ratio),
+        ):
+            if not is_right:
+                raise ConfigurationError(f"admission mars: {what}")
+
+    def _are_counts(self) -> bool:
+        counts = (self.tool_cpu_count, self.window_max_count, self.long_tokens, self.long_count)
+        return all(count >= 0 and count % 1 == 0 for count in counts)
+
+    def _has_bounds(self) -> bool:
+        return self.window_min_count >= 1 and (
+            self.window_max_count == 0 or self.window_max_count >= self.window_min_count
+        )
+
+    def _moves(self) -> bool:
+        return self.grow_count > 0 and 0.1 <= self.shrink_ratio < 1
+
+    @property
+    def tick_s(self) -> float:
+        """Return the control interval."""
+        return self.control_interval_s
+
+    def rank(self, program: ProgramView) -> float:
+        """Return the size: the smallest is the first outside."""
+        return program.claim_tokens
+
+    # --- what is heard ----------------------------------------------------------------------------------------------
+
+    def observe(self, view: View, signal: Signal) -> None:
+        """Take in how many tools run, how long they took, and who begins."""
+        if isinstance(signal, ToolNum):
+            self.tool_count = signal.tool_count
+        elif isinstance(signal, ToolStart):
+            self._tool_started(signal)
+        elif isinstance(signal, ToolEnd):
+            _, told = self._at_tools.pop(signal.program_id, (0.0, False))
+            if not told:
+                self._tool_ended(signal.duration_s)
+        elif isinstance(signal, ProgramEnd):
+            self._at_tools.pop(signal.program_id, None)
+            self._long_in.pop(signal.program_id, None)
+        elif isinstance(signal, GpuSubmit):
+            program = view.program(signal.program_id)
+            if program is not None and program.turn_count == 0:
+                self._arrivals_s.append(program.opened_s)
+
+    def _tool_started(self, signal: ToolStart) -> None:
+        """Learn how long a tool waited whose start its client posts: the first start is the end of the turn."""
+        asked_s, told = self._at_tools.get(signal.program_id, (signal.now_s, True))
+        if not told:
+            self._waited(signal.now_s - asked_s)
+        self._at_tools[signal.program_id] = asked_s, signal.program_id in self._at_tools
+
+    def _tool_ended(self, duration_s: float) -> None:
+        """Learn from a tool whose start nobody posted; it still counts among those that run."""
+        if self.tool_cpu_count:
+            running = max(1, self.tool_count)
+            self._waited(duration_s * max(0.0, 1 - self.tool_cpu_count / running))
+            return
+        self._usual_s += (USUAL_RATIO if self._usual_s else 1.0) * (duration_s - self._usual_s)
+        self._lately_s += (MEAN_RATIO if self._lately_s else 1.0) * (duration_s - self._lately_s)
+        self.mean_wait_s = max(0.0, self._lately_s - self._usual_s)
+
+    def _waited(self, wait_s: float) -> None:
+        self.mean_wait_s += MEAN_RATIO * (wait_s - self.mean_wait_s)
+
+    # --- the window -------------------------------------------------------------------------------------------------
+
+    def next(self, view: View, moment: Moment) -> ProgramView | None:
+        """Return who goes in now, if there is a place."""
+        memory = _Memory.of(view, self.kv_high_ratio)
+        self._control(view, memory)
+        if self._limit_count(view, memory) - view.admitted_count < 1:
+            return None
+        first = view.first_outside()
+        if first is None:
+            return None
+        chosen = self._choose(view, memory, first)
+        if chosen is None and not view.admitted_count:
+            chosen = min(view.outside(), key=lambda program: program.opened_s)
+        if chosen is not None and chosen.claim_tokens > self.long_tokens:
+            self._long_in[chosen.program_id] = None
+        return chosen
+
+    def _control(self, view: View, memory: _Memory) -> None:
+        """Move the window, once in each interval."""
+        if view.now_s - self._changed_s < self.control_interval_s - ROUNDING_S:
+            return
+        self._changed_s = view.now_s
+        self.tool_count = view.tools_running_count  # a program that ends at its tool leaves without a word
+        largest_count = self._largest_count(view, memory)
+        before_count = self.window_count
+        window_count = before_count or largest_count
+        backlog = self._backlog
+        if backlog >= self.backlog_high_ratio or self._wait_s >= self.wait_high_s:
+            self.tools_overloaded = True
+        elif backlog <= self.backlog_low_ratio and self._wait_s <= self.wait_low_s:
+            self.tools_overloaded = False
+        if memory.used_ratio >= self.kv_high_ratio:
+            self.kv_overloaded = True
+        elif memory.used_ratio <= self.kv_low_ratio:
+            self.kv_overloaded = False
+        why = "held"
+        if self.tools_overloaded or self.kv_overloaded:
+            window_count = floor(window_count * self.shrink_ratio)
+            why = "tools" if self.tools_overloaded else "memory"
+        elif self._is_healthy(memory):
+            window_count += self.grow_count
+            why = "grown"
+        self.window_count = self._clamped(window_count, largest_count, memory)
+        if self.window_count != before_count:
+            view.signal(WindowUpdate(view.now_s, int(self.window_count), view.admitted_count, why))
+
+    def _is_healthy(self, memory: _Memory) -> bool:
+        tools_healthy = self._backlog <= self.backlog_low_ratio and self._wait_s <= self.wait_low_s
+        return tools_healthy and memory.used_ratio <= self.kv_low_ratio and memory.budget_tokens > 0
+
+    @property
+    def _wait_s(self) -> float:
+        """How long tools wait; where none runs, nobody waits, and nobody would say so."""
+        return self.mean_wait_s if self.tool_count else 0.0
+
+    @property
+    def _backlog(self) -> float:
+        return self.tool_count / self.tool_cpu_count if self.tool_cpu_count else 0.0
+
+    def _limit_count(self, view: View, memory: _Memory) -> float:
+        """Return how many programs may be in now."""
+        return self._clamped(self.window_count, self._largest_count(view, memory), memory)
+
+    def _clamped(self, window_count: float, largest_count: float, memory: _Memory) -> float:
+        """Return the window under its largest, W_cpu and W_kv, and never under its smallest."""
+        cpu_count = inf
+        if self.tool_cpu_count:
+            cpu_count = ceil(self.tool_cpu_count * max(0.1, (self.backlog_low_ratio + self.backlog_high_ratio) / 2))
+        excess = (memory.used_ratio - self.kv_low_ratio) / (self.kv_high_ratio - self.kv_low_ratio)
+        kv_count = largest_count - min(1.0, max(0.0, excess)) * (largest_count - self.window_min_count)
+        return max(self.window_min_count, min(window_count, largest_count, cpu_count, round(kv_count)))
+
+    def _largest_count(self, view: View, memory: _Memory) -> float:
+        """Return W_max: as it is set, or as many programs of the mean size of those who are in as memory holds."""
+        if self.window_max_count:
+            return self.window_max_count
+        if not (view.active_count and memory.claimed_tokens) or memory.capacity_tokens == inf:
+            return max(self.window_min_count, GUESSED_WINDOW_COUNT * max(1, len(view.replicas)))
+        return max(self.window_min_count, ceil(memory.capacity_tokens * view.active_count / memory.claimed_tokens))
+
+    # --- who goes in ------------------------------------------------------------------------------------------------
+
+    def _choose(self, view: View, memory: _Memory, first: ProgramView) -> ProgramView | None:
+        places_count = self._limit_count(view, memory) - view.admitted_count
+        if first.claim_tokens <= self.long_tokens:
+            self._short_seen_s = view.now_s
+        if self.tools_overloaded:
+            return self._largest_fitting(view, memory)
+        if not self.kv_overloaded and self._is_healthy(memory) and view.outside_count <= places_count:
+            by_age = sorted(view.outside(), key=lambda program: program.opened_s)
+            return next((program for program in by_age if program.claim_tokens <= memory.budget_tokens), None)
+        if first.claim_tokens > memory.budget_tokens:
+            return None  # the smallest: nobody else fits either
+        if first.claim_tokens > self.long_tokens and not self._may_be_long(view):
+            return None
+        return first
+
+    def _largest_fitting(self, view: View, memory: _Memory) -> ProgramView | None:
+        """Return the largest outside that fits; those outside are sorted at most once in a control interval."""
+        if view.now_s - self._packed_s >= self.control_interval_s:
+            self._packed_s = view.now_s
+            self._packed = deque(program.program_id for program in reversed(list(view.outside())))
+        while self._packed:
+            program = view.program(self._packed.popleft())
+            if program is not None and not program.admitted and program.claim_tokens <= memory.budget_tokens:
+                return program
+        return None
+
+    def _may_be_long(self, view: View) -> bool:
+        """Say whether a long program may go, between the short ones."""
+        gap_s = LONGEST_NEEDLE_WAIT_S
+        if len(self._arrivals_s) > 1:
+            gap_s = min(gap_s, (self._arrivals_s[-1] - self._arrivals_s[0]) / (len(self._arrivals_s) - 1))
+        if self.kv_overloaded or view.now_s - self._short_seen_s < max(self.control_interval_s, gap_s):
+            return False
+        for program_id in list(self._long_in):  # no more than `long_count`
+            program = view.program(program_id)
+            if program is None or not program.admitted:
+                del self._long_in[program_id]
+        return len(self._long_in) < self.long_count
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """The KV caches of all replicas. `budget_tokens` is what a program may have that is let in now."""
+
+    capacity_tokens: float
+    claimed_tokens: float
+    used_ratio: float
+    budget_tokens: float
+
+    @classmethod
+    def of(cls, view: View, target_ratio: float) -> _Memory:
+        """Look at all replicas; one whose capacity is not known has room for everyone."""
+        capacity_tokens = claimed_tokens = used_tokens = 0.0
+        room_tokens = 0.0 if view.replicas else inf
+        for replica in view.replicas:
+            account = replica.account
+            limit_tokens = account.limit_tokens
+            if limit_tokens == inf:
+                return cls(inf, account.demand_tokens, account.kv_used_ratio, inf)
+            replica_tokens = max(account.demand_tokens, account.kv_used_ratio * limit_tokens)
+            capacity_tokens += limit_tokens
+            claimed_tokens += account.demand_tokens
+            used_tokens += replica_tokens
+            room_tokens = max(room_tokens, target_ratio * limit_tokens - replica_tokens)
+        waiting = view.first_waiting_few(WAITING_COUNT)
+        room_tokens -= sum(program.claim_tokens for program in waiting) / max(1, len(view.replicas))
+        used_ratio = used_tokens / capacity_tokens if capacity_tokens else 0.0
+        return cls(capacity_tokens, claimed_tokens, used_ratio, max(0.0, room_tokens))

@@ -1,0 +1,140 @@
+"""`mars`, the engine priority and the order: levels by what is still to be computed, and those who waited go up.
+
+Theory of operation
+===================
+The agent-centric order of "MARS: Efficient, Adaptive Co-Scheduling for Heterogeneous Agentic Systems" (arXiv
+2604.26963), as far as it can be said of a turn when it is granted. There are `level_count` levels, of which 0 is served
+first. A turn's level is the higher of two:
+
+- by **context**: the tokens of its prompt that are not in memory, as expected. Up to `first_level_tokens` is level 0,
+  and each level reaches to four times as many tokens as the one before: 2,048, 8,192, 32,768. So a program that comes
+  back from its tool to a warm cache is at level 0, however long its history is.
+- by **service**: what engines computed for its program in the last `window_s`, on the same scale times
+  `served_ratio`. Whoever was served much goes behind those who were not.
+
+Who waited is **promoted** by one level for each `promote_s`, so that the wait of the lowest level is bounded. For the
+engine that is the time since the turn arrived. In the order of the paused queue, whose ranks must not change while a
+program waits, it is said the other way round: a level is worth `promote_s` of waiting, so that the rank is the time at
+which the turn began to wait and `promote_s` for each level.
+
+The paper has the levels, the window of served tokens and the bounded promotion. The marks, four levels and 30 s are of
+the authors' preview code (Afterglow231/MARS_preview), which keeps them in the engine: there a level falls while a
+prompt is computed, each level computes at most so many tokens in an iteration, and the levels order what runs in each
+iteration. An engine that takes a priority with a request can do none of that; the simulator's engine with
+`scheduling_policy="mlfq"` does.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
+
+from thunderagent.errors import ConfigurationError
+from thunderagent.programs.lifecycle import Phase
+from thunderagent.programs.policies.base import ProgramView, View
+from thunderagent.programs.signals import GpuEnd, GpuSubmit, ProgramEnd, ToolEnd
+
+if TYPE_CHECKING:
+    from thunderagent.programs.signals import Signal
+
+LEVEL_FACTOR = 4
+"""Each level reaches to so many times the tokens of the one before."""
+
+
+def level_of(tokens: float, first_level_tokens: float = 2048, level_count: int = 4) -> int:
+    """Return the level of so many tokens, from 0."""
+    level, reach_tokens = 0, first_level_tokens
+    while level < level_count - 1 and tokens > reach_tokens:
+        level += 1
+        reach_tokens *= LEVEL_FACTOR
+    return level
+
+
+@dataclass(frozen=True, slots=True)
+class MarsOrder:
+    """Restore by level, and by the time since when a turn waits."""
+
+    first_level_tokens: int = 2048
+    level_count: int = 4
+    promote_s: float = 30.0
+    name: ClassVar[str] = "mars"
+
+    def __post_init__(self) -> None:
+        """Refuse settings that mean nothing."""
+        _check("order", self.first_level_tokens, self.level_count, self.promote_s)
+
+    def restore_rank(self, program: ProgramView) -> float:
+        """Return the begin of the wait, and what its level is worth; of one at its tool, the begin of that."""
+        if program.phase is Phase.REASONING:
+            since_s = program.waiting_since_s
+        else:
+            since_s = max(program.opened_s, program.acting_since_s)
+        return since_s + self.promote_s * level_of(program.claim_tokens, self.first_level_tokens, self.level_count)
+
+
+@dataclass(slots=True)
+class MarsPriority:
+    """Give each turn its level, less what it waited for."""
+
+    first_level_tokens: int = 2048
+    level_count: int = 4
+    promote_s: float = 30.0
+    window_s: float = 30.0
+    served_ratio: float = 4.0
+    _served: deque[tuple[float, str, int]] = field(default_factory=deque, init=False)
+    _served_tokens: dict[str, int] = field(default_factory=dict, init=False)
+    _returned_s: dict[str, float] = field(default_factory=dict, init=False)
+    _submitted: tuple[str, float] = field(default=("", 0.0), init=False)
+    name: ClassVar[str] = "mars"
+
+    def __post_init__(self) -> None:
+        """Refuse settings that mean nothing."""
+        _check("priority", self.first_level_tokens, self.level_count, self.promote_s)
+        if not (self.window_s >= 0 and self.served_ratio > 0):
+            raise ConfigurationError("priority mars: window_s must be 0 or more, and served_ratio over 0")
+
+    def engine_priority(self, view: View, program: ProgramView) -> int:
+        """Return the level: of the turn that was just submitted, and of its program."""
+        submitted_id, remaining_tokens = self._submitted
+        if submitted_id != program.program_id:
+            remaining_tokens = program.claim_tokens
+        self._forget(view.now_s)
+        served_tokens = self._served_tokens.get(program.program_id, 0) / self.served_ratio
+        level = level_of(max(remaining_tokens, served_tokens), self.first_level_tokens, self.level_count)
+        waited_s = view.now_s - max(program.opened_s, self._returned_s.get(program.program_id, 0.0))
+        return max(0, level - int(waited_s / self.promote_s))
+
+    def observe(self, view: View, signal: Signal) -> None:
+        """Take in what is to be computed, what was, and who came back."""
+        if isinstance(signal, GpuSubmit):
+            program, replica = view.program(signal.program_id), view.replica(signal.replica_id)
+            known = program is not None and replica is not None
+            resident_tokens = view.resident_tokens(program, replica) if known else 0  # type: ignore[arg-type]
+            self._submitted = signal.program_id, max(0, signal.projected_tokens - resident_tokens)
+        elif isinstance(signal, GpuEnd) and signal.computed_tokens > 0:
+            self._served.append((signal.now_s, signal.program_id, signal.computed_tokens))
+            tokens = self._served_tokens.get(signal.program_id, 0)
+            self._served_tokens[signal.program_id] = tokens + signal.computed_tokens
+            self._forget(signal.now_s)
+        elif isinstance(signal, ToolEnd):
+            self._returned_s[signal.program_id] = signal.now_s
+        elif isinstance(signal, ProgramEnd):
+            self._returned_s.pop(signal.program_id, None)
+
+    def _forget(self, now_s: float) -> None:
+        """Let what was served before the window count no longer."""
+        while self._served and self._served[0][0] <= now_s - self.window_s:
+            _, program_id, tokens = self._served.popleft()
+            left_tokens = self._served_tokens[program_id] - tokens
+            if left_tokens > 0:
+                self._served_tokens[program_id] = left_tokens
+            else:
+                del self._served_tokens[program_id]
+
+
+def _check(kind: str, first_level_tokens: int, level_count: int, promote_s: float) -> None:
+    if not (first_level_tokens >= 1 and level_count >= 1 and level_count % 1 == 0 and promote_s > 0):
+        raise ConfigurationError(
+            f"{kind} mars: first_level_tokens and level_count must be at least 1, and promote_s over 0"
+        )
