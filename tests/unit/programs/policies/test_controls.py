@@ -1,0 +1,206 @@
+"""The three global policies that come with the package, and how several of them are put together."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.builders import Driver, of_kind, restored_on
+from thunderagent.errors import ConfigurationError
+from thunderagent.policy_loader import load_policy
+from thunderagent.programs.decisions import EndReplica, Grant, Mark, Pause, Provision, Reason, Restore, SetRoute
+
+
+def driven(control: str, settings: dict[str, float] | None = None, **replicas: int | None) -> Driver:
+    """A policy that lets in what fits, under a global one."""
+    given = {f"control.{name}": value for name, value in (settings or {}).items()}
+    policy = load_policy("ttl", {"ttl_s": 10_000.0, "reserve_tokens": 0, "control": control, **given})
+    return Driver(policy, replicas=replicas or {"r0": 1000, "r1": 1000})
+
+
+def crowd(driver: Driver, replica_id: str, **sizes: int) -> None:
+    """Bring programs that are at a tool onto a replica."""
+    driver.routes("all", "", **{replica_id: 1})
+    for name, tokens in sizes.items():
+        driver.takes_turn(name, tokens)
+        driver.passes(0.001)
+    driver.routes("all", "")
+
+
+# --- balance
+
+
+def test_balance_moves_from_the_fullest_to_the_emptiest() -> None:
+    """Until what is left of the gap is small, the youngest first, and only who makes it smaller."""
+    driver = driven("balance")
+    crowd(driver, "r0", a=300, b=300, c=200)
+    decisions = driver.ticks(1.0)
+    assert restored_on(decisions) == {"a": "r1"}
+    assert [d.reason for d in decisions if isinstance(d, Pause | Restore)] == [Reason.IMBALANCE] * 2
+    assert (driver.demand("r0"), driver.demand("r1")) == (500, 300)
+    assert restored_on(driver.ticks(1.0)) == {}
+
+
+def test_balance_lets_nobody_go_back_and_forth() -> None:
+    """Who was moved stays for a while; a replica without a capacity is compared by what is claimed."""
+    driver = driven("balance", {"gap_ratio": 0.1, "rest_s": 5.0}, r0=None, r1=None)
+    crowd(driver, "r0", a=300)
+    assert restored_on(driver.ticks(1.0)) == {}, "the gap would be as large the other way round"
+    crowd(driver, "r0", b=100)
+    assert restored_on(driver.ticks(1.0)) == {"b": "r1"} or restored_on(driver.decisions) == {"a": "r1"}
+    moved = next(iter(restored_on(driver.decisions)))
+    crowd(driver, "r1", c=390)
+    assert moved not in restored_on(driver.ticks(1.0))
+    driver.ticks(6.0)
+    assert driver.scheduler.policy.control._moved_s.keys() <= {"c"}  # type: ignore[attr-defined]
+
+
+def test_balance_needs_two_replicas_and_somebody_to_move() -> None:
+    """Who has a turn in flight stays."""
+    driver = driven("balance", r0=1000)
+    driver.takes_turn("a", 900)
+    assert driver.ticks(1.0) == []
+    driver = driven("balance")
+    driver.arrives("a", 900)
+    assert driver.ticks(1.0) == []
+
+
+# --- migrate
+
+
+def test_migrate_takes_from_behind_a_long_turn() -> None:
+    """Who waits for a replica by its route goes to another one of it that has room."""
+    driver = driven("migrate", {"long_turn_s": 10.0, "wait_s": 1.0}, r0=1000, r1=1000)
+    driver.routes("tenant", "t", r0=1000, r1=1)
+    driver.arrives("a", 900, tenant="t")
+    driver.passes(9.5)
+    waiting = driver.arrives("b", 500, tenant="t")
+    driver.ticks(0.2)
+    assert driver.held(waiting), "the turn is not long yet"
+    driver.ticks(0.5)
+    assert driver.held(waiting), "it waits for too short a time"
+    decisions = driver.ticks(1.0)
+    assert driver.granted_on[waiting] == "r1"
+    assert [d.reason for d in decisions if isinstance(d, Grant)] == [Reason.LONG_TURN]
+
+
+def test_migrate_leaves_who_fits_nowhere_and_who_waits_for_nothing_long() -> None:
+    """Where there is no room a move helps nobody."""
+    driver = driven("migrate", {"long_turn_s": 10.0, "wait_s": 0.0}, r0=1000, r1=400)
+    driver.routes("tenant", "t", r0=1000, r1=1)
+    turn_id = driver.arrives("a", 900, tenant="t")
+    waiting = driver.arrives("b", 500, tenant="t")
+    driver.ticks(20.0)
+    assert driver.held(waiting)
+    driver.finishes(turn_id, 900)
+    driver.releases("a")
+    assert driver.granted_on[waiting] == "r0"
+
+
+def test_migrate_moves_who_waits_for_its_history() -> None:
+    """The default policy holds it for its own replica, for as long as to compute it again would take."""
+    policy = load_policy(
+        "breakeven", {"reserve_tokens": 0, "home_wait_ratio": 1e9, "control": "migrate", "control.wait_s": 0.0}
+    )
+    driver = Driver(policy, replicas={"r0": 10_000, "r1": 8_000})
+    driver.takes_turn("a", 5_000)
+    driver.scheduler.pause(driver.program("a"), Reason.IDLE)
+    driver.routes("all", "", r0=1)
+    driver.arrives("b", 9_000)
+    driver.routes("all", "")
+    driver.passes(11.0)
+    waiting = driver.arrives("a", 5_000)
+    assert driver.program("a").hold_reason == Reason.HOME_SOON
+    driver.ticks(1.0)
+    assert driver.granted_on[waiting] == "r1"
+
+
+# --- reassign
+
+QUICK = {"waiting_count": 2, "patience_s": 2.0, "rest_s": 10.0}
+
+
+def test_reassign_gives_a_replica_to_who_is_short_of_them() -> None:
+    """From the tenant that has one to spare; who waits is served there at once."""
+    driver = driven("reassign", QUICK, r0=1000, r1=1000, r2=1000)
+    driver.routes("tenant", "rich", r0=1, r1=1)
+    driver.routes("tenant", "poor", r2=1)
+    driver.arrives("x", 1000, tenant="poor")
+    waiting = [driver.arrives(f"p{number}", 900, tenant="poor") for number in range(2)]
+    driver.ticks(1.0)
+    assert of_kind(Restore, driver.ticks(1.0)) == []
+    decisions = driver.ticks(1.0)
+    assert [d for d in decisions if isinstance(d, SetRoute)] == [
+        SetRoute("tenant", "rich", (("r0", 1),), Reason.OVERLOAD),
+        SetRoute("tenant", "poor", (("r2", 1), ("r1", 1)), Reason.OVERLOAD),
+    ]
+    assert sorted(driver.granted_on.get(turn_id, "held") for turn_id in waiting) == ["held", "r1"]
+    assert driver.ticks(1.0) == []
+
+
+def test_reassign_starts_a_replica_when_all_are_full_and_ends_one_to_spare() -> None:
+    """Each only after it has been so for a while, and then not again for a while."""
+    driver = driven("reassign", QUICK, r0=1000, r1=1000)
+    turns = [driver.arrives(f"a{number}", 1000) for number in range(2)]
+    held = [driver.arrives(f"b{number}", 1000) for number in range(4)]
+    seen = [decision for _ in range(10) for decision in driver.ticks(1.0)]
+    assert seen == [Provision(Reason.OVERLOAD)]
+    for number, turn_id in enumerate((*turns, *held)):
+        driver.finishes(turn_id, 1000)
+        driver.releases(("a0", "a1", "b0", "b1", "b2", "b3")[number])
+    seen = [decision for _ in range(40) for decision in driver.ticks(1.0)]
+    assert seen == [EndReplica("r1", Reason.SPARE), EndReplica("r0", Reason.SPARE)], "r1 stayed, so the other is asked"
+
+
+def test_reassign_ends_nothing_that_is_used_where_no_capacity_is_known() -> None:
+    """Nor the last one, nor one while turns wait."""
+    driver = driven("reassign", QUICK | {"patience_s": 1.0}, r0=None, r1=None)
+    driver.takes_turn("a", 10)
+    driver.takes_turn("b", 10)
+    assert [driver.home("a"), driver.home("b")] == ["r0", "r1"]
+    assert driver.ticks(1.0) == []
+    driver.releases("b")
+    assert driver.ticks(1.0) == []
+    assert driver.ticks(1.0) == [EndReplica("r1", Reason.SPARE)]
+
+
+# --- several
+
+
+def test_several_are_asked_each_in_its_own_period() -> None:
+    """With the settings that each has."""
+    policy = load_policy(
+        "ttl", {"control": "balance+migrate", "control.rest_s": 5.0, "control.wait_s": 0.0, "control.period_s": 3.0}
+    )
+    assert policy.control.name == "balance+migrate"  # type: ignore[attr-defined]
+    assert policy.control.period_s == 3.0  # type: ignore[attr-defined]
+    assert repr(policy.control) == "<Several balance+migrate>"  # type: ignore[attr-defined]
+    assert policy.name == "ttl+control=balance+migrate"
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"control": "nobody"}, r"no control 'nobody'; there are balance, migrate, reassign"),
+        ({"control": "balance+nobody"}, r"no control 'nobody'"),
+        ({"control": "balance", "control.x": 1}, r"control balance has no setting 'x'"),
+        ({"control": "balance+migrate", "control.x": 1}, r"none of balance\+migrate has a setting 'x'"),
+        ({"control": "balance", "control.gap_ratio": 0}, r"gap_ratio"),
+        ({"control": "migrate", "control.wait_s": -1}, r"wait_s"),
+        ({"control": "reassign", "control.spare_ratio": 1}, r"spare_ratio"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(settings: dict[str, str | float], complaint: str) -> None:
+    """With what there is."""
+    with pytest.raises(ConfigurationError, match=complaint):
+        load_policy("ttl", settings)
+
+
+def test_nothing_moves_that_has_a_turn_in_flight_before_it_ends() -> None:
+    """A global policy may ask for it: it is marked."""
+    driver = driven("balance")
+    turn_id = driver.arrives("a", 500)
+    view = driver.scheduler.view
+    assert view.propose_migrate(driver.program("a"), view.replicas[1])
+    assert [type(d) for d in driver.scheduler._decisions][-1] is Mark
+    driver.finishes(turn_id, 500)
+    assert driver.home("a") == "r1"

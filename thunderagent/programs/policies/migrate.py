@@ -1,0 +1,62 @@
+"""`migrate`: who waits for a replica where a turn takes long goes where there is room.
+
+Theory of operation
+===================
+The second of the three default policies of Nalar (arXiv 2601.05109, section 6.1) moves a job that waits behind a long
+one to another instance. Here a program with a turn waits for one replica for two reasons: its history lies there, and
+the local policy holds it until there is room; or its route leads there. Where such a one has waited for `wait_s`, and a
+turn on that replica has run for `long_turn_s`, it goes to the replica with most room among those that its route allows,
+if it fits there. Of those that wait, the first `looked_at_count` are looked at in a period, and as many of those bound
+to replicas by routes, shared among them. A turn that an engine has already cannot be moved. The numbers are ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from thunderagent.errors import ConfigurationError
+from thunderagent.programs.decisions import Reason
+from thunderagent.programs.policies.base import ProgramView, View
+from thunderagent.programs.policies.room import emptiest_first, free_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Migrate:
+    """Move programs from behind long turns."""
+
+    long_turn_s: float = 10.0
+    wait_s: float = 1.0
+    looked_at_count: int = 256
+    period_s: float = 1.0
+    name: ClassVar[str] = "migrate"
+
+    def __post_init__(self) -> None:
+        """Refuse settings that mean nothing."""
+        if not (self.long_turn_s >= 0 and self.wait_s >= 0 and self.looked_at_count >= 1 and self.period_s > 0):
+            raise ConfigurationError(
+                "migrate: long_turn_s and wait_s are not negative, looked_at_count and period_s are over 0"
+            )
+
+    def decide(self, view: View) -> None:
+        """Move who waits behind a long turn and fits elsewhere."""
+        long_turns = {
+            replica.replica_id for replica in view.replicas if view.longest_turn_s(replica) >= self.long_turn_s
+        }
+        if not long_turns:
+            return
+        for program in list(self._waiting(view)):
+            waits_for = program.bound_to or program.replica_id
+            if waits_for not in long_turns or view.now_s - program.waiting_since_s < self.wait_s:
+                continue
+            others = [replica for replica in view.targets(program) if replica.replica_id != waits_for]
+            target = min(others, key=emptiest_first, default=None)
+            if target is not None and program.claim_tokens <= free_tokens(target):
+                view.propose_migrate(program, target, Reason.LONG_TURN)
+
+    def _waiting(self, view: View) -> Iterator[ProgramView]:
+        yield from view.first_waiting_few(self.looked_at_count)
+        bound = [replica for replica in view.replicas if view.waiting_count_for(replica)]
+        for replica in bound:
+            yield from view.first_waiting_for(replica, max(1, self.looked_at_count // len(bound)))

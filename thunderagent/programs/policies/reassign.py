@@ -1,0 +1,128 @@
+"""`reassign`: replicas go from where there is little to do to where much waits; start one if all are full, end a spare.
+
+Theory of operation
+===================
+The third of the three default policies of Nalar (arXiv 2601.05109, section 6.1) takes resources from agents with a low
+load and gives them to those with a high one. The agents are here the scopes that have a route of their own, as the
+tenants or classes of programs. One is *short* if `waiting_count` programs wait for each of its replicas, and has one
+*to spare* if nobody waits and what is claimed would be under `spare_ratio` of the capacity of its others. A replica of
+one that has it to spare goes over to the one that is shortest: both routes change, nothing starts or ends.
+
+Where no route can help, the same is asked of all replicas together: if so many wait for each, one more is started; if
+there is one to spare, the one with the smallest demand drains and ends, of equal ones the last to come. Whether there
+may be more or fewer is for who starts and ends them: one that is still there after it was to end is not asked for
+again. Each must hold for `patience_s`, and after a change nothing changes for `rest_s`, so that
+what was started can serve before it is asked again. The numbers are ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import inf
+from typing import ClassVar, NamedTuple
+
+from thunderagent.errors import ConfigurationError
+from thunderagent.programs.decisions import Reason
+from thunderagent.programs.policies.base import ReplicaView, RouteView, View
+
+
+class Change(NamedTuple):
+    """A replica goes from one route to another; ends, if there is no route; or is started, if there is none."""
+
+    replica_id: str = ""
+    giver: tuple[str, str] = ("", "")
+    taker: tuple[str, str] = ("", "")
+
+
+@dataclass(slots=True)
+class Reassign:
+    """Move replicas between routes, start and end them."""
+
+    waiting_count: float = 4.0
+    spare_ratio: float = 0.3
+    patience_s: float = 10.0
+    rest_s: float = 60.0
+    period_s: float = 1.0
+    name: ClassVar[str] = "reassign"
+    _called_for: Change | None = field(init=False, default=None, repr=False)
+    _since_s: float = field(init=False, default=0.0, repr=False)
+    _rests_until_s: float = field(init=False, default=-inf, repr=False)
+    _ended_ids: dict[str, None] = field(init=False, default_factory=dict, repr=False)
+    """Replicas that were to end."""
+
+    def __post_init__(self) -> None:
+        """Refuse settings that mean nothing."""
+        if not (self.waiting_count > 0 and 0 <= self.spare_ratio < 1 and self.period_s > 0):
+            raise ConfigurationError(
+                "reassign: waiting_count and period_s are over 0, spare_ratio is from 0 to under 1"
+            )
+
+    def decide(self, view: View) -> None:
+        """Change one thing, if it is called for and was for long enough."""
+        if view.now_s < self._rests_until_s or not view.replicas:
+            return
+        routes = {(route.scope, route.name): route for route in view.routes() if route.scope != "program"}
+        change = self._between(view, routes) or self._of_all(view)
+        if change != self._called_for:
+            self._called_for, self._since_s = change, view.now_s
+        if change is not None and view.now_s - self._since_s >= self.patience_s:
+            self._carry_out(view, change, routes)
+            self._called_for, self._rests_until_s = None, view.now_s + self.rest_s
+
+    def _between(self, view: View, routes: dict[tuple[str, str], RouteView]) -> Change | None:
+        """Return the move of a replica from a route that has one to spare to the one that is shortest."""
+        own = {key: _open(view, route) for key, route in routes.items()}
+        taker = max(routes, key=lambda key: _waiting_count(view, own[key]), default=None)
+        if taker is None or _waiting_count(view, own[taker]) < self.waiting_count:
+            return None
+        for giver in routes:
+            spare = self._spare(view, own[giver])
+            if spare is not None and spare.replica_id not in routes[taker].targets:
+                return Change(spare.replica_id, giver, taker)
+        return None
+
+    def _of_all(self, view: View) -> Change | None:
+        """Return the start of a replica, or the end of one, if there are too few or too many of them all."""
+        if view.waiting_count >= self.waiting_count * len(view.replicas):
+            return Change()
+        if view.waiting_count or len(view.replicas) < 2:
+            return None
+        self._ended_ids = {replica_id: None for replica_id in self._ended_ids if view.replica(replica_id) is not None}
+        endable = [replica for replica in view.replicas if replica.replica_id not in self._ended_ids]
+        spare = self._spare(view, view.replicas, endable)
+        return None if spare is None else Change(spare.replica_id)
+
+    def _spare(
+        self, view: View, replicas: Sequence[ReplicaView], endable: Sequence[ReplicaView] | None = None
+    ) -> ReplicaView | None:
+        """Return the replica with the smallest demand, of those that may go, if the others could do without it."""
+        if len(replicas) < 2 or endable == [] or _waiting_count(view, replicas):
+            return None
+        spare = min(reversed(endable or replicas), key=lambda replica: replica.account.demand_tokens)
+        others_tokens = sum(replica.account.limit_tokens for replica in replicas if replica is not spare)
+        demand_tokens = sum(replica.account.demand_tokens for replica in replicas)
+        if others_tokens == inf:  # how much they hold is not known: only one that nobody uses is to spare
+            return spare if not spare.account.turn_count and not spare.account.demand_tokens else None
+        return spare if demand_tokens <= self.spare_ratio * others_tokens else None
+
+    def _carry_out(self, view: View, change: Change, routes: dict[tuple[str, str], RouteView]) -> None:
+        if change.taker in routes and change.giver in routes:
+            giver, taker = dict(routes[change.giver].targets), dict(routes[change.taker].targets)
+            taker[change.replica_id] = giver.pop(change.replica_id)
+            view.propose_route(*change.giver, giver, Reason.OVERLOAD)
+            view.propose_route(*change.taker, taker, Reason.OVERLOAD)
+        elif (spare := view.replica(change.replica_id)) is not None:
+            self._ended_ids[spare.replica_id] = None
+            view.propose_kill_replica(spare, Reason.SPARE)
+        else:
+            view.propose_provision(Reason.OVERLOAD)
+
+
+def _open(view: View, route: RouteView) -> list[ReplicaView]:
+    return [replica for replica_id in route.targets if (replica := view.replica(replica_id)) is not None]
+
+
+def _waiting_count(view: View, replicas: Sequence[ReplicaView]) -> float:
+    """Return how many wait for each of these replicas alone."""
+    return sum(view.waiting_count_for(replica) for replica in replicas) / max(1, len(replicas))
