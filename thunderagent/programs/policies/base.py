@@ -18,12 +18,13 @@ and uses two orders, in which a lower rank comes first: `pause_rank` among the p
 while a program stays in its phase. When a tool begins the policy says for how long its program is worth holding
 (`hold_s`); whoever is held for longer is found by `first_expired`. How claims are counted is in its `claim_rules`.
 
-To write one, subclass nothing: a frozen dataclass with these members is a policy, its fields are its settings.
+To write one, subclass nothing: a frozen dataclass with these members is a policy, its fields are its settings. Parts of
+it can be chosen apart, and a policy may have more than these members: see `parts.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from math import inf
@@ -34,6 +35,8 @@ from thunderagent.programs.decisions import Reason
 if TYPE_CHECKING:
     from thunderagent.programs.lifecycle import Phase, Status
     from thunderagent.programs.ranked_set import Rank
+    from thunderagent.programs.signals import Signal
+    from thunderagent.programs.verdicts import Level
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,34 @@ class ProgramView(Protocol):
         """When its first turn arrived."""
 
     @property
+    def tenant(self) -> str:
+        """Who pays for it; empty if that was not said."""
+
+    @property
+    def program_class(self) -> str:
+        """What its client calls its kind; empty if that was not said."""
+
+    @property
+    def group_id(self) -> str:
+        """The group it is in; empty if in none."""
+
+    @property
+    def priority(self) -> int:
+        """As it was told: lower goes first; 0 if nothing was said."""
+
+    @property
+    def bound_to(self) -> str | None:
+        """The replica that its route sends it to, if it has one that is open."""
+
+    @property
+    def parent_id(self) -> str:
+        """The program that made it; empty if there is none."""
+
+    @property
+    def admitted(self) -> bool:
+        """Whether it may be in the paused queue: always, where there is no admission."""
+
+    @property
     def status(self) -> Status:
         """Whether it holds a claim."""
 
@@ -94,6 +125,14 @@ class ProgramView(Protocol):
         """Turns that were granted so far."""
 
     @property
+    def expected_output_tokens(self) -> int:
+        """What its turn that waits first, or else was granted last, was expected to generate when it arrived."""
+
+    @property
+    def level(self) -> Level | None:
+        """How good a judge thinks its prospects are; None as long as there is no verdict."""
+
+    @property
     def is_last_of_group(self) -> bool:
         """Whether it is in a group, all others of which ended."""
 
@@ -104,6 +143,22 @@ class ProgramView(Protocol):
     @property
     def claim_tokens(self) -> int:
         """What it claims, or would claim."""
+
+    @property
+    def context_tokens(self) -> int:
+        """Its context after its last finished turns: 0 before the first."""
+
+    @property
+    def prompt_tokens_total(self) -> int:
+        """Of its finished turns; so are the next two."""
+
+    @property
+    def output_tokens_total(self) -> int:
+        """What was generated."""
+
+    @property
+    def cached_tokens_total(self) -> int:
+        """Of the prompts, what was found in the cache."""
 
     @property
     def growth_tokens(self) -> int:
@@ -142,6 +197,18 @@ class AccountView(Protocol):
         """Programs that are active there."""
 
     @property
+    def hit_ratio(self) -> float:
+        """Prefix-cache hits of the engine by tokens, between the last two polls in which it looked any up."""
+
+    @property
+    def kv_used_ratio(self) -> float:
+        """Part of the KV pool that running requests referenced at the last poll; cached blocks count as free."""
+
+    @property
+    def engine_waiting_count(self) -> int:
+        """Requests that waited in the engine at the last poll."""
+
+    @property
     def demand_tokens(self) -> int:
         """All claims, each in full, besides what they share if the policy wants that counted once."""
 
@@ -159,6 +226,15 @@ class ReplicaView(Protocol):
     @property
     def account(self) -> AccountView:
         """Its sums."""
+
+
+class RouteView(NamedTuple):
+    """Where the programs of a scope go."""
+
+    scope: str
+    name: str
+    targets: Mapping[str, float]
+    """Replicas by their ids, with weights; they need not be open."""
 
 
 class SandboxSums(NamedTuple):
@@ -194,6 +270,29 @@ class View(Protocol):
     @property
     def active_count(self) -> int:
         """Programs that hold a claim anywhere."""
+
+    @property
+    def admitted_count(self) -> int:
+        """Programs that may be in the paused queue or hold a claim."""
+
+    @property
+    def outside_count(self) -> int:
+        """Programs with a turn that wait to be admitted."""
+
+    def first_outside(self) -> ProgramView | None:
+        """Return the program with the lowest rank of the admission among those that wait to be admitted."""
+
+    def outside(self) -> Iterator[ProgramView]:
+        """Yield those that wait to be admitted, by rank. Cost: O(n log n) of them."""
+
+    def program(self, program_id: str) -> ProgramView | None:
+        """Return a live program by its id."""
+
+    def rank_anew(self, program: ProgramView) -> None:
+        """Put a program in its place again, because its ranks changed."""
+
+    def signal(self, signal: Signal) -> None:
+        """Add a signal to the information stream."""
 
     def first_to_pause(self, replica: ReplicaView) -> ProgramView | None:
         """Return the acting program with the lowest pause rank there."""
@@ -262,6 +361,58 @@ class View(Protocol):
     def sandboxes(self) -> SandboxSums:
         """What their sandboxes take."""
 
+    @property
+    def waiting_count(self) -> int:
+        """Programs with a turn that wait for room: in the paused queue, or for one replica."""
+
+    def waiting_count_for(self, replica: ReplicaView) -> int:
+        """Return how many programs with a turn wait for that replica alone, because their route leads there."""
+
+    def first_waiting_for(self, replica: ReplicaView, count: int) -> Sequence[ProgramView]:
+        """Return the first `count` of those. Cost: O(count log n)."""
+
+    def newly_waiting(self) -> Sequence[ProgramView]:
+        """Return who waits since the global policy was asked last, or a little longer. Only for a global policy."""
+
+    def first_to_pause_few(self, replica: ReplicaView, count: int) -> Sequence[ProgramView]:
+        """Return the first `count` acting programs there by pause rank. Cost: O(count log n)."""
+
+    def longest_turn_s(self, replica: ReplicaView) -> float:
+        """Return for how long the longest turn in flight there has run; 0 if there is none. Cost: O(turns there)."""
+
+    def targets(self, program: ProgramView) -> Sequence[ReplicaView]:
+        """Return the replicas that a program may go to now: those of its route, or all."""
+
+    def routes(self) -> Sequence[RouteView]:
+        """Return all routes there are."""
+
+    def propose_route(
+        self, scope: str, name: str, replicas: Mapping[str, float], reason: Reason = Reason.CONTROL
+    ) -> bool:
+        """Send the programs of a scope (`routes.Scope`) to replicas, by their weights; to any, if none is named."""
+
+    def propose_priority(
+        self,
+        program: ProgramView,
+        priority: int,
+        reason: Reason = Reason.CONTROL,
+        *,
+        replica: ReplicaView | None = None,
+    ) -> bool:
+        """Give a program a priority, lower first, before what the policy says; on a `replica`, in its engine alone."""
+
+    def propose_migrate(self, program: ProgramView, replica: ReplicaView, reason: Reason = Reason.CONTROL) -> bool:
+        """Move a program to a replica, room or not: now, or when its turns in flight have ended."""
+
+    def propose_kill(self, program: ProgramView) -> bool:
+        """End a program: its held turns are rejected."""
+
+    def propose_kill_replica(self, replica: ReplicaView, reason: Reason = Reason.CONTROL) -> bool:
+        """Have a replica drain and end, unless it is the last one. Whether it can be ended is not known here."""
+
+    def propose_provision(self, reason: Reason = Reason.CONTROL) -> bool:
+        """Have one more replica started. Whether there may be more is not known here."""
+
     def propose_pause(self, program: ProgramView, reason: Reason) -> bool:
         """Take an acting program's claim away."""
 
@@ -271,6 +422,9 @@ class View(Protocol):
     def propose_unmark(self, program: ProgramView, reason: Reason) -> bool:
         """Take a mark back: the program keeps its claim when its turn ends."""
 
+    def propose_dismiss(self, program: ProgramView, reason: Reason) -> bool:
+        """Have an admitted program without a turn in flight wait outside from its next turn on; it loses its claim."""
+
     def propose_restore(self, program: ProgramView, replica: ReplicaView, reason: Reason) -> bool:
         """Give a paused program a claim on that replica, and grant its held turns."""
 
@@ -279,6 +433,8 @@ class Moment(Enum):
     """When `balance` is asked."""
 
     TICK = auto()
+    TURN_ARRIVED = auto()
+    """Only `Admission.next` is asked then."""
     TURN_ENDED = auto()
     PROGRAM_ENDED = auto()
     REPLICAS_CHANGED = auto()

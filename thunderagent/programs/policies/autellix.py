@@ -1,0 +1,79 @@
+"""`autellix`: least attained service first, by the priorities of engines; long calls stay where their history is.
+
+Theory of operation
+===================
+Autellix (arXiv 2502.13965) holds nobody back: every call goes to an engine at once, which serves those first whose
+programs got least so far (`plas.py`, its PLAS; choose the priority `atlas` for programs with parallel calls). Over
+several engines [Algorithm 2] a call of at most 2,048 tokens goes to the least used one, because to compute it
+anywhere is cheap; a longer one goes to its program's engine, where its history lies, or if it has none yet to the
+least used. The program's engine is the one where it ran last, and a call's length is the program's claim.
+
+Without priorities in the engine it is a load balancer that keeps long programs at home.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import inf
+from typing import ClassVar
+
+from thunderagent.errors import ConfigurationError
+from thunderagent.programs.decisions import Reason
+from thunderagent.programs.policies.base import (
+    ClaimRules,
+    Moment,
+    Placement,
+    ProgramView,
+    ReplicaView,
+    View,
+    home_of,
+    least_loaded,
+    restore_waiting,
+)
+from thunderagent.programs.policies.plas import Plas
+from thunderagent.programs.signals import Signal
+
+
+@dataclass(frozen=True, slots=True)
+class Autellix:
+    """Grant every turn at once, one over `short_tokens` at home. The settings of PLAS are those of `priority=plas`."""
+
+    short_tokens: int = 2048
+    priority: Plas = field(init=False, repr=False, default_factory=Plas)
+    name: ClassVar[str] = "autellix"
+    claim_rules: ClassVar[ClaimRules] = ClaimRules()
+    tick_s: ClassVar[float] = 1.0
+
+    def __post_init__(self) -> None:
+        """Refuse a negative length."""
+        if not self.short_tokens >= 0:
+            raise ConfigurationError(f"autellix: short_tokens must not be negative, not {self.short_tokens}")
+
+    def observe(self, view: View, signal: Signal) -> None:
+        """Let PLAS count."""
+        self.priority.observe(view, signal)
+
+    def pause_rank(self, program: ProgramView) -> float:
+        """Return the age: unused, because nobody is paused."""
+        return program.opened_s
+
+    def restore_rank(self, program: ProgramView) -> float:
+        """Return PLAS' order: after an outage, who got least goes first."""
+        return self.priority.restore_rank(program)
+
+    def hold_s(self, view: View, program: ProgramView) -> float:
+        """Return infinity: nobody is paused."""
+        return inf
+
+    def place(self, view: View, program: ProgramView, candidates: Sequence[ReplicaView]) -> Placement:
+        """Return the least loaded replica for a short turn or the first one, else the program's own."""
+        home = home_of(program, candidates)
+        if home is not None and program.claim_tokens > self.short_tokens:
+            return Placement(home, Reason.HOME)
+        return Placement(least_loaded(candidates), Reason.POLICY)
+
+    def balance(self, view: View, moment: Moment) -> None:
+        """Let go whoever waited for a replica to come back."""
+        if moment is Moment.REPLICAS_CHANGED:
+            restore_waiting(view, self)

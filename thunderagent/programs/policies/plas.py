@@ -1,0 +1,156 @@
+"""`plas` and `atlas`: who got least of the engines so far is served first, as a priority of engines and as an order.
+
+Theory of operation
+===================
+Autellix (arXiv 2502.13965, Algorithm 1) ranks a call by the service that its program attained in earlier calls:
+programs that took little so far are likely to be through soon, so letting them go first lowers the mean over
+programs, without knowing how long any of them will be. Service is put into K ranges, the *levels*, and inside a level
+it is first come, first served. A new call begins at the level of its program, not at the first.
+
+- PLAS: the service of a program is the sum over its calls.
+- ATLAS: it is the longest chain of calls. A turn inherits the program's service when it goes to an engine; when it
+  ends, the program's service is the larger of what it was and what was inherited plus the turn's own. For programs
+  that take one turn at a time both are the same.
+- Against starvation a call goes to the first level while its program waited beta (`starved_ratio`) times as long as it
+  was served. Both times are kept, so that a program that starves is moved up until it has caught up.
+
+The paper gives no numbers for K, the ranges and beta, in the sections that could be read. The defaults are those of a
+public re-implementation, the baseline of MARS' authors: four levels from 0, 2,048, 8,192 and 32,768 tokens on, beta
+2. As there, service counts in tokens that an engine computed: prompt tokens that were not cached, and generated ones.
+The times for beta are seconds, from the signals: a turn waited until it was granted, and in the engine until its
+first token, but for what the prefill took at the speed that was learned; where no first token is seen it was served
+all the time.
+
+A proxy says the priority once, when the turn is granted. What only an engine can do: move a call down while it runs,
+when its level's quantum is used up, move a waiting one up, and swap those out that are not in the batch.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass, field
+from functools import partial
+
+from thunderagent.errors import ConfigurationError
+from thunderagent.programs.policies.base import ProgramView, View
+from thunderagent.programs.signals import GpuEnd, GpuFirstToken, GpuSubmit, ProgramEnd, Signal, ToolEnd, ToolStart
+
+LEVEL_S = 1e9
+"""Distance of two levels in the paused queue, inside which the time of arrival orders."""
+
+
+@dataclass(slots=True)
+class _Turn:
+    """One that is in flight: the service that it inherited, and the time to its first token if that was seen."""
+
+    inherited_tokens: int
+    launch_delay_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _Attained:
+    """What a program got. `came_s` is when its turn came that was not granted yet."""
+
+    service_tokens: int = 0
+    service_s: float = 0.0
+    wait_s: float = 0.0
+    came_s: float | None = None
+    turns: dict[int, _Turn] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Plas:
+    """`level_count` ranges of attained service: up to `first_tokens`, and each later one `ratio` times as far.
+
+    A program that waited `starved_ratio` times as long as it was served goes to the first; `inf` never does that.
+    """
+
+    level_count: int = 4
+    first_tokens: int = 2048
+    ratio: float = 4.0
+    starved_ratio: float = 2.0
+    critical_path: bool = False
+    _bounds: list[float] = field(init=False, repr=False)
+    _attained: dict[str, _Attained] = field(init=False, repr=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Refuse settings that mean nothing."""
+        if self.level_count < 1 or self.level_count % 1:
+            raise ConfigurationError(
+                f"{self.name}: level_count must be a whole number, at least 1, not {self.level_count}"
+            )
+        if not (self.first_tokens > 0 and self.ratio > 1 and self.starved_ratio > 0):
+            raise ConfigurationError(
+                f"{self.name}: needs first_tokens over 0, ratio over 1 and starved_ratio over 0, "
+                f"not {self.first_tokens}, {self.ratio} and {self.starved_ratio}"
+            )
+        self._bounds = [self.first_tokens * self.ratio**level for level in range(self.level_count - 1)]
+
+    @property
+    def name(self) -> str:
+        """Return the paper's word."""
+        return "atlas" if self.critical_path else "plas"
+
+    def level(self, program_id: str) -> int:
+        """Return the level of a program's next call, 0 for the one that is served first. Cost: O(log levels)."""
+        attained = self._attained.get(program_id)
+        if attained is None:
+            return 0
+        if attained.service_s > 0 and attained.wait_s >= self.starved_ratio * attained.service_s:
+            return 0
+        return bisect_right(self._bounds, attained.service_tokens)
+
+    def engine_priority(self, view: View, program: ProgramView) -> int:
+        """Return the level: an engine serves those of one level as they came."""
+        return self.level(program.program_id)
+
+    def restore_rank(self, program: ProgramView) -> float:
+        """Return the level, and inside a level when the turn came."""
+        attained = self._attained.get(program.program_id)
+        came_s = None if attained is None else attained.came_s
+        return self.level(program.program_id) * LEVEL_S + (program.opened_s if came_s is None else came_s)
+
+    def observe(self, view: View, signal: Signal) -> None:
+        """Count service and waiting."""
+        if isinstance(signal, GpuSubmit):
+            self._submit(view, signal)
+        elif isinstance(signal, GpuFirstToken):
+            turn = self._of(signal.program_id).turns.get(signal.turn_id)
+            if turn is not None:
+                turn.launch_delay_s = signal.launch_delay_s
+        elif isinstance(signal, GpuEnd):
+            self._end(view, signal)
+        elif isinstance(signal, ToolEnd | ToolStart):
+            self._of(signal.program_id).came_s = signal.now_s if isinstance(signal, ToolEnd) else None
+        elif isinstance(signal, ProgramEnd):
+            self._attained.pop(signal.program_id, None)
+
+    def _of(self, program_id: str) -> _Attained:
+        return self._attained.setdefault(program_id, _Attained())
+
+    def _submit(self, view: View, signal: GpuSubmit) -> None:
+        attained = self._attained.get(signal.program_id)
+        if attained is None:
+            program = view.program(signal.program_id)
+            attained = self._of(signal.program_id)
+            attained.came_s = None if program is None else program.opened_s
+        if attained.came_s is not None:
+            attained.wait_s += signal.now_s - attained.came_s
+            attained.came_s = None
+        attained.turns[signal.turn_id] = _Turn(attained.service_tokens)
+
+    def _end(self, view: View, signal: GpuEnd) -> None:
+        attained = self._of(signal.program_id)
+        turn = attained.turns.pop(signal.turn_id, None) or _Turn(attained.service_tokens)
+        waited_s = max(0.0, turn.launch_delay_s - signal.computed_tokens * view.prefill_token_s)
+        attained.wait_s += waited_s
+        attained.service_s += signal.served_s - waited_s
+        if self.critical_path:
+            chain_tokens = turn.inherited_tokens + signal.computed_tokens
+            attained.service_tokens = max(attained.service_tokens, chain_tokens)
+        else:
+            attained.service_tokens += signal.computed_tokens
+
+
+Atlas = partial(Plas, critical_path=True)
+"""The same for programs with several turns at a time."""
