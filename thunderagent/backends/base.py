@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from multidict import CIMultiDict
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,26 @@ class Notices(Protocol):
         """Return what gives the memory tagged with a program back."""
 
 
+class Priorities(Protocol):
+    """Know how an engine kind is given the priority of a turn."""
+
+    @property
+    def info_path(self) -> str:
+        """Return the path whose answer says whether it has priorities, and which go first; empty if none does."""
+
+    def read_polarity(self, info: bytes) -> int:
+        """Return 1 if lower numbers go first, -1 if higher ones do, 0 if it has no priorities; never raise."""
+
+    def put(self, path: str, body: bytes, headers: CIMultiDict[str], priority: int) -> bytes:
+        """Return a turn's body with its priority, or put that into its headers; never raise.
+
+        One that the client gave stays as it is. What is no body for a priority is returned as it is.
+        """
+
+    def is_refusal(self, answer: bytes) -> bool:
+        """Say whether an answer with status 400 says that the engine has no priorities."""
+
+
 class Backend(Protocol):
     """Know one engine kind: where it tells its health and its metrics, and what the metrics mean."""
 
@@ -95,8 +118,16 @@ class Backend(Protocol):
         """Return how to tell it of turns and programs; None for a kind that sees all by the connection alone."""
 
     @property
+    def priorities(self) -> Priorities | None:
+        """Return how it is given priorities; None for a kind of which that is not known."""
+
+    @property
     def observed_paths(self) -> tuple[str, ...]:
         """Return the paths whose JSON tells `is_paused` or `weight_version`; an engine may not serve them."""
+
+    @property
+    def readiness_path(self) -> str:
+        """Return the path that answers 503 while the engine is paused, and 200 else; empty if there is none."""
 
     @property
     def rank_label(self) -> str:

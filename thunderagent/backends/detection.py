@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from thunderagent.backends.base import NOTHING_READ, Backend, Notices, ReplicaReading
+from thunderagent.backends.base import NOTHING_READ, Backend, Notices, Priorities, ReplicaReading
 from thunderagent.backends.sglang import SglangBackend
 from thunderagent.backends.vllm import VllmBackend
 
@@ -51,6 +51,16 @@ class DetectedBackend:
     def observed_paths(self) -> tuple[str, ...]:
         """Return the paths of the kind that was found."""
         return self.found.observed_paths if self.found is not None else ()
+
+    @property
+    def priorities(self) -> Priorities | None:
+        """Return how the kind that was found is given priorities."""
+        return self.found.priorities if self.found is not None else None
+
+    @property
+    def readiness_path(self) -> str:
+        """Return the path of the kind that was found."""
+        return self.found.readiness_path if self.found is not None else ""
 
     @property
     def notices(self) -> Notices | None:

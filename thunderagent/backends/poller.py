@@ -248,6 +248,7 @@ class Poller:
         try:
             async with asyncio.timeout(deadline_s):
                 response = await client.get(url)
+                del response.stream  # it was read; it and the response hold each other, and the body, for a collection
         except TimeoutError:
             return _Failure(f"no answer within {deadline_s:g} s", is_silence=True)
         except httpx.HTTPError as error:

@@ -22,11 +22,13 @@ import msgspec
 
 from thunderagent.backends.base import ReplicaReading
 from thunderagent.backends.exposition import is_sane, samples_of
-from thunderagent.backends.sglang_notices import SglangNotices
+from thunderagent.backends.priority_field import REFUSAL, with_priority
+from thunderagent.backends.sglang_notices import PATHS, SglangNotices
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from multidict import CIMultiDict
     from prometheus_client.samples import Sample
 
 CAPACITY: Final = "sglang:max_total_num_tokens"
@@ -43,6 +45,31 @@ _NEEDED: Final = (CAPACITY, KV_USED, TOKEN_USAGE, RUNNING, WAITING, RETRACTIONS,
 
 
 @dataclass(frozen=True, slots=True)
+class SglangPriorities:
+    """Higher goes first unless the engine was told otherwise; it has none without `--enable-priority-scheduling`."""
+
+    info_path: str = "/server_info"
+
+    def read_polarity(self, info: bytes) -> int:
+        """Return what the server's information says; 0 for what is none."""
+        try:
+            said = msgspec.json.decode(info, type=_PriorityInfo)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return 0
+        if not said.enable_priority_scheduling:
+            return 0
+        return 1 if said.schedule_low_priority_values_first else -1
+
+    def put(self, path: str, body: bytes, headers: CIMultiDict[str], priority: int) -> bytes:  # noqa: ARG002
+        """Put the field in."""
+        return with_priority(body, priority) if path.partition("?")[0] in PATHS else body
+
+    def is_refusal(self, answer: bytes) -> bool:
+        """Say whether the engine complains of a priority."""
+        return REFUSAL.search(answer) is not None
+
+
+@dataclass(frozen=True, slots=True)
 class SglangBackend:
     """Read SGLang."""
 
@@ -53,7 +80,9 @@ class SglangBackend:
     rank_label: str = "dp_rank"
     rank_header: str = "X-Data-Parallel-Rank"
     observed_paths: tuple[str, ...] = ("/model_info",)
+    readiness_path: str = "/ready"  # older versions have none, and nothing else that says it
     notices: SglangNotices = field(default_factory=SglangNotices)
+    priorities: SglangPriorities = SglangPriorities()
 
     def read_metrics(self, exposition: str) -> ReplicaReading:
         """Read an exposition; never raise: what cannot be read is None."""
@@ -80,6 +109,11 @@ class SglangBackend:
         if ranks_tokens and len(ranks_tokens) == len(said.internal_states) and all(ranks_tokens):
             return sum(ranks_tokens)
         return said.max_total_num_tokens * said.dp_size or None
+
+
+class _PriorityInfo(msgspec.Struct):
+    enable_priority_scheduling: bool = False
+    schedule_low_priority_values_first: bool = False
 
 
 class _MemoryUsage(msgspec.Struct):

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Final
 
 from thunderagent.backends.base import ReplicaReading
 from thunderagent.backends.exposition import is_sane, samples_of
+from thunderagent.backends.priority_field import REFUSAL, with_priority
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from multidict import CIMultiDict
     from prometheus_client.samples import Sample
 
 CACHE_CONFIG: Final = "vllm:cache_config_info"
@@ -29,6 +31,35 @@ CACHE_HITS: Final = ("vllm:prefix_cache_hits_total", "vllm:gpu_prefix_cache_hits
 _NEEDED: Final = (CACHE_CONFIG, *KV_USED, *RUNNING, *WAITING, *PREEMPTIONS, *CACHE_QUERIES, *CACHE_HITS)
 
 
+PRIORITY_PATHS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/inference/v1/generate")
+"""Whose bodies have a field `priority`."""
+
+PRIORITY_HEADER: Final = "X-Vllm-Priority"
+"""Since 0.28; for what has no such field."""
+
+
+@dataclass(frozen=True, slots=True)
+class VllmPriorities:
+    """Lower goes first. An engine without `--scheduling-policy priority` refuses any but 0, or ignores it."""
+
+    info_path: str = ""
+
+    def read_polarity(self, info: bytes) -> int:  # noqa: ARG002 - the protocol's signature
+        """Return 1: it is always so."""
+        return 1
+
+    def put(self, path: str, body: bytes, headers: CIMultiDict[str], priority: int) -> bytes:
+        """Put the field in, or where there is none the header."""
+        if path.partition("?")[0] in PRIORITY_PATHS:
+            return body if PRIORITY_HEADER in headers else with_priority(body, priority)
+        headers.setdefault(PRIORITY_HEADER, str(priority))
+        return body
+
+    def is_refusal(self, answer: bytes) -> bool:
+        """Say whether the engine complains of a priority."""
+        return REFUSAL.search(answer) is not None
+
+
 @dataclass(frozen=True, slots=True)
 class VllmBackend:
     """Read vLLM."""
@@ -38,7 +69,9 @@ class VllmBackend:
     health_path: str = "/health"
     info_paths: tuple[str, ...] = ()
     notices: None = None
+    priorities: VllmPriorities = VllmPriorities()
     observed_paths: tuple[str, ...] = ("/is_paused", "/weight_info")  # with VLLM_SERVER_DEV_MODE=1
+    readiness_path: str = ""
     rank_label: str = "engine"
     rank_header: str = "X-data-parallel-rank"
 

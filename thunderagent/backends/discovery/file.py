@@ -24,6 +24,7 @@ from thunderagent.backends.discovery.base import (
     wanted_of,
 )
 from thunderagent.errors import DiscoveryError
+from thunderagent.faults import faults_of
 
 MOST_BYTES = 4 * 2**20
 """A longer file is not what it should be."""
@@ -103,8 +104,7 @@ def parse(content: bytes, suffix: str) -> list[Wanted]:
     except (UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.DecodeError) as error:
         raise DiscoveryError(f"the file cannot be read: {error}") from error
     except ValidationError as error:
-        first = error.errors()[0]
-        raise DiscoveryError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+        raise DiscoveryError(faults_of(error, whole="the file")[0]) from error
     refuse_twins(wanted)
     return wanted
 

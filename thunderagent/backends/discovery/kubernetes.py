@@ -31,7 +31,7 @@ from thunderagent.backends.discovery.base import DiscoveryListener, PodSelection
 from thunderagent.errors import ConfigurationError, DiscoveryError
 
 try:
-    from kubernetes import client, config
+    from thunderagent.cluster import cluster_configuration
 except ImportError as error:
     raise ConfigurationError("kubernetes_replicas needs the extra: pip install 'thunderagent[kubernetes]'") from error
 
@@ -79,13 +79,13 @@ class KubernetesSource:
         """List and watch until cancelled."""
         while True:
             try:
-                async with _connected(self._access) as cluster:
+                async with connected(self._access) as cluster:
                     await self._follow(cluster, listener)
             except DiscoveryError as error:
                 listener.source_failed(self.name, str(error))
                 await asyncio.sleep(self._backoff_s)
 
-    async def _follow(self, cluster: _Cluster, listener: DiscoveryListener) -> None:
+    async def _follow(self, cluster: Cluster, listener: DiscoveryListener) -> None:
         """List, then watch; raise `DiscoveryError` when a new list is needed because the server is lost."""
         loop = asyncio.get_running_loop()
         version = ""
@@ -130,19 +130,23 @@ class KubernetesSource:
             return None
         if uid not in self._urls and not _is_ready(pod):
             return None
-        address = status.get("podIP")
-        port = _port_of(pod, self._selection.port)
-        if port is None and uid not in self._portless:
+        if _port_of(pod, self._selection.port) is None and uid not in self._portless:
             self._portless.add(uid)
             _log.warning("kubernetes_pod_without_port", pod=pod["metadata"].get("name"), port=self._selection.port)
-        if not address or port is None:
-            return None
-        return f"http://{f'[{address}]' if ':' in address else address}:{port}"
+        return url_of(pod, self._selection.port)
 
 
 def uid_of(pod: Json) -> str:
     """Return what identifies a pod: names come back."""
     return str(pod["metadata"]["uid"])
+
+
+def url_of(pod: Json, port_or_name: str) -> str | None:
+    """Return where a pod's engine is; None if it has no address yet, or no such port."""
+    address, port = (pod.get("status") or {}).get("podIP"), _port_of(pod, port_or_name)
+    if not address or port is None:
+        return None
+    return f"http://{f'[{address}]' if ':' in address else address}:{port}"
 
 
 def _is_ready(pod: Json) -> bool:
@@ -165,13 +169,38 @@ def _port_of(pod: Json, wanted: str) -> int | None:
 # --- the API server
 
 
-class _Cluster:
-    """The two requests that are needed. All raise `DiscoveryError`, and nothing else."""
+class Cluster:
+    """The few requests that are needed. All raise `DiscoveryError`, and nothing else."""
 
     def __init__(self, http: httpx.AsyncClient, configuration: Any, timeout_s: float) -> None:
         self._http = http
         self._configuration = configuration
         self._timeout_s = timeout_s
+
+    async def ask(self, method: str, path: str, patch: Json | None = None) -> Json:
+        """Return an object, or send a merge patch of one and return what came of it."""
+        content = None if patch is None else msgspec.json.encode(patch)
+        headers = await self._headers()
+        if content is not None:
+            headers["Content-Type"] = "application/merge-patch+json"
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                response = await self._http.request(method, path, content=content, headers=headers)
+            if not response.is_success:
+                raise _refusal(response.status_code, _status_of(response.content), f"{method.lower()} {path}")
+            answer = msgspec.json.decode(response.content)
+        except TimeoutError as error:
+            raise DiscoveryError(f"the Kubernetes API sent nothing within {self._timeout_s:g} s") from error
+        except (httpx.HTTPError, msgspec.DecodeError) as error:
+            raise DiscoveryError(f"the Kubernetes API does not answer as one does: {error!r}") from error
+        if not isinstance(answer, dict):
+            raise DiscoveryError("the Kubernetes API does not answer as one does: no object")
+        return answer
+
+    async def _headers(self) -> dict[str, str]:
+        # A token may be renewed by a command or from a file.
+        login = await asyncio.to_thread(self._configuration.auth_settings)
+        return {"Accept": "application/json", **{each["key"]: each["value"] for each in login.values()}}
 
     async def list(self, selection: PodSelection) -> tuple[list[Json], str]:
         """Return all pods of a selection, and the version that this list is of."""
@@ -222,9 +251,7 @@ class _Cluster:
     async def _answer(self, selection: PodSelection, query: Mapping[str, str]) -> AsyncIterator[httpx.Response]:
         path = f"/api/v1/namespaces/{selection.namespace}/pods"
         params = {name: value for name, value in query.items() if value}
-        # A token may be renewed by a command or from a file.
-        login = await asyncio.to_thread(self._configuration.auth_settings)
-        headers = {"Accept": "application/json", **{each["key"]: each["value"] for each in login.values()}}
+        headers = await self._headers()
         async with self._http.stream("GET", path, params=params, headers=headers) as response:
             if not response.is_success:
                 raise _refusal(response.status_code, _status_of(await response.aread()))
@@ -232,10 +259,10 @@ class _Cluster:
 
 
 @asynccontextmanager
-async def _connected(access: ClusterAccess) -> AsyncIterator[_Cluster]:
+async def connected(access: ClusterAccess) -> AsyncIterator[Cluster]:
     """Connect as the configuration says. Raises `DiscoveryError` if there is none that can be used."""
     try:
-        configuration = await asyncio.to_thread(_configuration, access)
+        configuration = await asyncio.to_thread(cluster_configuration, access.api_url, access.kubeconfig)
         context = await asyncio.to_thread(_tls, configuration)
     except Exception as error:  # the package reads a wrong file into whatever error comes of it
         raise DiscoveryError(f"no usable configuration for Kubernetes: {error}") from error
@@ -243,22 +270,7 @@ async def _connected(access: ClusterAccess) -> AsyncIterator[_Cluster]:
     async with httpx.AsyncClient(
         base_url=configuration.host, verify=context, proxy=configuration.proxy, timeout=timeout, trust_env=False
     ) as http:
-        yield _Cluster(http, configuration, access.timeout_s)
-
-
-def _configuration(access: ClusterAccess) -> Any:
-    configuration = client.Configuration()
-    if access.api_url:
-        configuration.host = access.api_url
-        configuration.proxy = None
-    elif access.kubeconfig is not None:
-        config.load_kube_config(str(access.kubeconfig), client_configuration=configuration)
-    else:
-        try:
-            config.load_incluster_config(client_configuration=configuration)
-        except config.ConfigException:
-            config.load_kube_config(client_configuration=configuration)
-    return configuration
+        yield Cluster(http, configuration, access.timeout_s)
 
 
 def _tls(configuration: Any) -> ssl.SSLContext:
@@ -279,10 +291,10 @@ def _status_of(body: bytes) -> Json:
     return status if isinstance(status, dict) else {}
 
 
-def _refusal(code: int, status: Json) -> DiscoveryError:
+def _refusal(code: int, status: Json, what: str = "list and watch pods") -> DiscoveryError:
     message = str(status.get("message") or "no reason given")
     if code == 410:
         return _GoneError(message)
     if code == 403:
-        return DiscoveryError(f"we lack the right to list and watch pods: {message}")
+        return DiscoveryError(f"we lack the right to {what}: {message}")
     return DiscoveryError(f"the Kubernetes API answered {code}: {message}")

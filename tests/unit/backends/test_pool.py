@@ -1,0 +1,224 @@
+"""What goes over a kept connection: the bytes of a request, and when the connection may serve another."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import aiohttp
+import pytest
+from multidict import CIMultiDict
+
+from thunderagent.backends.limits import Pause
+from thunderagent.backends.pool import LARGE_BODY_BYTES, Pool
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+
+    Behaviour = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
+LIMITS = aiohttp.ClientTimeout(total=None, sock_connect=5, sock_read=5)
+LARGE_BODY = b"x" * (16 * LARGE_BODY_BYTES)
+
+
+class Server:
+    """A server that knows each of its connections, and does with it what it is told."""
+
+    def __init__(self, behaviour: Behaviour) -> None:
+        self.behaviour = behaviour
+        self.connections_count = 0
+        self.url = ""
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections_count += 1
+        try:
+            await self.behaviour(reader, writer)
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            writer.close()
+
+
+@asynccontextmanager
+async def pool_of(behaviour: Behaviour) -> AsyncIterator[tuple[Server, Pool]]:
+    server = Server(behaviour)
+    pool = Pool(aiohttp.TCPConnector(limit=0), Pause(asyncio.get_running_loop()))
+    async with await asyncio.start_server(server.serve, "127.0.0.1", 0) as listening:
+        server.url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+        try:
+            yield server, pool
+        finally:
+            await pool.close()
+
+
+async def ask(
+    pool: Pool,
+    url: str,
+    method: str = "POST",
+    *,
+    body: bytes | None = b"{}",
+    total_timeout_s: float | None = None,
+) -> bytes:
+    answer = await pool.request(method, url, "/v1/x", CIMultiDict(), body, LIMITS, total_timeout_s)
+    try:
+        content = await answer.read()
+        assert await answer.read() == content, "it can be read once more"
+        return content
+    finally:
+        answer.close()
+
+
+async def heads(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    """Yield the heads of requests with a body of two bytes or none."""
+    while True:
+        head = await reader.readuntil(b"\r\n\r\n")
+        if b"Content-Length: 2" in head:
+            await reader.readexactly(2)
+        yield head
+
+
+async def test_a_request_says_what_it_was_given_and_no_more() -> None:
+    seen: list[bytes] = []
+
+    async def behaviour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async for head in heads(reader):
+            seen.append(head)
+            writer.write(OK)
+
+    async with pool_of(behaviour) as (server, pool):
+        headers = CIMultiDict([("Accept", "a"), ("X-Mine", "ü"), ("accept", "b")])
+        answer = await pool.request("POST", server.url + "/under", "/v1/x?y=%20#z", headers, b"{}", LIMITS)
+        assert (answer.status, answer.reason, await answer.read()) == (200, "OK", b"{}")
+        for method, body in (("GET", None), ("POST", None), ("DELETE", None)):
+            assert await ask(pool, server.url, method, body=body) == b"{}"
+        assert await ask(pool, server.url.replace("//", "//a%40b:c@"), "GET", body=None) == b"{}"
+        assert server.connections_count == 1, "it was kept"
+    host = server.url.removeprefix("http://").encode()
+    assert seen[0] == (
+        b"POST /under/v1/x?y=%20 HTTP/1.1\r\nHost: " + host + b"\r\nAccept: a\r\nX-Mine: \xc3\xbc\r\naccept: b\r\n"
+        b"Content-Length: 2\r\n\r\n"
+    )
+    assert [b"Content-Length: 0\r\n" in head for head in seen[1:4]] == [False, True, True]
+    assert b"Authorization: Basic YUBiOmM=\r\n" in seen[4]  # a@b:c
+
+
+@pytest.mark.parametrize(("method", "connections_count"), [("GET", 2), ("POST", 1)])
+async def test_only_what_may_be_done_twice_is_sent_again_when_its_connection_was_closed(
+    method: str, connections_count: int
+) -> None:
+    async def behaviour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async for _ in heads(reader):
+            if server.connections_count == 1:
+                return
+            writer.write(OK)
+
+    async with pool_of(behaviour) as (server, pool):
+        if method == "GET":
+            assert await ask(pool, server.url, method, body=None) == b"{}"
+        else:
+            with pytest.raises(aiohttp.ServerDisconnectedError):
+                await ask(pool, server.url, method)
+        assert server.connections_count == connections_count
+        assert pool.requests_count == 0
+
+
+async def test_who_answers_before_it_has_read_the_body_gets_no_other_request_on_that_connection() -> None:
+    """And the answer is read although the body was not: engines refuse what is too large so."""
+
+    async def behaviour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async for _ in heads(reader):
+            writer.write(OK)
+            await asyncio.sleep(10 if server.connections_count == 1 else 0)
+
+    async with pool_of(behaviour) as (server, pool):
+        async with asyncio.timeout(5):
+            assert await ask(pool, server.url, body=LARGE_BODY) == b"{}"
+            assert await ask(pool, server.url) == b"{}"
+        assert server.connections_count == 2
+
+
+async def test_a_large_body_arrives_whole() -> None:
+    async def behaviour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        same = await reader.readexactly(len(LARGE_BODY)) == LARGE_BODY
+        writer.write(OK if same else b"HTTP/1.1 500 \r\nContent-Length: 0\r\n\r\n")
+        await heads(reader).__anext__()
+        writer.write(OK)
+
+    async with pool_of(behaviour) as (server, pool):
+        assert await ask(pool, server.url, body=LARGE_BODY) == b"{}"
+        assert await ask(pool, server.url) == b"{}"
+        assert server.connections_count == 1
+
+
+async def test_a_client_that_leaves_while_a_large_body_goes_out_ends_that_at_once() -> None:
+    got_bytes = asyncio.get_running_loop().create_future()
+
+    async def behaviour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        begun.set()
+        await cancelled.wait()
+        size_bytes = 0
+        try:
+            while chunk := await reader.read(1 << 16):
+                size_bytes += len(chunk)
+        except ConnectionError:
+            pass
+        got_bytes.set_result(size_bytes)
+
+    begun, cancelled = asyncio.Event(), asyncio.Event()
+    async with pool_of(behaviour) as (server, pool):
+        asking = asyncio.create_task(ask(pool, server.url, body=8 * LARGE_BODY))
+        await begun.wait()
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        assert pool.requests_count == 0
+        cancelled.set()
+        assert await got_bytes < len(8 * LARGE_BODY)
+
+
+async def test_what_comes_before_the_answer_is_passed_over() -> None:
+    async def behaviour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async for _ in heads(reader):
+            writer.write(b"HTTP/1.1 102 Processing\r\n\r\n" + OK)
+
+    async with pool_of(behaviour) as (server, pool):
+        assert await ask(pool, server.url) == b"{}"
+
+
+async def test_what_is_no_http_is_an_error_of_the_connection() -> None:
+    async def behaviour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await heads(reader).__anext__()
+        writer.write(b"I am no server\r\n\r\n")
+
+    async with pool_of(behaviour) as (server, pool):
+        with pytest.raises(aiohttp.ClientConnectionError):
+            await ask(pool, server.url)
+        assert pool.requests_count == 0
+
+
+@pytest.mark.parametrize("sent", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{"])
+async def test_an_answer_that_takes_too_long_in_all_times_out(sent: bytes) -> None:
+    async def behaviour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await heads(reader).__anext__()
+        writer.write(sent)
+        await reader.read()
+
+    async with pool_of(behaviour) as (server, pool):
+        with pytest.raises(TimeoutError) as timed_out:
+            await ask(pool, server.url, total_timeout_s=0.1)
+        assert not isinstance(timed_out.value, aiohttp.SocketTimeoutError)
+        assert pool.requests_count == 0
+
+
+async def test_headers_that_would_be_two_are_not_sent() -> None:
+    async def behaviour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+
+    async with pool_of(behaviour) as (server, pool):
+        with pytest.raises(ValueError, match="header"):
+            await pool.request("GET", server.url, "/", CIMultiDict({"A": "b\r\nC: d"}), None, LIMITS)
+        assert pool.requests_count == 0

@@ -1,0 +1,124 @@
+"""How long a replica may be silent, and an answer take: limits that stand still while the replica is paused.
+
+An engine that is paused, sleeps, or gets new weights sends no byte for minutes, and fails nothing by that. So whoever
+knows says when such a time begins and ends. Of silence the limit counts anew from its end, as if a byte had come then;
+of the whole answer that time is not counted.
+
+aiohttp (3.11 to 3.14) looks after silence by a timer of the connection, which begins anew with each byte. Only what it
+does when the timer is due is changed here, so an answer costs nothing more. Its own limit for the whole cannot be
+stopped, so that is one of ours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from math import inf
+from typing import Any
+
+import aiohttp
+from aiohttp.client_proto import ResponseHandler
+from aiohttp.connector import Connection
+
+LOOK_AGAIN_S = 1.0
+"""While a replica is paused the limit for the whole is looked at so often, at most."""
+
+
+class Pause:
+    """Whether a replica is paused, and for how long it was; `clock_s` stands still meanwhile."""
+
+    __slots__ = ("_clock_s", "_loop", "_since_s", "ended_s")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Begin with a replica that is not paused."""
+        self._loop = loop
+        self._clock_s = 0.0
+        """Of all pauses that are over, together."""
+        self._since_s: float | None = None
+        self.ended_s = -inf
+        """When the last one was over, by the loop's clock."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the replica is paused now."""
+        return self._since_s is not None
+
+    def set(self, *, on: bool) -> None:
+        """Begin a pause, or end it. Once more changes nothing."""
+        now_s = self._loop.time()
+        if on and self._since_s is None:
+            self._since_s = now_s
+        elif not on and self._since_s is not None:
+            self._clock_s += now_s - self._since_s
+            self._since_s = None
+            self.ended_s = now_s
+
+    def clock_s(self) -> float:
+        """Return seconds that pauses do not count in."""
+        return (self._loop.time() if self._since_s is None else self._since_s) - self._clock_s
+
+
+class _PatientConnection(ResponseHandler):
+    """A connection whose silence does not count while its replica is paused."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, pause: Pause) -> None:
+        super().__init__(loop=loop)
+        self._pause = pause
+
+    def _on_read_timeout(self) -> None:
+        limit_s = self.read_timeout or 0.0
+        left_s = limit_s if self._pause.is_on else self._pause.ended_s + limit_s - self._loop.time()
+        if left_s > 0:
+            self._read_timeout_handle = self._loop.call_later(left_s, self._on_read_timeout)
+        else:
+            super()._on_read_timeout()
+
+
+class PatientConnector(aiohttp.TCPConnector):
+    """Make connections to a replica that wait while it is paused."""
+
+    def __init__(self, pause: Pause, **options: Any) -> None:
+        """Take the options of aiohttp's connector."""
+        super().__init__(**options)
+        connection: Callable[..., ResponseHandler] = _PatientConnection
+        self._factory = partial(connection, loop=self._loop, pause=pause)
+
+
+class TotalLimit:
+    """The limit for a whole answer, from its request on. `head` is the block in which its head is awaited."""
+
+    __slots__ = ("_begun_s", "_content", "_limit_s", "_loop", "_pause", "_timer", "head")
+
+    def __init__(self, limit_s: float, pause: Pause) -> None:
+        """Begin now."""
+        self._loop = asyncio.get_running_loop()
+        self._limit_s = limit_s
+        self._pause = pause
+        self._begun_s = pause.clock_s()
+        self._content: aiohttp.StreamReader | None = None
+        self.head = asyncio.timeout(None)
+        self._timer = self._loop.call_later(limit_s, self._look)
+
+    def end(self) -> None:
+        """Stop: the answer is whole, or nobody waits for it."""
+        self._timer.cancel()
+
+    def watch(self, content: aiohttp.StreamReader, connection: Connection | None) -> None:
+        """Go on with the body of an answer whose head came; None for a connection that was given back."""
+        if connection is None or content.is_eof():
+            self.end()
+            return
+        self._content = content
+        content.on_eof(self.end)
+        connection.add_callback(self.end)
+
+    def _look(self) -> None:
+        left_s = self._begun_s + self._limit_s - self._pause.clock_s()
+        if left_s > 0 or self._pause.is_on:
+            delay_s = max(left_s, LOOK_AGAIN_S) if self._pause.is_on else left_s
+            self._timer = self._loop.call_later(delay_s, self._look)
+        elif self._content is None:
+            self.head.reschedule(self._loop.time())
+        elif self._content.exception() is None:
+            self._content.set_exception(TimeoutError("the answer took too long"))

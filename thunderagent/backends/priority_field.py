@@ -1,0 +1,36 @@
+"""Put the field `priority` into the body of a turn."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+import msgspec
+from msgspec import Raw
+
+REFUSAL: Final = re.compile(rb"(?i)priority scheduling is not enabled|using priority is disabled")
+"""What engines say that have no priorities, to a turn that has one."""
+
+_ABSENT: Final = Raw()
+
+
+class _Shape(msgspec.Struct):
+    priority: Raw = _ABSENT
+
+
+_decode_shape = msgspec.json.Decoder(_Shape).decode
+
+
+def with_priority(body: bytes, priority: int) -> bytes:
+    """Return a JSON object with the field at its front; as it is if it has one, is empty, or is none.
+
+    One pass that builds nothing: 1 ms for a MB.
+    """
+    try:
+        shape = _decode_shape(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return body
+    opening = body.index(b"{") + 1
+    if bytes(shape.priority) or body[opening:].lstrip()[:1] == b"}":
+        return body
+    return b"".join((body[:opening], b'"priority":%d,' % priority, memoryview(body)[opening:]))
