@@ -1,0 +1,61 @@
+"""What everybody does who starts and ends replicas."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A replica that was started, or is about to be.
+
+    `url` is empty where another source of replicas finds it; `handle` is its driver's name for it.
+    """
+
+    handle: str
+    url: str = ""
+
+
+OnLost = Callable[[str, str], None]
+"""Called with the handle of a replica that ended by itself, and why."""
+
+
+class Provisioner(Protocol):
+    """One way to start and end replicas. All methods belong to one event loop; all raise `ProvisionError` alone."""
+
+    @property
+    def name(self) -> str:
+        """The word that the configuration and logs use for it."""
+
+    @property
+    def names_urls(self) -> bool:
+        """Whether it says where the replicas are that it starts; else another source finds them."""
+
+    async def open(self) -> int:
+        """End what an earlier run of the proxy left; return how many replicas there are all the same."""
+
+    async def run(self, on_lost: OnLost) -> None:
+        """Look after what was started until cancelled; may return at once where nobody need."""
+
+    async def start(self) -> Launched:
+        """Start one more. It need not answer yet."""
+
+    async def check_end(self, handle: str, url: str) -> None:
+        """Raise `ProvisionError` if that one cannot be ended, before it is drained for nothing."""
+
+    async def end(self, handle: str, url: str) -> None:
+        """End a replica that is drained, by its handle, or where that is empty, by its URL."""
+
+    async def close(self) -> None:
+        """End what was started and must not outlive the proxy. Never raises."""
+
+
+def free_port() -> int:
+    """Return a port of this machine that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port

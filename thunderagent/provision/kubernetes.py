@@ -1,0 +1,134 @@
+"""Replicas that are pods of a Deployment or a StatefulSet: it is scaled up and down.
+
+Where the pods are is found by the source of replicas that watches them. Which pod goes when a Deployment is scaled down
+is for Kubernetes to choose; it takes the one whose deletion cost is the lowest, so that is set first. Of a StatefulSet
+it is always the one with the highest number, so no other can be ended.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from thunderagent.backends.discovery.base import PodSelection
+from thunderagent.backends.discovery.kubernetes import Cluster, ClusterAccess, connected, url_of
+from thunderagent.errors import ConfigurationError, DiscoveryError, ProvisionError
+from thunderagent.provision.base import Launched, OnLost
+
+DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
+LOWEST_COST = "-2147483647"
+KINDS = {"deployment": "deployments", "statefulset": "statefulsets"}
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What is scaled."""
+
+    namespace: str
+    kind: str
+    name: str
+
+    @classmethod
+    def read(cls, text: str) -> Workload:
+        """Read `NAMESPACE/deployment/NAME`, or with `statefulset`. Raises `ConfigurationError`."""
+        parts = text.strip().split("/")
+        if len(parts) != 3 or not all(parts) or parts[1].lower() not in KINDS:
+            raise ConfigurationError(f"provision_workload: {text!r} is not NAMESPACE/deployment/NAME, nor statefulset")
+        return cls(parts[0], parts[1].lower(), parts[2])
+
+    @property
+    def path(self) -> str:
+        """Return where the API has it."""
+        return f"/apis/apps/v1/namespaces/{self.namespace}/{KINDS[self.kind]}/{self.name}"
+
+
+class KubernetesProvisioner:
+    """Scale a workload."""
+
+    name = "kubernetes"
+    names_urls = False
+
+    def __init__(self, workload: Workload, selection: PodSelection, access: ClusterAccess) -> None:
+        """Scale `workload`, whose pods are those of `selection` that have its name."""
+        self._workload = workload
+        self._selection = selection
+        self._access = access
+
+    def __repr__(self) -> str:
+        return f"<KubernetesProvisioner {self._workload}>"
+
+    async def open(self) -> int:
+        """See `Provisioner`: the workload keeps its size when the proxy starts again."""
+        try:
+            async with connected(self._access) as cluster:
+                return await self._size(cluster)
+        except DiscoveryError as error:
+            raise ProvisionError(error.message) from error
+
+    async def run(self, on_lost: OnLost) -> None:
+        """See `Provisioner`: Kubernetes itself replaces pods that end."""
+
+    async def start(self) -> Launched:
+        """See `Provisioner`."""
+        try:
+            async with connected(self._access) as cluster:
+                await self._resize(cluster, await self._size(cluster) + 1)
+        except DiscoveryError as error:
+            raise ProvisionError(error.message) from error
+        return Launched("")
+
+    async def check_end(self, handle: str, url: str) -> None:  # noqa: ARG002 - pods are known by their addresses
+        """See `Provisioner`."""
+        try:
+            async with connected(self._access) as cluster:
+                await self._endable(cluster, url)
+        except DiscoveryError as error:
+            raise ProvisionError(error.message) from error
+
+    async def end(self, handle: str, url: str) -> None:  # noqa: ARG002 - as above
+        """See `Provisioner`."""
+        try:
+            async with connected(self._access) as cluster:
+                pod, size_count = await self._endable(cluster, url)
+                if self._workload.kind == "deployment":
+                    cost = {"metadata": {"annotations": {DELETION_COST: LOWEST_COST}}}
+                    await cluster.ask("PATCH", f"{_pods(self._workload)}/{pod}", cost)
+                await self._resize(cluster, size_count - 1)
+        except DiscoveryError as error:
+            raise ProvisionError(error.message) from error
+
+    async def _endable(self, cluster: Cluster, url: str) -> tuple[str, int]:
+        """Return the pod at a URL, and how many there are. Raises `ProvisionError` if it cannot be the one to go."""
+        size_count = await self._size(cluster)
+        pod = await self._pod_at(cluster, url)
+        if pod is None:
+            raise ProvisionError(f"no pod of {self._workload.name} is at {url}")
+        last = f"{self._workload.name}-{size_count - 1}"
+        if self._workload.kind == "statefulset" and pod != last:
+            raise ProvisionError(f"of a StatefulSet only the last pod can end, {last}, and not {pod}")
+        return pod, size_count
+
+    async def close(self) -> None:
+        """See `Provisioner`: the workload is not the proxy's own, and stays."""
+
+    async def _size(self, cluster: Cluster) -> int:
+        scale = await cluster.ask("GET", f"{self._workload.path}/scale")
+        size_count = (scale.get("spec") or {}).get("replicas", 0)
+        if not isinstance(size_count, int):
+            raise DiscoveryError("the Kubernetes API does not answer as one does: a scale without a number")
+        return size_count
+
+    async def _resize(self, cluster: Cluster, size_count: int) -> None:
+        await cluster.ask("PATCH", f"{self._workload.path}/scale", {"spec": {"replicas": size_count}})
+
+    async def _pod_at(self, cluster: Cluster, url: str) -> str | None:
+        """Return the name of the pod at a URL, if it is one of the workload's."""
+        pods, _ = await cluster.list(self._selection)
+        for pod in pods:
+            name = str(pod["metadata"]["name"])
+            if url_of(pod, self._selection.port) == url and name.startswith(f"{self._workload.name}-"):
+                return name
+        return None
+
+
+def _pods(workload: Workload) -> str:
+    return f"/api/v1/namespaces/{workload.namespace}/pods"

@@ -1,0 +1,311 @@
+"""When replicas are started and ended: what the scheduler decided, within bounds.
+
+Theory of operation
+===================
+The core says that there should be one more replica, or that one should end (`Provision`, `EndReplica`); an operator's
+word comes the same way, so that the event log has it. `observe` only notes it; `run` carries it out, because whatever
+changes the replicas tells the runtime of it.
+
+There are never more than `max_count` that were started, nor, where it can be helped, fewer than `min_count`: so many
+are started at first, and again when one is lost. What a policy wants is done at most once in `cooldown_s`, an
+operator's word at once. A replica that was started is named to the proxy like one of any other source: it gets turns
+after its first good poll; if there is none within `ready_limit_s` it is ended. One that ends is no longer named: it
+drains, and only when the proxy has forgotten it its driver ends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Protocol
+
+import structlog
+
+from thunderagent.errors import ControlRefusedError, ProvisionError, ProvisionLimitError, ProvisionOffError
+from thunderagent.programs.decisions import Decision, EndReplica, Provision, Reason
+from thunderagent.programs.events import Event
+from thunderagent.provision.base import Launched, Provisioner
+
+log = structlog.get_logger("thunderagent.provision")
+
+LOOK_S = 0.1
+"""How often it is looked what became of replicas that start or drain."""
+
+
+class Fleet(Protocol):
+    """What the proxy knows of replicas."""
+
+    def wanted(self, urls: Sequence[str]) -> None:
+        """Take the whole set of those that were started here."""
+
+    def url_of(self, replica_id: str) -> str | None:
+        """Return where a replica is; None if it is not known."""
+
+    def knows(self, url: str) -> bool:
+        """Say whether any replica at a URL is not forgotten yet."""
+
+    def is_up(self, url: str) -> bool:
+        """Say whether a replica at a URL answers."""
+
+    def leave(self, url: str) -> None:
+        """Let the replicas at a URL drain and go, whichever source names them."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProvisionSettings:
+    """How many, and how fast."""
+
+    min_count: int = 0
+    max_count: int = 1
+    cooldown_s: float = 30.0
+    ready_limit_s: float = 900.0
+
+
+@dataclass(slots=True)
+class _Own:
+    """A replica that was started here."""
+
+    launched: Launched
+    started_s: float
+    was_up: bool = False
+    is_ending: bool = False
+
+
+class Provisioning:
+    """Carry out what was decided about replicas. All methods belong to one event loop."""
+
+    def __init__(
+        self, driver: Provisioner | None, fleet: Fleet, settings: ProvisionSettings, clock: Callable[[], float]
+    ) -> None:
+        """Start and end by `driver`; without one, replicas that an operator ends only drain and are forgotten."""
+        self._driver = driver
+        self._fleet = fleet
+        self._settings = settings
+        self._now_s = clock
+        self._todo: list[Provision | EndReplica] = []
+        self._something = asyncio.Event()
+        self._own: dict[str, _Own] = {}
+        """By their handles."""
+        self._elsewhere_count = 0
+        """Replicas of a driver that does not say where they are."""
+        self._starting_count = 0
+        self._cooled_s = -inf
+        self._tries_again_s = -inf
+        self.failure = ""
+        """What failed last; empty if what was tried last did not."""
+
+    def __repr__(self) -> str:
+        return f"<Provisioning by {self._driver!r}: {self.count} of {self._settings.max_count}>"
+
+    @property
+    def driver_name(self) -> str:
+        """The word for who starts and ends replicas; empty if nobody does."""
+        return self._driver.name if self._driver is not None else ""
+
+    @property
+    def settings(self) -> ProvisionSettings:
+        """Return the bounds."""
+        return self._settings
+
+    @property
+    def count(self) -> int:
+        """Replicas that were started and do not end, those that are being started among them."""
+        own_count = sum(not own.is_ending for own in self._own.values())
+        return own_count + self._elsewhere_count + self._starting_count
+
+    @property
+    def starting_count(self) -> int:
+        """Of these, those that never answered yet, as far as it is known where they are."""
+        return self._starting_count + sum(not own.was_up for own in self._own.values() if not own.is_ending)
+
+    def owns(self, replica_id: str) -> bool:
+        """Say whether a replica can be ended here; of a driver that does not say where they are, any might be."""
+        url = self._fleet.url_of(replica_id)
+        if self._driver is None or url is None:
+            return False
+        return not self._driver.names_urls or self._own_at(url) is not None
+
+    def check_start(self) -> None:
+        """Raise `ProvisionOffError` or `ProvisionLimitError` if no replica can be started."""
+        if self._driver is None:
+            raise ProvisionOffError("nobody is configured to start replicas: see --provision")
+        if self.count >= self._settings.max_count:
+            raise ProvisionLimitError(f"there are {self.count} started replicas, as many as there may be")
+
+    def check_end(self, replica_id: str) -> None:
+        """Raise `ProvisionLimitError` or `ControlRefusedError` if a replica must not be ended."""
+        own = self._own_at(self._fleet.url_of(replica_id) or "")
+        if own is not None and own.is_ending:
+            raise ControlRefusedError(f"replica {replica_id} ends already")
+        if self.owns(replica_id) and self.count <= self._settings.min_count:
+            raise ProvisionLimitError(f"there are {self.count} started replicas, as few as there may be")
+
+    def observe(self, event: Event, decisions: Sequence[Decision]) -> None:  # noqa: ARG002 - an observer's signature
+        """Note what the scheduler decided about replicas."""
+        wanted = [decision for decision in decisions if isinstance(decision, Provision | EndReplica)]
+        if wanted:
+            self._todo += wanted
+            self._something.set()
+
+    # --- carrying out
+
+    async def run(self) -> None:
+        """Carry out what is decided until cancelled; then end what must not outlive the proxy."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                if self._driver is not None:
+                    await self._open(self._driver)
+                    group.create_task(self._driver.run(self._lost), name="replicas that were started")
+                while True:
+                    self._look_after(group)
+                    for decision in self._take_todo():
+                        self._carry_out(decision, group)
+                    await self._wait()
+        finally:
+            if self._driver is not None:
+                await self._driver.close()
+
+    async def _open(self, driver: Provisioner) -> None:
+        while True:
+            try:
+                self._elsewhere_count = await driver.open()
+            except ProvisionError as error:
+                self._failed("replicas_not_managed", error)
+                await asyncio.sleep(max(1.0, min(self._settings.cooldown_s, 10.0)))
+            else:
+                return
+
+    async def _wait(self) -> None:
+        """Wait until something was decided; no longer than a look if something is on its way."""
+        on_its_way = self.starting_count or self.count < self._settings.min_count
+        if self._driver is not None and on_its_way:
+            await asyncio.sleep(LOOK_S)
+        else:
+            await self._something.wait()
+        self._something.clear()
+
+    def _take_todo(self) -> list[Provision | EndReplica]:
+        todo, self._todo = self._todo, []
+        return todo
+
+    def _look_after(self, group: asyncio.TaskGroup) -> None:
+        """Start what is missing, and end what does not come up."""
+        if self._driver is None:
+            return
+        now_s = self._now_s()
+        while self.count < self._settings.min_count and now_s >= self._tries_again_s:
+            self._begin_start(self._driver, group, "there should be more")
+        for own in self._own.values():
+            own.was_up = own.was_up or self._fleet.is_up(own.launched.url)
+            if not own.was_up and not own.is_ending and now_s - own.started_s > self._settings.ready_limit_s:
+                log.error("replica_not_ready", url=own.launched.url, ready_limit_s=self._settings.ready_limit_s)
+                self.failure = f"{own.launched.url} did not answer within {self._settings.ready_limit_s:g} s"
+                self._tries_again_s = now_s + self._settings.cooldown_s
+                self._begin_end(self._driver, group, own.launched)
+
+    def _carry_out(self, decision: Provision | EndReplica, group: asyncio.TaskGroup) -> None:
+        """Do what was decided, if the bounds allow it still: several may have been decided at once."""
+        try:
+            if decision.reason is not Reason.OPERATOR and self._now_s() < self._cooled_s:
+                return
+            if isinstance(decision, Provision):
+                self.check_start()
+                assert self._driver is not None
+                self._begin_start(self._driver, group, decision.reason.value)
+            else:
+                self._end_replica(decision, group)
+            self._cooled_s = self._now_s() + self._settings.cooldown_s
+        except ControlRefusedError as error:
+            log.info("provision_refused", reason=decision.reason.value, why=error.message)
+
+    def _end_replica(self, decision: EndReplica, group: asyncio.TaskGroup) -> None:
+        replica_id = decision.replica_id
+        url = self._fleet.url_of(replica_id)
+        if url is None:
+            return
+        self.check_end(replica_id)
+        if self._driver is not None and self.owns(replica_id):
+            own = self._own_at(url)
+            self._begin_end(self._driver, group, own.launched if own is not None else Launched("", url))
+        elif decision.reason is Reason.OPERATOR:
+            self._fleet.leave(url)
+        else:
+            raise ControlRefusedError(f"replica {replica_id} was not started here, so only an operator ends it")
+
+    # --- starting
+
+    def _begin_start(self, driver: Provisioner, group: asyncio.TaskGroup, why: str) -> None:
+        self._starting_count += 1
+        log.info("replica_starting", by=driver.name, why=why)
+        group.create_task(self._start(driver), name="a replica that starts")
+
+    async def _start(self, driver: Provisioner) -> None:
+        try:
+            launched = await driver.start()
+        except ProvisionError as error:
+            self._tries_again_s = self._now_s() + self._settings.cooldown_s
+            self._failed("replica_not_started", error)
+        else:
+            self.failure = ""
+            log.info("replica_started", by=driver.name, url=launched.url)
+            if driver.names_urls:
+                self._own[launched.handle] = _Own(launched, self._now_s())
+                self._tell()
+            else:
+                self._elsewhere_count += 1
+        finally:
+            self._starting_count -= 1
+            self._something.set()
+
+    def _lost(self, handle: str, why: str) -> None:
+        own = self._own.pop(handle, None)
+        if own is None:
+            return
+        log.error("replica_lost", url=own.launched.url, why=why)
+        self.failure = f"{own.launched.url}: {why}"
+        self._tries_again_s = self._now_s() + self._settings.cooldown_s
+        self._tell()
+        self._something.set()
+
+    # --- ending
+
+    def _begin_end(self, driver: Provisioner, group: asyncio.TaskGroup, launched: Launched) -> None:
+        own = self._own.get(launched.handle)
+        if own is not None:
+            own.is_ending = True
+        else:
+            self._elsewhere_count -= 1
+        log.info("replica_ending", by=driver.name, url=launched.url)
+        group.create_task(self._end(driver, launched), name="a replica that ends")
+
+    async def _end(self, driver: Provisioner, launched: Launched) -> None:
+        """Drain a replica, then end it."""
+        try:
+            await driver.check_end(launched.handle, launched.url)
+            if driver.names_urls:
+                self._tell()
+            else:
+                self._fleet.leave(launched.url)
+            while self._fleet.knows(launched.url):  # noqa: ASYNC110 - until the proxy has drained and forgotten it
+                await asyncio.sleep(LOOK_S)
+            await driver.end(launched.handle, launched.url)
+        except ProvisionError as error:
+            self._failed("replica_not_ended", error)
+            if not driver.names_urls:
+                self._elsewhere_count += 1
+        else:
+            log.info("replica_ended", by=driver.name, url=launched.url)
+        self._own.pop(launched.handle, None)
+        self._something.set()
+
+    def _failed(self, what: str, error: ProvisionError) -> None:
+        self.failure = error.message
+        log.error(what, by=self.driver_name, why=error.message)
+
+    def _tell(self) -> None:
+        self._fleet.wanted([own.launched.url for own in self._own.values() if not own.is_ending])
+
+    def _own_at(self, url: str) -> _Own | None:
+        return next((own for own in self._own.values() if own.launched.url == url), None)
