@@ -11,7 +11,11 @@ from thunderagent.programs.events import (
     Event,
     GrantsContinued,
     GrantsSuspended,
+    MigrationAsked,
     PinnedTurnArrived,
+    PrioritySet,
+    ProgramJudged,
+    ProgramKilled,
     ProgramOpened,
     ProgramReleased,
     ProgramsReleased,
@@ -23,10 +27,13 @@ from thunderagent.programs.events import (
     ReplicaTripped,
     ReplicaUp,
     ResidencyReported,
+    RouteSet,
     SandboxesMeasured,
     SandboxFailed,
     SandboxReady,
     Tick,
+    ToolEnded,
+    ToolStarted,
     TurnAbandoned,
     TurnArrived,
     TurnFailed,
@@ -35,13 +42,47 @@ from thunderagent.programs.events import (
     TurnStarted,
 )
 from thunderagent.programs.invariants import check
-from thunderagent.programs.policies.base import Policy
+from thunderagent.programs.policies.base import Moment, Policy, ProgramView, View
 from thunderagent.programs.policies.passthrough import Passthrough
 from thunderagent.programs.program import Program
 from thunderagent.programs.scheduler import Scheduler, SchedulerSettings
+from thunderagent.programs.signals import Signal, ToolEnd, ToolNum, ToolStart, WindowUpdate
 
 BYTES_PER_TOKEN = 4
 """The scheduler's first guess, so that a turn of `tokens` is estimated at exactly that."""
+
+
+class Breathing:
+    """An admission that lets in three, or one while tools run, and sends those away that are too many.
+
+    It works only on what it heard, as one with a window would, and has every way out of the paused queue used.
+    """
+
+    name = "breathing"
+    tick_s = 0.5
+
+    def __init__(self) -> None:
+        self.window_count = 3
+        self.waiting_for_tools: dict[str, None] = {}
+
+    def rank(self, program: ProgramView) -> float:
+        return -program.opened_s
+
+    def observe(self, view: View, signal: Signal) -> None:
+        if isinstance(signal, ToolStart):
+            self.waiting_for_tools[signal.program_id] = None
+        elif isinstance(signal, ToolEnd):
+            self.waiting_for_tools.pop(signal.program_id, None)
+        elif isinstance(signal, ToolNum):
+            self.window_count = 1 if signal.tool_count else 3
+
+    def next(self, view: View, moment: Moment) -> ProgramView | None:
+        while view.admitted_count > self.window_count and self.waiting_for_tools:
+            program_id, _ = self.waiting_for_tools.popitem()
+            program = view.program(program_id)
+            if program is not None and view.propose_dismiss(program, Reason.ADMISSION):
+                view.signal(WindowUpdate(view.now_s, self.window_count, view.admitted_count, "tools"))
+        return view.first_outside() if view.admitted_count < self.window_count else None
 
 
 class Driver:
@@ -108,6 +149,9 @@ class Driver:
         waiting_since_s: float | None = None,
         parent: str = "",
         tenant: str = "",
+        wanted: str | None = None,
+        program_class: str = "",
+        role: str = "",
     ) -> int:
         """Let a turn arrive whose prompt is estimated at `tokens`; return its id.
 
@@ -120,7 +164,16 @@ class Driver:
         deadline_s = None if patience_s is None else self.now_s + patience_s
         told = TurnArrived(self.now_s, turn_id, program_id, branch, size_bytes, avoid, cuts, group, deadline_s)
         self.send(
-            replace(told, supersedes_id=instead_of, waiting_since_s=waiting_since_s, parent_id=parent, tenant=tenant)
+            replace(
+                told,
+                supersedes_id=instead_of,
+                waiting_since_s=waiting_since_s,
+                parent_id=parent,
+                tenant=tenant,
+                wanted_replica_id=wanted,
+                program_class=program_class,
+                role=role,
+            )
         )
         return turn_id
 
@@ -169,6 +222,14 @@ class Driver:
         """Announce a program that has no turn yet."""
         return self.send(ProgramOpened(self.now_s, program_id, group))
 
+    def tool_starts(self, program_id: str, tool: str = "") -> list[Decision]:
+        """Let a client say that its tool begins now."""
+        return self.send(ToolStarted(self.now_s, program_id, tool))
+
+    def tool_ends(self, program_id: str) -> list[Decision]:
+        """Let a client say that its tool is through."""
+        return self.send(ToolEnded(self.now_s, program_id))
+
     def sandbox_is_ready(self, program_id: str, sandbox_id: str = "box", prepare_s: float = 1.5) -> list[Decision]:
         return self.send(SandboxReady(self.now_s, program_id, sandbox_id, prepare_s))
 
@@ -183,8 +244,24 @@ class Driver:
     def releases_all(self, *program_ids: str) -> list[Decision]:
         return self.send(ProgramsReleased(self.now_s, program_ids))
 
-    def releases(self, program_id: str, generation: int | None = None) -> list[Decision]:
-        return self.send(ProgramReleased(self.now_s, program_id, generation))
+    def releases(self, program_id: str, generation: int | None = None, outcome: str = "") -> list[Decision]:
+        return self.send(ProgramReleased(self.now_s, program_id, generation, outcome))
+
+    def is_judged(
+        self,
+        program_id: str,
+        will_succeed: bool,
+        *,
+        at_turn: int | None = None,
+        confidence: float = 0.9,
+        generation: int | None = None,
+    ) -> list[Decision]:
+        """Let a verdict come: by default after all its turns, on the incarnation that lives."""
+        program = self.scheduler.table.get(program_id)
+        turn_count = program.turn_count if at_turn is None and program is not None else at_turn or 0
+        if generation is None:
+            generation = program.generation if program is not None else 0
+        return self.send(ProgramJudged(self.now_s, program_id, generation, turn_count, will_succeed, confidence))
 
     def comes_up(self, replica_id: str, capacity_tokens: int | None = None) -> list[Decision]:
         self.send(ReplicaPolled(self.now_s, replica_id, capacity_tokens))
@@ -215,6 +292,20 @@ class Driver:
 
     def is_removed(self, replica_id: str) -> list[Decision]:
         return self.send(ReplicaRemoved(self.now_s, replica_id))
+
+    # --- an operator's word
+
+    def routes(self, scope: str, name: str, **weights: float) -> list[Decision]:
+        return self.send(RouteSet(self.now_s, scope, name, tuple(weights.items())))
+
+    def gives_priority(self, program_id: str, priority: int, replica_id: str | None = None) -> list[Decision]:
+        return self.send(PrioritySet(self.now_s, program_id, priority, replica_id))
+
+    def migrates(self, program_id: str, replica_id: str) -> list[Decision]:
+        return self.send(MigrationAsked(self.now_s, program_id, replica_id))
+
+    def kills(self, program_id: str) -> list[Decision]:
+        return self.send(ProgramKilled(self.now_s, program_id))
 
     # --- engine control
 

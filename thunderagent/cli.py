@@ -7,20 +7,19 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin
 
-import msgspec
 import structlog
 import uvloop
 
 from thunderagent import __version__
 from thunderagent.calibrate import command as calibrate_command
-from thunderagent.config import ENVIRONMENT_PREFIX, ServeConfig
+from thunderagent.config import ENVIRONMENT_PREFIX, ServeConfig, unknown_variables
 from thunderagent.errors import ThunderAgentError
 from thunderagent.event_log import read_events, replay
+from thunderagent.log_lines import LineLogger, json_line
 from thunderagent.lookups import Loop
 from thunderagent.security import print_key
 from thunderagent.serving import serve
@@ -30,6 +29,8 @@ from thunderagent.simulator import options as engine_options
 from thunderagent.simulator import server as engine_server
 from thunderagent.simulator.record import record
 from thunderagent.status import watch_status
+
+log = structlog.get_logger("thunderagent.cli")
 
 SERVE_HELP = """\
 Serve agent programs on many engine replicas.
@@ -53,7 +54,7 @@ Examples:
 FILE_FIELDS = frozenset({"sandbox_templates"})
 """Fields that only the configuration file has."""
 
-LIST_FIELDS = {"policy_args": "policy-arg"}
+LIST_FIELDS = {"policy_args": "policy-arg", "tenant_weights": "tenant-weight"}
 """Fields that are given one item at a time, by an option of another name."""
 
 
@@ -179,6 +180,8 @@ def run_serve(args: argparse.Namespace) -> int:
     given = {name: value for name in ServeConfig.model_fields if (value := getattr(args, name, None)) is not None}
     config = ServeConfig.load(args.config, **given)
     configure_logging(config.log_level, as_json=config.logs_json)
+    for name, nearest in unknown_variables(os.environ).items():
+        log.warning("unknown_setting", variable=name, nearest=nearest or None)
 
     def announce(url: str) -> None:
         print(f"thunderagent ready at {url}: policy {config.policy}", flush=True)
@@ -230,8 +233,9 @@ def configure_logging(level: str, *, as_json: bool) -> None:
     """Send structlog's events to standard error, one line each; JSON by the fastest way that structlog has."""
     factory: Any
     if as_json:
-        processors: list[Any] = [_json_line]
-        factory = structlog.BytesLoggerFactory(file=sys.stderr.buffer)
+        processors: list[Any] = [json_line]
+        lines = LineLogger(sys.stderr.buffer)
+        factory = lambda *_: lines  # noqa: E731 - one for all loggers: their lines keep their order
     else:
         processors = [
             structlog.processors.add_log_level,
@@ -248,15 +252,6 @@ def configure_logging(level: str, *, as_json: bool) -> None:
         logger_factory=factory,
         cache_logger_on_first_use=True,
     )
-
-
-def _json_line(logger: object, method: str, event: structlog.typing.EventDict) -> bytes:
-    """Render a line in one step: every turn writes one, and each further processor would cost it a microsecond."""
-    if "exc_info" in event:
-        event = structlog.processors.format_exc_info(logger, method, event)
-    event["level"] = method
-    event["timestamp"] = datetime.now(UTC)
-    return msgspec.json.encode(event)
 
 
 def _add_serve_options(parser: argparse.ArgumentParser) -> None:

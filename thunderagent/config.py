@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
+from math import inf
 from pathlib import Path
 from tomllib import TOMLDecodeError
 from typing import Annotated, Any, ClassVar, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import (
@@ -28,10 +31,18 @@ from thunderagent.backends.discovery import wanted_of
 from thunderagent.backends.discovery.base import PodSelection, ranks_count_of, refuse_twins
 from thunderagent.backends.discovery.dns import DnsSource
 from thunderagent.errors import ConfigurationError, DiscoveryError
+from thunderagent.faults import faults_of
 from thunderagent.tools.template import DriverKind, Template
 
 ENVIRONMENT_PREFIX = "THUNDERAGENT_"
+_OTHERS_VARIABLES = {"KEY", "PROXY", "PROGRAM_ID"}
+"""Names with the prefix that are no settings: of the client, and of other commands."""
+_SERVICE_LINK = re.compile(r"(?:\w+_)?(?:SERVICE_HOST|SERVICE_PORT(?:_\w+)?|PORT(?:_\d+_(?:TCP|UDP|SCTP)(?:_\w+)?)?)")
+"""What Kubernetes puts into every pod beside a service whose name begins so."""
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+")
+
+JUDGE_ON_REPLICAS = "replicas"
+"""As judge_url: the judge is the replicas themselves."""
 
 HOST_FIELD = "{host}"
 """In an address of KV events it stands for a replica's host, so that one address is for all replicas."""
@@ -87,12 +98,101 @@ class ServeConfig(BaseSettings):
         le=65535,
         description="second port, for the admin API and engine control; the first one refuses them then",
     )
+    provision: Literal["", "command", "docker", "kubernetes"] = Field(
+        "", description="who starts and ends replicas when a policy or an operator says so; none: nobody"
+    )
+    provision_command: str = Field(
+        "",
+        description="command that serves a replica, with {port} and, if wanted, {replica_id}; with docker, what is "
+        "given to the image",
+    )
+    provision_url: str = Field("http://127.0.0.1:{port}", description="where such a replica is")
+    provision_log_folder: Path | None = Field(
+        None, description="folder for what commands write, a file each; none: it is thrown away"
+    )
+    provision_image: str = Field("", description="image that a replica is run from, with docker")
+    provision_port: int = Field(
+        8000, ge=1, le=65535, description="port that the engine listens on inside, published as {port} on this machine"
+    )
+    provision_network: str = Field(
+        "", description="Docker network of replicas; host: the engine listens on {port} itself"
+    )
+    provision_gpus: str = Field("", description="GPUs of a replica with docker: all, or how many")
+    provision_volumes: Annotated[tuple[str, ...], NoDecode] = Field(
+        (), description="what a replica with docker sees of this machine, as HOST:INSIDE, separated by commas"
+    )
+    provision_workload: str = Field(
+        "", description="what is scaled on Kubernetes, as NAMESPACE/deployment/NAME or NAMESPACE/statefulset/NAME"
+    )
+    provision_min: int = Field(0, ge=0, description="replicas to start at once, and to keep")
+    provision_max: int = Field(1, ge=0, description="most replicas that are started")
+    provision_cooldown_s: float = Field(
+        30.0, ge=0, description="time between two changes that a policy wants, and after a failure, in seconds"
+    )
+    provision_ready_limit_s: float = Field(
+        900.0, gt=0, description="a started replica that does not answer for so long is ended, in seconds"
+    )
+    provision_end_limit_s: float = Field(
+        30.0, gt=0, description="a replica that does not end for so long is killed, in seconds"
+    )
     policy: str = Field(
         "breakeven",
-        description="breakeven, thunderagent, thunderagent-ports, cap, ttl, sticky, passthrough, package.module:Class",
+        description="breakeven, thunderagent, cap, ttl, mars, continuum, infercept, autellix, sticky, passthrough, a "
+        "preset (thunderagent-ports, continuum-fixed, concur, fcfs), or package.module:Class",
     )
     policy_args: Annotated[dict[str, str], NoDecode] = Field(
         {}, description="settings of the policy, as name=value; docs/policies.md has them all"
+    )
+    admission: str = Field(
+        "", description="part that says which programs may begin, before the policy places them: docs/policies.md"
+    )
+    order: str = Field("", description="part that says who is restored first, instead of the policy")
+    victims: str = Field("", description="part that says who is paused first, instead of the policy")
+    priority: str = Field(
+        "", description="part that gives engines with priority scheduling the order in which they serve turns"
+    )
+    fair_tenants: bool = Field(
+        False, description="whether who waits goes by what its tenant has had, and only then by the policy"
+    )
+    tenant_weights: Annotated[dict[str, float], NoDecode] = Field(
+        {}, description="how much more than others a tenant may have, as name=weight; 1 for who is not named"
+    )
+    control: str = Field(
+        "",
+        description="global policy that says once in a period what goes where, comes first, moves, starts and ends: "
+        "balance, migrate, reassign, package.module:Class, or several with + between",
+    )
+    judge_url: str = Field(
+        "",
+        description="base URL of a judge model with OpenAI's chat API, as http://HOST:PORT/v1, or replicas for turns "
+        "on the replicas; asked whether programs will succeed; none: off",
+    )
+    judge_model: str = Field(
+        "",
+        description="model that the judge is asked as; by default, of replicas only, that of the program's own turns",
+    )
+    judge_api_key: SecretStr | None = Field(None, description="key that the judge is sent, as a bearer token")
+    judge_api_key_file: Path | None = Field(None, description="file that holds it, instead")
+    judge_prompt: Path | None = Field(
+        None, description="file with the prompt, which holds {task} and {transcript} once each; by default our own"
+    )
+    judge_every_turns: int = Field(5, ge=1, description="turns of a program between two questions about it")
+    judge_rate_per_s: float = Field(
+        1.0, gt=0, description="questions per second about all programs together, at most; more wait, or are dropped"
+    )
+    judge_max_prompt_tokens: int = Field(
+        8000, ge=256, description="largest question, at 4 characters a token; what a program did is cut in the middle"
+    )
+    judge_max_tokens: int = Field(512, ge=16, description="largest answer, in tokens")
+    judge_timeout_s: float = Field(30.0, gt=0, description="for the answer to a question, in seconds")
+    judge_fail_turns: int = Field(
+        10, ge=1, description="turns over which the judge expects a failure until a program's level is the lowest"
+    )
+    judge_confidence_ratio: float = Field(
+        0.5, ge=0, le=1, description="how sure the judge must be of a failure for it to count as one"
+    )
+    judge_ends_hopeless: bool = Field(
+        False, description="whether a program at the lowest level is ended: its turns get 410 until it is released"
     )
     tick_s: float = Field(1.0, gt=0, description="longest time between two looks at the clock, in seconds")
     idle_limit_s: float = Field(
@@ -286,6 +386,9 @@ class ServeConfig(BaseSettings):
         None, description="kubeconfig file; by default that of the pod this runs in, else that of kubectl"
     )
     kubernetes_url: str = Field("", description="address of a Kubernetes API that needs no login, as kubectl proxy's")
+    signal_log: Path | None = Field(
+        None, description="file to which the information stream is appended, one JSON object a line"
+    )
     event_log: Path | None = Field(
         None,
         description="file for every event and decision, for `thunderagent replay`; an old one is kept as FILE.1",
@@ -314,7 +417,7 @@ class ServeConfig(BaseSettings):
     @property
     def has_replica_source(self) -> bool:
         """Whether replicas come from somewhere; else simulated engines are started."""
-        return bool(self.backends or self.backends_file or self.kubernetes_replicas)
+        return bool(self.backends or self.backends_file or self.kubernetes_replicas or self.provision)
 
     @field_validator("data_parallel_ranks", mode="before")
     @classmethod
@@ -350,6 +453,7 @@ class ServeConfig(BaseSettings):
         "program_headers",
         "sandboxes",
         "sandbox_keep_images",
+        "provision_volumes",
         "api_keys",
         "admin_keys",
         "cors_origins",
@@ -382,11 +486,33 @@ class ServeConfig(BaseSettings):
                 raise ValueError(f"cors_origins: {origin!r} is no origin, such as https://page.example:8443")
         if self.backend_api_key_file is not None and self.backend_api_key is not None:
             raise ValueError("backend_api_key and backend_api_key_file are two ways to say the same")
+        if self.judge_api_key_file is not None and self.judge_api_key is not None:
+            raise ValueError("judge_api_key and judge_api_key_file are two ways to say the same")
         return self
 
-    @field_validator("policy_args", mode="before")
+    @model_validator(mode="after")
+    def _judge_can_be_asked(self) -> Self:
+        if self.judge_url and self.judge_url != JUDGE_ON_REPLICAS:
+            url = urlsplit(self.judge_url)
+            if url.scheme not in ("http", "https") or not url.hostname:
+                raise ValueError(f"judge_url: {self.judge_url!r} is no URL with http or https, nor {JUDGE_ON_REPLICAS}")
+            if not self.judge_model:
+                raise ValueError("judge_url: name the judge_model to ask there")
+        elif not self.judge_url and self.judge_ends_hopeless:
+            raise ValueError("judge_ends_hopeless goes with judge_url")
+        return self
+
+    @field_validator("tenant_weights")
     @classmethod
-    def _split_policy_args(cls, value: object) -> object:
+    def _check_weights(cls, weights: dict[str, float]) -> dict[str, float]:
+        for name, weight_ratio in weights.items():
+            if not 0 < weight_ratio < inf:
+                raise ValueError(f"the weight of tenant {name!r} must be a number over 0, not {weight_ratio}")
+        return weights
+
+    @field_validator("policy_args", "tenant_weights", mode="before")
+    @classmethod
+    def _split_pairs(cls, value: object) -> object:
         if isinstance(value, dict):
             return {str(name): str(setting) for name, setting in value.items()}
         parts = value.split(",") if isinstance(value, str) else value
@@ -421,14 +547,32 @@ class ServeConfig(BaseSettings):
         """
         if toml_file is not None and not toml_file.is_file():
             raise ConfigurationError(f"there is no configuration file {toml_file}")
-        source = type(cls.__name__, (cls,), {"toml_file": toml_file, "__module__": cls.__module__})
+        source: type[Self] = cls  # one of its own takes longer to make than all the rest
+        if toml_file is not None:
+            source = type(cls.__name__, (cls,), {"toml_file": toml_file, "__module__": cls.__module__})
         try:
             loaded: Self = source(**given)
         except ValidationError as error:
-            lines = [f"{'.'.join(map(str, e['loc'])) or 'value'}: {e['msg']}" for e in error.errors()]
-            raise ConfigurationError("; ".join(lines)) from error
+            raise ConfigurationError("; ".join(faults_of(error, whole="value"))) from error
         except TOMLDecodeError as error:
             raise ConfigurationError(f"{toml_file}: {error}") from error
         except (SettingsError, ValueError) as error:
             raise ConfigurationError(str(error)) from error
         return loaded
+
+
+def unknown_variables(names: Iterable[str]) -> dict[str, str]:
+    """Return those of an environment's names that look like settings and are none, each with the nearest that is one.
+
+    It is empty if none is near. They may be of another version, so they are worth a warning, and no error.
+    """
+    known = [name.upper() for name in ServeConfig.model_fields]
+    unknown = {}
+    for name in sorted(names):
+        if not name.upper().startswith(ENVIRONMENT_PREFIX):
+            continue
+        setting = name.upper().removeprefix(ENVIRONMENT_PREFIX)
+        if setting not in known and setting not in _OTHERS_VARIABLES and not _SERVICE_LINK.fullmatch(setting):
+            nearest = get_close_matches(setting, known, n=1)
+            unknown[name] = ENVIRONMENT_PREFIX + nearest[0] if nearest else ""
+    return unknown

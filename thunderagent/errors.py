@@ -5,17 +5,22 @@ Errors of libraries are mapped into this tree once, at the boundary where they a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 
 class ThunderAgentError(Exception):
     """Report that something which was asked for cannot be done.
 
     `status` is the HTTP status a caller gets, `code` the machine-readable word for it in the error body.
-    `retry_after_s` is set where trying again later makes sense.
+    `retry_after_s` is set where trying again later makes sense. `answer_headers` are what the answer that tells of it
+    bears besides: set by whoever knows more of the request.
     """
 
     status: int = 500
     code: str = "internal_error"
     retry_after_s: int | None = None
+    answer_headers: Mapping[str, str] = MappingProxyType({})
 
     @property
     def message(self) -> str:
@@ -141,6 +146,39 @@ class ReplicaLeavingError(RequestError):
     code = "replica_leaving"
 
 
+class ControlRefusedError(RequestError):
+    """A program or replica is there, but what was asked for cannot be done with it now; the message says why."""
+
+    status = 409
+    code = "control_refused"
+
+
+class ProvisionError(ThunderAgentError):
+    """A replica cannot be started or ended."""
+
+    status = 502
+    code = "provision_failed"
+
+
+class ProvisionOffError(ControlRefusedError):
+    """Nobody is configured to start and end replicas."""
+
+    code = "provision_off"
+
+
+class ProvisionLimitError(ControlRefusedError):
+    """There are as many or as few started replicas as there may be."""
+
+    code = "provision_limit"
+
+
+class ProgramKilledError(ThunderAgentError):
+    """An operator or a policy ended the program while this turn waited; the turn was never forwarded."""
+
+    status = 410
+    code = "program_killed"
+
+
 class ProgramReleasedError(ThunderAgentError):
     """The program was released while this turn waited; the turn was never forwarded.
 
@@ -149,6 +187,16 @@ class ProgramReleasedError(ThunderAgentError):
 
     status = 410
     code = "program_released"
+
+
+class ProgramHopelessError(ThunderAgentError):
+    """The program was ended because a judge expects it to fail; the turn was never forwarded.
+
+    410 for the same reason. Its client may release the program, and open it anew if it thinks otherwise.
+    """
+
+    status = 410
+    code = "program_hopeless"
 
 
 class TurnAbortedError(ThunderAgentError):

@@ -90,6 +90,8 @@ def replay(lines: Iterable[bytes], *, after_event: Callable[[Scheduler], None] |
             break
         event, logged = _read_record(number, line)
         decided = _plain([(type(d).__name__, d) for d in scheduler.handle(event)])
+        for decisions in (decided, logged):
+            _without_empty_priorities(decisions)
         events_count += 1
         decisions_count += len(decided)
         if decided != logged:
@@ -142,6 +144,13 @@ def _read_record(number: int, line: bytes) -> Record:
     except (msgspec.DecodeError, KeyError, TypeError, ValueError) as error:
         raise EventLogError(f"line {number}: not an event: {error!r}") from error
     return event, logged
+
+
+def _without_empty_priorities(decisions: Any) -> None:
+    """Take out of grants that no engine priority was given: logs from before there were any do not say so."""
+    for _, fields in decisions:
+        if fields.get("engine_priority", 0) is None:
+            del fields["engine_priority"]
 
 
 def _plain(value: object) -> Any:

@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from importlib import import_module
-from typing import cast
+from typing import Any, cast
 
 from thunderagent.errors import ConfigurationError
-from thunderagent.programs.policies import POLICIES
+from thunderagent.programs.policies import PARTS, POLICIES
 from thunderagent.programs.policies.base import Policy
+from thunderagent.programs.policies.parts import Composed, GlobalPolicy
+from thunderagent.programs.policies.several import Several
 
 Setting = bool | int | float | str
 
 PRESETS: dict[str, tuple[str, dict[str, Setting]]] = {
+    "concur": ("passthrough", {"admission": "concur"}),
+    "continuum-fixed": ("continuum", {"dynamic": False}),
+    "fcfs": ("passthrough", {}),
     "thunderagent-ports": (
         "thunderagent",
         {
@@ -24,11 +29,12 @@ PRESETS: dict[str, tuple[str, dict[str, Setting]]] = {
             "half_life_s": float("inf"),
             "reserve_tokens": 100,
         },
-    )
+    ),
 }
-"""Names for a policy with settings. `thunderagent-ports` are the defaults of the public ports to NVIDIA Dynamo:
-programs pause from 0.95 of the capacity on, down to 0.80, and are restored up to 0.95 less a hysteresis of 0.10; acting
-programs count in full, and each reserves 100 tokens."""
+"""Names for a policy with settings. `fcfs` is the stock engine, which serves turns as they come; `concur` that behind
+CONCUR's window; `continuum-fixed` has the one time to live of its authors' code. `thunderagent-ports` are the
+defaults of the public ports to NVIDIA Dynamo: programs pause from 0.95 of the capacity on, down to 0.80, and are
+restored up to 0.95 less a hysteresis of 0.10; acting programs count in full, and each reserves 100 tokens."""
 
 
 _TRUTHS = {"true": True, "false": False}
@@ -49,28 +55,69 @@ def parse_setting(text: str) -> Setting:
 def load_policy(name: str, settings: Mapping[str, Setting]) -> Policy:
     """Make a policy from its name, that of a preset, or `package.module:Class`, with its settings.
 
-    Raises `ConfigurationError` that names what exists where the policy or a setting is unknown.
+    `admission`, `order`, `victims`, `priority` and `control` among the settings choose a part of the policy apart, by
+    its name or as `package.module:Class`; a setting of a part begins with its kind, as in `admission.n`.
+
+    Raises `ConfigurationError` that names what exists where the policy, a part or a setting is unknown.
     """
     policy_name, preset = PRESETS.get(name, (name, {}))
     settings = preset | dict(settings)
-    factory = POLICIES.get(policy_name) or _import_policy(policy_name)
+    chosen = {kind: str(settings.pop(kind)) for kind in PARTS if kind in settings}
+    of_parts: dict[str, dict[str, Setting]] = {kind: {} for kind in PARTS}
+    for key in [key for key in settings if "." in key]:
+        kind, _, part_key = key.partition(".")
+        if kind not in chosen:
+            known = ", ".join(PARTS)
+            raise ConfigurationError(f"setting {key!r} is of a part that is not chosen; parts are {known}")
+        of_parts[kind][part_key] = settings.pop(key)
+    factory = POLICIES.get(policy_name) or cast("Callable[..., Policy]", _imported("policy", policy_name))
+    policy = cast("Policy", _made(f"policy {name}", factory, settings))
+    if not chosen:
+        return policy
+    parts = {}
+    for kind, part_name in chosen.items():
+        parts[kind] = _part(kind, part_name, of_parts[kind])
+    return Composed(policy, **cast("dict[str, Any]", parts))
+
+
+def _part(kind: str, name: str, settings: Mapping[str, Setting]) -> object:
+    """Make a part. Several global policies may be named, with a + between; each setting is for those that have it."""
+    names = name.split("+") if kind == "control" else [name]
+    factories = {each: PARTS[kind].get(each) or _imported(kind, each) for each in names}
+    if len(names) == 1:
+        return _made(f"{kind} {name}", factories[name], settings)
+    known = {each: set(_settings_of(factory)) for each, factory in factories.items()}
+    if unknown := sorted(set(settings) - set().union(*known.values())):
+        raise ConfigurationError(f"none of {name} has a setting {unknown[0]!r}")
+    made = [
+        _made(f"{kind} {each}", factory, {key: value for key, value in settings.items() if key in known[each]})
+        for each, factory in factories.items()
+    ]
+    return Several(cast("list[GlobalPolicy]", made))
+
+
+def _settings_of(factory: Callable[..., object]) -> list[str]:
+    return [field.name for field in fields(factory) if field.init] if is_dataclass(factory) else []
+
+
+def _made(what: str, factory: Callable[..., object], settings: Mapping[str, Setting]) -> object:
     if is_dataclass(factory):
-        known = [field.name for field in fields(factory)]
+        known = _settings_of(factory)
         if unknown := sorted(set(settings) - set(known)):
-            raise ConfigurationError(f"policy {name} has no setting {unknown[0]!r}; it has: {', '.join(known)}")
+            has = f"it has: {', '.join(known)}" if known else "it has none"
+            raise ConfigurationError(f"{what} has no setting {unknown[0]!r}; {has}")
     try:
         return factory(**settings)
     except TypeError as error:
-        raise ConfigurationError(f"policy {name} does not take these settings: {error}") from error
+        raise ConfigurationError(f"{what} does not take these settings: {error}") from error
 
 
-def _import_policy(name: str) -> Callable[..., Policy]:
+def _imported(kind: str, name: str) -> Callable[..., object]:
     module_name, colon, class_name = name.partition(":")
     if not colon:
-        raise ConfigurationError(
-            f"no policy {name!r}; there are {', '.join([*POLICIES, *PRESETS])}, or package.module:Class"
-        )
+        known = [*POLICIES, *PRESETS] if kind == "policy" else PARTS[kind]
+        raise ConfigurationError(f"no {kind} {name!r}; there are {', '.join(known)}, or package.module:Class")
     try:
-        return cast("Callable[..., Policy]", getattr(import_module(module_name), class_name))
+        return cast("Callable[..., object]", getattr(import_module(module_name), class_name))
     except (ImportError, AttributeError) as error:
-        raise ConfigurationError(f"policy {name!r} cannot be loaded: {error}") from error
+        raise ConfigurationError(f"{kind} {name!r} cannot be loaded: {error}") from error

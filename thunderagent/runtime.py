@@ -13,6 +13,7 @@ Nothing here knows HTTP: a trainer that calls its engines itself takes leases in
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -21,36 +22,50 @@ from itertools import count
 from math import inf
 from time import monotonic
 from types import TracebackType
-from typing import Self
+from typing import Self, get_args
 
 import structlog
 
 from thunderagent.errors import (
+    ControlRefusedError,
     NoReplicaError,
+    NotFoundError,
+    ProgramHopelessError,
+    ProgramKilledError,
     ProgramReleasedError,
     ShuttingDownError,
     ThunderAgentError,
     TurnAbortedError,
 )
 from thunderagent.event_log import EventLogWriter
-from thunderagent.programs.decisions import Decision, Grant, Hold, Reason, Reject
+from thunderagent.programs.control import NOT_THERE
+from thunderagent.programs.decisions import Decision, Grant, Hold, Reason, Reject, SetPriority
 from thunderagent.programs.events import (
     Event,
     GrantsContinued,
     GrantsSuspended,
+    MigrationAsked,
     PinnedTurnArrived,
     PrefixCut,
+    PrioritySet,
+    ProgramJudged,
+    ProgramKilled,
     ProgramOpened,
     ProgramReleased,
     ProgramsReleased,
+    ProvisionAsked,
     ReplicaDown,
     ReplicaDraining,
     ReplicaFlushed,
+    ReplicaKilled,
     ReplicaPolled,
     ReplicaRemoved,
     ReplicaTripped,
     ReplicaUp,
+    RouteSet,
     Tick,
+    ToolEnded,
+    ToolStarted,
     TurnAbandoned,
     TurnArrived,
     TurnFailed,
@@ -58,7 +73,9 @@ from thunderagent.programs.events import (
     TurnProgressed,
     TurnStarted,
 )
+from thunderagent.programs.routes import Targets
 from thunderagent.programs.scheduler import Scheduler
+from thunderagent.programs.signals import Signal
 
 log = structlog.get_logger("thunderagent.runtime")
 
@@ -82,7 +99,7 @@ Observer = Callable[[Event, Sequence[Decision]], None]
 class Lease:
     """Leave for one turn to run on one replica. Use it in a `with` block and end it with what happened."""
 
-    __slots__ = ("_ended", "_runtime", "held_s", "program_id", "reason", "replica_id", "turn_id")
+    __slots__ = ("_ended", "_runtime", "engine_priority", "held_s", "program_id", "reason", "replica_id", "turn_id")
 
     def __init__(self, runtime: Runtime, grant: Grant, held_s: float) -> None:
         """Hold what the scheduler granted."""
@@ -92,6 +109,7 @@ class Lease:
         self.program_id = grant.program_id
         self.replica_id = grant.replica_id
         self.reason = grant.reason
+        self.engine_priority = grant.engine_priority
         self.held_s = held_s
 
     def __repr__(self) -> str:
@@ -174,7 +192,7 @@ class Runtime:
         self._observers: list[Observer] = []
         self._turn_ids = count(1)
         self._waiters: dict[int, asyncio.Future[Grant]] = {}
-        self._abortable: dict[int, Callable[[], bool]] = {}
+        self._abortable_ids: set[int] = set()
         self._superseded_ids: set[int] = set()
         """Turns that another attempt took the place of, until whoever carries them out has heard of it."""
         self._closing = False
@@ -206,23 +224,26 @@ class Runtime:
         prefix: tuple[PrefixCut, ...] = (),
         group_id: str = "",
         pinned_replica_id: str | None = None,
-        abortable: Callable[[], bool] | None = None,
+        abortable: bool = False,
         turn_id: int | None = None,
         deadline_s: float | None = None,
         supersedes_id: int | None = None,
         waiting_since_s: float | None = None,
         parent_id: str = "",
         tenant: str = "",
+        wanted_replica_id: str | None = None,
+        program_class: str = "",
+        role: str = "",
     ) -> Lease:
         """Wait for leave to run one turn; `program_id` None is an anonymous one. The rest is as in `TurnArrived`.
 
         An anonymous turn may be pinned to the replica that its client chose itself.
-        `abortable` says, when it is asked, whether `abort_held` may end the wait; without it never.
+        `abortable` says whether `abort_held` may end the wait.
         `turn_id` is of `new_turn_id`, for who must know it before the lease. Who waits for the lease of the turn that
         this one supersedes, or has it, is not told: cancel that.
 
-        Raises `ProgramReleasedError`, `NoReplicaError`, `TurnAbortedError` or `ShuttingDownError` if there will be
-        none. Cancelling the wait takes the turn out of the queue.
+        Raises `ProgramReleasedError`, `ProgramHopelessError`, `NoReplicaError`, `TurnAbortedError` or
+        `ShuttingDownError` if there will be none. Cancelling the wait takes the turn out of the queue.
         """
         if self._closing:
             raise ShuttingDownError("the proxy is shutting down")
@@ -246,6 +267,9 @@ class Runtime:
                 waiting_since_s,
                 parent_id,
                 tenant,
+                wanted_replica_id,
+                program_class,
+                role,
             )
             if pinned_replica_id is None
             else PinnedTurnArrived(arrived_s, turn_id, pinned_replica_id, prompt_bytes)
@@ -258,8 +282,8 @@ class Runtime:
                 raise _refusal(decision)
         waiter: asyncio.Future[Grant] = asyncio.get_running_loop().create_future()
         self._waiters[turn_id] = waiter
-        if abortable is not None:
-            self._abortable[turn_id] = abortable
+        if abortable:
+            self._abortable_ids.add(turn_id)
         timer = self._timer_for(turn_id, arrived_s) if deadline_s is not None else None
         try:
             grant = await waiter
@@ -273,7 +297,7 @@ class Runtime:
             raise
         finally:
             self._waiters.pop(turn_id, None)
-            self._abortable.pop(turn_id, None)
+            self._abortable_ids.discard(turn_id)
             if timer is not None:
                 timer.cancel()
         return self._begin(grant, self.now_s() - arrived_s)
@@ -297,21 +321,23 @@ class Runtime:
         With a `replica_id`, only of those whose program was there last, was nowhere yet, or that must run there.
         """
         aborted_count = 0
-        for turn_id, may_abort in list(self._abortable.items()):
+        for turn_id in sorted(self._abortable_ids):
             waiter, turn = self._waiters[turn_id], self.scheduler.turns.get(turn_id)
             if waiter.done() or turn is None:
                 continue
             home_id = turn.program.replica_id if turn.program is not None else turn.pinned_replica_id
-            if (replica_id is None or home_id in (None, replica_id)) and may_abort():
+            if replica_id is None or home_id in (None, replica_id):
                 waiter.set_exception(TurnAbortedError("the trainer aborted this turn while it was held"))
                 aborted_count += 1
         return aborted_count
 
-    def open_program(self, program_id: str, group_id: str = "", parent_id: str = "", tenant: str = "") -> bool:
+    def open_program(
+        self, program_id: str, group_id: str = "", parent_id: str = "", tenant: str = "", program_class: str = ""
+    ) -> bool:
         """Open a program before its first turn; False if it lives already."""
         if self.scheduler.table.get(program_id) is not None:
             return False
-        self.dispatch(ProgramOpened(self.now_s(), program_id, group_id, parent_id, tenant))
+        self.dispatch(ProgramOpened(self.now_s(), program_id, group_id, parent_id, tenant, program_class))
         return True
 
     def observe(self, observer: Observer) -> Callable[[], None]:
@@ -326,13 +352,30 @@ class Runtime:
 
         return stop
 
-    def release(self, program_id: str, generation: int | None = None) -> bool:
-        """End a program; False if there is none of that id, or not of that generation. Idempotent."""
+    def listen(self, listener: Callable[[Signal], None]) -> Callable[[], None]:
+        """Have `listener` called with each signal of the information stream; return what ends that."""
+        return self.scheduler.listen(listener)
+
+    def release(self, program_id: str, generation: int | None = None, outcome: str = "") -> bool:
+        """End a program; False if there is none of that id, or not of that generation. Idempotent.
+
+        `outcome` says what became of it: `success`, `failure`, or nothing.
+        """
         program = self.scheduler.table.get(program_id)
-        if program is None or generation not in (None, program.generation):
-            return False
-        self.dispatch(ProgramReleased(self.now_s(), program_id, generation))
-        return True
+        lives = program is not None and generation in (None, program.generation)
+        if lives or program_id in self.scheduler.hopeless_ids:
+            self.dispatch(ProgramReleased(self.now_s(), program_id, generation, outcome))
+        return lives
+
+    def program_judged(
+        self, program_id: str, generation: int, turn_count: int, will_succeed: bool, confidence_ratio: float
+    ) -> None:
+        """Say what a judge thinks of a program, as in `ProgramJudged`; nothing happens if it is gone."""
+        program = self.scheduler.table.get(program_id)
+        if program is not None and program.generation == generation:
+            self.dispatch(
+                ProgramJudged(self.now_s(), program_id, generation, turn_count, will_succeed, confidence_ratio)
+            )
 
     def release_together(self, program_ids: Sequence[str]) -> list[str]:
         """End several programs at once, so that none of them gets the room of another; return those that lived."""
@@ -341,6 +384,16 @@ class Runtime:
             self.dispatch(ProgramsReleased(self.now_s(), tuple(live_ids)))
         return live_ids
 
+    def tool_started(self, program_id: str, tool: str = "") -> bool:
+        """Say that a program's tool begins now; False if there is no program of that id."""
+        self.dispatch(ToolStarted(self.now_s(), program_id, tool))
+        return self.scheduler.table.get(program_id) is not None
+
+    def tool_ended(self, program_id: str) -> bool:
+        """Say that a program's tool is through; False if there is no program of that id."""
+        self.dispatch(ToolEnded(self.now_s(), program_id))
+        return self.scheduler.table.get(program_id) is not None
+
     def replica_polled(
         self,
         replica_id: str,
@@ -348,10 +401,21 @@ class Runtime:
         hit_ratio: float | None,
         query_tokens: int | None = None,
         preemption_count: int | None = None,
+        kv_used_ratio: float | None = None,
+        engine_waiting_count: int | None = None,
     ) -> None:
-        """Say what a replica's metrics said; the last three are since the previous poll."""
+        """Say what a replica's metrics said, as in `ReplicaPolled`."""
         self.dispatch(
-            ReplicaPolled(self.now_s(), replica_id, capacity_tokens, hit_ratio, query_tokens, preemption_count)
+            ReplicaPolled(
+                self.now_s(),
+                replica_id,
+                capacity_tokens,
+                hit_ratio,
+                query_tokens,
+                preemption_count,
+                kv_used_ratio,
+                engine_waiting_count,
+            )
         )
 
     def replica_up(self, replica_id: str) -> None:
@@ -385,6 +449,37 @@ class Runtime:
     def replica_tripped(self, replica_id: str, *, tripped: bool) -> None:
         """Say that a replica that is up fails turn after turn, or that it may be tried again."""
         self.dispatch(ReplicaTripped(self.now_s(), replica_id, tripped))
+
+    # --- what an operator says; each raises `ControlRefusedError` with the reason where it cannot be done
+
+    def set_route(self, scope: str, name: str, targets: Targets) -> None:
+        """Send the programs of a scope to replicas, by their weights; to any, if none is named."""
+        _refuse(self.scheduler.control.why_not_route(scope, name, targets))
+        self.dispatch(RouteSet(self.now_s(), scope, name, targets))
+
+    def set_priority(self, program_id: str, priority: int, replica_id: str | None = None) -> None:
+        """Give a program a priority, lower first; with a `replica_id`, in that engine alone."""
+        _refuse(self.scheduler.control.why_not_priority(program_id, priority, replica_id))
+        self.dispatch(PrioritySet(self.now_s(), program_id, priority, replica_id))
+
+    def migrate(self, program_id: str, replica_id: str) -> None:
+        """Move a program to another replica: now, or when its turns in flight have ended."""
+        _refuse(self.scheduler.control.why_not_migrate(program_id, replica_id))
+        self.dispatch(MigrationAsked(self.now_s(), program_id, replica_id))
+
+    def kill(self, program_id: str) -> None:
+        """End a program; its held turns are refused."""
+        _refuse(self.scheduler.control.why_not_kill(program_id))
+        self.dispatch(ProgramKilled(self.now_s(), program_id))
+
+    def kill_replica(self, replica_id: str) -> None:
+        """Have a replica drain and end, by whoever observes decisions."""
+        _refuse(self.scheduler.control.why_not_kill_replica(replica_id))
+        self.dispatch(ReplicaKilled(self.now_s(), replica_id))
+
+    def provision(self) -> None:
+        """Have one more replica started, by whoever observes decisions."""
+        self.dispatch(ProvisionAsked(self.now_s()))
 
     async def run(self) -> None:
         """Tick until cancelled, or until the scheduler or its policy raised: then raise that, to end the process.
@@ -479,20 +574,37 @@ class Runtime:
             waiter = self._waiters.get(decision.turn_id)
             if waiter is not None and not waiter.done():
                 waiter.set_exception(_refusal(decision))
-        if type(decision) is Hold:
-            log.debug("hold", program_id=decision.program_id, reason=decision.reason.value)
+        if isinstance(decision, Hold | SetPriority):  # a policy may say one of each program
+            log.debug(_WORDS[type(decision)], program_id=decision.program_id, reason=decision.reason.value)
         else:
             log.info(
-                type(decision).__name__.lower(),
-                program_id=decision.program_id,
+                _WORDS[type(decision)],
+                program_id=getattr(decision, "program_id", None),
                 replica_id=getattr(decision, "replica_id", None),
                 reason=decision.reason.value,
             )
 
 
+def _refuse(why: str) -> None:
+    if why:
+        raise ControlRefusedError(why) if not why.startswith(NOT_THERE) else NotFoundError(why)
+
+
+_WORDS = {kind: re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind.__name__).lower() for kind in get_args(Decision)}
+"""What decisions are called in the log."""
+
+
 def _refusal(decision: Reject) -> ThunderAgentError:
+    if decision.reason is Reason.KILLED:
+        return ProgramKilledError(
+            f"program {decision.program_id!r} was ended by an operator; the turn was not forwarded"
+        )
     if decision.reason is Reason.NO_REPLICA:
         return NoReplicaError("no replica has been usable for too long; the turn was not forwarded")
+    if decision.reason is Reason.HOPELESS:
+        return ProgramHopelessError(
+            f"program {decision.program_id!r} was ended, because a judge expects it to fail; the turn was not forwarded"
+        )
     return ProgramReleasedError(
         f"program {decision.program_id!r} was released while this turn waited; the turn was not forwarded"
     )

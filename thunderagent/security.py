@@ -7,10 +7,12 @@ from ipaddress import ip_address
 from pathlib import Path
 
 import structlog
+from pydantic import SecretStr
 
 from thunderagent.config import ServeConfig
 from thunderagent.errors import ConfigurationError
 from thunderagent.proxy.guard import GuardSettings
+from thunderagent.proxy.judge import read_prompt
 from thunderagent.proxy.keys import Keyring, mint_key
 
 log = structlog.get_logger("thunderagent.security")
@@ -35,6 +37,8 @@ def check_security(config: ServeConfig) -> None:
     ServerTls.of(config)
     backend_ssl_context(config)
     backend_api_key(config)
+    judge_api_key(config)
+    read_prompt(config.judge_prompt)
 
 
 def is_loopback(host: str) -> bool:
@@ -59,12 +63,21 @@ def guard_settings(config: ServeConfig) -> GuardSettings:
 
 def backend_api_key(config: ServeConfig) -> str:
     """Return the key for the engines, from the configuration or from its file. Raises `ConfigurationError`."""
-    if config.backend_api_key_file is None:
-        return config.backend_api_key.get_secret_value() if config.backend_api_key is not None else ""
+    return _key_of("backend_api_key_file", config.backend_api_key, config.backend_api_key_file)
+
+
+def judge_api_key(config: ServeConfig) -> str:
+    """Return the key for the judge, from the configuration or from its file. Raises `ConfigurationError`."""
+    return _key_of("judge_api_key_file", config.judge_api_key, config.judge_api_key_file)
+
+
+def _key_of(field: str, key: SecretStr | None, file: Path | None) -> str:
+    if file is None:
+        return key.get_secret_value() if key is not None else ""
     try:
-        return config.backend_api_key_file.read_text().strip()
+        return file.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"backend_api_key_file: cannot read {config.backend_api_key_file}: {error}") from error
+        raise ConfigurationError(f"{field}: cannot read {file}: {error}") from error
 
 
 def backend_ssl_context(config: ServeConfig) -> ssl.SSLContext | None:

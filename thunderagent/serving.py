@@ -18,21 +18,25 @@ import structlog
 from aiohttp import web
 
 from thunderagent.backends import backend_of
-from thunderagent.backends.client import MAX_HEADER_BYTES, ClientSettings, open_client
+from thunderagent.backends.client import ClientSettings, ReplicaClient, open_client
 from thunderagent.backends.discovery import Source
 from thunderagent.backends.poller import Poller, PollerSettings
-from thunderagent.config import ServeConfig
+from thunderagent.backends.pool import MAX_HEADER_BYTES
+from thunderagent.config import JUDGE_ON_REPLICAS, ServeConfig
 from thunderagent.errors import ConfigurationError
 from thunderagent.event_log import EventLogWriter
 from thunderagent.policy_loader import load_policy, parse_setting
 from thunderagent.programs.scheduler import Scheduler, SchedulerSettings
+from thunderagent.provisioning import build_provisioning
 from thunderagent.proxy.admin_port import AdminPort
 from thunderagent.proxy.app import HISTORY, build_app
 from thunderagent.proxy.bearer import Tokens
 from thunderagent.proxy.breaker import BreakerSettings
 from thunderagent.proxy.control import ControlSettings
 from thunderagent.proxy.discovery import Discovery, DiscoverySettings
+from thunderagent.proxy.event_feed import KIND_OF
 from thunderagent.proxy.identity import IdentityRules
+from thunderagent.proxy.judge import Judge, JudgeSettings, ReplicaAsker, open_url, read_prompt
 from thunderagent.proxy.observer import Observer
 from thunderagent.proxy.outgoing import Outgoing
 from thunderagent.proxy.replicas import Replicas
@@ -50,7 +54,9 @@ from thunderagent.security import (
     check_security,
     guard_settings,
     is_loopback,
+    judge_api_key,
 )
+from thunderagent.signal_log import SignalLogWriter
 
 if TYPE_CHECKING:
     from thunderagent.proxy.tracing import Tracing
@@ -58,6 +64,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger("thunderagent")
 
 ENGINE_READY_S = 20.0
+GARBAGE_PERIOD_S = 30.0
 CLOSE_S = 2.0
 """How long connections get to close after the grace period."""
 
@@ -78,6 +85,10 @@ async def serve(config: ServeConfig, *, ready: Callable[[str], None] = lambda _:
     async with AsyncExitStack() as stack:
         if event_log is not None:
             stack.callback(event_log.close)
+        if config.signal_log is not None:
+            signal_log = SignalLogWriter(config.signal_log, KIND_OF.__getitem__, runtime.now_s)
+            stack.callback(signal_log.close)
+            runtime.listen(signal_log.write)
         urls = config.backends
         if not config.has_replica_source and config.embedded_engines:
             urls = await stack.enter_async_context(embedded_engines(config))
@@ -108,15 +119,33 @@ def calm_garbage_collector() -> None:
     gc.set_threshold(50_000, 20, 100)
 
 
+async def collect_garbage() -> None:
+    """Take out the young garbage now and then: with so high a threshold it would wait for an hour, and memory grow."""
+    while True:
+        await asyncio.sleep(GARBAGE_PERIOD_S)
+        gc.collect(1)
+
+
 def build_runtime(config: ServeConfig) -> tuple[Runtime, EventLogWriter | None]:
     """Make the scheduler with its policy, and what runs it."""
     policy_settings = {name: parse_setting(text) for name, text in config.policy_args.items()}
+    parts = {"admission": config.admission, "order": config.order, "victims": config.victims}
+    policy_settings |= {
+        kind: name
+        for kind, name in (*parts.items(), ("priority", config.priority), ("control", config.control))
+        if name
+    }
     settings = SchedulerSettings(
         idle_limit_s=config.idle_limit_s,
         forget_limit_s=config.forget_limit_s,
         no_replica_limit_s=config.no_replica_limit_s,
         patience_margin_s=config.patience_margin_s,
         patience_ratio=config.patience_ratio,
+        fair_tenants=config.fair_tenants or bool(config.tenant_weights),
+        tenant_weight_ratios=config.tenant_weights,
+        judge_fail_turns_count=config.judge_fail_turns,
+        judge_confidence_ratio=config.judge_confidence_ratio,
+        judge_ends_hopeless=config.judge_ends_hopeless,
     )
     scheduler = Scheduler(load_policy(config.policy, policy_settings), settings)
     event_log = None
@@ -182,6 +211,7 @@ async def proxy(
         infers_programs=config.infer_programs,
     )
     sandboxes = build_manager(config, runtime)
+    provisioning = build_provisioning(config, runtime, replicas, discovery)
     admin_port = AdminPort() if config.admin_port is not None else None
     async with AsyncExitStack() as stack:
         if tracing is not None:
@@ -190,6 +220,7 @@ async def proxy(
         client = await stack.enter_async_context(open_client(client_settings))
         replicas.attach(client, poller, *kv_followers)
         discovery.replicas_wanted("static", static_of(urls))
+        judge = _judge(config, runtime, client, replicas)
         app = build_app(
             runtime,
             client,
@@ -214,6 +245,8 @@ async def proxy(
                 lease_limit_s=config.lease_limit_s,
             ),
             admin_port=admin_port,
+            provisioner=provisioning,
+            judge=judge,
         )
         loops: list[Callable[[], Coroutine[Any, Any, None]]] = [
             runtime.run,
@@ -221,8 +254,12 @@ async def proxy(
             discovery.run,
             app[HISTORY].run,
             partial(replicas.run, client),
+            collect_garbage,
+            provisioning.run,
         ]
         loops.extend(follower.run for follower in kv_followers)
+        if judge is not None:
+            loops.append(judge.run)
         if sandboxes is not None:
             loops.append(sandboxes.run)
         if config.observe_interval_s is not None:
@@ -230,6 +267,25 @@ async def proxy(
             loops.append(Observer(runtime, client, replicas, interval_s=interval_s, deadline_s=deadline_s).run)
         async with _background(*loops), _listening(app, config, tls, admin_port) as url:
             yield url
+
+
+def _judge(config: ServeConfig, runtime: Runtime, client: ReplicaClient, replicas: Replicas) -> Judge | None:
+    """Return who asks a judge about programs, if that is configured. Raises `ConfigurationError`."""
+    if not config.judge_url:
+        return None
+    settings = JudgeSettings(
+        model=config.judge_model,
+        prompt=read_prompt(config.judge_prompt),
+        every_turns_count=config.judge_every_turns,
+        rate_per_s=config.judge_rate_per_s,
+        max_prompt_tokens=config.judge_max_prompt_tokens,
+        max_output_tokens=config.judge_max_tokens,
+        timeout_s=config.judge_timeout_s,
+    )
+    if config.judge_url == JUDGE_ON_REPLICAS:
+        asker = ReplicaAsker(runtime, client, replicas)
+        return Judge(runtime, lambda: contextlib.nullcontext(asker), settings)
+    return Judge(runtime, partial(open_url, config.judge_url, judge_api_key(config)), settings)
 
 
 def _tracing(config: ServeConfig) -> Tracing | None:

@@ -22,7 +22,7 @@ import yaml
 from aiohttp import web
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
 Json = dict[str, Any]
@@ -149,6 +149,9 @@ class KubernetesApi:
         """Requests that are carried out at once, but answered only when the event is set."""
         self.says_gone_in_stream = False
         """Whether a version that is too old is an event in the stream, or an HTTP status."""
+        self.sizes: dict[tuple[str, str, str], int] = {}
+        """How many pods there should be of each Deployment and StatefulSet, by namespace, plural and name."""
+        self.on_scale: Callable[[int, int], None] = lambda before, after: None
         self.watchers: set[Watcher] = set()
         self.now_s = 0.0
         self._version = 100
@@ -512,6 +515,8 @@ class KubernetesApi:
     async def _carry_out(self, request: web.Request) -> web.StreamResponse:
         match = re.fullmatch(r"(?:api/(v1)|apis/([^/]+)/([^/]+))/namespaces/([^/]+)/([^/]+)(?:/([^/]+))?",
                              request.match_info["path"])  # fmt: skip
+        if match is None and (scale := SCALE.fullmatch(request.match_info["path"])) is not None:
+            return web.json_response(self._scale(request, *scale.groups(), await _body_of(request)))
         if match is None:
             raise ApiError(404, "NotFound", "the server could not find the requested resource")
         group, namespace, plural, name = match[2] or "", match[4], match[5], match[6]
@@ -534,6 +539,20 @@ class KubernetesApi:
         if (held := self.held.get((group, plural, verb))) is not None:
             await held.wait()
         return web.Response(text=text, status=201 if verb == "create" else 200, content_type="application/json")
+
+    def _scale(self, request: web.Request, namespace: str, plural: str, name: str, patch: Json | None) -> Json:
+        """Tell or change how many pods a workload has; what came of it is told to `on_scale`."""
+        verb = _verb(request, name)
+        self.requests["apps", f"{plural}/scale", verb] += 1
+        if self.rights is not None and ("apps", f"{plural}/scale", verb) not in self.rights:
+            raise ApiError(403, "Forbidden", f'cannot {verb} resource "{plural}/scale"')
+        if (namespace, plural, name) not in self.sizes:
+            raise ApiError(404, "NotFound", f'{plural} "{name}" not found')
+        if verb == "patch":
+            before = self.sizes[namespace, plural, name]
+            self.sizes[namespace, plural, name] = (patch or {})["spec"]["replicas"]
+            self.on_scale(before, self.sizes[namespace, plural, name])
+        return {"kind": "Scale", "spec": {"replicas": self.sizes[namespace, plural, name]}}
 
     def _perform(
         self, verb: str, plural: str, namespace: str, name: str, body: Json | None, request: web.Request
@@ -621,6 +640,13 @@ class KubernetesApi:
                 if name in names
             ]
         }
+
+
+SCALE = re.compile(r"apis/apps/v1/namespaces/([^/]+)/(deployments|statefulsets)/([^/]+)/scale")
+
+
+async def _body_of(request: web.Request) -> Json | None:
+    return await request.json() if request.can_read_body else None
 
 
 def _verb(request: web.Request, name: str | None) -> str:

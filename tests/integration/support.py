@@ -536,9 +536,13 @@ async def fake_replica(
 
 
 @asynccontextmanager
-async def command(name: str, *options: str) -> AsyncIterator[CommandProcess]:
-    """Run a command of `thunderagent` that serves, for the length of the block, from its ready line on."""
+async def command(name: str, *options: str, settings: Mapping[str, str] | None = None) -> AsyncIterator[CommandProcess]:
+    """Run a command of `thunderagent` that serves, for the length of the block, from its ready line on.
+
+    `settings` are variables of its environment, beside those here that are no settings.
+    """
     environment = {name: value for name, value in os.environ.items() if not name.startswith(ENVIRONMENT_PREFIX)}
+    environment |= settings or {}
     with tempfile.TemporaryDirectory() as folder:
         log_path = Path(folder, "stderr")
         with log_path.open("wb") as log:
@@ -582,9 +586,10 @@ class CommandProcess:
 
 
 @asynccontextmanager
-async def serve(*options: str) -> AsyncIterator[CommandProcess]:
+async def serve(*options: str, settings: Mapping[str, str] | None = None) -> AsyncIterator[CommandProcess]:
     """Run `thunderagent serve` on a free port for the length of the block."""
-    async with command("serve", "--port", "0", "--poll-interval-s", "0.05", *options) as process:
+    quick = ("--port", "0", "--poll-interval-s", "0.05")
+    async with command("serve", *quick, *options, settings=settings) as process:
         yield process
 
 

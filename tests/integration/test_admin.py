@@ -210,6 +210,27 @@ async def test_a_replica_of_unknown_capacity_has_no_limit() -> None:
             assert samples["thunderagent_replica_shared_tokens"] == {(replica.replica_id,): 0}
 
 
+async def test_who_is_not_admitted_is_in_the_queue_and_says_so() -> None:
+    """Behind all that wait for room, with the reason; the story says what must happen."""
+    gate = Gate()
+    config = {"policy": "passthrough", "admission": "window", "policy_args": {"admission.n": "1"}}
+    async with fake_replica(gate) as replica, running_proxy(replica.url, **config) as proxy:
+        first = asyncio.create_task(ask(proxy.url, "first"))
+        await until(lambda: replica.calls)
+        second = asyncio.create_task(ask(proxy.url, "second"))
+        await until(lambda: proxy.runtime.held_count)
+        queue = (await get(proxy.url, "/queue")).json()
+        assert (queue["waiting_count"], queue["outside_count"]) == (1, 1)
+        assert [(each["program_id"], each["hold_reason"]) for each in queue["waiting"]] == [("second", "admission")]
+        waits = (await get(proxy.url, "/programs/second")).json()["waiting"]
+        assert waits["what_must_happen"] == "passthrough+admission=window must admit it: 1 programs are admitted"
+        assert (await get(proxy.url, "/summary")).json()["longest_held_s"] >= 0
+        gate.open()
+        await first
+        await post(proxy.url, "/programs/release", {"program_id": "first"})
+        assert (await second).status == 200
+
+
 async def test_the_queue_lists_who_waits_and_why() -> None:
     async with fake_replica() as replica, running_proxy(replica.url, **cap(1)) as proxy:
         await ask(proxy.url, "first")
@@ -241,6 +262,10 @@ FAMILIES = {
     "thunderagent_replica_limit_tokens": ("replica",),
     "thunderagent_replica_shared_tokens": ("replica",),
     "thunderagent_break_even_seconds": (),
+    "thunderagent_goodput_turns_total": ("alpha",),
+    "thunderagent_goodput_programs_total": ("alpha",),
+    "thunderagent_judged_turns_total": (),
+    "thunderagent_judged_programs_total": (),
     "thunderagent_prefill_seconds_per_token": (),
     "thunderagent_hold_seconds_count": (),
     "thunderagent_added_latency_seconds_count": (),

@@ -63,6 +63,16 @@ async def trip(proxy: RunningProxy, replica: FakeReplica) -> None:
     raise AssertionError("the breaker never opened")
 
 
+async def eight_turns(proxy: RunningProxy, healthy: FakeReplica) -> list[asyncio.Task[Any]]:
+    """Send turns that are all granted before any is answered, so each of two replicas gets four."""
+    gate = Gate()
+    healthy.behaviour = gate
+    turns = [asyncio.create_task(ask(proxy.url, f"probe-{number}")) for number in range(8)]
+    await until(lambda: proxy.runtime.leases_count == 8)
+    gate.open()
+    return turns
+
+
 # --- time-outs
 
 
@@ -185,6 +195,23 @@ async def test_a_replica_that_fails_turn_after_turn_gets_none_for_a_while() -> N
         assert (report["breaker"], report["breaker_retry_in_s"]) == ("closed", None)
 
 
+async def test_turns_that_chose_their_replica_count_too() -> None:
+    """They fail there and nowhere else, each once; and one that is answered there closes the breaker again."""
+    async with two_replicas(**BREAKS) as (broken, healthy, proxy):
+        path = f"/workers/{broken.replica_id}{CHAT}"
+        for number in range(3):
+            answer = await post(proxy.url, path, turn("p"))
+            told = [answer.header(name) for name in ("X-Replica-ID", "X-Hold-Ms", "X-Program-ID")]
+            assert (answer.status, told) == (502, [broken.replica_id, "0", None])
+            assert len(broken.calls) == number + 1
+        assert (await breaker_of(proxy, broken))["breaker"] == "open"
+        assert not healthy.calls
+        broken.behaviour = answers()
+        await until(lambda: len(proxy.runtime.scheduler.open_replicas) == 2)
+        assert (await post(proxy.url, path, turn("p"))).status == 200
+        assert (await breaker_of(proxy, broken))["breaker"] == "closed"
+
+
 async def test_a_replica_that_is_half_open_is_tried_with_one_turn() -> None:
     """The others that were granted there wait for its outcome, and go elsewhere when it fails: they were never sent."""
     gate = Gate(after=())
@@ -193,7 +220,7 @@ async def test_a_replica_that_is_half_open_is_tried_with_one_turn() -> None:
         failures_count = len(broken.calls)
         broken.behaviour = gate
         await until(lambda: len(proxy.runtime.scheduler.open_replicas) == 2)
-        turns = [asyncio.create_task(ask(proxy.url, f"probe-{number}")) for number in range(8)]
+        turns = await eight_turns(proxy, healthy)
         await until(lambda: len(broken.calls) == failures_count + 1)
         await until(lambda: sum(task.done() for task in turns) == 4)  # those granted on the healthy one
         assert len(broken.calls) == failures_count + 1
@@ -208,12 +235,12 @@ async def test_a_replica_that_is_half_open_is_tried_with_one_turn() -> None:
 
 async def test_when_the_probe_is_answered_those_that_waited_go_on() -> None:
     gate = Gate(after=(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}",))
-    async with two_replicas(**BREAKS) as (broken, _, proxy):
+    async with two_replicas(**BREAKS) as (broken, healthy, proxy):
         await trip(proxy, broken)
         failures_count = len(broken.calls)
         broken.behaviour = gate
         await until(lambda: len(proxy.runtime.scheduler.open_replicas) == 2)
-        turns = [asyncio.create_task(ask(proxy.url, f"probe-{number}")) for number in range(8)]
+        turns = await eight_turns(proxy, healthy)
         await until(lambda: sum(task.done() for task in turns) == 4)
         gate.open()
         assert {answer.status for answer in await asyncio.gather(*turns)} == {200}

@@ -6,13 +6,17 @@ import asyncio
 import json
 import socket
 from contextlib import AsyncExitStack, asynccontextmanager
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.integration.support import (
+    CHAT,
+    DEADLINE_S,
     DONE,
     LAST_CHUNK,
+    USAGE_EVENT,
     Call,
     FakeReplica,
     Gate,
@@ -23,11 +27,13 @@ from tests.integration.support import (
     cap,
     chunk,
     exchange,
+    exposition,
     fake_replica,
     get,
     post,
     running_proxy,
     stream_head,
+    streams,
     turn,
     until,
     word,
@@ -84,6 +90,35 @@ async def test_a_call_goes_to_every_replica_as_it_is(path: str) -> None:
             assert (call.method, call.target, call.body, call.header("x-trainer")) == ("POST", path, body, "me")
         if path.startswith("/pause"):
             await post(proxy.url, "/resume")
+
+
+@pytest.mark.parametrize("path", ["/pause?mode=keep", "/flush_cache", "/is_paused", "/abort_requests"])
+async def test_an_engine_with_several_ranks_is_told_once(path: str) -> None:
+    """Behind one URL there is one engine; what it did counts for each of its ranks, and is said for each."""
+    async with fake_replica() as ranked, fake_replica() as single:
+        ranked.metrics, ranked.behaviour = exposition(1000, 1000, 1000), answers({"ranks": 3})
+        async with running_proxy(ranked.url, single.url, up=4, data_parallel_ranks="auto") as proxy:
+            answer = await post(proxy.url, path, {}, ("X-Sent", "1"))
+            assert [(call.target, call.header("X-Sent")) for call in ranked.calls] == [(path, "1")]
+            assert ranked.calls[0].header("X-data-parallel-rank") is None
+            assert len(single.calls) == 1
+            ranks = [f"{ranked.replica_id}/{rank}" for rank in range(3)]
+            assert set(answer.json()["replicas"]) == {*ranks, single.replica_id}
+            assert answer.json()["replicas"][ranks[2]] == {"status": 200, "body": {"ranks": 3}}
+            replicas = proxy.runtime.scheduler.replicas.values()
+            expected = [("pause",)] * 4 if path.startswith("/pause") else [()] * 4
+            assert [tuple(replica.suspended_for) for replica in replicas] == expected
+
+
+async def test_what_one_rank_is_told_holds_for_its_engine() -> None:
+    """A trainer that talks to each replica pauses the engine with the first call."""
+    async with fake_replica() as ranked, fake_replica() as single:
+        ranked.metrics = exposition(1000, 1000)
+        async with running_proxy(ranked.url, single.url, up=3, data_parallel_ranks="auto") as proxy:
+            assert (await post(proxy.url, f"/workers/{ranked.replica_id}%2F1/pause?mode=keep")).status == 200
+            assert len(ranked.calls) == 1
+            paused = {r.replica_id for r in proxy.runtime.scheduler.replicas.values() if r.suspended_for}
+            assert paused == {f"{ranked.replica_id}/{rank}" for rank in range(2)}
 
 
 async def test_a_flush_is_known_by_get_too() -> None:
@@ -246,6 +281,72 @@ async def test_a_pause_in_mid_generation_costs_no_byte() -> None:
                 rest += data
             assert rest == word("two") + DONE
         await until(lambda: proxy.runtime.scheduler.table.get("resting") is None)  # its limits run again
+
+
+LIMITS = {
+    "silence": {"silence_timeout_s": 0.25},
+    "first byte": {"first_byte_timeout_s": 0.25},
+    "total": {"total_timeout_s": 0.6},
+}
+LIMIT_CODES = {"silence": "replica_timeout", "first byte": "first_byte_timeout", "total": "total_timeout"}
+SAID_PAUSED = {
+    "pause": ("/pause?mode=keep", "/resume"),
+    "one": ("/workers/{}/pause?mode=keep", "/workers/{}/resume"),
+    "hook": ("/weight_sync/begin", "/weight_sync/end"),
+}
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+@pytest.mark.parametrize("said", SAID_PAUSED)
+async def test_an_engine_that_is_paused_may_be_silent_for_longer_than_any_limit(limit: str, said: str) -> None:
+    """Before its first byte and in a stream; when it goes on the answers are whole."""
+    parts = ([stream_head(), chunk(word("one"))], [chunk(word("two") + DONE), LAST_CHUNK])
+    whole, part = Gate(), Gate(*parts)
+
+    async def engine(call: Call) -> None:
+        if call.target == CHAT:
+            await (part if call.json().get("stream") else whole)(call)
+        else:
+            await answers()(call)
+
+    async with fake_replica(engine) as replica, running_proxy(replica.url, **LIMITS[limit], retries_count=0) as proxy:
+        before = asyncio.create_task(ask(proxy.url, "a"))
+        await replica.call()
+        async with Wire.open(proxy.url) as wire:
+            wire.send("POST", CHAT, (), json.dumps(turn("b", stream=True)).encode())
+            answer = await wire.head()
+            first = await wire.chunk()
+            begin, end = (path.format(id_of(replica)) for path in SAID_PAUSED[said])
+            assert (await post(proxy.url, begin)).status == 200
+            await asyncio.sleep(0.8)
+            assert not before.done()
+            assert (await post(proxy.url, end)).status == 200
+            whole.open()
+            part.open()
+            rest = await wire.body(answer)
+            assert rest.whole
+            assert first + rest.body == word("one") + word("two") + DONE
+        assert ((await before).status, (await before).body) == (200, b"{}")
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+async def test_an_engine_that_is_paused_no_longer_has_its_limits_again(limit: str) -> None:
+    """Counted from the end of the pause: one that hangs then is found out."""
+    gate = Gate()
+
+    async def engine(call: Call) -> None:
+        await (gate if call.target == CHAT else answers())(call)
+
+    async with fake_replica(engine) as replica, running_proxy(replica.url, **LIMITS[limit], retries_count=0) as proxy:
+        waiting = asyncio.create_task(ask(proxy.url, "a"))
+        await replica.call()
+        await post(proxy.url, "/pause?mode=keep")
+        await asyncio.sleep(0.7)
+        await post(proxy.url, "/resume")
+        began_s = monotonic()
+        answer = await waiting
+        assert (answer.status, answer.error["code"]) == (504, LIMIT_CODES[limit])
+        assert 0.1 < monotonic() - began_s < 1.5
 
 
 async def test_sleep_lasts_until_all_of_the_engine_is_awake() -> None:
@@ -593,6 +694,22 @@ async def test_a_turn_by_the_facade_is_load_on_that_replica() -> None:
         assert len(proxy.runtime.scheduler.table) == 0
 
 
+async def test_a_turn_by_the_facade_is_a_turn() -> None:
+    """Its usage is asked for and read, our field is cut out, and what is no JSON object is the engine's to judge."""
+    async with replicas_behind() as (proxy, (one, other)):
+        path = f"/workers/{id_of(one)}/v1/chat/completions"
+        one.behaviour = streams(word("hi"), USAGE_EVENT, DONE)
+        answer = await post(proxy.url, path, turn("a", stream=True), ("X-Program-Final", "1"))
+        assert (answer.status, answer.body) == (200, word("hi") + DONE)
+        assert one.calls[0].json() == {**turn(stream=True), "stream_options": {"include_usage": True}}
+        assert proxy.runtime.prompt_tokens_total == 10
+        assert len(proxy.runtime.scheduler.table) == 0
+        one.behaviour = answers({"detail": "what?"}, status="400 Bad Request")
+        answer = await post(proxy.url, path, b"rubbish")
+        assert (answer.status, answer.json(), one.calls[1].body) == (400, {"detail": "what?"}, b"rubbish")
+        assert not other.calls
+
+
 async def test_a_turn_by_the_facade_ends_when_its_replica_does() -> None:
     """It never goes to another one."""
     async with replicas_behind() as (proxy, (one, other)):
@@ -663,6 +780,67 @@ async def test_an_engine_that_somebody_else_paused_gets_no_turn() -> None:
         await until(lambda: proxy.runtime.scheduler.replicas[id_of(replica)].flushed_s > 0)
 
 
+async def test_what_an_engine_said_before_it_was_told_does_not_count() -> None:
+    """A poll that was begun before a pause or a resume through us, and comes after it, is the older word."""
+    asked: asyncio.Queue[tuple[str, asyncio.Future[dict[str, Any]]]] = asyncio.Queue()
+
+    async def engine(call: Call) -> None:
+        if call.target in ("/is_paused", "/weight_info"):
+            answered: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+            await asked.put((call.target, answered))
+            await answers(await answered)(call)
+        else:
+            await answers()(call)
+
+    async with fake_replica(engine) as replica, running_proxy(replica.url, observe_interval_s=0.02) as proxy:
+
+        async def poll() -> asyncio.Future[dict[str, Any]]:
+            async with asyncio.timeout(DEADLINE_S):
+                path, answer = await asked.get()
+                while path != "/is_paused":
+                    answer.set_result({"weight_version": "1"})
+                    path, answer = await asked.get()
+            return answer
+
+        for command, late, then in (("pause?mode=keep", False, ["pause"]), ("resume", True, [])):
+            answer = await poll()
+            assert (await post(proxy.url, f"/{command}")).status == 200
+            answer.set_result({"is_paused": late})
+            answer = await poll()  # so that what the one before said was heard
+            assert (await replica_report(proxy, replica))["suspended_for"] == then
+            answer.set_result({"is_paused": bool(then)})
+        answer = await poll()
+        answer.set_result({"is_paused": True})
+        await until(lambda: proxy.runtime.scheduler.replicas[id_of(replica)].suspended_for)
+        answer = await poll()
+        answer.set_result({"is_paused": False})
+        await until(lambda: not proxy.runtime.scheduler.replicas[id_of(replica)].suspended_for)
+
+
+async def test_weights_that_an_engine_had_before_it_was_told_do_not_count() -> None:
+    """Else what it computed with the new ones would be forgotten, and again when the next poll says the new ones."""
+    late: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    polled_count = 0
+
+    async def engine(call: Call) -> None:
+        nonlocal polled_count
+        if call.target == "/weight_info":
+            polled_count += 1
+            version = "1" if polled_count == 1 else await late if polled_count == 2 else "2"
+            await answers({"weight_version": version})(call)
+        else:
+            await answers({"is_paused": False} if call.target == "/is_paused" else {})(call)
+
+    async with fake_replica(engine) as replica, running_proxy(replica.url, observe_interval_s=0.02) as proxy:
+        await until(lambda: polled_count == 2)
+        await post(proxy.url, "/update_weights_from_disk", {"weight_version": "2"})
+        flushed_s = proxy.runtime.scheduler.replicas[id_of(replica)].flushed_s
+        late.set_result("1")
+        await until(lambda: polled_count >= 4)
+        assert (await replica_report(proxy, replica))["weight_version"] == "2"
+        assert proxy.runtime.scheduler.replicas[id_of(replica)].flushed_s == flushed_s > 0
+
+
 # --- Leases over the API
 
 
@@ -687,6 +865,21 @@ async def test_a_caller_without_http_turns_takes_leases() -> None:
         rubbish: object
         for rubbish in ({"prompt_tokens": -1}, {"program_id": ""}, [], {"prompt_tokens": "many"}):
             assert (await post(proxy.url, "/leases", rubbish)).status == 400
+
+
+async def test_a_lease_takes_what_the_headers_of_a_turn_say() -> None:
+    """Who waits for the program, who pays for it, and how long its caller waits."""
+    async with replicas_behind(1, **cap(1)) as (proxy, _):
+        first = (await post(proxy.url, "/leases", {"program_id": "a", "parent_id": "p", "tenant": "red"})).json()
+        program = (await get(proxy.url, "/programs/a")).json()
+        assert (program["parent_id"], program["tenant"]) == ("p", "red")
+        second = (await post(proxy.url, "/leases", {"program_id": "b", "patience_s": 0.4})).json()
+        assert second["reason"] == "patience"
+        assert 0.1 < second["held_s"] < 0.4
+        for lease in (first, second):
+            await post(proxy.url, f"/leases/{lease['lease_id']}/end")
+        for rubbish in ({"patience_s": 0}, {"patience_s": "long"}, {"patience_s": 1e999}, {"tenant": "x" * 257}):
+            assert (await post(proxy.url, "/leases", rubbish)).status == 400, rubbish
 
 
 async def test_a_lease_whose_caller_is_gone_comes_back() -> None:
@@ -753,6 +946,9 @@ async def test_with_an_admin_port_the_data_port_controls_nothing() -> None:
                 for path in ("/replicas", "/queue", "/tools", "/programs", "/programs/a", "/v1/loads", "/events")
             ),
             ("GET", "/workers"),
+            ("GET", "/sandboxes"),
+            ("GET", "/sandboxes/events"),
+            ("GET", "/dashboard"),
             ("POST", f"/workers/{id_of(replica)}/pause"),
             ("POST", "/weight_sync/begin"),
         ):

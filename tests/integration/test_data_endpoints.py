@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from tests.integration.support import (
+    CHAT,
     DONE,
     JSON_TYPE,
     LAST_CHUNK,
@@ -35,7 +37,9 @@ from tests.integration.support import (
     running_proxy,
     stream_head,
     streams,
+    turn,
     until,
+    word,
 )
 
 if TYPE_CHECKING:
@@ -356,6 +360,128 @@ async def test_a_response_whose_replica_is_gone_is_asked_for_nowhere_else(replic
         await replica.start()
 
 
+@pytest.mark.parametrize("program", ["", "/p/one-of-its-own"])
+async def test_a_turn_that_goes_on_from_a_response_runs_where_that_is(program: str) -> None:
+    """Though others are less busy; of nobody's, and of a program that was never there."""
+    async with fake_replica() as one, fake_replica() as other, running_proxy(one.url, other.url) as proxy:
+        for replica in (one, other):
+            replica.behaviour = makes(f"resp_{replica.replica_id}")
+        made: dict[str, str | None] = {}
+        for number in range(6):
+            answer = await post(proxy.url, f"/p/maker-{number}/v1/responses", {"input": "hi"})
+            made[answer.json()["id"]] = answer.header("X-Replica-ID")
+        assert len(made) == 2
+        for number, (response_id, maker) in enumerate([*made.items(), *made.items()]):
+            body = {"input": "go on", "previous_response_id": response_id}
+            path = f"{program}-{number}/v1/responses" if program else "/v1/responses"
+            answer = await post(proxy.url, path, body)
+            assert (answer.status, answer.header("X-Replica-ID")) == (200, maker)
+
+
+async def test_a_response_that_is_gone_is_the_engines_to_miss() -> None:
+    """While its replica fails nobody else is asked; when it is down, another one says in its words that it is not."""
+    missing = {"error": {"message": "Response with id 'resp_1' not found.", "type": "invalid_request_error"}}
+    async with fake_replica(makes("resp_1")) as maker, running_proxy(maker.url, breaker_failure_count=0) as proxy:
+        assert (await post(proxy.url, "/v1/responses", {"input": "hi"})).json()["id"] == "resp_1"
+        async with fake_replica(answers(missing, status="404 Not Found")) as other:
+            assert (await post(proxy.url, "/replicas", {"url": other.url})).status == 201
+            await proxy.up(2)
+
+            async def hang_up(call: Call) -> None:
+                call.close()
+
+            body = {"input": "go on", "previous_response_id": "resp_1"}
+            maker.behaviour = hang_up
+            answer = await post(proxy.url, "/p/a/v1/responses", body)
+            assert (answer.status, error_code(answer)) == (502, "replica_closed_early")
+            assert not other.calls
+            await maker.stop()
+            await proxy.up(1)
+            with capture_logs() as logs:
+                answer = await post(proxy.url, "/p/a/v1/responses", body)
+            assert (answer.status, answer.json(), len(other.calls)) == (404, missing, 1)
+            assert answer.header("X-Replica-ID") == other.replica_id
+            (said,) = [line for line in logs if line["event"] == "response_is_elsewhere"]
+            assert (said["maker_id"], said["replica_id"]) == (maker.replica_id, other.replica_id)
+            await maker.start()
+            await proxy.up(2)
+
+
+async def test_that_an_answer_stopped_ends_no_program(replica: FakeReplica, proxy: RunningProxy) -> None:
+    """An agent may ask on after `finish_reason: "stop"`: it is a hint, and its client says when the program ends."""
+    choice = {"index": 0, "message": {"role": "assistant", "content": "done"}, "finish_reason": "stop"}
+    replica.behaviour = answers({"id": "1", "object": "chat.completion", "choices": [choice], "usage": USAGE})
+    for turn_count in (1, 2):
+        assert (await post(proxy.url, f"/p/a{CHAT}", turn())).json()["choices"] == [choice]
+        program = proxy.runtime.scheduler.table.get("a")
+        assert program is not None
+        assert (program.status, program.phase, program.turn_count) == ("active", "acting", turn_count)
+        assert (program.generation, program.claim_tokens) == (1, 13)
+    replica.behaviour = streams(word("done", "stop"), DONE)
+    assert (await post(proxy.url, f"/p/a{CHAT}", turn(stream=True))).whole
+    assert proxy.runtime.scheduler.table.get("a") is program
+    assert (await post(proxy.url, "/finish_session?session_id=a")).json()["released"] is True
+
+
+# --- Errors of the proxy's own
+
+
+ERRING = {
+    "/v1/chat/completions": turn(),
+    "/v1/completions": {"prompt": "x"},
+    **{api.path: api.body for api in APIS.values()},
+}
+
+
+@pytest.mark.parametrize("target", ERRING)
+async def test_an_error_says_whose_turn_it_was_and_where_it_failed(target: str) -> None:
+    """In every dialect: a replica that hung up, a program that was released, a proxy that shuts down."""
+
+    async def hang_up(call: Call) -> None:
+        call.close()
+
+    async with fake_replica(hang_up) as replica, running_proxy(replica.url, **cap(1), retries_count=0) as proxy:
+        failed = await post(proxy.url, f"/p/caf%C3%A9{target}", ERRING[target])
+        assert (failed.status, error_code(failed)) == (502, "replica_closed_early")
+        assert failed.header("X-Replica-ID") == replica.replica_id
+        assert (failed.header("X-Program-ID"), failed.header("X-Program-ID-Source")) == ("caf\\xe9", "path")
+        assert failed.header("X-Hold-Ms") == "0"
+        await post(proxy.url, "/finish_session?session_id=caf%C3%A9")
+        replica.behaviour = answers()
+        await post(proxy.url, f"/p/busy{target}", ERRING[target])
+        held = asyncio.create_task(post(proxy.url, target, ERRING[target], ("X-Session-ID", "s")))
+        await until(lambda: proxy.runtime.held_count == 1)
+        await asyncio.sleep(0.02)
+        await post(proxy.url, "/programs/release", {"program_id": "s"})
+        released = await held
+        assert (released.status, error_code(released)) == (410, "program_released")
+        assert released.header("X-Replica-ID") is None
+        assert (released.header("X-Program-ID"), released.header("X-Program-ID-Source")) == ("s", "x-session-id")
+        assert int(released.header("X-Hold-Ms") or 0) >= 20
+        patient = await post(proxy.url, f"/p/c{target}", ERRING[target], ("X-Program-Patience", "long"))
+        assert (patient.status, patient.header("X-Program-ID")) == (400, "c")
+        anonymous = await post(proxy.url, target, ERRING[target])
+        assert (anonymous.status, anonymous.header("X-Program-ID")) == (200, None)
+
+
+async def test_an_error_of_a_side_call_says_whose_it_was_and_where_it_failed() -> None:
+    async def hang_up(call: Call) -> None:
+        call.close()
+
+    async with fake_replica(hang_up) as replica, running_proxy(replica.url) as proxy:
+        failed = await post(proxy.url, "/v1/messages/count_tokens", {"program_id": "a"})
+        assert (failed.status, error_code(failed)) == (502, "replica_closed_early")
+        told = [failed.header(name) for name in ("X-Replica-ID", "X-Program-ID", "X-Program-ID-Source", "X-Hold-Ms")]
+        assert told == [replica.replica_id, "a", "body", None]
+        failed = await get(proxy.url, f"/workers/{replica.replica_id}/anything")
+        assert (failed.status, failed.header("X-Replica-ID")) == (502, replica.replica_id)
+        await replica.stop()
+        await until(lambda: not proxy.runtime.scheduler.open_replicas)
+        failed = await get(proxy.url, "/p/a/v1/files")
+        assert (failed.status, failed.header("X-Program-ID"), failed.header("X-Replica-ID")) == (503, "a", None)
+        await replica.start()
+
+
 # --- Side calls
 
 
@@ -366,6 +492,46 @@ SIDE_CALLS = [
     ("POST", "/v1/chat/completions/render"),
     ("GET", "/v1/files/x"),
 ]
+
+
+@pytest.mark.parametrize(
+    "target", ["/v1/embeddings", "/tokenize", "/detokenize", "/v1/messages/count_tokens", "/rerank", "/v2/nobody/knows"]
+)
+@pytest.mark.parametrize("padding_bytes", [0, 600_000])
+async def test_a_side_call_whose_body_names_its_program_goes_where_that_is(target: str, padding_bytes: int) -> None:
+    """Though another replica is less busy; our field is cut out, and nothing else is touched."""
+    async with fake_replica() as one, fake_replica() as other, running_proxy(one.url, other.url) as proxy:
+        homes = {name: (await post(proxy.url, f"/p/{name}{CHAT}", turn())).header("X-Replica-ID") for name in "abcd"}
+        assert len(set(homes.values())) == 2
+        for replica in (one, other):
+            replica.calls.clear()
+        pad = b"x" * padding_bytes
+        for name, home in homes.items():
+            for body, forwarded, source in (
+                (b'{"input": ["%s"],  "program_id":"%s"}', b'{"input": ["%s"]}', "body"),
+                (
+                    b'{"input":"%s","extra_body":{"program_id":"%s", "k":1}}',
+                    b'{"input":"%s","extra_body":{ "k":1}}',
+                    "extra_body",
+                ),
+            ):
+                answer = await post(proxy.url, target, body % (pad, name.encode()))
+                told = [answer.header(header) for header in ("X-Replica-ID", "X-Program-ID", "X-Program-ID-Source")]
+                assert (answer.status, told) == (200, [home, name, source])
+                (call,) = [*one.calls, *other.calls]
+                assert (call.target, call.body) == (target, forwarded % pad)
+                one.calls.clear()
+                other.calls.clear()
+        assert proxy.runtime.outcome_counts["finished"] == 4  # no side call was a turn
+
+
+async def test_a_side_call_with_an_id_that_is_none_is_refused(replica: FakeReplica, proxy: RunningProxy) -> None:
+    """In the schema of its API; where nothing names a program it is nobody's."""
+    answer = await post(proxy.url, "/v1/messages/count_tokens", {"program_id": ""})
+    assert (answer.status, answer.json()["error"]["code"]) == (400, "invalid_program_id")
+    assert not replica.calls
+    answer = await post(proxy.url, "/tokenize", {"prompt": "x"}, ("X-Session-ID", ""))
+    assert (answer.status, answer.header("X-Program-ID"), answer.header("X-Hold-Ms")) == (200, None, None)
 
 
 @pytest.mark.parametrize(("method", "target"), SIDE_CALLS)

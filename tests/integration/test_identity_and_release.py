@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.integration.support import (
     CHAT,
+    JSON_TYPE,
     FakeReplica,
     Header,
     RunningProxy,
@@ -19,6 +21,7 @@ from tests.integration.support import (
     get,
     post,
     running_proxy,
+    serve,
     turn,
     until,
 )
@@ -68,6 +71,13 @@ BOTH = (("X-Session-ID", "by-session"), ("X-Program-ID", "by-program"))
         (CHAT, (("session_id", "codex"), ("thread-id", "t")), {"prompt_cache_key": "k"}, "codex", "session_id"),
         (CHAT, (), {"metadata": {"session_id": "m"}}, "m", "metadata.session_id"),
         (CHAT, (), {"prompt_cache_key": "k"}, "k", "prompt_cache_key"),
+        (
+            CHAT,
+            (),
+            {"conversation_params": {"conversation_id": "c"}, "prompt_cache_key": "k"},
+            "c",
+            "conversation_params.conversation_id",
+        ),
     ],
 )
 async def test_a_turn_is_whose_it_says(
@@ -110,6 +120,47 @@ async def test_the_program_is_cut_out_of_other_paths_too(
     assert replica.calls[0].target == arrives
 
 
+@pytest.mark.parametrize(
+    "path",
+    ["/model_info", "/get_model_info?x=1", "/health_generate", "/server_info", "/v2/rerank", "/a%2Fb/"],
+)
+async def test_any_path_of_a_program_goes_to_its_replica(path: str) -> None:
+    """As it is, but for the prefix."""
+    async with fake_replica() as one, fake_replica() as other, running_proxy(one.url, other.url) as proxy:
+        replicas = {one.replica_id: one, other.replica_id: other}
+        homes = {name: (await post(proxy.url, f"/p/{name}{CHAT}", turn())).header("X-Replica-ID") for name in "abcd"}
+        assert set(homes.values()) == set(replicas)
+        for name, home in homes.items():
+            for method in ("GET", "POST"):
+                answer = await exchange(proxy.url, method, f"/p/{name}{path}", [], b"{}" if method == "POST" else b"")
+                told = [answer.header(header) for header in ("X-Replica-ID", "X-Program-ID", "X-Program-ID-Source")]
+                assert (answer.status, told) == (200, [home, name, "path"])
+                call = replicas[str(home)].calls[-1]
+                assert (call.method, call.target) == (method, path)
+
+
+async def test_a_control_call_of_a_program_is_one_to_its_replica() -> None:
+    """And has the same effect as one that names that replica."""
+    async with fake_replica() as one, fake_replica() as other, running_proxy(one.url, other.url) as proxy:
+        home = (await post(proxy.url, f"/p/a{CHAT}", turn())).header("X-Replica-ID")
+        assert (await post(proxy.url, "/p/a/pause?mode=keep")).status == 200
+        suspended = {name for name, replica in proxy.runtime.scheduler.replicas.items() if replica.suspended_for}
+        assert suspended == {home}
+        assert (await post(proxy.url, "/p/a/resume")).status == 200
+        assert not any(replica.suspended_for for replica in proxy.runtime.scheduler.replicas.values())
+        assert [call.target for call in (*one.calls, *other.calls)] == [CHAT, "/pause?mode=keep", "/resume"]
+
+
+async def test_no_spelling_of_a_turn_under_a_program_gets_round_its_lease(
+    replica: FakeReplica, proxy: RunningProxy
+) -> None:
+    """Engines decode paths, so an escaped one is the same turn."""
+    for target in ("/p/a/%67enerate", "/p/a/v1/chat/%63ompletions"):
+        answer = await post(proxy.url, target, turn())
+        assert (answer.status, answer.header("X-Hold-Ms")) == (200, "0")
+    assert proxy.runtime.outcome_counts["finished"] == 2
+
+
 @pytest.mark.parametrize("target", ["/", "/nothing", "/v2/embed?x", "/server_info", "/cohere/v2/chat"])
 async def test_a_path_that_nobody_knows_is_the_engines(replica: FakeReplica, proxy: RunningProxy, target: str) -> None:
     """Its answer, its 404."""
@@ -120,7 +171,7 @@ async def test_a_path_that_nobody_knows_is_the_engines(replica: FakeReplica, pro
 
 
 @pytest.mark.parametrize(
-    "target", ["/p/a", "/p//v1/chat/completions", "/p/a/v2/x", "/sessions/a/x", "/programs/a/b/c", "/health/x"]
+    "target", ["/p/a", "/p//v1/chat/completions", "/p//x", "/sessions/a/x", "/programs/a/b/c", "/health/x"]
 )
 async def test_an_unknown_path_under_the_proxys_own_is_a_404(
     replica: FakeReplica, proxy: RunningProxy, target: str
@@ -138,6 +189,24 @@ async def test_models_are_the_union_of_all_replicas() -> None:
         for target in ("/v1/models", "/p/a/v1/models"):
             models = (await get(proxy.url, target)).json()
             assert [model["id"] for model in models["data"]] == ["base", "lora-1", "lora-2"]
+
+
+async def test_models_that_every_replica_refuses_are_refused_in_its_words() -> None:
+    """A client's wrong key is its own affair, and no lack of replicas; where they differ it is one."""
+    body = b'{"error": {"message": "Unauthorized", "code": 401}}'
+    refuses = answers(body, status="401 Unauthorized", headers=[("WWW-Authenticate", "Bearer"), JSON_TYPE])
+    async with (
+        fake_replica(refuses) as one,
+        fake_replica(refuses) as other,
+        running_proxy(one.url, other.url) as proxy,
+    ):
+        answer = await get(proxy.url, "/v1/models")
+        assert (answer.status, answer.body, answer.header("WWW-Authenticate")) == (401, body, "Bearer")
+        other.behaviour = answers(b"{}", status="500 Internal Server Error")
+        answer = await get(proxy.url, "/v1/models")
+        assert (answer.status, answer.error["code"]) == (503, "no_replica")
+        other.behaviour = answers({"object": "list", "data": [{"id": "base"}]})
+        assert (await get(proxy.url, "/v1/models")).status == 200
 
 
 async def test_a_branch_header_opens_a_branch(proxy: RunningProxy) -> None:
@@ -249,3 +318,19 @@ async def test_many_releases_at_once_release_once(proxy: RunningProxy) -> None:
     releases = (post(proxy.url, "/programs/release", {"program_id": "a"}) for _ in range(20))
     released = [answer.json()["released"] for answer in await asyncio.gather(*releases)]
     assert sorted(released) == [False] * 19 + [True]
+
+
+async def test_a_misspelt_setting_of_the_environment_is_warned_of(engine_url: str) -> None:
+    """It starts all the same, with the other settings."""
+    settings = {
+        "THUNDERAGENT_IDEL_LIMIT_S": "5",
+        "THUNDERAGENT_BACKENDS": engine_url,
+        "THUNDERAGENT_LOG_FORMAT": "json",
+    }
+    async with serve(settings=settings) as process:
+        await process.ready()
+        lines = [json.loads(line) for line in process.log.splitlines()]
+    (warning,) = [line for line in lines if line["event"] == "unknown_setting"]
+    assert warning["level"] == "warning"
+    assert warning["variable"] == "THUNDERAGENT_IDEL_LIMIT_S"
+    assert warning["nearest"] == "THUNDERAGENT_IDLE_LIMIT_S"

@@ -13,19 +13,29 @@ import pytest
 from tests.integration.support import (
     CHAT,
     DONE,
+    LAST_CHUNK,
     USAGE_EVENT,
+    Gate,
+    Wire,
     answers,
     ask,
+    chunk,
+    engine,
     event,
+    events_of,
     fake_replica,
     get,
     post,
     running_proxy,
+    stream_head,
     streams,
     turn,
+    word,
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tests.integration.support import Answer, Call
 
 GROUP = 8
@@ -128,6 +138,134 @@ async def test_a_prompt_that_is_a_text_or_token_ids_is_joined_too(prompt: str | 
         assert await complete(longer) == first
         assert await complete(other) not in (first, None)
         assert await complete(prompt) != first
+
+
+# --- every API of the engines
+
+
+def said_by_chat(answer: Answer, streamed: bool) -> list[dict[str, Any]]:
+    """Return what a client adds to its messages."""
+    if not streamed:
+        return [dict(answer.json()["choices"][0]["message"])]
+    choices = [choice for each in events_of(answer.body)[:-1] for choice in each["choices"]]
+    return [{"role": "assistant", "content": "".join(choice["delta"].get("content") or "" for choice in choices)}]
+
+
+def said_by_messages(answer: Answer, streamed: bool) -> list[dict[str, Any]]:
+    if not streamed:
+        return [{"role": "assistant", "content": answer.json()["content"]}]
+    deltas = [each["delta"] for each in named_events(answer.body) if each["type"] == "content_block_delta"]
+    return [{"role": "assistant", "content": [{"type": "text", "text": "".join(delta["text"] for delta in deltas)}]}]
+
+
+def said_by_responses(answer: Answer, streamed: bool) -> list[dict[str, Any]]:
+    response = named_events(answer.body)[-1]["response"] if streamed else answer.json()
+    return list(response["output"])
+
+
+def said_by_generate(answer: Answer, streamed: bool) -> list[int]:
+    return list((events_of(answer.body)[-2] if streamed else answer.json())["output_ids"])
+
+
+def said_by_token_in(answer: Answer, streamed: bool) -> list[int]:
+    answers = events_of(answer.body)[:-1] if streamed else [answer.json()]
+    return [token_id for each in answers for choice in each["choices"] for token_id in choice["token_ids"]]
+
+
+def named_events(body: bytes) -> list[Any]:
+    """Return the data of events that have names."""
+    return [json.loads(line[6:]) for line in body.splitlines() if line.startswith(b"data: ")]
+
+
+USER: Any = {"role": "user", "content": "and then? " * 200}
+IDS = list(range(1000, 2500))
+APIS: dict[str, tuple[str, str, Any, str, Callable[[Answer, bool], list[Any]]]] = {
+    "chat": (CHAT, "messages", [USER], "max_tokens", said_by_chat),
+    "messages": ("/v1/messages", "messages", [USER], "max_tokens", said_by_messages),
+    "responses": ("/v1/responses", "input", [USER], "max_output_tokens", said_by_responses),
+    "generate": ("/generate", "input_ids", IDS, "sampling_params.max_new_tokens", said_by_generate),
+    "token in": ("/inference/v1/generate", "token_ids", IDS, "sampling_params.max_tokens", said_by_token_in),
+}
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("api", APIS)
+async def test_a_group_without_ids_on_the_embedded_engine(api: str, streamed: bool) -> None:
+    """Eight identical first prompts are eight programs, and each next turn joins its own, in every API.
+
+    The engine answers the same prompt in the same words, so the answers differ in their lengths.
+    """
+    path, field, prompt, limit, said = APIS[api]
+    async with (
+        engine("--kind", "sglang" if api == "generate" else "vllm", kv_tokens=200_000) as served,
+        running_proxy(served.url, infer_programs=True) as proxy,
+    ):
+
+        async def take_turn(prompt: list[Any], limit_tokens: int) -> Answer:
+            where, _, name = limit.rpartition(".")
+            limits = {where: {name: limit_tokens, "ignore_eos": True}} if where else {name: limit_tokens}
+            body = {"model": "simulated", field: prompt, "stream": streamed, "ignore_eos": True, **limits}
+            answer = await post(proxy.url, path, body)
+            assert answer.status == 200, answer.body
+            return answer
+
+        answers = await asyncio.gather(*(take_turn(prompt, 20 + number) for number in range(GROUP)))
+        names = [answer.header("X-Program-ID") for answer in answers]
+        assert len(set(names)) == GROUP
+        following = [0] if isinstance(prompt[0], int) else [USER]
+        histories = [prompt] * GROUP
+        for _ in range(2):
+            histories = [
+                [*history, *said(answer, streamed), *following]
+                for history, answer in zip(histories, answers, strict=True)
+            ]
+            answers = await asyncio.gather(*(take_turn(history, 20) for history in histories))
+            assert [answer.header("X-Program-ID") for answer in answers] == names
+        assert {program.turn_count for program in proxy.runtime.scheduler.table} == {3}
+
+
+async def test_a_next_turn_that_comes_before_the_connection_ends_joins() -> None:
+    """Its client saw the end of the answer; the engine is slow to close the stream."""
+    gate = Gate([stream_head(), chunk(word("once")), chunk(DONE)], [LAST_CHUNK])
+    async with (
+        fake_replica(gate) as replica,
+        running_proxy(replica.url, infer_programs=True) as proxy,
+        Wire.open(proxy.url) as wire,
+    ):
+        wire.send("POST", CHAT, [("Content-Type", "application/json")], json.dumps(turn(stream=True)).encode())
+        first = await wire.head()
+        received = b""
+        while not received.endswith(DONE):
+            received += await wire.chunk()
+        replica.behaviour = answers()
+        history = [*turn()["messages"], {"role": "assistant", "content": "once"}, USER]
+        second = await ask(proxy.url, messages=history)
+        assert second.header("X-Program-ID") == first.header("X-Program-ID")
+        gate.open()
+
+
+async def test_a_large_next_turn_joins_behind_a_large_answer() -> None:
+    """Both are read on a thread, and still the answer is known before its client has it."""
+    text = "word " * 300_000
+    message = {"role": "assistant", "content": text}
+    async with (
+        fake_replica(answers({"choices": [{"index": 0, "message": message}]}), capacity_tokens=10**8) as replica,
+        running_proxy(replica.url, infer_programs=True) as proxy,
+    ):
+        history = turn()["messages"]
+        names = set()
+        for _ in range(4):
+            answer = await ask(proxy.url, messages=history)
+            names.add(answer.header("X-Program-ID"))
+            history = [*history, answer.json()["choices"][0]["message"], USER]
+        assert len(names) == 1
+
+
+async def test_what_goes_on_from_an_earlier_response_is_not_inferred() -> None:
+    """Its prompt is not there: the engine has it."""
+    async with fake_replica() as replica, running_proxy(replica.url, infer_programs=True) as proxy:
+        body = {"model": "m", "input": "and?", "previous_response_id": "resp_1"}
+        assert (await post(proxy.url, "/v1/responses", body)).header("X-Program-ID") is None
 
 
 async def test_who_names_its_program_is_not_inferred_and_who_has_no_prompt_stays_anonymous() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -72,6 +73,24 @@ async def proxy_with_sandboxes(**config: Any) -> AsyncIterator[tuple[RunningProx
         async with running_proxy(replica.url, **more) as proxy:
             yield proxy, service
         assert not service.there, "left behind by the shutdown"
+
+
+async def test_a_program_follows_its_own_sandboxes_on_the_data_port() -> None:
+    """Those of all programs are for operators, on the admin port alone."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        admin_port = probe.getsockname()[1]
+    async with proxy_with_sandboxes(admin_port=admin_port) as (proxy, _):
+        admin_url = f"http://127.0.0.1:{admin_port}"
+        assert (await get(proxy.url, "/sandboxes/events")).error["code"] == "not_found"
+        for url, target in (
+            (proxy.url, "/sandboxes/events?program_id=a"),
+            (admin_url, "/sandboxes/events?program_id=a"),
+            (admin_url, "/sandboxes/events"),
+        ):
+            async with Wire.open(url) as wire:
+                wire.send("GET", target)
+                assert (await wire.head()).status == 200, target
 
 
 async def sandboxes_of(proxy: RunningProxy, program_id: str) -> list[dict[str, Any]]:

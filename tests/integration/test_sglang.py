@@ -236,6 +236,18 @@ async def test_whatever_the_moment_the_engine_is_told_which_request_to_end(momen
         assert sent == turn()
 
 
+async def test_a_turn_by_the_facade_is_ended_by_its_id_too() -> None:
+    """When its client leaves, on the replica that this one chose."""
+    async with recording(Gate()) as (replica, heard), running_proxy(replica.url) as proxy:
+        async with Wire.open(proxy.url) as wire:
+            wire.send("POST", f"/workers/{replica.replica_id}{CHAT}", [], json.dumps(turn("p")).encode())
+            call = await replica.call()
+        await until(lambda: heard, within_s=WITHIN_S)
+        sent = call.json()
+        assert heard == [("/abort_request", {"rid": sent.pop("rid")}, None)]
+        assert sent == turn()
+
+
 async def test_a_turn_that_ends_well_or_never_went_there_is_not_aborted() -> None:
     """Nor one that the client named itself: its name may be the beginning of others."""
     gate = Gate()
@@ -339,3 +351,80 @@ async def test_an_engine_without_close_session_is_asked_once_and_a_dead_one_dela
         await replica.stop()
         async with asyncio.timeout(WITHIN_S):
             assert (await post(proxy.url, "/programs/release", {"program_id": "last"})).status == 200
+
+
+# --- what is observed of it
+
+
+async def test_a_pause_and_new_weights_that_somebody_else_gave_are_observed() -> None:
+    """A trainer talks to the engine alone: no turn is granted while it is paused, and other weights empty its cache."""
+    async with sglang() as url, running_proxy(url, observe_interval_s=0.05) as proxy:
+        (replica,) = proxy.runtime.scheduler.replicas.values()
+        await ask(proxy.url, "a", max_tokens=5)
+
+        async def report() -> Any:
+            return (await get(proxy.url, "/replicas")).json()["replicas"][0]
+
+        async with asyncio.timeout(5):
+            while (await report())["weight_version"] != "default":
+                await asyncio.sleep(0.01)
+        assert (await post(url, "/pause_generation", {"mode": "in_place"})).status == 200
+        await until(lambda: replica.suspended_for)
+        assert (await report())["suspended_for"] == ["observed"]
+        waiting = asyncio.create_task(ask(proxy.url, "a", max_tokens=5))
+        await until(lambda: proxy.runtime.held_count == 1)
+        assert replica.flushed_s < 0
+        assert (await post(url, "/update_weight_version", {"new_version": "step-7"})).json()["success"] is True
+        await until(lambda: replica.flushed_s > 0)
+        assert (await report())["weight_version"] == "step-7"
+        assert not waiting.done()
+        assert (await post(url, "/continue_generation", {})).status == 200
+        answer = await waiting
+        assert answer.json()["metadata"]["weight_version"] == "step-7"
+        assert not replica.suspended_for
+
+
+async def test_a_pause_that_went_through_the_proxy_ends_where_the_engine_goes_on() -> None:
+    """Whoever told it to."""
+    async with sglang() as url, running_proxy(url, observe_interval_s=0.05) as proxy:
+        (replica,) = proxy.runtime.scheduler.replicas.values()
+        assert (await post(proxy.url, "/pause_generation", {"mode": "in_place"})).status == 200
+        assert list(replica.suspended_for) == ["pause"]
+        await asyncio.sleep(0.3)
+        assert list(replica.suspended_for) == ["pause"]
+        assert (await post(url, "/continue_generation", {})).status == 200
+        await until(lambda: not replica.suspended_for)
+
+
+async def test_an_older_engine_that_does_not_say_whether_it_is_paused_is_left_alone() -> None:
+    """404 is no word on it."""
+    async with (
+        recording(answers({"detail": "Not Found"}, status="404 Not Found")) as (replica, _),
+        running_proxy(replica.url, observe_interval_s=0.05) as proxy,
+    ):
+        await until(lambda: sum(call.target == "/ready" for call in replica.calls) > 2)
+        assert not next(iter(proxy.runtime.scheduler.replicas.values())).suspended_for
+
+
+async def test_loads_of_an_engine_count_the_turns_held_for_it() -> None:
+    """Trainers wait until a load is zero; the engine's own count stands in the answer, too."""
+    async with sglang(timing="demo") as url, running_proxy(url, **cap(1)) as proxy:
+        first = asyncio.create_task(ask(proxy.url, "a", **LONG))
+        await until(lambda: proxy.runtime.leases_count == 1)
+        others = [asyncio.create_task(ask(proxy.url, name, **LONG)) for name in ("b", "c")]
+        await until(lambda: proxy.runtime.held_count == 2)
+        (replica_id,) = proxy.runtime.scheduler.replicas
+        async with asyncio.timeout(5):
+            while (await get(url, "/v1/loads")).json()["loads"][0]["num_running_reqs"] != 1:
+                await asyncio.sleep(0.01)
+        (own,) = (await get(url, "/v1/loads")).json()["loads"]
+        (load,) = (await get(proxy.url, "/v1/loads")).json()["loads"]
+        assert (own["num_waiting_reqs"], load["num_waiting_reqs"], load["num_running_reqs"]) == (0, 2, 1)
+        passed_on = (await get(proxy.url, f"/workers/{replica_id}/v1/loads")).json()
+        (load,) = passed_on["loads"]
+        assert load["max_total_num_tokens"] == own["max_total_num_tokens"]
+        assert (load["num_waiting_reqs"], load["num_running_reqs"], load["num_total_reqs"]) == (2, 1, 3)
+        aggregate = passed_on["aggregate"]
+        assert (aggregate["total_waiting_reqs"], aggregate["total_running_reqs"], aggregate["total_reqs"]) == (2, 1, 3)
+        for task in (first, *others):
+            task.cancel()

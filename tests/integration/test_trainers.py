@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,22 +20,27 @@ import pytest
 
 from tests.integration.support import (
     CHAT,
+    DEADLINE_S,
     Answer,
     Gate,
     Wire,
     answers,
     ask,
     cap,
+    command,
     fake_replica,
     get,
     post,
     running_proxy,
+    serve,
     turn,
     until,
 )
 from tests.integration.trained_engine import PARTIAL_COUNT, continuation, trained_engines
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
     from tests.integration.support import Header, RunningProxy
 
 PAGES = Path(__file__).parents[2] / "docs" / "integrations"
@@ -404,6 +409,120 @@ async def test_verl_s_router_takes_leases() -> None:
         assert router.clear_sticky_cache()["cleared_entries"] == 0
         await post(proxy.url, "/programs/release", {"program_id": "r3"})
         await router._client.aclose()
+
+
+# --- NeMo Gym
+
+
+@dataclass
+class NemoGym:
+    """What `NeMoGymAsyncOpenAI` of one rollout says, and when it asks again; soon where it waits half a second."""
+
+    session: aiohttp.ClientSession
+    base_url: str
+    conversation_id: str
+    tries_count: int = 0
+
+    async def request(self, url: str, **body: Any) -> tuple[int, bytes]:
+        """Ask until there is an answer: for ever if nobody answers, three times if the status says try again."""
+        headers = {"Content-Type": "application/json", "Authorization": "Bearer dummy_key"}
+        answers_count = 0
+        while True:
+            self.tries_count += 1
+            try:
+                async with self.session.post(url, data=json.dumps(body).encode(), headers=headers) as response:
+                    content = await response.read()
+            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
+                await asyncio.sleep(0.05)
+                continue
+            answers_count += 1
+            if response.status not in (404, 408, 429, 500, 502, 503, 504, 520) or answers_count == 3:
+                return response.status, content
+            await asyncio.sleep(0.05)
+
+    async def turn(self, content: str) -> tuple[int, bytes]:
+        """Make one turn, as `VLLMModel` does that forwards the session's id."""
+        conversation = {"conversation_id": self.conversation_id}
+        asked = turn(content=content, temperature=1.0, logprobs=True, conversation_params=conversation)
+        return await self.request(f"{self.base_url}/chat/completions", **asked)
+
+
+@asynccontextmanager
+async def nemo_gym(url: str, count: int = 1) -> AsyncIterator[list[NemoGym]]:
+    """So many rollouts on the one session that they share, without time-outs and without cookies."""
+    options: Any = {"timeout": aiohttp.ClientTimeout(), "cookie_jar": aiohttp.DummyCookieJar()}
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), **options) as session:
+        yield [NemoGym(session, f"{url}/v1", f"rollout-{number}") for number in range(count)]
+
+
+async def test_rollouts_of_nemo_gym_are_held_and_ask_once() -> None:
+    """Each is a program by its conversation's id, which the engine gets too; the tokens of a prompt are no turn."""
+    async with fake_replica() as replica, running_proxy(replica.url, **cap(1)) as proxy:
+        async with nemo_gym(proxy.url, 8) as rollouts:
+            asked = [asyncio.create_task(rollout.turn("solve it")) for rollout in rollouts]
+            for held_count in range(7, -1, -1):
+                await until(lambda count=held_count: proxy.runtime.held_count == count)
+                await until(lambda count=held_count: sum(each.done() for each in asked) == 8 - count)
+                (answered,) = [
+                    rollout
+                    for rollout, each in zip(rollouts, asked, strict=True)
+                    if each.done() and proxy.runtime.scheduler.table.get(rollout.conversation_id) is not None
+                ]
+                prompt = {"model": "simulated", "messages": []}
+                assert (await answered.request(f"{proxy.url}/tokenize", **prompt))[0] == 200
+                assert (await program(proxy, answered.conversation_id))["turn_count"] == 1
+                await post(proxy.url, "/programs/release", {"program_id": answered.conversation_id})
+            assert {status for status, _ in [await each for each in asked]} == {200}
+            assert {rollout.tries_count for rollout in rollouts} == {2}
+        turns = [call.json() for call in replica.calls if call.target == CHAT]
+        named = sorted(body["conversation_params"]["conversation_id"] for body in turns)
+        assert named == [rollout.conversation_id for rollout in rollouts]
+        assert len(replica.calls) == 16
+
+
+async def test_nemo_gym_waits_for_an_engine_that_is_gone() -> None:
+    """Held while there is none; and what an engine says that tells it to try again is said as it is, three times."""
+    async with fake_replica() as replica, running_proxy(replica.url) as proxy, nemo_gym(proxy.url) as (rollout,):
+        await replica.stop()
+        await proxy.up(0)
+        waits = asyncio.create_task(rollout.turn("one"))
+        await until(lambda: proxy.runtime.held_count == 1)
+        await replica.start()
+        assert (await waits)[0] == 200
+        assert (rollout.tries_count, (await program(proxy, rollout.conversation_id))["turn_count"]) == (1, 1)
+        busy = {"error": {"message": "busy"}}
+        replica.behaviour = answers(busy, status="503 Service Unavailable")
+        status, content = await rollout.turn("two")
+        assert (status, json.loads(content), rollout.tries_count) == (503, busy, 4)
+        await post(proxy.url, "/programs/release", {"all": True})
+
+
+async def test_nemo_gym_tries_again_until_the_proxy_is_back() -> None:
+    """A proxy that dies in mid-turn takes the generation with it; the next one at its address answers, once."""
+    async with fake_replica(Gate()) as replica, AsyncExitStack() as stack:
+        async with serve("--backends", replica.url) as first:
+            await first.ready()
+            (rollout,) = await stack.enter_async_context(nemo_gym(first.url))
+            cut_off = asyncio.create_task(rollout.turn("one"))
+            await replica.call()
+        await asyncio.wait_for(replica.calls[0].left.wait(), DEADLINE_S)
+        await until(lambda: rollout.tries_count > 3)
+        replica.behaviour = answers()
+        port = first.url.rpartition(":")[2]
+        async with command("serve", "--port", port, "--backends", replica.url, "--poll-interval-s", "0.05") as second:
+            assert (await cut_off)[0] == 200
+            report = (await get(second.url, f"/programs/{rollout.conversation_id}")).json()
+            assert (report["turn_count"], len(replica.calls)) == (1, 2)
+
+
+async def test_nemo_gym_reads_that_a_prompt_is_too_long_in_the_engine_s_words() -> None:
+    """It ends the rollout there, with what it has, so it must be a 400, and not be tried again."""
+    words = {"object": "error", "message": "This model's maximum context length is 32768 tokens.", "code": 400}
+    async with fake_replica(answers(words, status="400 Bad Request")) as replica, running_proxy(replica.url) as proxy:
+        async with nemo_gym(proxy.url) as (rollout,):
+            status, content = await rollout.turn("long")
+            assert (status, content, rollout.tries_count) == (400, json.dumps(words).encode(), 1)
+        await post(proxy.url, "/programs/release", {"all": True})
 
 
 # --- OpenHands and SWE-agent, which ask through LiteLLM

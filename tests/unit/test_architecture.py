@@ -75,8 +75,9 @@ def is_under(dotted: str, prefix: str) -> bool:
 
 EVERY_ROOM = frozenset(
     {
-        *("errors", "programs", "policy_loader", "backends", "tools", "simulator"),
+        *("errors", "programs", "policy_loader", "backends", "tools", "simulator", "faults"),
         *("event_log", "runtime", "proxy", "client", "sandboxes", "replica_sources", "security"),
+        *("provision", "provisioning"),
     }
 )
 
@@ -86,14 +87,19 @@ ARROWS: dict[str, frozenset[str]] = {
     "errors": frozenset(),
     "programs": frozenset({"errors"}),
     "policy_loader": frozenset({"errors", "programs"}),
-    "backends": frozenset({"errors", "programs"}),
-    "tools": frozenset({"errors", "programs"}),
+    # Small things that both backends and tools need, who know nothing of each other.
+    "faults": frozenset(),
+    "cluster": frozenset(),
+    "backends": frozenset({"errors", "programs", "faults", "cluster"}),
+    "tools": frozenset({"errors", "programs", "faults", "cluster"}),
     "simulator": frozenset({"errors", "programs", "policy_loader"}),
     "event_log": frozenset({"errors", "programs", "policy_loader"}),
+    "signal_log": frozenset({"errors", "programs"}),
     "runtime": frozenset({"errors", "programs", "event_log"}),
-    "proxy": frozenset({"errors", "programs", "runtime", "backends"}),
+    "proxy": frozenset({"errors", "programs", "runtime", "backends", "faults"}),
     "client": frozenset(),
     "lookups": frozenset(),
+    "log_lines": frozenset(),
     # A client of the admin API: it knows the proxy by its answers alone.
     "status": frozenset({"errors"}),
     # A client of an engine, which it knows by its answers alone.
@@ -104,11 +110,14 @@ ARROWS: dict[str, frozenset[str]] = {
     "sandboxes": frozenset({"errors", "programs", "tools", "runtime", "proxy", "config"}),
     # From the configuration to the sources of replicas.
     "replica_sources": frozenset({"errors", "programs", "backends", "runtime", "proxy", "config"}),
+    "provision": frozenset({"errors", "programs", "backends", "tools"}),
+    # Lets whoever starts and ends replicas and the proxy hear of each other.
+    "provisioning": frozenset({"errors", "backends", "provision", "proxy", "runtime", "config"}),
     # Makes keys, TLS and limits of the configuration.
     "security": frozenset({"errors", "proxy", "config"}),
     # Wires everything up; the command line starts it.
-    "serving": EVERY_ROOM | {"config"},
-    "cli": EVERY_ROOM | {"config", "serving", "status", "calibrate", "lookups"},
+    "serving": EVERY_ROOM | {"config", "signal_log"},
+    "cli": EVERY_ROOM | {"config", "serving", "status", "calibrate", "log_lines", "lookups"},
     "__main__": frozenset({"cli"}),
 }
 
@@ -306,6 +315,9 @@ UNIT = re.compile(r"(^|_)(tokens|bytes|ratio|count|id|total)$|_s$")
 NUMBER = re.compile(r"\b(int|float)\b")
 # Numbers that have no unit, and why.
 UNITLESS = {
+    "engine_priority": "an order, as engines have it: lower goes first",
+    "priority": "an order: lower goes first",
+    "policy_priority": "an order: lower goes first",
     "value": "of a histogram: in the unit of its edges",
     "default": "of a histogram: in the unit of its edges",
     "first": "of a histogram's edges: they are the unit",

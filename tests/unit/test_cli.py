@@ -9,7 +9,7 @@ import pytest
 import structlog
 
 from thunderagent import __version__
-from thunderagent.cli import FILE_FIELDS, build_parser, main
+from thunderagent.cli import FILE_FIELDS, LIST_FIELDS, build_parser, main
 from thunderagent.config import ServeConfig
 from thunderagent.simulator.traces import load_recorded
 
@@ -52,7 +52,7 @@ def test_every_field_of_the_configuration_is_an_option_with_its_variable(capsys:
     out = "".join(capsys.readouterr().out.split())
     for name in ServeConfig.model_fields.keys() - FILE_FIELDS:
         assert f"[THUNDERAGENT_{name.upper()}]" in out
-        assert f"--{'policy-arg' if name == 'policy_args' else name.replace('_', '-')}" in out
+        assert f"--{LIST_FIELDS.get(name, name.replace('_', '-'))}" in out
 
 
 def test_an_option_that_was_not_given_says_nothing() -> None:
@@ -72,7 +72,7 @@ def test_an_option_that_was_not_given_says_nothing() -> None:
         (["serve", "--tick-s", "0"], "error: tick_s: Input should be greater than 0"),
         (["serve", "--backends", "here:80"], "'here:80' is no http or https URL"),
         (["serve", "--log-level", "loud"], "invalid choice: 'loud'"),
-        (["serve", "--policy", "fastest"], "no policy 'fastest'; there are breakeven, cap, passthrough, sticky"),
+        (["serve", "--policy", "fastest"], "no policy 'fastest'; there are autellix, breakeven, cap, continuum"),
         (["serve", "--policy", "cap", "--policy-arg", "m=6"], "policy cap has no setting 'm'; it has: n"),
         (["serve", "--policy", "cap", "--policy-arg", "n=0"], "cap: n must be a whole number, at least 1, not 0"),
         (["serve", "--policy-arg", "n"], "policy_args: Value error, 'n' is not name=value"),

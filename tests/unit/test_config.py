@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from thunderagent.config import ServeConfig
+from thunderagent.config import ServeConfig, unknown_variables
 from thunderagent.errors import ConfigurationError
 
 
@@ -148,3 +148,27 @@ def test_every_field_has_a_description_and_every_time_its_unit() -> None:
         assert field.description, name
         unit = "per second" if name.endswith("_per_s") else "in seconds"
         assert not name.endswith("_s") or unit in field.description, name
+
+
+def test_a_variable_that_is_no_setting_is_found_with_the_nearest_that_is() -> None:
+    """Those of the client, of other programs and of Kubernetes are left alone."""
+    unknown = {
+        "THUNDERAGENT_IDEL_LIMIT_S": "THUNDERAGENT_IDLE_LIMIT_S",
+        "THUNDERAGENT_POLL_INTERVAL": "THUNDERAGENT_POLL_INTERVAL_S",
+        "thunderagent_backend": "THUNDERAGENT_BACKENDS",
+        "THUNDERAGENT_XYZZY": "",
+    }
+    others = (
+        "THUNDERAGENT_IDLE_LIMIT_S",
+        "thunderagent_port",
+        "THUNDERAGENT_KEY",
+        "THUNDERAGENT_PROXY",
+        "THUNDERAGENT_PROGRAM_ID",
+        "THUNDERAGENT_SERVICE_HOST",
+        "THUNDERAGENT_SERVICE_PORT_HTTP",
+        "THUNDERAGENT_PORT_8300_TCP_ADDR",
+        "THUNDERAGENT_ADMIN_SERVICE_PORT",
+        "THUNDERAGENTS_ALL",
+        "PATH",
+    )
+    assert unknown_variables([*unknown, *others]) == unknown

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from contextlib import nullcontext
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,10 +13,11 @@ from urllib.parse import urlsplit
 import pytest
 from prometheus_client import CollectorRegistry
 
+from tests.builders import Driver
 from thunderagent import errors
 from thunderagent.backends import backend_of, vllm
 from thunderagent.backends.discovery.file import parse
-from thunderagent.cli import build_parser
+from thunderagent.cli import LIST_FIELDS, build_parser
 from thunderagent.config import ENVIRONMENT_PREFIX, ServeConfig
 from thunderagent.policy_loader import load_policy
 from thunderagent.programs.decisions import Reason
@@ -26,6 +28,7 @@ from thunderagent.programs.policies import POLICIES
 from thunderagent.programs.policies.breakeven import BreakEven
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.proxy.discovery import Discovery, DiscoverySettings
+from thunderagent.proxy.judge import Judge, JudgeCollector
 from thunderagent.proxy.metrics import StateCollector, TurnMetrics
 from thunderagent.proxy.rate_limit import RateLimits
 from thunderagent.proxy.replica_routes import SourceCollector
@@ -66,6 +69,7 @@ HOSTS = {
 ENDPOINTS = {
     *("v1", "p", "sessions", "programs", "finish_session", "replicas", "queue", "health", "ready", "metrics"),
     *("sandboxes", "work", "NAMESPACE", "tools", "summary", "history", "events", "dashboard"),
+    *("control", "deployment", "statefulset"),
     *("tokenize", "detokenize", "version", "reset_prefix_cache", "generate", "inference", "skyrl"),
     *("openapi", "docs", "dashboard"),
     *("pause", "resume", "pause_generation", "continue_generation", "flush_cache", "is_paused", "is_sleeping"),
@@ -117,7 +121,15 @@ def metric_names() -> set[str]:
     assert manager is not None
     manager.failure_counts["x"] = 1
     registry.register(SandboxCollector(manager, registry))
+    registry.register(JudgeCollector(Judge(runtime, lambda: nullcontext(NoAsker()))))
     return {family.name + ("_total" if family.type == "counter" else "") for family in registry.collect()}
+
+
+class NoAsker:
+    """Nobody is asked."""
+
+    async def ask(self, body: bytes) -> bytes:
+        raise AssertionError(body)
 
 
 def error_classes() -> Iterator[type[errors.ThunderAgentError]]:
@@ -174,7 +186,7 @@ def test_every_option_is_documented() -> None:
     }
     assert set(Template.model_fields) <= set(re.findall(r"^\| `(\w+)` \|", page("sandboxes.md"), re.MULTILINE))
     for name, field in ServeConfig.model_fields.items():
-        option = {"policy_args": "--policy-arg"}.get(name, f"--{name.replace('_', '-')}")
+        option = f"--{LIST_FIELDS.get(name, name.replace('_', '-'))}"
         assert option in rows, option
         assert rows[option][2].strip("` ") == f"{ENVIRONMENT_PREFIX}{name.upper()}"
         if field.default not in (None, (), {}, ""):
@@ -249,7 +261,8 @@ def test_every_policy_and_setting_is_documented(name: str) -> None:
     text, factory = page("policies.md"), POLICIES[name]
     assert f"\n## `{name}`\n" in text
     assert is_dataclass(factory)
-    assert {field.name for field in fields(factory) if f"`{field.name}`" not in text} <= {"name"}
+    settings = {field.name for field in fields(factory) if field.init}
+    assert {name for name in settings if f"`{name}`" not in text} <= {"name"}
 
 
 @pytest.mark.parametrize("example", code_blocks("policies.md", "python"), ids=lambda text: text.partition("\n")[0])
@@ -262,10 +275,76 @@ def test_a_policy_of_the_page_can_be_loaded_and_works(
     monkeypatch.syspath_prepend(tmp_path)
     class_name = re.findall(r"^class (\w+)", example, re.MULTILINE)[0]
     assert f"{module}:{class_name}" in page("policies.md") or module == "full_house"
+    is_global = "def decide" in example
+    name, settings = (
+        ("breakeven", {"control": f"{module}:{class_name}"}) if is_global else (f"{module}:{class_name}", {})
+    )
     try:
-        drive(Scheduler(load_policy(f"{module}:{class_name}", {})))
+        drive(Scheduler(load_policy(name, settings)))
     finally:
         del sys.modules[module]
+
+
+def example_of(module: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Put an example of the page where it can be imported; return it without its imports."""
+    text = next(each for each in code_blocks("policies.md", "python") if each.startswith(f"# {module}.py"))
+    (folder / f"{module}.py").write_text(text)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    return text[text.index("@dataclass") :]
+
+
+@pytest.mark.parametrize(
+    ("module", "first"), [("srtf", ["further", "larger", "new"]), ("lpt", ["larger", "further", "new"])]
+)
+def test_the_short_global_policies_of_the_page_order_who_waits(
+    module: str, first: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In at most 15 lines: the first by its turns, the other by what was computed for it."""
+    assert len(example_of(module, tmp_path, monkeypatch).strip().splitlines()) <= 15
+    policy = load_policy("ttl", {"ttl_s": 1.0, "reserve_tokens": 0, "control": f"{module}:{module.title()}"})
+    driver = Driver(policy, replicas={"r0": 10_000})
+    for _ in range(3):
+        driver.takes_turn("further", 1000)
+    for _ in range(2):
+        driver.takes_turn("larger", 4000)
+    driver.ticks(5.0)
+    busy = driver.arrives("busy", 10_000)
+    turns = {driver.arrives(name, 6000): name for name in ("new", "larger", "further")}
+    driver.ticks(1.0)
+    order = []
+    driver.finishes(busy, 10_000)
+    driver.releases("busy")
+    while len(order) < 3:
+        turn_id = next(turn_id for turn_id in turns if turn_id in driver.granted_on and turns[turn_id] not in order)
+        order.append(turns[turn_id])
+        driver.finishes(turn_id, 6000)
+        driver.releases(turns[turn_id])
+    assert order == first
+
+
+def test_the_whole_global_policy_of_the_page_gives_and_takes_replicas(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a class have one to themselves, more while they wait, and others keep at least one."""
+    example_of("chat_first", tmp_path, monkeypatch)
+    policy = load_policy("ttl", {"ttl_s": 1000.0, "reserve_tokens": 0, "control": "chat_first:ChatFirst"})
+    driver = Driver(policy, replicas={"r0": 1000, "r1": 1000, "r2": 1000})
+    driver.ticks(1.0)
+    turns = [driver.arrives(f"chat-{number}", 1000, program_class="chat") for number in range(4)]
+    driver.arrives("batch", 1000)
+    assert driver.home("chat-0") == "r0"
+    assert driver.home("batch") in ("r1", "r2")
+    driver.ticks(1.0)
+    assert sum(turn_id in driver.granted_on for turn_id in turns) == 2
+    assert len({driver.home(f"chat-{number}") for number in range(4)} - {None, driver.home("batch")}) == 2
+    for turn_id in turns:
+        driver.finishes(turn_id, 1000)
+    driver.releases_all(*(f"chat-{number}" for number in range(4)))
+    driver.ticks(1.0)
+    routes = {name: set(route.targets) for _, name, route in driver.scheduler.control.routes}
+    assert len(routes["chat"]) == 1
+    assert len(routes[""]) == 2
 
 
 def drive(scheduler: Scheduler) -> None:

@@ -80,7 +80,7 @@ def test_every_policy_has_a_name_that_loads_it(name: str) -> None:
     [
         (
             "fastest",
-            "no policy 'fastest'; there are breakeven, cap, .*, ttl, thunderagent-ports, or package.module:Class",
+            "no policy 'fastest'; there are autellix, .*, ttl, concur, .*, thunderagent-ports, or package.module:Class",
         ),
         ("no_such_module:Policy", "cannot be loaded: No module named 'no_such_module'"),
         ("thunderagent.programs.policies.cap:Cup", "cannot be loaded.*Cup"),

@@ -26,7 +26,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextvars import ContextVar, Token
 from types import TracebackType
-from typing import Any, Self, TypedDict
+from typing import Any, Literal, Self, TypedDict
 from urllib.parse import quote
 
 from thunderagent.client.branch import Branch
@@ -136,6 +136,8 @@ class Program(Branch):
         self.release_limit_s = release_limit_s
         self.ended = False
         """Its release has begun."""
+        self.outcome: Literal["", "success", "failure"] = ""
+        """What became of it, for the proxy to learn from; set it before the end."""
         self._wanted_sandboxes = [{"template": each} if isinstance(each, str) else dict(each) for each in sandboxes]
         self._opening: Future[None] | None = None
         self._released = False
@@ -276,6 +278,8 @@ class Program(Branch):
             left_s = max(0.001, end_s - time.monotonic())
             try:
                 body = {"program_id": self.program_id}
+                if self.outcome:
+                    body["outcome"] = self.outcome
                 exchange(self.proxy, "POST", "/programs/release", body, timeout_s=min(RELEASE_TIMEOUT_S, left_s))
             except ClientError as error:
                 is_final = isinstance(error, ProxyRefusedError) and error.status < 500

@@ -8,12 +8,16 @@ words of the engine that it was meant for (SGLang: `TokenizerManager._handle_abo
 
 from __future__ import annotations
 
+import re
 import time
 import uuid
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import msgspec
+from msgspec import Raw
+
+from thunderagent.proxy.outline import Outline
+from thunderagent.proxy.prefix import holds_token_ids
 
 SGLANG_PATH = "/generate"
 VLLM_PATH = "/inference/v1/generate"
@@ -25,15 +29,20 @@ _MESSAGE = "Abort in waiting queue"
 Json = dict[str, Any]
 
 
+_PROMPT_FIELDS = ("input_ids", "token_ids", "prompt")
+_FLAT_LIST = re.compile(rb"\[\s*-?[0-9]")
+_decode_list = msgspec.json.Decoder(list[Raw]).decode
+
+
 class _Fields(msgspec.Struct):
-    """What the answer repeats of a request, or depends on."""
+    """What the answer repeats of a request, or depends on; prompts are counted, not built."""
 
     rid: Any = None
     request_id: Any = None
-    input_ids: Any = None
-    token_ids: Any = None
-    prompt: Any = None
-    text: Any = None
+    input_ids: Raw = Raw()
+    token_ids: Raw = Raw()
+    prompt: Raw = Raw()
+    text: Raw = Raw()
     model: Any = None
     sampling_params: Any = None
     n: Any = None
@@ -43,6 +52,9 @@ class _Fields(msgspec.Struct):
     stream_options: Any = None
 
 
+_decode_fields = msgspec.json.Decoder(_Fields).decode
+
+
 class AbortAnswer(NamedTuple):
     """A whole answer: its content type and its bytes."""
 
@@ -50,15 +62,18 @@ class AbortAnswer(NamedTuple):
     body: bytes
 
 
-def abortable(path: str, body: bytes) -> Callable[[], bool] | None:
-    """Return what says whether a turn may be aborted while it is held; None if it never may.
+def is_abortable(path: str, *, has_token_prompt: bool) -> bool:
+    """Say whether a turn may be aborted while it is held.
 
     Turns with tokens in may, those with text in stay held: who sent them does not know what an abort is.
     """
     path = path.partition("?")[0]
-    if path in (SGLANG_PATH, VLLM_PATH, SKYRL_PATH):
-        return lambda: True
-    return (lambda: _is_tokens(_read(body).prompt)) if path == COMPLETIONS_PATH else None
+    return path in (SGLANG_PATH, VLLM_PATH, SKYRL_PATH) or (path == COMPLETIONS_PATH and has_token_prompt)
+
+
+def is_body_abortable(path: str, body: bytes) -> bool:
+    """Say the same of a turn of which nothing is known but its body. Cost: one pass over it."""
+    return is_abortable(path, has_token_prompt=holds_token_ids(_read(body).prompt))
 
 
 def abort_answer(path: str, body: bytes) -> AbortAnswer:
@@ -74,29 +89,30 @@ def abort_answer(path: str, body: bytes) -> AbortAnswer:
 
 
 def _read(body: bytes) -> _Fields:
+    outline = Outline.of(body, _PROMPT_FIELDS)
     try:
-        return msgspec.json.decode(body, type=_Fields)
+        fields = _decode_fields(outline.text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return _Fields()
-
-
-def _is_tokens(prompt: object) -> bool:
-    """Say whether a prompt is token ids, or several such prompts."""
-    first = prompt[0] if isinstance(prompt, list) and prompt else None
-    return isinstance(first, int) or (isinstance(first, list) and _is_tokens(first))
+    for name in _PROMPT_FIELDS:
+        if outline.is_placeholder(getattr(fields, name)):
+            setattr(fields, name, Raw(outline.token_ids))
+    return fields
 
 
 def _count(value: object) -> int:
     return value if isinstance(value, int) and 1 <= value <= 1024 else 1
 
 
-def _prompt_sizes(prompt: object) -> list[int]:
-    """Return the tokens of each prompt; text has none that are known here."""
-    if not isinstance(prompt, list):
-        return [0]
-    if prompt and isinstance(prompt[0], list | str):
-        return [len(each) if isinstance(each, list) else 0 for each in prompt]
-    return [len(prompt)]
+def _prompts(prompt: Raw) -> tuple[list[int], bool]:
+    """Return the tokens of each prompt, and whether it is a list of them; text has none that are known here."""
+    if _FLAT_LIST.match(prompt) is not None:
+        return [bytes(prompt).count(b",") + 1], False
+    try:
+        prompts = _decode_list(prompt)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return [0], False
+    return [_prompts(each)[0][0] for each in prompts], bool(prompts)
 
 
 def _sampling_count(fields: _Fields) -> int:
@@ -104,10 +120,10 @@ def _sampling_count(fields: _Fields) -> int:
 
 
 def _sglang(fields: _Fields) -> tuple[object, list[Json]]:
-    prompt = fields.text if fields.input_ids is None else fields.input_ids
     copies_count = _sampling_count(fields)
-    sizes = [size for size in _prompt_sizes(prompt) for _ in range(copies_count)]
-    is_batch = copies_count > 1 or (isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], list | str))
+    prompt_sizes, is_batch = _prompts(fields.input_ids if holds_token_ids(fields.input_ids) else fields.text)
+    sizes = [size for size in prompt_sizes for _ in range(copies_count)]
+    is_batch = is_batch or copies_count > 1
     rids = fields.rid if isinstance(fields.rid, list) else [fields.rid] * (not is_batch)
     results: list[Json] = []
     for index, prompt_tokens in enumerate(sizes):
@@ -133,13 +149,13 @@ def _vllm(fields: _Fields) -> tuple[object, list[Json]]:
         {"index": index, "logprobs": None, "finish_reason": "abort", "stop_reason": None, "token_ids": []}
         for index in range(_sampling_count(fields))
     ]
-    usage = _usage(sum(_prompt_sizes(fields.token_ids)))
+    usage = _usage(sum(_prompts(fields.token_ids)[0]))
     whole = {**head, "model": fields.model, "created": int(time.time()), "choices": choices, "usage": usage}
     return whole, [{**head, "choices": [choice]} for choice in choices] + _usage_event(fields, head, usage)
 
 
 def _completion(fields: _Fields) -> tuple[object, list[Json]]:
-    sizes = _prompt_sizes(fields.prompt)
+    sizes, _ = _prompts(fields.prompt)
     head: Json = {
         "id": f"cmpl-{uuid.uuid4().hex}",
         "object": "text_completion",

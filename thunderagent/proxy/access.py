@@ -41,6 +41,8 @@ ROUTES: tuple[tuple[Access, str, str], ...] = (
     (DATA, "POST", "/programs"),
     (DATA, "POST", "/programs/release"),  # of all programs: the handler asks for an admin key
     (DATA, "DELETE", "/programs/{}"),
+    (DATA, "POST", "/programs/{}/tools/start"),
+    (DATA, "POST", "/programs/{}/tools/end"),
     (DATA, "GET POST", "/programs/{}/sandboxes"),
     (DATA, "DELETE", "/programs/{}/sandboxes/{}"),
     (DATA, "GET", "/sandboxes/events"),  # of all programs: the handler asks for an admin key
@@ -58,6 +60,7 @@ ROUTES: tuple[tuple[Access, str, str], ...] = (
     (ADMIN, "GET", "/summary"),
     (ADMIN, "GET", "/history"),
     (ADMIN, "*", "/replicas**"),
+    (ADMIN, "*", "/control**"),
     (ADMIN, "*", "/weight_sync/**"),
     # In the words of other gateways.
     (ADMIN, "*", "/workers**"),
@@ -105,6 +108,7 @@ _CONTROL_PREFIXES = (
 """How other such words begin, those that engines will have, too."""
 
 _NAMED_PART = re.compile(r"\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}")
+_KNOWN_OF_A_PROGRAM = frozenset({"v1", "skyrl", "inference"})
 _OF_A_PROGRAM = re.compile(r"^/(?:p|sessions)/")
 
 
@@ -132,8 +136,11 @@ def _row_of(method: str, route_path: str) -> Access | None:
 
 def controls_engine(raw_path: str) -> bool:
     """Say whether a path, as an engine may read it, controls that engine: decoded, without dots and doubled slashes."""
-    path = normpath("/" + unquote(split_path(raw_path)[1].partition("?")[0]).lstrip("/"))
+    program_id, rest = split_path(raw_path)
+    path = normpath("/" + unquote(rest.partition("?")[0]).lstrip("/"))
     words = [word for word in path.split("/") if word]
+    if program_id is not None and words and words[0] not in _KNOWN_OF_A_PROGRAM:  # where its id ends is a guess
+        return any(_is_control(word) for word in words)
     if _OF_A_PROGRAM.match(path):  # whatever may be taken off, what is left ends like this
         return any(_is_control(word) for word in words[2:])
     while words and words[0] in ("v1", "skyrl"):

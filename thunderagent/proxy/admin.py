@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, Literal
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry
@@ -13,7 +13,7 @@ from thunderagent.errors import NotFoundError, RequestError, ThunderAgentError
 from thunderagent.programs.lifecycle import Phase, Status
 from thunderagent.proxy.bearer import Tokens
 from thunderagent.proxy.bodies import read_model, report_response
-from thunderagent.proxy.identity import check_program_id
+from thunderagent.proxy.identity import check_program_id, outcome_of
 from thunderagent.proxy.keys import check_admin
 from thunderagent.proxy.metrics import exposition
 from thunderagent.proxy.replicas import Replicas
@@ -36,7 +36,7 @@ EXPOSITION_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 class ReleaseRequest(BaseModel):
     """Which programs ended: one, several, or all; of these only a `tenant`'s, if one is named.
 
-    `generation` means only that incarnation of one id.
+    `generation` means only that incarnation of one id, and `outcome` says what became of it.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True, coerce_numbers_to_str=True)
@@ -46,6 +46,7 @@ class ReleaseRequest(BaseModel):
     all: bool = False
     tenant: str | None = None
     generation: int | None = None
+    outcome: Literal["success", "failure"] | None = None
 
 
 class OpenRequest(BaseModel):
@@ -57,8 +58,16 @@ class OpenRequest(BaseModel):
     group_id: str = Field("", max_length=256)
     parent_id: str = Field("", max_length=256)
     tenant: str = Field("", max_length=256)
-    program_class: str = ""
+    program_class: str = Field("", max_length=256)
     sandboxes: list[dict[str, Any]] | None = None
+
+
+class ToolRequest(BaseModel):
+    """A tool that begins now; its name may be left out."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True, coerce_numbers_to_str=True)
+
+    tool: str = Field("", max_length=256)
 
 
 class Admin:
@@ -88,6 +97,8 @@ class Admin:
             web.get("/programs", self.programs),
             web.post("/programs", self.open),
             web.post("/programs/release", self.release),
+            web.post("/programs/{program_id:.+}/tools/start", self.tool_start),
+            web.post("/programs/{program_id:.+}/tools/end", self.tool_end),
             web.get("/programs/{program_id:.+}", self.program),
             web.delete("/programs/{program_id:.+}", self.delete_program),
             web.post("/finish_session", self.finish_session),
@@ -146,7 +157,9 @@ class Admin:
         program_id = check_program_id(wanted.program_id)
         if wanted.sandboxes is not None and self._sandboxes is None:
             raise RequestError(SANDBOXES_OFF)
-        opened = self._runtime.open_program(program_id, wanted.group_id, wanted.parent_id, wanted.tenant)
+        opened = self._runtime.open_program(
+            program_id, wanted.group_id, wanted.parent_id, wanted.tenant, wanted.program_class
+        )
         made: list[dict[str, Any]] = []
         if self._sandboxes is not None:
             if wanted.sandboxes is not None:
@@ -156,6 +169,19 @@ class Admin:
             made = self._sandboxes.of_program(program_id)
         token = {"token": self._tokens.token_of(program_id)} if self._tokens is not None else {}
         return web.json_response({"program_id": program_id, "opened": opened, "sandboxes": made, **token})
+
+    async def tool_start(self, request: web.Request) -> web.Response:
+        """Take in that a program's tool begins now: sharper than the end of the turn that called it."""
+        program_id = check_program_id(request.match_info["program_id"])
+        body = await request.read()
+        tool = read_model(ToolRequest, body).tool if body.strip() else ""
+        known = self._runtime.tool_started(program_id, tool)
+        return web.json_response({"program_id": program_id, "known": known})
+
+    async def tool_end(self, request: web.Request) -> web.Response:
+        """Take in that a program's tool is through. Idempotent; an unknown program is no error."""
+        program_id = check_program_id(request.match_info["program_id"])
+        return web.json_response({"program_id": program_id, "known": self._runtime.tool_ended(program_id)})
 
     async def _request_sandboxes(self, program_id: str, wanted: list[dict[str, Any]], *, opened: bool) -> None:
         assert self._sandboxes is not None
@@ -180,10 +206,13 @@ class Admin:
         if wanted.program_id is not None:
             program_id = check_program_id(wanted.program_id)
             released = bool(self._of_tenant([program_id], wanted.tenant))
-            released = released and self._runtime.release(program_id, wanted.generation)
+            outcome = wanted.outcome or outcome_of(request.headers)
+            released = released and self._runtime.release(program_id, wanted.generation, outcome)
             return web.json_response({"program_id": wanted.program_id, "released": released})
         if wanted.generation is not None:
             raise RequestError("a generation goes with one program_id")
+        if wanted.outcome is not None:
+            raise RequestError("an outcome goes with one program_id")
         program_ids = wanted.program_ids or []
         if wanted.all:
             check_admin()
@@ -204,11 +233,11 @@ class Admin:
 
     async def delete_program(self, request: web.Request) -> web.Response:
         """End one program. Idempotent."""
-        return self._release_one(request.match_info["program_id"])
+        return self._release_one(request, request.match_info["program_id"])
 
     async def finish_session(self, request: web.Request) -> web.Response:
         """End one program, in the words of SkyRL and the vLLM router."""
-        return self._release_one(request.query.get("session_id", ""))
+        return self._release_one(request, request.query.get("session_id", ""))
 
     async def replicas(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler's signature
         """List the replicas."""
@@ -223,8 +252,8 @@ class Admin:
         """Tell how many tools run, how long they take, and what sandboxes take."""
         return report_response(tools_report(self._runtime))
 
-    def _release_one(self, program_id: str) -> web.Response:
-        released = self._runtime.release(check_program_id(program_id))
+    def _release_one(self, request: web.Request, program_id: str) -> web.Response:
+        released = self._runtime.release(check_program_id(program_id), outcome=outcome_of(request.headers))
         return web.json_response({"program_id": program_id, "released": released})
 
     async def _release_request(self, request: web.Request) -> ReleaseRequest:

@@ -15,13 +15,16 @@ from thunderagent.proxy.access import CATCH_ALL, Access, access_of_route, contro
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-ALSO_PATHS = ("/dashboard", "/sandboxes")
-"""For operators too, though a page needs no key, and a program may follow its own sandboxes with a data key."""
+DASHBOARD_PATH = "/dashboard"
+"""For operators too, though the page needs no key."""
+
+OF_ALL_UNLESS_NAMED = ("GET", "/sandboxes/events")
+"""For an agent if it follows its own program, and for operators if it follows all of them."""
 
 
 def is_admin(method: str, route_path: str) -> bool:
     """Say whether a route is for operators and trainers, not for agents; `route_path` is as it was registered."""
-    return access_of_route(method, route_path) is Access.ADMIN or route_path.startswith(ALSO_PATHS)
+    return access_of_route(method, route_path) is Access.ADMIN or route_path.startswith(DASHBOARD_PATH)
 
 
 class AdminPort:
@@ -35,6 +38,8 @@ class AdminPort:
         """Wrap a handler so that what is for the admin port is refused elsewhere."""
         if is_admin(method, route_path):
             return self._only_here(handler, lambda _: True)
+        if (method, route_path) == OF_ALL_UNLESS_NAMED:
+            return self._only_here(handler, lambda request: "program_id" not in request.query)
         if route_path == CATCH_ALL:  # a spelling that an engine may understand
             return self._only_here(handler, lambda request: controls_engine(request.raw_path))
         return handler

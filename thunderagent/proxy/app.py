@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Protocol
+from urllib.parse import unquote
 
 import structlog
 from aiohttp import web
@@ -15,6 +16,7 @@ from thunderagent.proxy.access import CATCH_ALL
 from thunderagent.proxy.admin import Admin
 from thunderagent.proxy.admin_port import AdminPort
 from thunderagent.proxy.breaker import Breakers
+from thunderagent.proxy.commands import command_of
 from thunderagent.proxy.control import Control, ControlSettings
 from thunderagent.proxy.dashboard import Dashboard
 from thunderagent.proxy.dialects import TURN_DIALECTS, dialect_of
@@ -23,6 +25,7 @@ from thunderagent.proxy.facade import Facade
 from thunderagent.proxy.guard import Guard, GuardSettings, Handler
 from thunderagent.proxy.history import History
 from thunderagent.proxy.identity import split_path
+from thunderagent.proxy.judge import Judge, JudgeCollector
 from thunderagent.proxy.keys import Keyring
 from thunderagent.proxy.leases import Leases
 from thunderagent.proxy.live import Live
@@ -30,9 +33,10 @@ from thunderagent.proxy.login import Login
 from thunderagent.proxy.metrics import StateCollector, TurnMetrics
 from thunderagent.proxy.models import Models
 from thunderagent.proxy.openapi import OpenApi
+from thunderagent.proxy.primitives import Primitives, Provisioner
 from thunderagent.proxy.replica_routes import ReplicaHandlers, SourceCollector
 from thunderagent.proxy.replicas import Replicas, Watcher
-from thunderagent.proxy.request_id import REQUEST_ID
+from thunderagent.proxy.request_id import REQUEST_ID, mark
 from thunderagent.proxy.sandboxes import SandboxCollector, Sandboxes, SandboxHandlers
 from thunderagent.proxy.turns import Turns, TurnSettings
 from thunderagent.proxy.weight_sync import WeightSync
@@ -68,14 +72,18 @@ def build_app(
     sandboxes: Sandboxes | None = None,
     control_settings: ControlSettings | None = None,
     admin_port: AdminPort | None = None,
+    provisioner: Provisioner | None = None,
+    judge: Judge | None = None,
 ) -> web.Application:
     """Put the proxy together. The caller owns what it is made of."""
     registry = CollectorRegistry()
     metrics = TurnMetrics(registry)
-    turns = Turns(runtime, client, replicas, watcher, metrics, turn_settings, sandboxes)
+    turns = Turns(runtime, client, replicas, watcher, metrics, turn_settings, sandboxes, judge)
     models = Models(runtime, client, replicas)
     registry.register(StateCollector(runtime, replicas))
     registry.register(SourceCollector(discovery))
+    if judge is not None:
+        registry.register(JudgeCollector(judge))
     if sandboxes is not None:
         registry.register(SandboxCollector(sandboxes, registry))
     keyring = keyring or Keyring()
@@ -93,12 +101,13 @@ def build_app(
     app.on_cleanup.append(_closing(weight_sync, leases))
     routes = [
         *control.routes(),
-        *Facade(runtime, replicas, control, turns.forward_to).routes(),
+        *Facade(runtime, replicas, control, turns.handle_on, turns.forward_to).routes(),
         *weight_sync.routes(),
         *leases.routes(),
         *SandboxHandlers(sandboxes).routes(),
         *Admin(runtime, replicas, registry, sandboxes, turn_settings.identity.tokens).routes(),
         *ReplicaHandlers(runtime, replicas, discovery).routes(),
+        *Primitives(runtime, provisioner).routes(),
         *live.routes(),
         *Dashboard().routes(),
         *Login(keyring).routes(),
@@ -106,7 +115,7 @@ def build_app(
         web.get("/v1/models", models.handle),
     ]
     routes += OpenApi(routes).routes()
-    routes.append(web.route("*", CATCH_ALL, _by_inner_path(turns, models, _own_parts(routes))))
+    routes.append(web.route("*", CATCH_ALL, _by_inner_path(turns, models, control, replicas, _own_parts(routes))))
     for route in routes:
         handler = route.handler
         if admin_port is not None:
@@ -144,18 +153,25 @@ def _closing(*owners: WeightSync | Leases) -> Callable[[web.Application], Awaita
     return close
 
 
-def _by_inner_path(turns: Turns, models: Models, own_parts: frozenset[str]) -> Handler:
-    """Return the handler of paths that name a program, and of the engine's own paths."""
+def _by_inner_path(
+    turns: Turns, models: Models, control: Control, replicas: Replicas, own_parts: frozenset[str]
+) -> Handler:
+    """Return the handler of paths that name a program, and of the engine's own paths.
+
+    A control call under a program's path is one to that program's replica.
+    """
 
     async def handle(request: web.Request) -> web.StreamResponse:
         path_id, raw_path = split_path(request.raw_path)
-        path = raw_path.partition("?")[0]
+        path = unquote(raw_path.partition("?")[0])
         if request.method == "POST" and path in TURN_DIALECTS:
             return await turns.handle(request)
         if request.method == "GET" and path == "/v1/models":
             return await models.handle(request)
         if path_id is None and path.split("/")[1] in own_parts | {"p"}:
             raise NotFoundError(f"there is no {request.path}")
+        if path_id is not None and (command := command_of(path)) is not None:
+            return await control.tell_one(request, raw_path, replicas.serving(path_id), command)
         return await turns.forward(request)
 
     return handle
@@ -164,24 +180,27 @@ def _by_inner_path(turns: Turns, models: Models, own_parts: frozenset[str]) -> H
 def answering_errors(handler: Handler) -> Handler:
     """Wrap a handler so that errors become answers in the schema of the API that the path belongs to.
 
-    Each has its status and code and, where it helps, Retry-After. A wrapper, not a middleware of aiohttp, which
-    would cost every turn twice as much.
+    Each has its status and code and, where it helps, Retry-After; every answer bears the request's id. A wrapper, not a
+    middleware or a signal of aiohttp, which would cost every turn twice as much.
     """
 
     async def handle(request: web.Request) -> web.StreamResponse:
+        response: web.StreamResponse
         try:
-            return await handler(request)
+            response = await handler(request)
         except ThunderAgentError as error:
-            return error_response(request, error)
+            response = error_response(request, error)
         except web.HTTPRequestEntityTooLarge as error:
-            return error_response(request, BodyTooLargeError(f"the body is larger than the limit: {error.text}"))
+            response = error_response(request, BodyTooLargeError(f"the body is larger than the limit: {error.text}"))
         except web.HTTPException as error:
-            return _error_body(request, error.status, "invalid_request", error.reason)
+            response = _error_body(request, error.status, "invalid_request", error.reason)
         except ConnectionError:
-            return web.Response(status=CLIENT_CLOSED_REQUEST)  # never sent: the client left
+            response = web.Response(status=CLIENT_CLOSED_REQUEST)  # never sent: the client left
         except Exception:
             log.exception("bug", method=request.method, path=request.path, request_id=REQUEST_ID.get())
-            return _error_body(request, 500, "internal_error", "the proxy has a bug; its log has the trace")
+            response = _error_body(request, 500, "internal_error", "the proxy has a bug; its log has the trace")
+        mark(response)
+        return response
 
     return handle
 
@@ -189,6 +208,7 @@ def answering_errors(handler: Handler) -> Handler:
 def error_response(request: web.Request, error: ThunderAgentError) -> web.Response:
     """Return the answer that tells a caller of an error."""
     response = _error_body(request, error.status, error.code, error.message)
+    response.headers.update(error.answer_headers)
     if error.retry_after_s is not None:
         response.headers["Retry-After"] = str(error.retry_after_s)
     if error.status == KeyNeededError.status:

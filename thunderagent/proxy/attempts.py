@@ -83,7 +83,8 @@ class Attempts:
         key = _key_of(attempt)
         if key is None:
             return
-        others = [other for other in self._live.get(key, ()) if not other.superseded and other.is_same(attempt)]
+        live = self._live.setdefault(key, [])
+        others = [other for other in live if not other.superseded and other.is_same(attempt)]
         earlier = _earlier_of(attempt, others)
         if earlier is not None:
             others.remove(earlier)
@@ -99,7 +100,7 @@ class Attempts:
                 attempt.since_s = since_s
         for each in (attempt, *others) if others else ():
             each.is_sample = True
-        self._live.setdefault(key, []).append(attempt)
+        live.append(attempt)
 
     def end(self, attempt: Attempt, now_s: float, *, answered: bool) -> None:
         """Let go of an attempt; one that got no answer may come again."""
@@ -111,17 +112,21 @@ class Attempts:
         if not live:
             del self._live[key]
         if not answered and not attempt.superseded:
-            self._ended[_place_of(attempt)] = attempt.since_s, now_s
-            if len(self._ended) > REMEMBER_COUNT:
-                self._ended.popitem(last=False)
+            self._remember(_place_of(attempt), attempt.since_s, now_s)
+
+    def _remember(self, place: Place, since_s: float, now_s: float) -> None:
+        self._ended[place] = since_s, now_s
+        self._ended.move_to_end(place)
+        while len(self._ended) > REMEMBER_COUNT or now_s - next(iter(self._ended.values()))[1] > REMEMBER_S:
+            self._ended.popitem(last=False)
 
 
 def _key_of(attempt: Attempt) -> str | None:
     """Return what attempts at one turn have in common for certain; None if this one is nobody's."""
     if attempt.turn.program_id is not None:
-        return f"program {attempt.turn.program_id}"
+        return attempt.turn.program_id
     key = attempt.patience.idempotency_key
-    return f"key {key}" if key else None
+    return f"\0{key}" if key else None  # no program's id begins so
 
 
 def _earlier_of(attempt: Attempt, others: list[Attempt]) -> Attempt | None:

@@ -8,6 +8,7 @@ from aiohttp import web
 from pydantic import BaseModel, ValidationError
 
 from thunderagent.errors import RequestError
+from thunderagent.faults import faults_of
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -17,8 +18,7 @@ def read_model(model: type[Model], body: bytes) -> Model:
     try:
         return model.model_validate_json(body)
     except ValidationError as error:
-        first = error.errors()[0]
-        raise RequestError(f"{'.'.join(map(str, first['loc'])) or 'body'}: {first['msg']}") from error
+        raise RequestError(faults_of(error)[0]) from error
 
 
 def report_response(report: BaseModel) -> web.Response:

@@ -4,7 +4,8 @@ Theory of operation
 ===================
 A control call is told to all replicas at the same time, because weights come over a collective that all must join; and
 calls are told one after another, so that no replica sees them in another order. Calls that only read wait for nobody,
-nor do aborts, which may have to end what another call waits for.
+nor do aborts, which may have to end what another call waits for. Data-parallel ranks behind one URL are one engine: it
+is told once, and what it did counts for each of them.
 
 While a call that changes engines is under way nothing is granted anywhere. Afterwards grants stay stopped on each
 replica that did what it was told, if that was to pause, to sleep, or to take weights, until the call that ends it
@@ -25,6 +26,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import structlog
@@ -42,13 +44,11 @@ from thunderagent.proxy.commands import (
     command_of,
 )
 from thunderagent.proxy.headers import forwarded_request_headers
+from thunderagent.proxy.large_bodies import read_aside
 from thunderagent.proxy.replicas import Replicas
 from thunderagent.runtime import Runtime
 
 log = structlog.get_logger("thunderagent.control")
-
-LARGE_BODY_BYTES = 1 << 20
-"""A body over that (weights in base64) is read on a thread: it takes longer than turns should wait."""
 
 SHOWN_BYTES = 2000
 """So much of what a replica said is repeated in an answer that is not its own."""
@@ -117,22 +117,26 @@ class Control:
         """Tell every replica, up or not: one that misses a call would serve with other weights than the rest."""
         command = command_of(request.path)
         assert command is not None
-        replica_ids = list(self._replicas.known)
-        if not replica_ids:
+        engines = self._replicas.engines()
+        if not engines:
             raise NoReplicaError("there is no replica to tell")
         body = await request.read()
         asked = await read_call(request, body)
         ordered = contextlib.nullcontext() if command.reads or command.is_abort else self._one_at_a_time
         async with ordered:
-            replies = await self._tell(request, request.raw_path, body, command, asked, replica_ids, None)
+            replies = await self._tell(request, request.raw_path, body, command, asked, engines, only_one=False)
         return _joined(request.path, replies)
 
     async def tell_one(self, request: web.Request, path: str, replica_id: str, command: Command) -> web.Response:
-        """Tell one replica, and return its own answer; `path` is the raw path and query there."""
+        """Tell one replica, and return its own answer; `path` is the raw path and query there.
+
+        What it does it does for all ranks behind its URL.
+        """
         body = await request.read()
         asked = await read_call(request, body)
-        (reply,) = await self._tell(request, path, body, command, asked, [replica_id], replica_id)
-        return reply.answer()
+        engine = next(engine for engine in self._replicas.engines() if replica_id in engine)
+        replies = await self._tell(request, path, body, command, asked, [engine], only_one=True)
+        return replies[0].answer()
 
     async def refuse(self, request: web.Request) -> web.Response:
         """Say why a call does not go to all replicas, and how it goes to each."""
@@ -148,29 +152,38 @@ class Control:
         body: bytes,
         command: Command,
         asked: Asked,
-        replica_ids: Sequence[str],
-        only_id: str | None,
+        engines: Sequence[Sequence[str]],
+        *,
+        only_one: bool,
     ) -> list[Reply]:
-        """Stop grants (on `only_id`, or anywhere), tell replicas, and take in what each did."""
+        """Stop grants (on the one engine, or anywhere), tell engines, and take in what each did, for each rank."""
+        suspended_ids: Sequence[str | None] = engines[0] if only_one else (None,)
         aborts = command.aborts(asked)
         suspends = command.suspends and (aborts or not command.is_abort)
-        with self._suspended(only_id) if suspends else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            for replica_id in suspended_ids if suspends else ():
+                stack.enter_context(self._suspended(replica_id))
             if aborts:
-                aborted_count = self._runtime.abort_held(only_id)
+                aborted_count = sum(map(self._runtime.abort_held, suspended_ids))
                 log.info("held_turns_aborted", path=request.path, turns_count=aborted_count)
 
-            async def tell(replica_id: str) -> Reply:
-                reply = await self.call(replica_id, request, path, body)
-                if reply.done:  # at once: the caller may leave before the others are through
-                    self._did(reply, command, asked)
-                return reply
+            async def tell(engine: Sequence[str]) -> list[Reply]:
+                reply = await self.call(engine[0], request, path, body, names_rank=False)
+                replies = [reply._replace(replica_id=replica_id) for replica_id in engine]
+                for each in (
+                    replies if reply.done else ()
+                ):  # at once: the caller may leave before the others are through
+                    self._did(each, command, asked)
+                return replies
 
-            replies = await asyncio.gather(*map(tell, replica_ids))
+            replies = [reply for told in await asyncio.gather(*map(tell, engines)) for reply in told]
         if not command.reads:
             log.info("engines_told", path=request.path, replies={reply.replica_id: reply.status for reply in replies})
         return replies
 
-    async def call(self, replica_id: str, request: web.Request, path: str, body: bytes) -> Reply:
+    async def call(
+        self, replica_id: str, request: web.Request, path: str, body: bytes, *, names_rank: bool = True
+    ) -> Reply:
         """Send a request on to one replica and read its whole answer. A failure is a reply, too."""
         headers = forwarded_request_headers(request.headers)
         headers.popall("Accept-Encoding", None)  # the answer is read here
@@ -185,6 +198,7 @@ class Control:
                     headers,
                     body or None,
                     silence_timeout_s=self._settings.timeout_s,
+                    names_rank=names_rank,
                 )
                 try:
                     content = await self._client.read(replica_id, response)
@@ -207,6 +221,8 @@ class Control:
         runtime, replica_id = self._runtime, reply.replica_id
         if replica_id not in self._replicas.known:  # removed meanwhile
             return
+        if not command.reads:
+            self._replicas.known[replica_id].told_count += 1
         if command.clears(asked):
             runtime.replica_flushed(replica_id)
         if command.leaves:
@@ -234,9 +250,7 @@ class Control:
 
 async def read_call(request: web.Request, body: bytes) -> Asked:
     """Read what a control call asks for."""
-    if len(body) > LARGE_BODY_BYTES:
-        return await asyncio.to_thread(Asked, request.query, body)
-    return Asked(request.query, body)
+    return await read_aside(partial(Asked, request.query, body), len(body))
 
 
 def _call_cause(replica_id: str | None) -> str:

@@ -38,6 +38,7 @@ from thunderagent.programs.events import (
     TurnFinished,
     TurnProgressed,
 )
+from thunderagent.programs.signals import GpuFirstToken, Signal
 from thunderagent.proxy.sse import server_sent
 from thunderagent.runtime import Runtime
 
@@ -64,9 +65,12 @@ def _kind_of(cls: type[Any]) -> str:
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", cls.__name__).lower()
 
 
-KIND_OF = {cls: _kind_of(cls) for cls in (*get_args(Event), *get_args(Decision))}
-KINDS = frozenset(kind for cls, kind in KIND_OF.items() if cls not in QUIET)
-"""Every kind of message; of events the name of what happened, of decisions what was decided."""
+KIND_OF = {cls: _kind_of(cls) for cls in (*get_args(Event), *get_args(Decision), *get_args(Signal))}
+KIND_OF[GpuFirstToken] = "gpu_1st_token"  # the paper's word
+SIGNAL_KINDS = frozenset(KIND_OF[cls] for cls in get_args(Signal))
+"""Of the information stream; who wants them asks for them, because they say much again."""
+KINDS = frozenset(kind for cls, kind in KIND_OF.items() if cls not in QUIET) - SIGNAL_KINDS
+"""Every other kind of message; of events the name of what happened, of decisions what was decided."""
 
 _FIELDS = {cls: tuple(f.name for f in fields(cls) if f.name not in LEFT_OUT) for cls in KIND_OF}
 
@@ -77,7 +81,7 @@ class Message(NamedTuple):
     now_s: float
     program_id: str | None
     because: str | None
-    what: Event | Decision
+    what: Event | Decision | Signal
 
     def is_of(self, program_id: str) -> bool:
         """Say whether it is about a program."""
@@ -96,6 +100,8 @@ class EventFeed:
         self._linger_s = linger_s
         self._listeners_count = 0
         self._stop: Callable[[], None] | None = None
+        self._stop_signals: Callable[[], None] | None = None
+        self._signal_listeners_count = 0
         self._lingering: asyncio.TimerHandle | None = None
         self._recording_id = ""
         self.epoch_s = 0.0
@@ -123,20 +129,39 @@ class EventFeed:
 
         Raises `RequestError` for a kind that there is not, `TooManyListenersError`.
         """
-        unknown = sorted(set(kinds) - KINDS)
-        if unknown:
-            raise RequestError(f"there is no kind {unknown[0]!r}; there are: {', '.join(sorted(KINDS))}")
+        known = KINDS | SIGNAL_KINDS
+        if unknown := sorted(set(kinds) - known):
+            raise RequestError(f"there is no kind {unknown[0]!r}; there are: {', '.join(sorted(known))}")
         if self._listeners_count >= MAX_LISTENERS_COUNT:
             raise TooManyListenersError(f"{MAX_LISTENERS_COUNT} listen already")
         self._listeners_count += 1
         self._begin()
         try:
-            yield Listener(self, program_id, frozenset(kinds), after_id)
+            with self._hear_signals(wanted=bool(SIGNAL_KINDS & set(kinds))):
+                yield Listener(self, program_id, frozenset(kinds), after_id)
         finally:
             self._listeners_count -= 1
             if not self._listeners_count and self.recording:
                 loop = asyncio.get_running_loop()
                 self._lingering = loop.call_later(self._linger_s, self._end)
+
+    @contextmanager
+    def _hear_signals(self, *, wanted: bool) -> Iterator[None]:
+        """Have signals recorded while somebody wants them: none are made before."""
+        self._signal_listeners_count += wanted
+        if wanted and self._stop_signals is None:
+            self._stop_signals = self._runtime.listen(self._record_signal)
+        try:
+            yield
+        finally:
+            self._signal_listeners_count -= wanted
+            if not self._signal_listeners_count and self._stop_signals is not None:
+                self._stop_signals()
+                self._stop_signals = None
+
+    def _record_signal(self, signal: Signal) -> None:
+        if self.recording:
+            self._append(Message(signal.now_s, getattr(signal, "program_id", None), None, signal))
 
     def close(self) -> None:
         """End it for everybody."""
@@ -177,7 +202,7 @@ class EventFeed:
         if type(event) not in QUIET:
             self._append(Message(event.now_s, program_id, None, event))
         for decision in decisions:
-            self._append(Message(event.now_s, decision.program_id, kind, decision))
+            self._append(Message(event.now_s, getattr(decision, "program_id", None), kind, decision))
 
     def _program_of(self, event: Event) -> str | None:
         program_id: str | None = getattr(event, "program_id", None)

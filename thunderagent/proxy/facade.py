@@ -14,8 +14,7 @@ from urllib.parse import quote, unquote
 
 from aiohttp import web
 
-from thunderagent.errors import NotFoundError, ReplicaError, TurnAbortedError
-from thunderagent.proxy.aborts import abort_answer, abortable
+from thunderagent.errors import NotFoundError
 from thunderagent.proxy.commands import command_of
 from thunderagent.proxy.control import Control
 from thunderagent.proxy.dialects import TURN_DIALECTS
@@ -24,7 +23,7 @@ from thunderagent.proxy.replicas import Replicas
 from thunderagent.runtime import Runtime
 
 ForwardTo = Callable[[web.Request, str, str], Awaitable[web.StreamResponse]]
-"""Send a request on to a replica, on a raw path there, and relay the answer."""
+"""Send a request on to a replica, on a raw path there, with a lease or without, and relay the answer."""
 
 OLD_LOAD_PATHS = ("/get_load", "/get_loads")
 
@@ -37,12 +36,14 @@ class Facade:
         runtime: Runtime,
         replicas: Replicas,
         control: Control,
+        turn_on: ForwardTo,
         forward_to: ForwardTo,
     ) -> None:
-        """Stand for `replicas`; what is neither control nor a turn goes through `forward_to`."""
+        """Stand for `replicas`; turns go through `turn_on`, what is neither control nor a turn through `forward_to`."""
         self._runtime = runtime
         self._replicas = replicas
         self._control = control
+        self._turn_on = turn_on
         self._forward_to = forward_to
 
     def routes(self) -> list[web.RouteDef]:
@@ -80,7 +81,7 @@ class Facade:
         if command is not None:
             return await self._control.tell_one(request, path, replica_id, command)
         if request.method == "POST" and bare_path in TURN_DIALECTS:
-            return await self._turn(request, replica_id, path)
+            return await self._turn_on(request, replica_id, path)
         if request.method == "GET" and bare_path == "/v1/loads":
             return await self._loads_of(request, replica_id, path)
         if request.method == "GET" and bare_path in OLD_LOAD_PATHS:
@@ -95,30 +96,6 @@ class Facade:
         """Count them in the older shape."""
         return web.json_response(old_load_of(self._runtime, list(self._replicas.known)))
 
-    async def _turn(self, request: web.Request, replica_id: str, path: str) -> web.StreamResponse:
-        """Run an anonymous turn on the replica that its client chose."""
-        body = await request.read()
-        try:
-            lease = await self._runtime.lease(
-                None, prompt_bytes=len(body), pinned_replica_id=replica_id, abortable=abortable(path, body)
-            )
-        except TurnAbortedError:
-            content_type, answer = abort_answer(path, body)
-            return web.Response(body=answer, content_type=content_type)
-        with lease:
-            try:
-                response = await self._forward_to(request, replica_id, path)
-            except ReplicaError:
-                lease.failed()
-                raise
-            if request.transport is None or request.transport.is_closing():  # it was cut: the answer is not whole
-                lease.failed()
-            elif response.status < 400:
-                lease.finished()
-            else:
-                lease.refused()
-            return response
-
     async def _loads_of(self, request: web.Request, replica_id: str, path: str) -> web.Response:
         """Answer with what the engine counts and the turns held for it; with our own count if it has none."""
         own = load_of(self._runtime, [replica_id])
@@ -127,10 +104,8 @@ class Facade:
         if not (isinstance(loads, list) and loads and isinstance(loads[0], dict)):
             return web.json_response(own)
         held_count = own["loads"][0]["num_waiting_reqs"]
-        for name in ("num_waiting_reqs", "num_total_reqs"):
-            counted = loads[0].get(name)
-            if isinstance(counted, int):
-                loads[0][name] = counted + held_count
+        _add(loads[0], held_count, "num_waiting_reqs", "num_total_reqs")
+        _add(reply.value.get("aggregate"), held_count, "total_waiting_reqs", "total_reqs")
         return web.json_response(reply.value)
 
     def _split(self, raw_path: str) -> tuple[str, str]:
@@ -159,3 +134,11 @@ class Facade:
             "is_healthy": replica is not None and replica.up,
             "load": replica.account.turn_count if replica is not None else 0,
         }
+
+
+def _add(counts: object, more_count: int, *names: str) -> None:
+    """Add to those of the counts that an engine says."""
+    for name in names if isinstance(counts, dict) else ():
+        counted = counts.get(name)  # type: ignore[attr-defined]
+        if isinstance(counted, int):
+            counts[name] = counted + more_count  # type: ignore[index]

@@ -55,8 +55,9 @@ class Guard:
             self._limits = RateLimits(settings.rate_limit_per_s, settings.rate_limit_burst_count, registry)
 
     def attach(self, app: web.Application) -> None:
-        """Have answers bear what the guard has to say."""
-        app.on_response_prepare.append(self._mark_cors if self._settings.cors_origins else _mark)
+        """Have answers say who may read them, if anybody may but their own origin."""
+        if self._settings.cors_origins:
+            app.on_response_prepare.append(self._mark_cors)
 
     def before(self, handler: Handler, method: str, route_path: str) -> Handler:
         """Wrap the handler of a route; errors are raised to whoever wraps it again."""
@@ -150,7 +151,6 @@ class Guard:
 
     async def _mark_cors(self, request: web.Request, response: web.StreamResponse) -> None:
         """Say in an answer which origin may read it; what an engine says of that holds no longer."""
-        await _mark(request, response)
         for name in [name for name in response.headers if name.lower().startswith("access-control-allow-origin")]:
             response.headers.popall(name)
         response.headers.add("Vary", "Origin")
@@ -162,8 +162,3 @@ class Guard:
 
 def _is_for_admin(request: web.Request, access: Access) -> bool:
     return access is Access.ADMIN or (access is Access.ENGINE and controls_engine(request.raw_path))
-
-
-async def _mark(request: web.Request, response: web.StreamResponse) -> None:  # noqa: ARG001 - a signal's signature
-    """Return the request's id with the answer."""
-    response.headers[REQUEST_ID_HEADER] = REQUEST_ID.get()

@@ -16,6 +16,7 @@ from multidict import CIMultiDict
 
 from thunderagent.errors import ThunderAgentError
 from thunderagent.proxy.dialects import Dialect
+from thunderagent.proxy.request_id import begin
 
 COMMENT = b": held\n\n"
 """A comment: readers of events pass over it."""
@@ -83,7 +84,7 @@ class HeldStream:
                 if self.response is None:
                     head = CIMultiDict({"Content-Type": "text/event-stream; charset=utf-8", **self._headers})
                     response = web.StreamResponse(headers=head)
-                    await response.prepare(self._request)
+                    await begin(self._request, response)
                     self.response = response
                 await self.response.write(beat)
         except ConnectionError:

@@ -150,7 +150,7 @@ class History:
                 limit_tokens += account.limit_tokens
             for name, value in asdict(account.costs).items():
                 setattr(costs, name, getattr(costs, name) + value)
-        paused_reasoning_count = len(scheduler.queue.reasoning)
+        paused_reasoning_count = scheduler.queue.waiting_count
         sample = Sample(
             at_s=round(at_s, 3),
             active_reasoning_count=reasoning_count,

@@ -18,14 +18,15 @@ import msgspec
 from msgspec import UNSET
 from multidict import CIMultiDictProxy
 
-from thunderagent.errors import InvalidProgramIdError
+from thunderagent.errors import InvalidProgramIdError, RequestError
 from thunderagent.programs.events import PrefixCut
+from thunderagent.programs.verdicts import OUTCOMES
 from thunderagent.proxy.bearer import Tokens
 from thunderagent.proxy.dialects.base import Dialect
 from thunderagent.proxy.dialects.openai import OpenAI
 from thunderagent.proxy.json_splice import remove_member, set_include_usage
 from thunderagent.proxy.outline import Outline
-from thunderagent.proxy.prefix import PromptFields, prefix_of
+from thunderagent.proxy.prefix import PromptFields, holds_token_ids, prefix_of
 
 MAX_PROGRAM_ID_BYTES = 256
 
@@ -56,6 +57,12 @@ PARENT_HEADERS = ("X-Program-Parent", "X-Dynamo-Parent-Session-ID", "X-Codex-Par
 
 TENANT_HEADER = "X-Program-Tenant"
 GROUP_HEADER = "X-Program-Group"
+ROLE_HEADER = "X-Program-Role"
+"""Which of a program's agents speaks: what turns of that role generate is learned."""
+
+OUTCOME_HEADER = "X-Program-Outcome"
+"""What became of a program, with its last turn or its release."""
+
 CLASS_HEADER = "X-Program-Class"
 """What sort of program it is: says which sandboxes it gets."""
 
@@ -67,9 +74,11 @@ _PROGRAM_PATHS = (
     re.compile(r"^/(?:p|sessions)/(?P<program_id>.+)(?P<rest>/skyrl/v1/generate)$", re.DOTALL),
     re.compile(r"^/(?:p|sessions)/(?P<program_id>.+)(?P<rest>/v1(?:/.*)?)$", re.DOTALL),
     re.compile(r"^/(?:p|sessions)/(?P<program_id>.+)(?P<rest>/(?:generate|tokenize|detokenize))$", re.DOTALL),
+    re.compile(r"^/p/(?P<program_id>[^/]+)(?P<rest>/.*)$", re.DOTALL),
 )
 """Paths that name a program, and what of them is the engine's: of vLLM's token-in API and SkyRL's form of it, of what
-has a version, and of the few paths without one that agents and trainers call."""
+has a version, of the few paths without one that agents and trainers call, and of whatever else there is: then the id
+ends at the next slash."""
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
@@ -84,6 +93,7 @@ class _Fields(PromptFields):
     metadata: Any = None
     vllm_xargs: Any = None
     nvext: Any = None
+    conversation_params: Any = None
     prompt_cache_key: Any = None
     user: Any = None
     stream: Any = None
@@ -101,9 +111,13 @@ OTHERS_FIELDS = (
     ("vllm_xargs", "program_id"),
     ("nvext", "agent_context", "session_id"),
     ("nvext", "agent_context", "program_id"),
+    ("conversation_params", "conversation_id"),  # TensorRT-LLM, NeMo Gym
     ("prompt_cache_key",),
 )
 """Where else a body may name its program, by the ways to the value."""
+
+SIDE_CALL_TOKEN_FIELDS = ("tokens", "input", "prompt", "input_ids", "token_ids")
+"""Fields of side calls that may hold many token ids: of detokenize, of embeddings, and as in turns."""
 
 _BUILT_FIELDS = (
     "program_id",
@@ -136,7 +150,21 @@ class TurnRequest(NamedTuple):
     has_whole_prompt: bool = True
     parent_id: str = ""
     tenant: str = ""
+    program_class: str = ""
     streams: bool = False
+    previous_response_id: str = ""
+    has_token_prompt: bool = False
+    """Whether its `prompt` is token ids rather than text."""
+    role: str = ""
+    outcome: str = ""
+
+
+class SideCallRequest(NamedTuple):
+    """Whose a request is that is no turn, and the bytes to forward."""
+
+    program_id: str | None
+    source: str
+    body: bytes
 
 
 class IdentityRules(NamedTuple):
@@ -159,6 +187,7 @@ def split_path(raw_path: str) -> tuple[str | None, str]:
     """Split `/p/{program_id}/v1/...` into the decoded program id and the path to forward; None if it names no program.
 
     The id may hold `/`, `:` and percent-escapes, so it reaches up to the last `/v1`; a doubled `/v1/v1` is mended.
+    Where there is no `/v1`, nor another path that is known, it holds no `/` but an escaped one.
     """
     if not raw_path.startswith(_NAMING):
         return None, raw_path
@@ -203,16 +232,12 @@ def identify(
     hashes the prompt. Raises `InvalidProgramIdError`, also for a header that is empty or stands there twice.
     """
     outline = Outline.of(body, dialect.token_id_fields)
-    text = outline.text
-    fields = _read_fields(text)
+    fields = _read_fields(outline.text)
     if fields is None:
         return None
     header = program_header_of(headers, rules.program_headers)
     program_id, source = _program_of(path_id, headers, header, fields, rules)
-    if fields.program_id is not UNSET:
-        text = remove_member(text, ("program_id",))
-    if isinstance(fields.extra_body, dict) and "program_id" in fields.extra_body:
-        text = remove_member(text, ("extra_body", "program_id"))
+    text = _without_ours(outline.text, fields)
     usage_added = dialect.asks_for_usage and fields.stream is True and _leaves_usage_out(fields.stream_options)
     if usage_added:
         text = set_include_usage(text, fields.stream_options)
@@ -222,6 +247,7 @@ def identify(
     group_id = _id_of(headers, (GROUP_HEADER,), "group id")
     parent_id = _id_of(headers, PARENT_HEADERS, "program id")
     tenant = _id_of(headers, (TENANT_HEADER,), "tenant")
+    program_class = _id_of(headers, (CLASS_HEADER,), "program class") if headers.get(CLASS_HEADER) else ""
     has_whole_prompt = fields.previous_response_id is None
     may_be_a_program = program_id is not None or rules.infers_programs
     prefix = prefix_of(fields, outline) if may_be_a_program and has_whole_prompt else ()
@@ -238,8 +264,48 @@ def identify(
         has_whole_prompt,
         parent_id,
         tenant,
+        program_class,
         streams=fields.stream is True,
+        previous_response_id=fields.previous_response_id if isinstance(fields.previous_response_id, str) else "",
+        has_token_prompt=holds_token_ids(fields.prompt),
+        role=_id_of(headers, (ROLE_HEADER,), "role") if ROLE_HEADER in headers else "",
+        outcome=outcome_of(headers) if is_final else "",
     )
+
+
+def outcome_of(headers: CIMultiDictProxy[str]) -> str:
+    """Return what became of a program by its header; empty if nobody says. Raises `RequestError` for other words."""
+    outcome = headers.get(OUTCOME_HEADER, "").strip().lower()
+    if outcome and outcome not in OUTCOMES:
+        raise RequestError(f"{OUTCOME_HEADER} is one of {', '.join(OUTCOMES)}, not {outcome!r}")
+    return outcome
+
+
+def identify_side_call(
+    path_id: str | None, headers: CIMultiDictProxy[str], body: bytes, rules: IdentityRules = NO_RULES
+) -> SideCallRequest:
+    """Find whose side call a request is; a body that is no JSON object says nothing, and stays as it is.
+
+    Cost: one pass over the body, which goes around a large list of token ids. Raises `InvalidProgramIdError`.
+    """
+    outline = Outline.of(body, SIDE_CALL_TOKEN_FIELDS)
+    fields = _read_fields(outline.text) if body else None
+    header = program_header_of(headers, rules.program_headers)
+    program_id, source = _program_of(path_id, headers, header, fields or _Fields(), rules)
+    if fields is not None:
+        text = _without_ours(outline.text, fields)
+        if text is not outline.text:
+            body = outline.filled(text)
+    return SideCallRequest(program_id, source, body)
+
+
+def _without_ours(text: bytes, fields: _Fields) -> bytes:
+    """Return a body without the fields that we defined; the same object if it has none."""
+    if fields.program_id is not UNSET:
+        text = remove_member(text, ("program_id",))
+    if isinstance(fields.extra_body, dict) and "program_id" in fields.extra_body:
+        text = remove_member(text, ("extra_body", "program_id"))
+    return text
 
 
 def _id_of(headers: CIMultiDictProxy[str], names: Sequence[str], what: str) -> str:
@@ -260,19 +326,11 @@ def _only_value(headers: CIMultiDictProxy[str], name: str) -> str:
     return values[0]
 
 
-def named_program(path_id: str | None, headers: CIMultiDictProxy[str], rules: IdentityRules = NO_RULES) -> str | None:
-    """Return the program that a request's path or headers name, as far as they do; its body is not looked at."""
-    header = program_header_of(headers, rules.program_headers)
-    if path_id is not None or header:
-        return path_id or headers[header]
-    return rules.tokens.named_by(headers) if rules.tokens is not None else None
-
-
 def program_header_of(headers: CIMultiDictProxy[str], more_headers: Sequence[str] = ()) -> str:
-    """Return the header that names the program; empty if none does."""
+    """Return the header that names the program; empty if none does. One that is not ours, and is empty, does not."""
     if _OURS in headers:
         return _OURS
-    return next((name for name in (*more_headers, *_OTHERS) if name in headers), "")
+    return next((name for name in (*more_headers, *_OTHERS) if name in headers and any(headers.getall(name))), "")
 
 
 def _read_fields(body: bytes) -> _Fields | None:

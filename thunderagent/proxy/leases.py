@@ -30,14 +30,21 @@ Tokens = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class LeaseRequest(BaseModel):
-    """A turn that wants to run; without a `program_id` it is anonymous."""
+    """A turn that wants to run; without a `program_id` it is anonymous.
+
+    `parent_id` and `tenant` are those of the program's first turn. `patience_s` is how long the caller waits for its
+    answer: the lease comes before that is over, whether there is room or not.
+    """
 
     model_config = ConfigDict(extra="ignore", frozen=True, coerce_numbers_to_str=True)
 
     program_id: str | None = None
     branch_id: str = Field("", max_length=256)
     group_id: str = Field("", max_length=256)
+    parent_id: str = Field("", max_length=256)
+    tenant: str = Field("", max_length=256)
     prompt_tokens: Tokens = 0
+    patience_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
 
 
 class ProgressReport(BaseModel):
@@ -95,6 +102,9 @@ class Leases:
             branch_id=wanted.branch_id,
             prompt_bytes=wanted.prompt_tokens * BYTES_PER_TOKEN,
             group_id=wanted.group_id,
+            deadline_s=None if wanted.patience_s is None else self._runtime.now_s() + wanted.patience_s,
+            parent_id=wanted.parent_id,
+            tenant=wanted.tenant,
         )
         lease_id = uuid.uuid4().hex
         self._held[lease_id] = _Held(lease, self._watch(lease_id))

@@ -10,13 +10,16 @@ from pydantic import Field
 import thunderagent
 from thunderagent.errors import RequestError
 from thunderagent.proxy.bodies import report_response
-from thunderagent.proxy.event_feed import KINDS, EventFeed
+from thunderagent.proxy.event_feed import KINDS, SIGNAL_KINDS, EventFeed
 from thunderagent.proxy.history import INTERVAL_S, History, Rates, Sample
 from thunderagent.proxy.identity import check_program_id
 from thunderagent.proxy.replicas import Replicas
 from thunderagent.proxy.reports import Report
 from thunderagent.proxy.sse import stream_events
 from thunderagent.runtime import Runtime
+
+SIGNALS = "signals"
+"""All kinds of the information stream together."""
 
 
 class SummaryReport(Report):
@@ -70,7 +73,7 @@ class Live:
         """Tell the figures that one looks at first."""
         scheduler = self._runtime.scheduler
         sample, rates = self._history.now()
-        waits_s = [self._runtime.now_s() - program.waiting_since_s for program in scheduler.queue.reasoning]
+        waits_s = [self._runtime.now_s() - program.waiting_since_s for program in scheduler.queue.waiting()]
         return report_response(
             SummaryReport(
                 version=thunderagent.__version__,
@@ -105,6 +108,8 @@ class Live:
         if program_id is not None:
             check_program_id(program_id)
         kinds = frozenset(kind for kind in request.query.get("kinds", "").split(",") if kind) or KINDS
+        if SIGNALS in kinds:
+            kinds = kinds - {SIGNALS} | SIGNAL_KINDS
         after_id = request.headers.get("Last-Event-ID", "")
         with self.feed.listen(program_id=program_id, kinds=kinds, after_id=after_id) as listener:
             return await stream_events(request, listener.next_events, first=listener.greeting())

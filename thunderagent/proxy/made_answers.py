@@ -26,7 +26,11 @@ class MadeAnswers:
         if len(self._replica_ids) > self._limit_count:
             del self._replica_ids[next(iter(self._replica_ids))]
 
+    def maker(self, answer_id: str) -> str | None:
+        """Return the replica that made an answer; None if that is not known."""
+        return self._replica_ids.get(answer_id)
+
     def maker_of(self, path: str) -> str | None:
         """Return the replica that made the answer which a path names; None if it names none, or an unknown one."""
         match = _ID_IN_PATH.match(path)
-        return self._replica_ids.get(unquote(match["answer_id"])) if match is not None else None
+        return self.maker(unquote(match["answer_id"])) if match is not None else None

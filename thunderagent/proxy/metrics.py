@@ -2,21 +2,62 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from math import isfinite
+from itertools import accumulate
+from math import inf, isfinite
+from time import time
 
-from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client import Counter as CounterMetric
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.utils import floatToGoString
 
 from thunderagent.programs.lifecycle import Phase, Status
+from thunderagent.programs.tenants import Tenants
+from thunderagent.programs.verdicts import FAILURE, OUTCOMES, SUCCESS, TURN_EDGES_COUNT, Level
 from thunderagent.proxy.replicas import Replicas
 from thunderagent.runtime import Runtime
 
 HOLD_BUCKETS_S = (0.001, 0.01, 0.1, 0.5, 1, 2, 5, 10, 20, 40, 60, 120, 300, 600, 1800)
 ADDED_BUCKETS_S = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 1)
+
+NAMED_TENANTS_COUNT = 100
+"""Tenants with a series of their own: those that had most."""
+
+OTHER_TENANTS = "(others)"
+
+
+class Histogram:
+    """A histogram as `prometheus_client` has it, for one event loop: its own takes two locks for each value."""
+
+    def __init__(self, name: str, documentation: str, buckets: Sequence[float], registry: CollectorRegistry) -> None:
+        """Register it, with `buckets` and one for what is above them."""
+        self._name = name
+        self._documentation = documentation
+        self._buckets = (*map(float, buckets), inf)
+        self._counts = [0] * len(self._buckets)
+        self._sum = 0.0
+        self._created_s = time()
+        registry.register(self)
+
+    def observe(self, value: float) -> None:
+        """Count a value."""
+        self._counts[bisect_left(self._buckets, value)] += 1
+        self._sum += value
+
+    def counts_up_to(self) -> tuple[int, ...]:
+        """Return how many values were up to the bound of each bucket, at last of all."""
+        return tuple(accumulate(self._counts))
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the family."""
+        named = [*zip(map(floatToGoString, self._buckets), self.counts_up_to(), strict=True)]
+        family = HistogramMetricFamily(self._name, self._documentation, buckets=named, sum_value=self._sum)
+        family.add_sample(f"{self._name}_created", {}, self._created_s)
+        yield family
 
 
 class TurnMetrics:
@@ -27,14 +68,14 @@ class TurnMetrics:
         hold = Histogram(
             "thunderagent_hold_seconds",
             "Time that a turn waited for its lease.",
-            buckets=HOLD_BUCKETS_S,
-            registry=registry,
+            HOLD_BUCKETS_S,
+            registry,
         )
         added = Histogram(
             "thunderagent_added_latency_seconds",
             "Time from a turn's arrival to its forwarding, without its hold: reading, identifying, deciding.",
-            buckets=ADDED_BUCKETS_S,
-            registry=registry,
+            ADDED_BUCKETS_S,
+            registry,
         )
         self._retries = CounterMetric(
             "thunderagent_retries",
@@ -50,8 +91,7 @@ class TurnMetrics:
 
     def hold_counts(self) -> tuple[int, ...]:
         """Return how many turns were held up to each of `HOLD_BUCKETS_S`, and in all."""
-        (family,) = self._hold.collect()
-        return tuple(int(sample.value) for sample in family.samples if sample.name.endswith("_bucket"))
+        return self._hold.counts_up_to()
 
     def count_retry(self, outcome: str) -> None:
         """Count a retry that was `made`, or was `over_budget`."""
@@ -71,7 +111,10 @@ class StateCollector:
         yield from self._programs()
         yield from self._counts()
         yield from self._replica_sums()
+        yield from self._goodput()
+        yield from self._tenants()
         yield from self._learned()
+        yield from self._judged()
 
     def _programs(self) -> Iterator[Metric]:
         programs = GaugeMetricFamily(
@@ -189,6 +232,49 @@ class StateCollector:
         yield from gauges.values()
         yield costs
 
+    def _goodput(self) -> Iterator[Metric]:
+        goodput = self._runtime.scheduler.knowledge.goodput
+        counts = {
+            "turn": ("Turns", "finished turns", goodput.turns, goodput.turn_count),
+            "program": ("Programs", "ended programs", goodput.programs, goodput.program_count),
+        }
+        for kind, (name, judged, in_time, judged_count) in counts.items():
+            family = CounterMetricFamily(
+                f"thunderagent_goodput_{kind}s",
+                f"{name} that took no longer than alpha times what they would take alone on an idle engine.",
+                labels=["alpha"],
+            )
+            for alpha_ratio, number in in_time.items():
+                family.add_metric([f"{alpha_ratio:g}"], number)
+            yield family
+            yield CounterMetricFamily(
+                f"thunderagent_judged_{kind}s", f"Those {judged} of which that could be said.", judged_count
+            )
+
+    def _tenants(self) -> Iterator[Metric]:
+        tenants = self._runtime.scheduler.tenants or Tenants({})
+        tenants.now_s = max(tenants.now_s, self._runtime.now_s())
+        service = CounterMetricFamily(
+            "thunderagent_tenant_service_token_seconds",
+            "What each tenant's programs claimed of memory over time.",
+            labels=["tenant"],
+        )
+        waiting = GaugeMetricFamily("thunderagent_tenant_waiting", "Programs that wait.", labels=["tenant"])
+        by_service = sorted(tenants, key=lambda tenant: -tenant.service_token_s)
+        for tenant in by_service[:NAMED_TENANTS_COUNT]:
+            service.add_metric([tenant.name], tenant.service_token_s)
+            waiting.add_metric([tenant.name], tenant.waiting_count)
+        if others := by_service[NAMED_TENANTS_COUNT:]:
+            service.add_metric([OTHER_TENANTS], sum(tenant.service_token_s for tenant in others))
+            waiting.add_metric([OTHER_TENANTS], sum(tenant.waiting_count for tenant in others))
+        yield service
+        yield waiting
+        yield GaugeMetricFamily(
+            "thunderagent_tenants_jain_ratio",
+            "Jain's index of what tenants that had to wait got by weight; absent until two had to.",
+            tenants.jain_ratio(),
+        )
+
     def _learned(self) -> Iterator[Metric]:
         knowledge = self._runtime.scheduler.knowledge
         yield GaugeMetricFamily(
@@ -207,6 +293,36 @@ class StateCollector:
             "Median time between a program's first turn and its end; absent until one ended.",
             residence_s if isfinite(residence_s) else None,
         )
+
+    def _judged(self) -> Iterator[Metric]:
+        scheduler = self._runtime.scheduler
+        record = scheduler.knowledge.judge_record
+        programs = GaugeMetricFamily(
+            "thunderagent_programs_by_level", "Live programs by the level that verdicts gave them.", labels=["level"]
+        )
+        counts = Counter(program.level for program in scheduler.table)
+        for level in Level:
+            programs.add_metric([level.name.lower()], counts[level])
+        yield programs
+        outcomes = CounterMetricFamily(
+            "thunderagent_program_outcomes", "Programs of which it was said what became of them.", labels=["outcome"]
+        )
+        for outcome in OUTCOMES:
+            outcomes.add_metric([outcome], record.program_counts[outcome])
+        yield outcomes
+        for outcome, name, what in (
+            (FAILURE, "recall", "programs that failed"),
+            (SUCCESS, "false_alarm", "programs that succeeded"),
+        ):
+            ratios = GaugeMetricFamily(
+                f"thunderagent_judge_{name}_ratio",
+                f"Part of the {what} that was predicted to fail within so many turns; absent before the first.",
+                labels=["turns"],
+            )
+            for turn_count in TURN_EDGES_COUNT:
+                if (ratio := record.predicted_ratio(outcome, turn_count)) is not None:
+                    ratios.add_metric([str(turn_count)], ratio)
+            yield ratios
 
 
 def exposition(registry: CollectorRegistry) -> bytes:

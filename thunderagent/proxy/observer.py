@@ -1,7 +1,8 @@
 """Ask engines whether somebody paused them, and which weights they have: for trainers that never say so to us.
 
 Off the request path, on a beat of its own, each replica with its own deadline; what an engine does not tell it is not
-asked about any louder. While an engine says that it is paused nothing is granted on it.
+asked about any louder. While an engine says that it is paused nothing is granted on it. What it was asked before it did
+what a control call through us told it may be older than that call, and is passed over.
 """
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ from thunderagent.proxy.replicas import Replicas
 from thunderagent.runtime import Runtime
 
 log = structlog.get_logger("thunderagent.control")
+
+
+_SAYS_PAUSED = {200: False, 503: True}
+"""By the status of an engine's readiness. Whatever it is that it is not ready for, no turn should go there."""
 
 
 class Observer:
@@ -46,18 +51,27 @@ class Observer:
         known = self._replicas.known.get(replica_id)
         if known is None:
             return
-        for path in known.endpoint.backend.observed_paths:
-            state = await self._ask(replica_id, known.endpoint.url, path)
+        backend = known.endpoint.backend
+        for path in (*backend.observed_paths, *filter(None, [backend.readiness_path])):
+            told_count = known.told_count
+            status, state = await self._ask(replica_id, known.endpoint.url, path)
             if self._replicas.known.get(replica_id) is not known or replica_id not in self._runtime.scheduler.replicas:
                 return  # it was removed meanwhile
-            if isinstance(paused := state.get("is_paused"), bool):
+            if known.told_count != told_count:
+                return  # what it said may be from before it was told
+            paused = state.get("is_paused") if path != backend.readiness_path else _SAYS_PAUSED.get(status)
+            if isinstance(paused, bool):
                 self._take_paused(replica_id, paused=paused)
             if isinstance(version := state.get("weight_version"), str):
                 self._take_weight_version(replica_id, version)
 
+    def _causes(self, replica_id: str) -> set[str]:
+        replica = self._runtime.scheduler.replicas.get(replica_id)
+        return set(replica.suspended_for) if replica is not None else set()
+
     def _take_paused(self, replica_id: str, *, paused: bool) -> None:
-        causes = self._runtime.scheduler.replicas[replica_id].suspended_for
-        if paused and not {PAUSED, OBSERVED} & set(causes):
+        causes = self._causes(replica_id)
+        if paused and not {PAUSED, OBSERVED} & causes:
             log.info("engine_is_paused", replica_id=replica_id)
             self._runtime.suspend_grants(OBSERVED, replica_id)
         for cause in (PAUSED, OBSERVED):
@@ -70,8 +84,8 @@ class Observer:
             self._runtime.replica_flushed(replica_id)  # what other weights computed is of no use
         known.weight_version = version
 
-    async def _ask(self, replica_id: str, url: str, path: str) -> dict[str, Any]:
-        """Return what an engine says; nothing if it does not."""
+    async def _ask(self, replica_id: str, url: str, path: str) -> tuple[int, dict[str, Any]]:
+        """Return an engine's status and what it says; 0 and nothing if it does not answer."""
         try:
             async with asyncio.timeout(self._deadline_s):
                 response = await self._client.send(replica_id, url, "GET", path, CIMultiDict(), None)
@@ -79,7 +93,10 @@ class Observer:
                     body = await self._client.read(replica_id, response)
                 finally:
                     response.close()
+        except (ReplicaError, TimeoutError):
+            return 0, {}
+        try:
             state = msgspec.json.decode(body) if response.status == 200 else {}
-        except (ReplicaError, TimeoutError, msgspec.DecodeError):
-            return {}
-        return state if isinstance(state, dict) else {}
+        except msgspec.DecodeError:
+            state = {}
+        return response.status, state if isinstance(state, dict) else {}

@@ -21,13 +21,25 @@ from pydantic.json_schema import JsonSchemaMode, models_json_schema
 from thunderagent import __version__
 from thunderagent.proxy import openapi_answers as answers
 from thunderagent.proxy.access import Access, access_of_route
-from thunderagent.proxy.admin import MAX_PAGE, OpenRequest, ReleaseRequest
+from thunderagent.proxy.admin import MAX_PAGE, OpenRequest, ReleaseRequest, ToolRequest
 from thunderagent.proxy.keys import KEY_HEADER
 from thunderagent.proxy.leases import LeaseEnd, LeaseRequest, ProgressReport
 from thunderagent.proxy.live import HistoryReport, SummaryReport
 from thunderagent.proxy.login import LoginRequest
+from thunderagent.proxy.primitives import (
+    ControlReport,
+    KilledReport,
+    KillRequest,
+    MigrateReport,
+    MigrateRequest,
+    PriorityReport,
+    PriorityRequest,
+    ProvisionReport,
+    RouteReport,
+    RouteRequest,
+)
 from thunderagent.proxy.replica_routes import AddRequest
-from thunderagent.proxy.reports import ProgramPage, QueueReport, ToolsReport
+from thunderagent.proxy.reports import SORTS, ProgramPage, QueueReport, ToolsReport
 from thunderagent.proxy.story import ProgramStoryReport
 from thunderagent.proxy.weight_sync import WeightSyncRequest
 
@@ -55,6 +67,7 @@ class Operation:
     """One of these."""
     body_may_be_list: bool = False
     query: Mapping[str, Schema] = field(default_factory=dict)
+    headers: Mapping[str, Schema] = field(default_factory=dict)
     required: tuple[str, ...] = ()
     """Names of the query that must be there."""
     status: int = 200
@@ -75,6 +88,13 @@ OPERATIONS: tuple[Operation, ...] = (
         query={
             "status": {"enum": ["active", "paused"]},
             "phase": {"enum": ["reasoning", "acting"]},
+            "replica_id": {**TEXT, "description": "those that are active there, or were when they were paused"},
+            "search": {**TEXT, "description": "part of the id, in any case"},
+            "tenant": {**TEXT, "description": "those of this tenant"},
+            "sort": {
+                "enum": [sign + name for sign in ("", "-") for name in SORTS],
+                "description": "- is from the last",
+            },
             "offset": OFFSET,
             "limit": LIMIT,
         },
@@ -104,6 +124,8 @@ OPERATIONS: tuple[Operation, ...] = (
         query={"program_id": {**PROGRAM_ID, "description": "instead of a body"}},
     ),
     Operation("DELETE", "/sessions/{program_id}", (answers.ReleasedReport,)),
+    Operation("POST", "/programs/{program_id}/tools/start", (answers.ToolReport,), body=(ToolRequest,)),
+    Operation("POST", "/programs/{program_id}/tools/end", (answers.ToolReport,)),
     Operation("GET", "/programs/{program_id}/sandboxes", (answers.ProgramSandboxesReport,)),
     Operation(
         "POST",
@@ -117,6 +139,12 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation("GET", "/sandboxes", (answers.SandboxesReport,)),
     Operation("GET", "/sandboxes/events", query={"program_id": PROGRAM_ID}, answer_type=EVENTS_TYPE),
     Operation("GET", "/replicas", (answers.ReplicasReport,)),
+    Operation("GET", "/control", (ControlReport,)),
+    Operation("POST", "/control/route", (RouteReport,), body=(RouteRequest,)),
+    Operation("POST", "/control/set_priority", (PriorityReport,), body=(PriorityRequest,)),
+    Operation("POST", "/control/migrate", (MigrateReport,), body=(MigrateRequest,)),
+    Operation("POST", "/control/kill", (KilledReport,), body=(KillRequest,), also={202: KilledReport}),
+    Operation("POST", "/control/provision", (ProvisionReport,), status=202),
     Operation(
         "POST",
         "/replicas",
@@ -138,7 +166,13 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation("POST", "/dashboard/login", (answers.LoginReport,), body=(LoginRequest,)),
     Operation("GET", "/summary", (SummaryReport,)),
     Operation("GET", "/history", (HistoryReport,), query={"since": {"type": "number", "default": 0}}),
-    Operation("GET", "/events", query={"program_id": PROGRAM_ID, "kinds": TEXT}, answer_type=EVENTS_TYPE),
+    Operation(
+        "GET",
+        "/events",
+        query={"program_id": PROGRAM_ID, "kinds": {**TEXT, "description": "with commas between them"}},
+        headers={"Last-Event-ID": {**TEXT, "description": "go on after that message"}},
+        answer_type=EVENTS_TYPE,
+    ),
     Operation("POST", "/leases", (answers.LeaseReport,), body=(LeaseRequest,)),
     Operation("POST", "/leases/{lease_id}/progress", (answers.LeaseHeldReport,), body=(ProgressReport,)),
     Operation("POST", "/leases/{lease_id}/end", (answers.LeaseEndedReport,), body=(LeaseEnd,)),
@@ -227,6 +261,10 @@ def _described(operation: Operation, said: str, references: References) -> dict[
             *(
                 {"name": name, "in": "query", "required": name in operation.required, "schema": schema}
                 for name, schema in operation.query.items()
+            ),
+            *(
+                {"name": name, "in": "header", "required": False, "schema": schema}
+                for name, schema in operation.headers.items()
             ),
         ],
         "responses": _responses(operation, references),

@@ -120,12 +120,22 @@ class ReclaimedReport(Report):
     reclaimed: bool
 
 
+class ToolReport(Report):
+    """A program whose tool began or ended."""
+
+    program_id: str
+    known: bool = Field(description="false if no program of that id lives")
+
+
 class OpenedReport(Report):
     """A program that lives now."""
 
     program_id: str
     opened: bool = Field(description="false if it lived already")
     sandboxes: list[SandboxReport]
+    token: str | None = Field(
+        None, description="names the program until it ends; only where bearer tokens name programs"
+    )
 
 
 class SandboxBody(Report):

@@ -9,6 +9,7 @@ they were sent.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from hashlib import blake2b
 from itertools import chain
@@ -32,6 +33,7 @@ MAX_HASHED_BYTES = 4 * 2**20
 _TEXT_CUTS_BYTES = tuple(
     size_bytes for step in STEPS if MIN_TEXT_BYTES <= (size_bytes := step * TEXT_STEP_BYTES) <= MAX_HASHED_BYTES
 )
+_TOKEN_IDS = re.compile(rb"\[[\s\[]*[0-9]")
 _decode_list = msgspec.json.Decoder(list[Raw]).decode
 
 
@@ -131,3 +133,8 @@ def _begins_with(value: bytes, first: bytes) -> bool:
 
 def _is_list_of_numbers(value: bytes) -> bool:
     return bytes(memoryview(value)[:16]).removeprefix(b"[").lstrip()[:1].isdigit()
+
+
+def holds_token_ids(value: Raw) -> bool:
+    """Say whether a value is a list of token ids, or one of such lists, as far as its beginning tells."""
+    return _TOKEN_IDS.match(value) is not None

@@ -6,7 +6,8 @@ up meanwhile, because for the scheduler *up* means that it may be used. One that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import asyncio
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -16,11 +17,16 @@ from thunderagent.backends.base import NOTHING_READ, NamedTurn, ReplicaReading
 from thunderagent.backends.client import ReplicaClient
 from thunderagent.backends.poller import ReplicaEndpoint
 from thunderagent.errors import NoReplicaError, ReplicaRemovedError
+from thunderagent.programs.decisions import Decision
+from thunderagent.programs.events import Event, GrantsContinued, GrantsSuspended, ReplicaDown, ReplicaUp
 from thunderagent.proxy.breaker import Breakers, BreakerSettings
 from thunderagent.proxy.notices import NoticeSender, TaggedPrograms
+from thunderagent.proxy.priorities import EnginePriorities
 from thunderagent.runtime import Runtime
 
 log = structlog.get_logger("thunderagent.replicas")
+
+_MAY_PAUSE = frozenset({GrantsSuspended, GrantsContinued, ReplicaUp, ReplicaDown})
 
 
 class Watcher(Protocol):
@@ -45,6 +51,9 @@ class Connections(Protocol):
     def requests_count(self, replica_id: str) -> int:
         """Return how many requests to a replica have not ended."""
 
+    def set_paused(self, replica_id: str, *, paused: bool) -> None:
+        """Say whether a replica's silence is no failure. An unknown id is no error."""
+
 
 class Follower(Protocol):
     """Who else must know which replicas there are: the poller, and who listens to KV events."""
@@ -65,6 +74,8 @@ class KnownReplica:
     why_down: str = "not polled yet"
     weight_version: str = ""
     """Of the weights that it was last told to take, or said it has; empty if nobody said."""
+    told_count: int = 0
+    """Times that somebody told it something which what it says of itself must not be older than."""
     is_up: bool = False
     sources: tuple[str, ...] = ()
     """Which sources name it."""
@@ -101,6 +112,7 @@ class Replicas:
         """By their ids, in the order in which they were added."""
         self._tags_programs = tags_programs
         self._notices = NoticeSender(self._url_if_known, notice_timeout_s)
+        self.priorities = EnginePriorities(self.known, notice_timeout_s)
         self._tagged = TaggedPrograms(self._program_ended)
         runtime.observe(self._tagged.heard)
 
@@ -111,6 +123,13 @@ class Replicas:
         """Let these hear of every replica that is added or removed from now on."""
         self._connections = connections
         self._followers.extend(followers)
+        self._runtime.observe(self._note_pauses)
+
+    def _note_pauses(self, event: Event, decisions: Sequence[Decision]) -> None:  # noqa: ARG002 - an observer's signature
+        """Let replicas be silent on which nothing is granted: their engines are paused, sleep, or get new weights."""
+        if type(event) in _MAY_PAUSE and self._connections is not None:
+            for replica_id, replica in self._runtime.scheduler.replicas.items():
+                self._connections.set_paused(replica_id, paused=bool(replica.suspended_for))
 
     def url_of(self, replica_id: str) -> str:
         """Return the base URL of a replica. Raises `ReplicaRemovedError` if it is gone."""
@@ -118,6 +137,13 @@ class Replicas:
         if known is None:
             raise ReplicaRemovedError(f"replica {replica_id} was removed", replica_id=replica_id)
         return known.endpoint.url
+
+    def engines(self) -> list[list[str]]:
+        """Return the ids of all replicas, those together that are ranks behind one URL."""
+        by_url: dict[str, list[str]] = {}
+        for replica_id, known in self.known.items():
+            by_url.setdefault(known.endpoint.url, []).append(replica_id)
+        return list(by_url.values())
 
     # --- coming and going
 
@@ -201,8 +227,10 @@ class Replicas:
         return min(usable, key=lambda replica: replica.account.turn_count).replica_id
 
     async def run(self, client: ReplicaClient) -> None:
-        """Send notices to engines with `client` until cancelled."""
-        await self._notices.run(client)
+        """Send notices to engines, and ask them about priorities, with `client` until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.priorities.run(client))
+            group.create_task(self._notices.run(client))
 
     def name_turn(
         self, replica_id: str, path: str, body: bytes, program_id: str | None, authorization: str | None
@@ -236,13 +264,15 @@ class Replicas:
     def replica_polled(self, replica_id: str, reading: ReplicaReading) -> None:
         """Take a reading; tell the runtime if it says anything new."""
         known = self.known[replica_id]
-        since = _since(known.reading, reading)
-        known.reading = reading
+        before, known.reading = known.reading, reading
+        since = _since(before, reading)
         capacity_tokens = self._capacity_override_tokens or reading.capacity_tokens
         account = self._runtime.scheduler.ledger.accounts.get(replica_id)
         news = account is None or capacity_tokens != account.capacity_tokens
-        if since.query_tokens or since.preemption_count or (news and capacity_tokens is not None):
-            self._runtime.replica_polled(replica_id, capacity_tokens, *since)
+        load = reading.kv_used_ratio, reading.waiting_count
+        news = (news and capacity_tokens is not None) or load != (before.kv_used_ratio, before.waiting_count)
+        if since.query_tokens or since.preemption_count or news:
+            self._runtime.replica_polled(replica_id, capacity_tokens, *since, *load)
 
     def replica_up(self, replica_id: str) -> None:
         """Let the scheduler use a replica; raise the alarm if nobody knows how large it is."""
@@ -259,6 +289,7 @@ class Replicas:
         known.why_down = ""
         known.is_up = True
         self._notices.replica_up(replica_id)
+        self.priorities.replica_up(replica_id)
         if known.draining_since_s is None:
             self._runtime.replica_up(replica_id)
 

@@ -112,6 +112,7 @@ class QueueReport(Report):
 
     waiting: list[ProgramReport]
     waiting_count: int
+    outside_count: int = Field(description="of these, programs that are not admitted yet; they come last")
     paused_acting_count: int
     anonymous_held_count: int
     turns_held_count: int
@@ -290,8 +291,9 @@ def queue_report(runtime: Runtime, limit: int) -> QueueReport:
     in_place = (program.held for replica in scheduler.replicas.values() for program in replica.programs.values())
     causes = [replica.suspended_for for replica in scheduler.open_replicas] if not scheduler.granting_replicas else []
     return QueueReport(
-        waiting=[program_report(program, now_s) for program, _ in zip(queue.reasoning, range(limit), strict=False)],
-        waiting_count=len(queue.reasoning),
+        waiting=[program_report(program, now_s) for program, _ in zip(queue.waiting(), range(limit), strict=False)],
+        waiting_count=queue.waiting_count,
+        outside_count=len(queue.outside),
         paused_acting_count=len(queue.acting),
         anonymous_held_count=len(scheduler.anonymous_held),
         turns_held_count=scheduler.ledger.waiting_count,

@@ -7,6 +7,7 @@ from contextvars import ContextVar
 from itertools import count
 from secrets import token_hex
 
+from aiohttp import web
 from multidict import CIMultiDictProxy
 
 REQUEST_ID_HEADER = "X-Request-Id"
@@ -25,3 +26,15 @@ def take_request_id(headers: CIMultiDictProxy[str]) -> str:
     if given is not None and _USABLE.fullmatch(given):
         return given
     return f"{_BEGIN}{next(_numbers):x}"
+
+
+def mark(response: web.StreamResponse) -> None:
+    """Return the request's id with an answer whose head was not sent yet."""
+    if not response.prepared:
+        response.headers[REQUEST_ID_HEADER] = REQUEST_ID.get()
+
+
+async def begin(request: web.Request, response: web.StreamResponse) -> None:
+    """Send the head of an answer that its handler writes piece by piece."""
+    mark(response)
+    await response.prepare(request)

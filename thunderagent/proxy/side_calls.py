@@ -7,23 +7,30 @@ changing anything.
 
 from __future__ import annotations
 
-import aiohttp
+from collections.abc import Mapping
+from functools import partial
+
 import structlog
 from aiohttp import web
 
 from thunderagent.backends.client import ReplicaClient
+from thunderagent.backends.pool import Answer
 from thunderagent.errors import (
     NoReplicaError,
     ReplicaError,
     ReplicaRefusedError,
     ReplicaTimeoutError,
     ReplicaUnreachableError,
+    ThunderAgentError,
 )
+from thunderagent.proxy.answer_headers import identity_headers, tell_with_error
 from thunderagent.proxy.dialects import dialect_of
 from thunderagent.proxy.headers import forwarded_request_headers, forwarded_response_headers
-from thunderagent.proxy.identity import IdentityRules, named_program, split_path
+from thunderagent.proxy.identity import IdentityRules, identify_side_call, split_path
+from thunderagent.proxy.large_bodies import read_aside
 from thunderagent.proxy.made_answers import MadeAnswers
 from thunderagent.proxy.replicas import Replicas, Watcher
+from thunderagent.proxy.request_id import begin
 
 log = structlog.get_logger("thunderagent.side_calls")
 
@@ -66,11 +73,18 @@ class SideCalls:
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Relay one request, whatever its method. Raises `ReplicaError`, `NoReplicaError`."""
         path_id, path = split_path(request.raw_path)
-        program_id = named_program(path_id, request.headers, self._identity)
         body = await request.read()
-        replica_id, upstream = await self._send(request, path, program_id, body)
+        says_whose = body if request.method == "POST" else b""
+        read = partial(identify_side_call, path_id, request.headers, says_whose, self._identity)
+        call = await read_aside(read, len(says_whose))
+        headers = identity_headers(call.program_id, call.source)
         try:
-            return await self._relay(request, path, replica_id, upstream)
+            replica_id, upstream = await self._send(request, path, call.program_id, call.body or body)
+        except ThunderAgentError as error:
+            tell_with_error(error, headers)
+            raise
+        try:
+            return await self._relay(request, path, replica_id, upstream, headers)
         finally:
             upstream.close()
 
@@ -83,15 +97,14 @@ class SideCalls:
             upstream = await self._client.send(replica_id, url, request.method, path, headers, body or None)
         except ReplicaError as error:
             look_at(self._watcher, error)
+            tell_with_error(error, {})
             raise
         try:
-            return await self._relay(request, path, replica_id, upstream)
+            return await self._relay(request, path, replica_id, upstream, {})
         finally:
             upstream.close()
 
-    async def _send(
-        self, request: web.Request, path: str, program_id: str | None, body: bytes
-    ) -> tuple[str, aiohttp.ClientResponse]:
+    async def _send(self, request: web.Request, path: str, program_id: str | None, body: bytes) -> tuple[str, Answer]:
         """Send to one replica after the other until one answers; return which, and the head of its answer."""
         headers = forwarded_request_headers(request.headers)
         maker_id = self._made.maker_of(path)
@@ -114,15 +127,21 @@ class SideCalls:
                     raise error from None
 
     async def _relay(
-        self, request: web.Request, path: str, replica_id: str, upstream: aiohttp.ClientResponse
+        self,
+        request: web.Request,
+        path: str,
+        replica_id: str,
+        upstream: Answer,
+        headers: Mapping[str, str],
     ) -> web.StreamResponse:
+        """Relay an answer whose head has come, with `headers` of ours."""
         response = web.StreamResponse(
             status=upstream.status,
             reason=upstream.reason,
             headers=forwarded_response_headers(upstream.headers, keep_length=True),
         )
-        response.headers["X-Replica-ID"] = replica_id
-        await response.prepare(request)
+        response.headers.update({**headers, "X-Replica-ID": replica_id})
+        await begin(request, response)
         last_chunk = b""
         try:
             while chunk := await self._client.next_chunk(replica_id, upstream):

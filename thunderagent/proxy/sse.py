@@ -7,6 +7,8 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
+from thunderagent.proxy.request_id import begin
+
 HEARTBEAT_S = 15.0
 """A comment is sent on a silent stream so often, so that nobody between takes it for dead."""
 
@@ -39,7 +41,7 @@ async def stream_events(
             "X-Accel-Buffering": "no",  # nginx would collect them
         }
     )
-    await response.prepare(request)
+    await begin(request, response)
     if first:
         await response.write(first)
     while True:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import isfinite
+from typing import Literal
 
 from pydantic import Field
 
@@ -15,9 +16,18 @@ from thunderagent.programs.decisions import Reason
 from thunderagent.programs.lifecycle import Phase, Status
 from thunderagent.programs.program import Program, Turn
 from thunderagent.programs.scheduler import Scheduler
+from thunderagent.programs.verdicts import Level
 from thunderagent.programs.view import SchedulerView
 from thunderagent.proxy.reports import ProgramReport, Report, program_fields
 from thunderagent.runtime import Runtime
+
+LevelName = Literal["high", "medium", "low", "lowest"]
+LEVEL_NAMES: dict[Level, LevelName] = {
+    Level.HIGH: "high",
+    Level.MEDIUM: "medium",
+    Level.LOW: "low",
+    Level.LOWEST: "lowest",
+}
 
 
 class StoryReport(Report):
@@ -82,9 +92,26 @@ class HoldingReport(Report):
     )
 
 
+class VerdictReport(Report):
+    """What a judge said."""
+
+    turn_count: int = Field(description="turns of the program that it was about")
+    prediction: Literal["success", "failure"]
+    confidence_ratio: float
+
+
+class JudgedReport(Report):
+    """What judges think of a program."""
+
+    level: LevelName
+    failing_since_turn_count: int | None = Field(description="of the first of the failures that the verdicts end with")
+    verdicts: list[VerdictReport] = Field(description="the last two")
+
+
 class ProgramStoryReport(ProgramReport):
     """A program now, why it waits or what it holds, and how it came there."""
 
+    judged: JudgedReport | None = Field(description="null before the first verdict")
     waiting: WaitingReport | None
     holding: HoldingReport | None
     turns: list[TurnReport]
@@ -107,10 +134,29 @@ def program_story(runtime: Runtime, program: Program) -> ProgramStoryReport:
     ]
     return ProgramStoryReport(
         **program_fields(program, now_s),
+        judged=_judged(program),
         waiting=_waiting(runtime.scheduler, program, now_s),
         holding=_holding(program, now_s),
         turns=[_turn(turn, now_s) for turn in (*program.in_flight.values(), *program.held.values())],
         story=story,
+    )
+
+
+def _judged(program: Program) -> JudgedReport | None:
+    verdicts = program.verdicts
+    if verdicts.level is None:
+        return None
+    return JudgedReport(
+        level=LEVEL_NAMES[verdicts.level],
+        failing_since_turn_count=verdicts.failing_since_turn_count,
+        verdicts=[
+            VerdictReport(
+                turn_count=each.turn_count,
+                prediction="success" if each.will_succeed else "failure",
+                confidence_ratio=each.confidence_ratio,
+            )
+            for each in verdicts.last
+        ],
     )
 
 
@@ -134,7 +180,7 @@ def _ago_s(at_s: float | None, now_s: float) -> float | None:
 def _waiting(scheduler: Scheduler, program: Program, now_s: float) -> WaitingReport | None:
     if not program.held:
         return None
-    ahead_count = list(scheduler.queue.reasoning).index(program) if program.status is Status.PAUSED else 0
+    ahead_count = scheduler.queue.ahead_count(program) if program.status is Status.PAUSED else 0
     rooms = _rooms(scheduler, program)
     suspended_for = _suspended_for(scheduler, program)
     due_s = min(map(scheduler.impatient.due_s, program.held.values()))
@@ -147,7 +193,9 @@ def _waiting(scheduler: Scheduler, program: Program, now_s: float) -> WaitingRep
         replicas=rooms,
         what_must_happen=f"grants must go on, which are suspended for: {', '.join(suspended_for)}"
         if suspended_for
-        else _what_must_happen(rooms, program, ahead_count),
+        else _what_must_happen(rooms, program, ahead_count)
+        if program.admitted
+        else f"{scheduler.policy.name} must admit it: {scheduler.admitted_count} programs are admitted",
     )
 
 
@@ -164,6 +212,8 @@ def _rooms(scheduler: Scheduler, program: Program) -> list[RoomReport]:
     view = SchedulerView(scheduler)
     rooms = []
     for replica in scheduler.open_replicas:
+        if program.bound_to not in (None, replica.replica_id):
+            continue
         account = replica.account
         free_tokens = int(account.limit_tokens) - account.demand_tokens if isfinite(account.limit_tokens) else None
         needed_tokens = view.claim_tokens_on(program, replica)

@@ -24,24 +24,26 @@ from functools import partial
 from time import monotonic
 from uuid import uuid4
 
-import aiohttp
 import structlog
 from aiohttp import web
-from multidict import CIMultiDict
+from multidict import CIMultiDict, CIMultiDictProxy
 
 from thunderagent.backends.base import NamedTurn
 from thunderagent.backends.client import ReplicaClient
+from thunderagent.backends.pool import Answer
 from thunderagent.errors import (
     FirstByteTimeoutError,
     ReplicaError,
     ReplicaRemovedError,
     ReplicaTimeoutError,
     ReplicaTrippedError,
+    RequestError,
     ThunderAgentError,
     TurnAbortedError,
     TurnSupersededError,
 )
-from thunderagent.proxy.aborts import abort_answer, abortable
+from thunderagent.proxy.aborts import abort_answer, is_abortable
+from thunderagent.proxy.answer_headers import HOLD_HEADER, REPLICA_HEADER, identity_headers, tell_with_error
 from thunderagent.proxy.attempts import Attempt, Attempts
 from thunderagent.proxy.completion import Completions
 from thunderagent.proxy.dialects import NO_USAGE, TURN_DIALECTS, Dialect, Usage, dialect_of
@@ -49,12 +51,14 @@ from thunderagent.proxy.dialects.base import KeepId
 from thunderagent.proxy.headers import forwarded_request_headers, forwarded_response_headers
 from thunderagent.proxy.heartbeat import HeldStream
 from thunderagent.proxy.identity import CLASS_HEADER, NO_RULES, IdentityRules, TurnRequest, identify, split_path
-from thunderagent.proxy.inference import Chain, Inference
+from thunderagent.proxy.inference import Chain, Inference, Prompt, prompt_of
+from thunderagent.proxy.judge import Judge
+from thunderagent.proxy.large_bodies import LARGE_BODY_BYTES, read_aside
 from thunderagent.proxy.made_answers import MadeAnswers
 from thunderagent.proxy.metrics import TurnMetrics
 from thunderagent.proxy.patience import patience_of
 from thunderagent.proxy.replicas import Replicas, Watcher
-from thunderagent.proxy.request_id import REQUEST_ID
+from thunderagent.proxy.request_id import REQUEST_ID, begin
 from thunderagent.proxy.retry_budget import DEFAULT_RETRIES, RetryBudget, RetrySettings
 from thunderagent.proxy.sandboxes import Sandboxes
 from thunderagent.proxy.side_calls import SideCalls, cut, look_at
@@ -66,9 +70,6 @@ log = structlog.get_logger("thunderagent.turns")
 
 PROGRESS_PERIOD_S = 1.0
 """The scheduler hears at most so often how far a stream has come."""
-
-LARGE_BODY_BYTES = 512 * 1024
-"""What is larger is read on a thread, so that other turns go on meanwhile."""
 
 MADE_ANSWERS_COUNT = 100_000
 """So many responses are remembered by their ids: about 20 MB."""
@@ -98,10 +99,12 @@ class Record:
     __slots__ = (
         "arrived_s",
         "chain",
+        "chosen_id",
         "completions",
         "dialect",
         "held_s",
         "held_stream",
+        "maker_id",
         "outcome",
         "reason",
         "replica_id",
@@ -112,9 +115,13 @@ class Record:
         "usage",
     )
 
-    def __init__(self, turn: TurnRequest, dialect: Dialect, arrived_s: float) -> None:
+    def __init__(self, turn: TurnRequest, dialect: Dialect, arrived_s: float, chosen_id: str | None = None) -> None:
         """Begin with a turn that has no lease yet; unless it ends otherwise, its client left."""
         self.turn = turn
+        self.chosen_id = chosen_id
+        """The replica that it must run on, and on no other."""
+        self.maker_id: str | None = None
+        """The replica that made the response which it goes on from, if that is known: no other has it."""
         self.dialect = dialect
         self.arrived_s = arrived_s
         self.held_stream: HeldStream | None = None
@@ -144,9 +151,11 @@ class Turns:
         metrics: TurnMetrics,
         settings: TurnSettings,
         sandboxes: Sandboxes | None = None,
+        judge: Judge | None = None,
     ) -> None:
         """Forward with `client` to `replicas`, under leases of `runtime`."""
         self._sandboxes = sandboxes
+        self._judge = judge
         self._runtime = runtime
         self._client = client
         self._replicas = replicas
@@ -168,27 +177,39 @@ class Turns:
         self._name = uuid4().hex
         """Of this process: what engines know our requests by begins with it."""
         self._log = log.bind()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        """Kept, because to ask for it costs a system call."""
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Answer one turn. A body that is no JSON object goes to an engine as it is, for its own words on it."""
-        arrived_s = monotonic()
         path_id, path = split_path(request.raw_path)
+        return await self._handle(request, path_id, path)
+
+    async def handle_on(self, request: web.Request, replica_id: str, path: str) -> web.StreamResponse:
+        """Answer one turn on the replica that its client chose: nobody's, whoever's it says it is."""
+        return await self._handle(request, None, path, chosen_id=replica_id)
+
+    async def _handle(
+        self, request: web.Request, path_id: str | None, path: str, chosen_id: str | None = None
+    ) -> web.StreamResponse:
+        """Answer one turn, on the replica `chosen_id` if one was chosen."""
+        arrived_s = monotonic()
         body = await request.read()
         bare_path = path.partition("?")[0]
         dialect = TURN_DIALECTS.get(bare_path) or dialect_of(bare_path)  # a spelling with escapes is routed here, too
-        read = partial(identify, path_id, request.headers, body, self._settings.identity, dialect)
-        turn = await asyncio.to_thread(read) if len(body) > LARGE_BODY_BYTES else read()
+        read = partial(_read_turn, path_id, request.headers, body, self._settings.identity, dialect)
+        turn, prompt = await read_aside(read, len(body))
         if turn is None:
-            return await self.forward(request)
-        chain = None
-        if turn.program_id is None and self._inference is not None:
-            turn, chain = self._inference.named(turn)
-        if self._sandboxes is not None and turn.program_id is not None and CLASS_HEADER in request.headers:
-            self._sandboxes.program_seen(turn.program_id, request.headers[CLASS_HEADER])
-        record = Record(turn, dialect, arrived_s)
-        if chain is not None:
-            record.chain, record.completions = chain, Completions()
-        attempt = self._attempt(request, path, turn)
+            return await self._judged_by_engine(request, path, chosen_id)
+        if chosen_id is not None:
+            turn, prompt = _of_nobody(turn), None
+        turn = self._of_program(request, turn, prompt)
+        record = Record(turn, dialect, arrived_s, chosen_id)
+        if turn.previous_response_id:
+            record.maker_id = self._made.maker(turn.previous_response_id)
+        if prompt is not None:
+            record.chain, record.completions = prompt.chain(), Completions(dialect)
+        attempt = self._attempt(request, path if chosen_id is None else request.raw_path, turn)
         now_s = self._runtime.now_s()
         self._budget.turn_came(now_s)
         self._attempts.begin(attempt, now_s)
@@ -196,7 +217,8 @@ class Turns:
             prompt_bytes = len(body) if turn.has_whole_prompt else 0
             return await self._try_replicas(request, path, prompt_bytes, record, attempt)
         except TurnAbortedError:
-            content_type, answer = abort_answer(path, turn.body)
+            make = partial(abort_answer, path, turn.body)
+            content_type, answer = await read_aside(make, len(turn.body))
             record.status, record.outcome = 200, "aborted"
             if record.held_stream is not None and record.held_stream.response is not None:
                 return await record.held_stream.end_with(answer)
@@ -216,13 +238,42 @@ class Turns:
         finally:
             self._attempts.end(attempt, self._runtime.now_s(), answered=record.outcome == "finished")
             self._write_line(record)
-            if turn.is_final and record.outcome == "finished" and turn.program_id is not None:
-                self._runtime.release(turn.program_id)
+            if record.outcome == "finished":
+                self._turn_is_through(turn)
+
+    def _turn_is_through(self, turn: TurnRequest) -> None:
+        """End a program with its last turn; else let the judge know of it."""
+        if turn.program_id is None:
+            return
+        if turn.is_final:
+            self._runtime.release(turn.program_id, outcome=turn.outcome)
+        elif self._judge is not None and turn.has_whole_prompt:
+            self._judge.turn_seen(turn.program_id, turn.body)
+
+    def _of_program(self, request: web.Request, turn: TurnRequest, prompt: Prompt | None) -> TurnRequest:
+        """Infer whose turn it is, if nobody says and the operator wants that, and have its sandboxes prepared."""
+        if prompt is not None and self._inference is not None:
+            turn = self._inference.named(turn, prompt)
+        if self._sandboxes is not None and turn.program_id is not None and CLASS_HEADER in request.headers:
+            self._sandboxes.program_seen(turn.program_id, request.headers[CLASS_HEADER])
+        return turn
+
+    async def _judged_by_engine(self, request: web.Request, path: str, chosen_id: str | None) -> web.StreamResponse:
+        """Relay what is no turn after all."""
+        if chosen_id is not None:
+            return await self.forward_to(request, chosen_id, path)
+        return await self.forward(request)
 
     def _attempt(self, request: web.Request, path: str, turn: TurnRequest) -> Attempt:
-        patience = patience_of(request.headers, self._settings.patience_s)
-        task, turn_id = asyncio.current_task(), self._runtime.new_turn_id()
-        return Attempt(turn, path, patience, self._runtime.now_s(), task, turn_id)
+        try:
+            patience = patience_of(request.headers, self._settings.patience_s)
+        except RequestError as error:
+            tell_with_error(error, identity_headers(turn.program_id, turn.source))
+            raise
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+        task = asyncio.current_task(self._loop)
+        return Attempt(turn, path, patience, self._runtime.now_s(), task, self._runtime.new_turn_id())
 
     async def _try_replicas(
         self, request: web.Request, path: str, prompt_bytes: int, record: Record, attempt: Attempt
@@ -234,7 +285,11 @@ class Turns:
             headers["X-Session-ID"] = turn.program_id
         if self._settings.heartbeat_s is not None and turn.streams:
             record.held_stream = HeldStream(
-                request, path, record.dialect, self._settings.heartbeat_s, _identity_headers(turn)
+                request,
+                path,
+                record.dialect,
+                self._settings.heartbeat_s,
+                identity_headers(turn.program_id, turn.source),
             )
         deadline_s = self._deadline_s(record, attempt)
         avoid_replica_id = None
@@ -246,10 +301,11 @@ class Turns:
                 named = await self._named(turn, lease.replica_id, path, authorization)
                 try:
                     try:
-                        upstream = await self._send(record, lease.replica_id, path, headers, named.body)
+                        upstream = await self._send(record, lease, path, headers, named.body)
                     except ReplicaError as error:
+                        ended = self._ended_meanwhile(turn, attempt)
                         self._lease_failed(lease, error)
-                        if not self._may_retry(record, attempt, error):
+                        if ended or not self._may_retry(record, attempt, error):
                             raise
                         avoid_replica_id = error.replica_id
                         continue
@@ -260,6 +316,11 @@ class Turns:
                 finally:
                     if named.engine_request_id and record.outcome not in ("finished", "refused"):
                         self._replicas.abort_turn(lease.replica_id, named.engine_request_id, authorization)
+
+    def _ended_meanwhile(self, turn: TurnRequest, attempt: Attempt) -> bool:
+        """Say whether a turn's program was released or ended while it ran: a second try would open it again."""
+        known = self._runtime.scheduler.turns.get(attempt.turn_id)
+        return turn.program_id is not None and known is not None and known.program is None
 
     def _deadline_s(self, record: Record, attempt: Attempt) -> float | None:
         """Return when the client gives up; None if it never does, or if heartbeats will keep it waiting."""
@@ -292,13 +353,17 @@ class Turns:
             avoid_replica_id=avoid_replica_id,
             prefix=turn.prefix,
             group_id=turn.group_id,
-            abortable=abortable(path, turn.body),
+            pinned_replica_id=record.chosen_id,
+            abortable=is_abortable(path, has_token_prompt=turn.has_token_prompt),
             turn_id=attempt.turn_id,
             deadline_s=deadline_s,
             supersedes_id=attempt.supersedes_id,
             waiting_since_s=attempt.since_s if record.tries_count or attempt.patience.retry_count else None,
             parent_id=turn.parent_id,
             tenant=turn.tenant,
+            wanted_replica_id=record.maker_id,
+            program_class=turn.program_class,
+            role=turn.role,
         )
         try:
             if record.held_stream is None:
@@ -316,11 +381,48 @@ class Turns:
         record.reason = lease.reason
         record.held_s += lease.held_s
         record.tries_count += 1
+        if record.maker_id not in (None, lease.replica_id):
+            log.warning(
+                "response_is_elsewhere",
+                program_id=turn.program_id,
+                replica_id=lease.replica_id,
+                maker_id=record.maker_id,
+                request_id=REQUEST_ID.get(),
+            )
         return lease
 
-    async def _send(
+    async def _send(self, record: Record, lease: Lease, path: str, headers: CIMultiDict[str], body: bytes) -> Answer:
+        """Forward a turn, with its priority if the scheduler gives it one, and return when its answer's head came.
+
+        A turn that its engine refuses for its priority is sent again without.
+        """
+        if lease.engine_priority is None:
+            return await self._send_once(record, lease.replica_id, path, headers, body)
+        given = self._replicas.priorities.for_engine(lease.replica_id, lease.engine_priority)
+        if given is None:
+            return await self._send_once(record, lease.replica_id, path, headers, body)
+        (priorities, priority), with_priority = given, CIMultiDict(headers)
+        put = partial(priorities.put, path, body, with_priority, priority)
+        with_it = await read_aside(put, len(body))
+        upstream = await self._send_once(record, lease.replica_id, path, with_priority, with_it)
+        if upstream.status != 400:
+            return upstream
+        try:
+            answer = await self._client.read(lease.replica_id, upstream)
+        except BaseException:
+            upstream.close()
+            raise
+        if not priorities.is_refusal(answer):
+            return upstream
+        upstream.close()
+        upstream = await self._send_once(record, lease.replica_id, path, headers, body)
+        if upstream.status != 400:
+            self._replicas.priorities.refused(lease.replica_id)
+        return upstream
+
+    async def _send_once(
         self, record: Record, replica_id: str, path: str, headers: CIMultiDict[str], body: bytes
-    ) -> aiohttp.ClientResponse:
+    ) -> Answer:
         """Forward a turn and return when the head of its answer is there; tell the replica's breaker how it went."""
         breakers = self._replicas.breakers
         probe = await breakers.admit(replica_id)
@@ -344,6 +446,8 @@ class Turns:
 
     def _may_retry(self, record: Record, attempt: Attempt, error: ReplicaError) -> bool:
         """Say whether a turn may be tried again that failed before its first byte."""
+        if error.replica_id in (record.chosen_id, record.maker_id):
+            return False  # elsewhere it would only be refused
         if isinstance(error, ReplicaTimeoutError) and not isinstance(error, FirstByteTimeoutError):
             return False
         refused_before = self._budget.refused_count
@@ -359,7 +463,7 @@ class Turns:
     async def _named(self, turn: TurnRequest, replica_id: str, path: str, authorization: str | None) -> NamedTurn:
         """Return the body as it goes to an engine: with an id, where that wants to be told of clients that left."""
         name = partial(self._replicas.name_turn, replica_id, path, turn.body, turn.program_id, authorization)
-        return await asyncio.to_thread(name) if len(turn.body) > LARGE_BODY_BYTES else name()
+        return await read_aside(name, len(turn.body))
 
     async def forward(self, request: web.Request) -> web.StreamResponse:
         """Relay a request that is no turn, without a lease, to its program's replica or the least busy one."""
@@ -369,14 +473,11 @@ class Turns:
         """Relay a request, without a lease, to a replica that its client chose."""
         return await self._side_calls.forward_to(request, replica_id, path)
 
-    async def _relay(
-        self, request: web.Request, record: Record, lease: Lease, upstream: aiohttp.ClientResponse
-    ) -> web.StreamResponse:
+    async def _relay(self, request: web.Request, record: Record, lease: Lease, upstream: Answer) -> web.StreamResponse:
         """Relay an answer whose head has come, and end the lease."""
         record.status = upstream.status
         streams = upstream.content_type == "text/event-stream"
         headers = forwarded_response_headers(upstream.headers, keep_length=not streams)
-        headers["X-Replica-ID"] = lease.replica_id
         headers.update(_headers_of(record))
         begun = record.held_stream is not None and record.held_stream.response is not None
         if begun and (not streams or upstream.status >= 400):
@@ -385,7 +486,7 @@ class Turns:
             return await self._relay_stream(request, record, lease, upstream, headers)
         return await self._relay_whole(record, lease, upstream, headers)
 
-    async def _refuse_begun(self, record: Record, lease: Lease, upstream: aiohttp.ClientResponse) -> web.StreamResponse:
+    async def _refuse_begun(self, record: Record, lease: Lease, upstream: Answer) -> web.StreamResponse:
         """Tell what the engine answered instead of a stream as an event: the head of a stream was sent already."""
         assert record.held_stream is not None
         answer = await self._relay_whole(record, lease, upstream, CIMultiDict())
@@ -393,7 +494,7 @@ class Turns:
         return await record.held_stream.refuse(answer.body)
 
     async def _relay_whole(
-        self, record: Record, lease: Lease, upstream: aiohttp.ClientResponse, headers: CIMultiDict[str]
+        self, record: Record, lease: Lease, upstream: Answer, headers: CIMultiDict[str]
     ) -> web.Response:
         """Read an answer to its end, end the lease, and return it unchanged."""
         try:
@@ -403,10 +504,8 @@ class Turns:
             raise
         if upstream.status < 400:
             keep_id = partial(self._made.keep, replica_id=lease.replica_id)
-            read = partial(_read_answer, record.dialect, body, upstream.headers.get("Content-Encoding"), keep_id)
-            record.usage, record.tool = await asyncio.to_thread(read) if len(body) > LARGE_BODY_BYTES else read()
-            if record.completions is not None:
-                record.completions.read_answer(body, upstream.headers.get("Content-Encoding"))
+            read = partial(_read_answer, record, body, upstream.headers.get("Content-Encoding"), keep_id)
+            record.usage, record.tool = await read_aside(read, len(body))
         self._end_lease(record, lease)
         return web.Response(status=upstream.status, reason=upstream.reason, headers=headers, body=body)
 
@@ -415,13 +514,13 @@ class Turns:
         request: web.Request,
         record: Record,
         lease: Lease,
-        upstream: aiohttp.ClientResponse,
+        upstream: Answer,
         headers: CIMultiDict[str],
     ) -> web.StreamResponse:
         """Relay a stream of events as they come, and end the lease with the usage and the calls that they carry."""
         begun = record.held_stream.response if record.held_stream is not None else None
         response = begun or web.StreamResponse(status=upstream.status, reason=upstream.reason, headers=headers)
-        await response.prepare(request)
+        await begin(request, response)
         tool_calls, completions = StreamToolCalls(), record.completions
 
         def listen(events: bytes) -> None:
@@ -445,7 +544,11 @@ class Turns:
                 elif now_s > progress_at_s:
                     lease.progressed(stream.events_count)
                     progress_at_s = now_s + PROGRESS_PERIOD_S
-                if relayed := stream.feed(chunk):
+                is_large = stream.pending_bytes + len(chunk) > LARGE_BODY_BYTES
+                relayed = await asyncio.to_thread(stream.feed, chunk) if is_large else stream.feed(chunk)
+                if completions is not None and completions.ended:
+                    self._remember(record)  # before the client knows the end, and goes on with it
+                if relayed:
                     await response.write(relayed)
         except ReplicaError as error:
             record.outcome = "failed"
@@ -465,11 +568,16 @@ class Turns:
         if record.status is not None and record.status < 400:
             record.outcome = "finished"
             lease.finished(*record.usage, record.tool)
-            if record.chain is not None and record.completions is not None and self._inference is not None:
-                self._inference.answered(record.turn.program_id or "", record.chain, record.completions.choices())
+            self._remember(record)
         else:
             record.outcome = "refused"
             lease.refused()
+
+    def _remember(self, record: Record) -> None:
+        """Remember once how the next prompt of an inferred program begins."""
+        chain, completions, record.chain = record.chain, record.completions, None
+        if chain is not None and completions is not None and self._inference is not None and record.status == 200:
+            self._inference.answered(record.turn.program_id or "", chain, completions.choices())
 
     def _lease_failed(self, lease: Lease, error: ReplicaError) -> None:
         """Give a lease back that its replica failed, and have that replica looked at."""
@@ -505,16 +613,35 @@ class Turns:
         )
 
 
+def _of_nobody(turn: TurnRequest) -> TurnRequest:
+    return turn._replace(program_id=None, source="anonymous", is_final=False)
+
+
 async def _told(record: Record, error: ThunderAgentError) -> web.StreamResponse:
     """Tell of an error as an event if the head of an answer was sent, else raise it."""
     if record.held_stream is None or record.held_stream.response is None:
-        raise error
+        tell_with_error(error, _headers_of(record))
+        try:
+            raise error
+        finally:
+            del error  # or its traceback and this frame hold each other, and the whole turn, for a collection
     return await record.held_stream.fail(error)
 
 
-def _read_answer(dialect: Dialect, body: bytes, content_encoding: str | None, keep_id: KeepId) -> tuple[Usage, str]:
-    """Return the usage of a whole answer, and which tool it calls."""
-    usage = usage_of_answer(dialect, body, content_encoding, keep_id)
+def _read_turn(
+    path_id: str | None, headers: CIMultiDictProxy[str], body: bytes, rules: IdentityRules, dialect: Dialect
+) -> tuple[TurnRequest | None, Prompt | None]:
+    """Return whose turn it is, and its prompt where that must be inferred from it."""
+    turn = identify(path_id, headers, body, rules, dialect)
+    infers = rules.infers_programs and turn is not None and turn.program_id is None and turn.has_whole_prompt
+    return turn, prompt_of(body, dialect) if infers else None
+
+
+def _read_answer(record: Record, body: bytes, content_encoding: str | None, keep_id: KeepId) -> tuple[Usage, str]:
+    """Return the usage of a whole answer, and which tool it calls; and read what it says if that is wanted."""
+    if record.completions is not None:
+        record.completions.read_answer(body, content_encoding)
+    usage = usage_of_answer(record.dialect, body, content_encoding, keep_id)
     return usage, tool_of_answer(body, content_encoding)
 
 
@@ -529,17 +656,8 @@ async def _break_off(
 
 
 def _headers_of(record: Record) -> dict[str, str]:
-    """Return what the answer to a turn says about it, wherever it ran."""
-    return {"X-Hold-Ms": str(round(record.held_s * 1000)), **_identity_headers(record.turn)}
-
-
-def _identity_headers(turn: TurnRequest) -> dict[str, str]:
-    """Return the headers of an answer that say whose turn it was."""
-    if turn.program_id is None:
-        return {}
-    return {"X-Program-ID": _header_safe(turn.program_id), "X-Program-ID-Source": turn.source}
-
-
-def _header_safe(text: str) -> str:
-    """Return a program id as a header can carry it."""
-    return text if text.isascii() else text.encode("ascii", "backslashreplace").decode()
+    """Return what the answer to a turn says about it."""
+    headers = {HOLD_HEADER: str(round(record.held_s * 1000))}
+    if record.replica_id is not None:
+        headers[REPLICA_HEADER] = record.replica_id
+    return {**headers, **identity_headers(record.turn.program_id, record.turn.source)}

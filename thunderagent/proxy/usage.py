@@ -37,6 +37,8 @@ def usage_of_answer(dialect: Dialect, body: bytes, content_encoding: str | None,
 
 def decoded(body: bytes, content_encoding: str | None) -> bytes | None:
     """Return a body without its content encoding; None for an encoding other than gzip and deflate, or a broken one."""
+    if content_encoding is None:
+        return body
     decompress = decompressor(content_encoding)
     if decompress is None:
         return None
@@ -105,6 +107,11 @@ class StreamUsage:
     def usage(self) -> Usage:
         """The usage as far as the stream said it."""
         return self._reader.usage
+
+    @property
+    def pending_bytes(self) -> int:
+        """How much of an event is there that is not whole yet."""
+        return len(self._carry)
 
     def feed(self, piece: bytes) -> bytes:
         """Take in the next bytes of the stream, return what the client gets now."""

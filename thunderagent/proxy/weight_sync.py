@@ -63,6 +63,7 @@ class WeightSync:
                 if wanted.cache_cleared:
                     self._runtime.replica_flushed(replica_id)
                 if wanted.weight_version is not None:
+                    known.told_count += 1
                     known.weight_version = wanted.weight_version
             self._end()
             log.info("weight_sync_ended", weight_version=wanted.weight_version)

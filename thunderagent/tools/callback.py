@@ -52,6 +52,7 @@ from thunderagent.errors import (
     SandboxSetupError,
     SandboxSpaceError,
 )
+from thunderagent.faults import faults_of
 from thunderagent.tools.base import OWNER_LABEL, RUN_LABEL, Change, Found, Order, Owner, Place, Usage
 
 _log = structlog.get_logger(__name__)
@@ -314,7 +315,8 @@ def _read_answer(reply: _Reply, prepare_url: httpx.URL, known: _Answer) -> _Answ
         try:
             said = _Answer.model_validate_json(reply.body).model_dump(exclude_unset=True)
         except ValidationError as error:
-            raise SandboxError(f"{reply.url.host} answered what is not understood: {_faults(error)}") from error
+            said_wrong = "; ".join(faults_of(error))[:_MAX_SAID_CHARACTERS]
+            raise SandboxError(f"{reply.url.host} answered what is not understood: {said_wrong}") from error
     is_ready = reply.status in {200, 201} and said.get("ready", True)
     if reply.location and not is_ready:
         said = {"status_url": str(_joined(reply.url, reply.location)), **said}
@@ -326,13 +328,6 @@ def _read_answer(reply: _Reply, prepare_url: httpx.URL, known: _Answer) -> _Answ
             raise SandboxError(f"{reply.url.host} has no sandbox ready, and gave no status_url to ask at")
         _joined(prepare_url, answer.status_url)
     return answer
-
-
-def _faults(error: ValidationError) -> str:
-    """Say what is wrong with an answer, without what it holds."""
-    found = error.errors(include_url=False, include_context=False, include_input=False)
-    text = "; ".join(f"{'.'.join(map(str, each['loc'])) or 'body'}: {each['msg']}" for each in found)
-    return text[:_MAX_SAID_CHARACTERS]
 
 
 class _Complaint(BaseModel):

@@ -286,7 +286,7 @@ class Manager:
             if type(decision) is Release:
                 self._seen.discard(decision.program_id)
                 self._program_ended(decision.program_id, f"its program ended: {decision.reason.value}")
-            elif type(decision) in (Grant, Restore) and decision.program_id is not None:
+            elif isinstance(decision, Grant | Restore) and decision.program_id is not None:
                 self._admitted(decision.program_id)
 
     def _program_ended(self, program_id: str, why: str) -> None:

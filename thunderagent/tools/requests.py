@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from thunderagent.errors import RequestError
+from thunderagent.faults import faults_of
 from thunderagent.tools.template import DriverKind, Template
 
 
@@ -39,6 +40,4 @@ def read_requests(body: bytes) -> tuple[SandboxRequest, ...]:
             return _Several.model_validate_json(b'{"sandboxes":' + text + b"}").sandboxes
         return (SandboxRequest.model_validate_json(text),)
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"]) or "body"
-        raise RequestError(f"{place}: {first['msg']}") from error
+        raise RequestError(faults_of(error)[0]) from error

@@ -66,6 +66,12 @@ def test_a_plain_program_is_one_request_at_its_end(proxy: FakeProxy) -> None:
     assert p.ended
 
 
+def test_what_became_of_it_is_told_with_its_end(proxy: FakeProxy) -> None:
+    with program("a", proxy=proxy.url) as p:
+        p.outcome = "failure"
+    assert proxy.requests == [("POST", "/programs/release", {"program_id": "a", "outcome": "failure"})]
+
+
 async def test_a_plain_async_program_is_one_request_at_its_end(proxy: FakeProxy) -> None:
     async with program("a/b é", proxy=proxy.url):
         assert not proxy.requests

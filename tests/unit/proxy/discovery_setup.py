@@ -37,6 +37,9 @@ class FakeConnections:
         await asyncio.sleep(0)
         del self.open[replica_id]
 
+    def set_paused(self, replica_id: str, *, paused: bool) -> None:
+        pass
+
     def requests_count(self, replica_id: str) -> int:
         return self.open.get(replica_id, 0)
 

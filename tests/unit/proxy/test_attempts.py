@@ -117,3 +117,20 @@ def test_anonymous_attempts_without_a_key_are_nobodys() -> None:
     assert len(attempts) == 0
     attempts.end(first, 1.0, answered=False)
     attempts.end(second, 1.0, answered=True)
+
+
+def test_what_nobody_came_back_for_is_let_go_in_time() -> None:
+    """The next that ends without an answer sweeps out what is too old, and keeps what was renewed meanwhile."""
+    attempts = Attempts()
+
+    def ends(program_id: str, now_s: float) -> None:
+        each = attempt(program_id)
+        attempts.begin(each, now_s)
+        attempts.end(each, now_s, answered=False)
+
+    for number in range(50):
+        ends(f"p{number}", 0.0)
+    ends("p7", REMEMBER_S)
+    assert len(attempts._ended) == 50
+    ends("q", REMEMBER_S + 1.0)
+    assert [place[0] for place in attempts._ended] == ["p7", "q"]

@@ -16,6 +16,7 @@ from thunderagent.proxy.identity import (
     TurnRequest,
     check_program_id,
     identify,
+    identify_side_call,
     split_path,
 )
 
@@ -212,12 +213,23 @@ def test_an_empty_header_of_somebody_elses_is_none() -> None:
     assert (turn.program_id, turn.branch_id, turn.parent_id) == ("s", "", "")
 
 
+@pytest.mark.parametrize("name", list(PROGRAM_HEADERS)[1:])
+def test_an_empty_header_of_somebody_elses_names_no_program(name: str) -> None:
+    """Clients send it before they have a session; what comes after it in the order may name one."""
+    assert identified(headers={name: ""}).source == "anonymous"
+    assert identified(b'{"program_id":"b"}', headers={name: ""})[:2] == ("b", "body")
+    rules = IdentityRules(program_headers=("X-Rollout",))
+    turn = identify(None, CIMultiDictProxy(CIMultiDict({"X-Rollout": "", "X-Session-ID": "s"})), b"{}", rules)
+    assert turn is not None
+    assert (turn.program_id, turn.source) == ("s", "x-session-id")
+
+
 def test_parent_and_tenant_are_headers() -> None:
     """Dynamo's name for the parent counts too, after ours."""
     turn = identified(headers={"X-Program-Parent": "p", "X-Dynamo-Parent-Session-ID": "d", "X-Program-Tenant": "t"})
     assert (turn.parent_id, turn.tenant) == ("p", "t")
     assert identified(headers={"X-Dynamo-Parent-Session-ID": "d"}).parent_id == "d"
-    assert identified()[-3:-1] == ("", "")
+    assert (identified().parent_id, identified().tenant) == ("", "")
 
 
 def test_the_user_names_the_program_only_if_that_is_wanted() -> None:
@@ -263,7 +275,7 @@ def test_a_whole_number_is_taken_as_its_digits() -> None:
 def test_a_wrong_id_is_refused_whatever_its_source(source: str, body: bytes) -> None:
     """Never taken for anonymous: the client meant something."""
     with pytest.raises(InvalidProgramIdError):
-        identified(body, headers={"X-Session-ID": ""} if source == "header" else {})
+        identified(body, headers={"X-Session-ID": "a\tb"} if source == "header" else {})
 
 
 # --- Paths
@@ -296,6 +308,11 @@ def test_a_wrong_id_is_refused_whatever_its_source(source: str, body: bytes) -> 
         ("/p/inference/v1/generate", "inference", "/v1/generate"),
         ("/p/a/inference/v1/models", "a/inference", "/v1/models"),
         ("/p/a/v1/b/v1/messages", "a/v1/b", "/v1/messages"),
+        ("/p/a/model_info?x", "a", "/model_info?x"),
+        ("/p/a%2Fb/server_info", "a/b", "/server_info"),
+        ("/p/a/v10/x", "a", "/v10/x"),
+        ("/p/a/cohere/v2/chat", "a", "/cohere/v2/chat"),
+        ("/p/a/", "a", "/"),
     ],
 )
 def test_a_path_is_split_into_the_id_and_what_the_engine_sees(raw_path: str, program_id: str, rest: str) -> None:
@@ -308,8 +325,9 @@ def test_a_path_is_split_into_the_id_and_what_the_engine_sees(raw_path: str, pro
     [
         "/v1/chat/completions",
         "/p/a",
-        "/p/a/v10/x",
         "/p//v1/models",
+        "/p//model_info",
+        "/sessions/a/model_info",
         "/q/a/v1/models",
         "/health",
         "/x?q=/p/a/v1/b",
@@ -380,3 +398,42 @@ def test_json_that_engines_read_and_msgspec_does_not_is_a_turn_all_the_same(text
     assert turn.usage_added
     assert b"program_id" not in turn.body
     assert value in turn.body
+
+
+# --- Side calls
+
+
+@pytest.mark.parametrize(
+    ("body", "named", "forwarded"),
+    [
+        (b'{"input":"x","program_id":"b"}', ("b", "body"), b'{"input":"x"}'),
+        (b'{"extra_body":{"program_id":"e"},"a":1}', ("e", "extra_body"), b'{"extra_body":{},"a":1}'),
+        (b'{"prompt_cache_key":"k","a": 1 }', ("k", "prompt_cache_key"), b'{"prompt_cache_key":"k","a": 1 }'),
+        (b'{"a":NaN, "program_id":7}', ("7", "body"), b'{"a":NaN}'),
+        (b'{"a":1}', (None, "anonymous"), b'{"a":1}'),
+        (b'["program_id"]', (None, "anonymous"), b'["program_id"]'),
+        (b"--x\r\nprogram_id", (None, "anonymous"), b"--x\r\nprogram_id"),
+        (b"\xff\x00", (None, "anonymous"), b"\xff\x00"),
+        (b"", (None, "anonymous"), b""),
+    ],
+)
+def test_a_side_call_is_whose_its_body_says(body: bytes, named: tuple[str | None, str], forwarded: bytes) -> None:
+    """And our own field is cut out, as of a turn's; what is no JSON object stays as it is."""
+    call = identify_side_call(None, CIMultiDictProxy(CIMultiDict()), body)
+    assert (call.program_id, call.source, call.body) == (*named, forwarded)
+    by_path = identify_side_call("p", CIMultiDictProxy(CIMultiDict()), body)
+    assert (by_path.program_id, by_path.source, by_path.body) == ("p", "path", forwarded)
+
+
+def test_a_side_call_with_many_token_ids_is_cut_around_them() -> None:
+    tokens = json.dumps(list(range(100_000))).encode()
+    body = b'{"model":"m","tokens":' + tokens + b',"program_id":"b"}'
+    call = identify_side_call(None, CIMultiDictProxy(CIMultiDict()), body)
+    assert call == ("b", "body", b'{"model":"m","tokens":' + tokens + b"}")
+
+
+def test_a_side_call_with_an_id_that_is_none_is_refused() -> None:
+    with pytest.raises(InvalidProgramIdError):
+        identify_side_call(None, CIMultiDictProxy(CIMultiDict()), b'{"program_id":""}')
+    with pytest.raises(InvalidProgramIdError):
+        identify_side_call("x" * 257, CIMultiDictProxy(CIMultiDict()), b"")

@@ -51,6 +51,16 @@ def heard(*readings: ReplicaReading) -> list[Event]:
     return runtime.events
 
 
+def test_the_load_of_an_engine_is_told_when_it_changes() -> None:
+    """How full its memory is and how many requests wait there: for policies that go by the engine's own gauges."""
+    idle = ReplicaReading(capacity_tokens=1000, kv_used_ratio=0.0, waiting_count=0)
+    busy = ReplicaReading(capacity_tokens=1000, kv_used_ratio=0.75, waiting_count=3)
+    events = heard(idle, idle, busy, busy)
+    told = [(event.kv_used_ratio, event.engine_waiting_count) for event in events if isinstance(event, ReplicaPolled)]
+    assert told[-1] == (0.75, 3)
+    assert told.count((0.75, 3)) == 1
+
+
 def test_the_first_reading_says_the_capacity_alone() -> None:
     """Totals say nothing by themselves."""
     assert heard(reading(500, 100, 7)) == [polled()]

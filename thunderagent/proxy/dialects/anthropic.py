@@ -12,6 +12,8 @@ import msgspec
 
 from thunderagent.proxy.dialects.base import (
     NO_USAGE,
+    Completion,
+    CompletionReader,
     KeepId,
     Usage,
     UsageReader,
@@ -88,6 +90,65 @@ class _Reader:
             self.usage = _merged(self.usage, read.message.usage if read.message is not None else read.usage)
 
 
+class _Content(msgspec.Struct):
+    """A whole message as far as it says something."""
+
+    content: list[dict[str, Any]] = []
+
+
+class _Delta(msgspec.Struct):
+    text: str = ""
+    partial_json: str = ""
+
+
+class _BlockEvent(msgspec.Struct):
+    type: str = ""
+    index: int = 0
+    content_block: dict[str, Any] | None = None
+    delta: _Delta | None = None
+
+
+_decode_content = msgspec.json.Decoder(_Content).decode
+_decode_block_event = msgspec.json.Decoder(_BlockEvent).decode
+
+
+class _Completions:
+    """Put the blocks of a message together: its texts, and the tools that it calls."""
+
+    __slots__ = ("_blocks", "_pieces", "kept_chars")
+
+    def __init__(self) -> None:
+        self._blocks: dict[int, dict[str, Any]] = {}
+        self._pieces: dict[int, list[str]] = {}
+        self.kept_chars = 0
+
+    def read_answer(self, answer: bytes) -> None:
+        self._blocks = dict(enumerate(_decode_content(answer).content))
+
+    def read_event(self, data: bytes) -> bool:
+        event = _decode_block_event(data)
+        if event.content_block is not None:
+            self._blocks[event.index] = event.content_block
+        elif event.delta is not None and event.index in self._blocks:
+            piece = event.delta.text + event.delta.partial_json
+            self._pieces.setdefault(event.index, []).append(piece)
+            self.kept_chars += len(piece)
+        return event.type == "message_stop"
+
+    def choices(self) -> list[Completion]:
+        if not self._blocks:
+            return []
+        content = [self._block(index) for index in sorted(self._blocks)]
+        return [Completion(({"role": "assistant", "content": content},))]
+
+    def _block(self, index: int) -> dict[str, Any]:
+        block, pieces = self._blocks[index], self._pieces.get(index)
+        if not pieces:
+            return block
+        said = "".join(pieces)
+        return {**block, "input": said} if block.get("type") == "tool_use" else {**block, "text": said}
+
+
 class Anthropic:
     """Speak the Messages API."""
 
@@ -106,6 +167,10 @@ class Anthropic:
     def reader(self, keep_id: KeepId) -> UsageReader:  # noqa: ARG002 - the protocol's
         """Return what follows a stream."""
         return _Reader()
+
+    def completions(self) -> CompletionReader:
+        """Return what follows an answer for its blocks."""
+        return _Completions()
 
     def error(self, status: int, code: str, message: str) -> dict[str, Any]:
         """Return the body of an error; `code` is one field more than the API has."""

@@ -1,12 +1,12 @@
 """What the proxy must know of an API to serve its turns: a `Dialect` is one file for one API.
 
-A dialect says which paths are turns, reads usage out of answers, and speaks the errors that a caller of that API
-expects. It never touches the bytes of an answer.
+A dialect says which paths are turns, reads usage and what was said out of answers, and speaks the errors that a caller
+of that API expects. It never touches the bytes of an answer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
@@ -56,6 +56,33 @@ class UsageReader(Protocol):
         """Take in whole events, one or several. What cannot be read is passed over."""
 
 
+class Completion(NamedTuple):
+    """One choice of an answer as a client puts it into its next prompt, in each form that the engine said it in."""
+
+    messages: Sequence[dict[str, Any]] = ()
+    """Messages, or items of the Responses API."""
+    text: str = ""
+    token_ids: bytes = b""
+    """As they are written, each with a comma behind it and nothing between."""
+
+
+class CompletionReader(Protocol):
+    """Follow one answer for what it says, whole or event by event."""
+
+    @property
+    def kept_chars(self) -> int:
+        """How much it keeps of the events."""
+
+    def read_answer(self, answer: bytes) -> None:
+        """Take in a whole answer. Raises one of `UNREADABLE`."""
+
+    def read_event(self, data: bytes) -> bool:
+        """Take in the data of an event; say whether nothing follows that matters. Raises one of `UNREADABLE`."""
+
+    def choices(self) -> list[Completion]:
+        """Return what was said, in the order of the choices."""
+
+
 class Dialect(Protocol):
     """One API."""
 
@@ -75,11 +102,22 @@ class Dialect(Protocol):
     def reader(self, keep_id: KeepId) -> UsageReader:
         """Return what follows a stream."""
 
+    def completions(self) -> CompletionReader:
+        """Return what follows an answer for what it says."""
+
     def error(self, status: int, code: str, message: str) -> dict[str, Any]:
         """Return the body of an error. `code` is ours, for programs to read, whatever the API has besides."""
 
     def break_off(self, code: str, message: str, last_events: bytes) -> bytes:
         """Return the event that ends a stream whose replica failed; `last_events` are the last that were whole."""
+
+
+def written_ids(token_ids: bytes) -> bytes:
+    """Return a list of token ids in the spelling of `Completion`, without building it; empty if it is no such list."""
+    digits = token_ids.translate(None, b" \t\r\n")
+    if not digits.startswith(b"[") or digits == b"[]" or digits.translate(None, b"0123456789,") != b"[]":
+        return b""
+    return digits[1:-1] + b","
 
 
 def count(tokens: int | None) -> int | None:

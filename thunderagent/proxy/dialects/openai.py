@@ -11,12 +11,15 @@ import msgspec
 
 from thunderagent.proxy.dialects.base import (
     NO_USAGE,
+    Completion,
+    CompletionReader,
     KeepId,
     Usage,
     UsageReader,
     count,
     event_of,
     read_events,
+    written_ids,
 )
 
 
@@ -63,6 +66,107 @@ class ChoicesReader:
                 self.usage = answer.usage.read()
 
 
+class _Function(msgspec.Struct):
+    name: str | None = None
+    arguments: Any = None
+
+
+class _Call(msgspec.Struct):
+    index: int | None = None
+    id: str | None = None
+    function: _Function | None = None
+
+
+class _Message(msgspec.Struct):
+    content: str | None = None
+    tool_calls: list[_Call] | None = None
+
+
+class _Choice(msgspec.Struct):
+    """A choice of a whole answer, or a piece of one."""
+
+    index: int = 0
+    text: str | None = None
+    token_ids: msgspec.Raw = msgspec.Raw()
+    message: _Message | None = None
+    delta: _Message | None = None
+
+
+class _Choices(msgspec.Struct):
+    choices: list[_Choice] | None = None
+
+
+_decode_choices = msgspec.json.Decoder(_Choices).decode
+
+
+class _Said:
+    """What one choice said so far."""
+
+    __slots__ = ("calls", "has_message", "text", "token_ids")
+
+    def __init__(self) -> None:
+        self.has_message = False
+        self.text: list[str] = []
+        self.token_ids: list[bytes] = []
+        self.calls: dict[int, list[str]] = {}
+        """Id, name and arguments of each call."""
+
+    def add(self, choice: _Choice) -> int:
+        """Take in a piece; return how many characters that are."""
+        message = choice.message or choice.delta
+        text = (choice.text or "") + ((message.content or "") if message is not None else "")
+        self.text.append(text)
+        self.token_ids.append(written_ids(bytes(choice.token_ids)))
+        kept_chars = len(text) + len(self.token_ids[-1])
+        if message is not None:
+            self.has_message = True
+            for place, call in enumerate(message.tool_calls or ()):
+                kept_chars += self._add_call(place if call.index is None else call.index, call)
+        return kept_chars
+
+    def _add_call(self, place: int, call: _Call) -> int:
+        kept = self.calls.setdefault(place, ["", "", ""])
+        kept[0] = kept[0] or call.id or ""
+        if call.function is None:
+            return 0
+        arguments = call.function.arguments if isinstance(call.function.arguments, str) else ""
+        kept[1] += call.function.name or ""
+        kept[2] += arguments
+        return len(arguments)
+
+    def completion(self) -> Completion:
+        text, token_ids = "".join(self.text), b"".join(self.token_ids)
+        if not self.has_message:
+            return Completion(text=text, token_ids=token_ids)
+        calls = [
+            {"id": call_id, "function": {"name": name, "arguments": arguments}}
+            for call_id, name, arguments in self.calls.values()
+        ]
+        message = {"role": "assistant", "content": text, "tool_calls": calls}
+        return Completion((message,), token_ids=token_ids)
+
+
+class _Completions:
+    """Put the choices together."""
+
+    __slots__ = ("_said", "kept_chars")
+
+    def __init__(self) -> None:
+        self._said: dict[int, _Said] = {}
+        self.kept_chars = 0
+
+    def read_answer(self, answer: bytes) -> None:
+        for choice in _decode_choices(answer).choices or ():
+            self.kept_chars += self._said.setdefault(choice.index, _Said()).add(choice)
+
+    def read_event(self, data: bytes) -> bool:
+        self.read_answer(data)
+        return False  # `[DONE]` follows
+
+    def choices(self) -> list[Completion]:
+        return [self._said[index].completion() for index in sorted(self._said)]
+
+
 def error_body(status: int, code: str, message: str) -> dict[str, Any]:
     """Return an error as OpenAI's APIs give it."""
     kind = "invalid_request_error" if status < 500 else "server_error"
@@ -91,6 +195,10 @@ class OpenAI:
     def reader(self, keep_id: KeepId) -> UsageReader:  # noqa: ARG002 - the protocol's
         """Return what follows a stream."""
         return ChoicesReader()
+
+    def completions(self) -> CompletionReader:
+        """Return what follows an answer for its choices."""
+        return _Completions()
 
     def error(self, status: int, code: str, message: str) -> dict[str, Any]:
         """Return the body of an error."""

@@ -13,6 +13,8 @@ import msgspec
 
 from thunderagent.proxy.dialects.base import (
     NO_USAGE,
+    Completion,
+    CompletionReader,
     KeepId,
     Usage,
     UsageReader,
@@ -80,6 +82,85 @@ class _Reader:
                 self.usage = _usage(response.usage)
 
 
+class _Output(msgspec.Struct):
+    output: list[msgspec.Raw] = []
+
+
+class _ItemEvent(msgspec.Struct):
+    type: str = ""
+    output_index: int = 0
+    item: msgspec.Raw = msgspec.Raw()
+    response: _Output | None = None
+
+
+_LAST_EVENTS = frozenset({"response.completed", "response.incomplete", "response.failed"})
+_MARKS = (b'"response.output_item.done"', *(b'"%s"' % kind.encode() for kind in _LAST_EVENTS))
+_decode_output = msgspec.json.Decoder(_Output).decode
+_decode_item_event = msgspec.json.Decoder(_ItemEvent).decode
+
+
+class _Kind(msgspec.Struct):
+    type: str = ""
+
+
+class _Part(msgspec.Struct):
+    type: str = ""
+    text: str = ""
+
+
+class _MessageItem(msgspec.Struct):
+    """A message without its log probabilities, which are most of it."""
+
+    role: str = "assistant"
+    content: list[_Part] = []
+
+
+_decode_kind = msgspec.json.Decoder(_Kind).decode
+_decode_message = msgspec.json.Decoder(_MessageItem).decode
+_decode_item = msgspec.json.Decoder(dict[str, Any]).decode
+
+
+def _item(item: msgspec.Raw) -> dict[str, Any]:
+    """Return an item of a response as far as a client sends it back. Raises one of `UNREADABLE`."""
+    if _decode_kind(item).type != "message":
+        whole: dict[str, Any] = _decode_item(item)
+        return whole
+    return {"type": "message", **msgspec.to_builtins(_decode_message(item))}
+
+
+class _Completions:
+    """Gather the items of a response.
+
+    A stream says them twice, each when it is done and all at the end, and engines give some of them other ids there.
+    Some clients keep the former, others the latter, so both count.
+    """
+
+    __slots__ = ("_done", "_output", "kept_chars")
+
+    def __init__(self) -> None:
+        self._done: dict[int, dict[str, Any]] = {}
+        self._output: list[dict[str, Any]] = []
+        self.kept_chars = 0
+
+    def read_answer(self, answer: bytes) -> None:
+        self._output = list(map(_item, _decode_output(answer).output))
+
+    def read_event(self, data: bytes) -> bool:
+        if not any(mark in data for mark in _MARKS):
+            return False
+        event = _decode_item_event(data)
+        if bytes(memoryview(event.item)[:1]) == b"{":
+            self._done[event.output_index] = _item(event.item)
+            self.kept_chars += len(data)
+        if event.type in _LAST_EVENTS and event.response is not None:
+            self._output = list(map(_item, event.response.output))
+        return event.type in _LAST_EVENTS
+
+    def choices(self) -> list[Completion]:
+        done = [self._done[index] for index in sorted(self._done)]
+        return [Completion(items) for items in (done, self._output) if items]
+
+
 class Responses:
     """Speak the Responses API."""
 
@@ -101,6 +182,10 @@ class Responses:
     def reader(self, keep_id: KeepId) -> UsageReader:
         """Return what follows a stream."""
         return _Reader(keep_id)
+
+    def completions(self) -> CompletionReader:
+        """Return what follows an answer for its items."""
+        return _Completions()
 
     def error(self, status: int, code: str, message: str) -> dict[str, Any]:
         """Return the body of an error."""

@@ -11,7 +11,18 @@ from typing import Any
 
 import msgspec
 
-from thunderagent.proxy.dialects.base import NO_USAGE, UNREADABLE, KeepId, Usage, UsageReader, count, event_of
+from thunderagent.proxy.dialects.base import (
+    NO_USAGE,
+    UNREADABLE,
+    Completion,
+    CompletionReader,
+    KeepId,
+    Usage,
+    UsageReader,
+    count,
+    event_of,
+    written_ids,
+)
 from thunderagent.proxy.dialects.sse import data_of, events_in
 
 MAX_INDEXES = 1024
@@ -80,6 +91,71 @@ class _Reader:
         return _sum(answers) if answers else NO_USAGE
 
 
+class _Generated(msgspec.Struct):
+    text: str | None = None
+    output_ids: msgspec.Raw = msgspec.Raw()
+    meta_info: _MetaInfo | None = None
+
+    def is_a_piece(self) -> bool:
+        """Say whether these tokens are the last ones only: an engine may be told to stream so."""
+        so_far = self.meta_info.completion_tokens if self.meta_info is not None else None
+        count = written_ids(bytes(self.output_ids)).count(b",")
+        return so_far is not None and 0 < count < so_far
+
+
+_decode_generated = msgspec.json.Decoder(_Generated | list[_Generated]).decode
+
+
+def _read_generated(answer: bytes) -> list[_Generated]:
+    answers = _decode_generated(answer)
+    return answers if isinstance(answers, list) else [answers]
+
+
+class _Completions:
+    """Keep what counts of each answer: the last event, which repeats all before it, or every piece."""
+
+    __slots__ = ("_events", "_in_pieces", "_whole", "kept_chars")
+
+    def __init__(self) -> None:
+        self._events: dict[int, list[bytes]] = {}
+        self._in_pieces: bool | None = None
+        self._whole: list[_Generated] = []
+        self.kept_chars = 0
+
+    def read_answer(self, answer: bytes) -> None:
+        self._whole = _read_generated(answer)
+
+    def read_event(self, data: bytes) -> bool:
+        if b'"meta_info"' not in data:
+            return False
+        index = _INDEX.search(data, max(0, len(data) - 64))
+        kept = self._events.setdefault(int(index[1]) if index is not None else 0, [])
+        if kept and self._in_pieces is None:
+            self._in_pieces = any(part.is_a_piece() for part in _read_generated(data))
+        if kept and not self._in_pieces:
+            self.kept_chars -= len(kept.pop())
+        kept.append(data)
+        self.kept_chars += len(data)
+        return False  # `[DONE]` follows
+
+    def choices(self) -> list[Completion]:
+        answers = [[whole] for whole in self._whole]
+        try:
+            answers += [
+                [part for event in self._events[index] for part in _read_generated(event)]
+                for index in sorted(self._events)
+            ]
+        except UNREADABLE:
+            return []
+        return [
+            Completion(
+                text="".join(part.text or "" for part in parts),
+                token_ids=b"".join(written_ids(bytes(part.output_ids)) for part in parts),
+            )
+            for parts in answers
+        ]
+
+
 class SGLang:
     """Speak the API of SGLang."""
 
@@ -98,6 +174,10 @@ class SGLang:
     def reader(self, keep_id: KeepId) -> UsageReader:  # noqa: ARG002 - the protocol's
         """Return what follows a stream."""
         return _Reader()
+
+    def completions(self) -> CompletionReader:
+        """Return what follows an answer for its texts and tokens."""
+        return _Completions()
 
     def error(self, status: int, code: str, message: str) -> dict[str, Any]:  # noqa: ARG002 - the protocol's
         """Return the body of an error; `code` is one field more than SGLang has."""

@@ -22,6 +22,7 @@ class TokenIn:
         openai = OpenAI()
         self.read_answer = openai.read_answer
         self.reader = openai.reader
+        self.completions = openai.completions
         self.error = openai.error
         self.break_off = openai.break_off
 

@@ -17,6 +17,7 @@ import structlog
 import urllib3
 from kubernetes import client, config
 
+from thunderagent.cluster import cluster_configuration
 from thunderagent.errors import (
     SandboxConflictError,
     SandboxEngineError,
@@ -259,17 +260,7 @@ class Api:
             return self._client
 
     def _configuration(self) -> Any:
-        configuration = client.Configuration()
-        if self._api_url:
-            configuration.host = self._api_url
-            configuration.proxy = None
-        elif self._kubeconfig is not None:
-            config.load_kube_config(str(self._kubeconfig), client_configuration=configuration)
-        else:
-            try:
-                config.load_incluster_config(client_configuration=configuration)
-            except config.ConfigException:
-                config.load_kube_config(client_configuration=configuration)
+        configuration = cluster_configuration(self._api_url, self._kubeconfig)
         configuration.connection_pool_maxsize = self._connections_count
         # Once more for a connection that had been closed by the other side; never a second POST.
         configuration.retries = urllib3.Retry(

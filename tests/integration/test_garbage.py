@@ -1,0 +1,126 @@
+"""What a turn or a poll leaves behind is freed at once: nothing waits for the garbage collector, which comes rarely."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+from collections import Counter
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from tests.integration.support import (
+    CHAT,
+    Gate,
+    Wire,
+    answers,
+    ask,
+    chunk,
+    fake_replica,
+    post,
+    running_proxy,
+    stream_head,
+    turn,
+    until,
+    word,
+    writes,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.integration.support import FakeReplica, RunningProxy
+
+TURNS_COUNT = 5
+
+
+@contextmanager
+def collecting() -> Iterator[Counter[str]]:
+    """Count, by type, what only a collection finds of what the block left: ours, and whole answers to polls."""
+    found: Counter[str] = Counter()
+    gc.collect()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        yield found
+        gc.collect()
+        found.update(_name(each) for each in gc.garbage)
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+    for name in list(found):
+        if not name.startswith(("thunderagent.", "httpx.Response")):
+            del found[name]
+
+
+def _name(found: object) -> str:
+    """Return the type of an object; of a frame, the module that it runs in, because frames hold what turns hold."""
+    if isinstance(found, FrameType):
+        return str(found.f_globals.get("__name__"))
+    return f"{type(found).__module__}.{type(found).__qualname__}"
+
+
+def send(wire: Wire, program_id: str, *headers: tuple[str, str], **fields: object) -> None:
+    body = json.dumps(turn(program_id, **fields)).encode()
+    wire.send("POST", CHAT, [("Content-Type", "application/json"), *headers], body)
+
+
+async def answered(replica: FakeReplica, proxy: RunningProxy) -> None:
+    replica.behaviour = answers()
+    assert (await ask(proxy.url, "a")).status == 200
+
+
+async def refused(replica: FakeReplica, proxy: RunningProxy) -> None:
+    answer = await post(proxy.url, CHAT, turn("a"), ("X-Program-Patience", "never"))
+    assert answer.status == 400
+
+
+async def broken_before_the_first_byte(replica: FakeReplica, proxy: RunningProxy) -> None:
+    replica.behaviour = writes()
+    assert (await ask(proxy.url, "a")).status == 502
+
+
+async def broken_in_mid_stream(replica: FakeReplica, proxy: RunningProxy) -> None:
+    replica.behaviour = writes(stream_head(), chunk(word("one")))
+    async with Wire.open(proxy.url) as wire:
+        send(wire, "a", stream=True)
+        assert not (await wire.answer()).whole
+
+
+async def left(replica: FakeReplica, proxy: RunningProxy) -> None:
+    replica.behaviour = Gate([stream_head(), chunk(word("one"))])
+    async with Wire.open(proxy.url) as wire:
+        send(wire, "a", stream=True)
+        await wire.head()
+        await wire.chunk()
+
+
+async def superseded(replica: FakeReplica, proxy: RunningProxy) -> None:
+    calls_count = len(replica.calls)
+    gate = replica.behaviour = Gate()
+    async with Wire.open(proxy.url) as one, Wire.open(proxy.url) as other:
+        send(one, "a")
+        await replica.call(calls_count)
+        send(other, "a", ("X-Stainless-Retry-Count", "1"))
+        assert (await one.answer()).status == 410
+        gate.open()
+        assert (await other.answer()).status == 200
+
+
+async def test_no_turn_waits_for_the_garbage_collector() -> None:
+    """Whatever became of it; and no poll's answer does."""
+    config = {"retry_budget_ratio": 0.0, "retries_count": 1, "breaker_failure_count": 0}
+    async with fake_replica() as replica, running_proxy(replica.url, **config) as proxy:
+        for way in (answered, refused, broken_before_the_first_byte, broken_in_mid_stream, left, superseded):
+            await way(replica, proxy)  # whatever is made once
+            with collecting() as found:
+                polls_count = replica.polls_count
+                for _ in range(TURNS_COUNT):
+                    await proxy.up(1)
+                    await way(replica, proxy)
+                    await until(lambda: not proxy.runtime.leases_count)
+                await until(lambda count=polls_count: replica.polls_count > count + 3)
+                replica.calls.clear()
+                await asyncio.sleep(0.1)
+            assert not found, way.__name__
+        await post(proxy.url, "/programs/release", {"all": True})

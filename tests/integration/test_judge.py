@@ -1,0 +1,249 @@
+"""A judge over real sockets: what it says counts, what else it does harms nobody, and no turn waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import AsyncExitStack
+from statistics import median, quantiles
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.integration.support import (
+    CHAT,
+    Gate,
+    answers,
+    ask,
+    exchange,
+    fake_replica,
+    get,
+    metrics_of,
+    post,
+    running_proxy,
+    serve,
+    turn,
+    until,
+    writes,
+)
+
+if TYPE_CHECKING:
+    from tests.integration.support import Call, RunningProxy
+
+
+def verdict(prediction: str = "failure", confidence: float = 0.9) -> dict[str, Any]:
+    content = json.dumps({"prediction": prediction, "confidence": confidence, "reasoning": "r"})
+    usage = {"prompt_tokens": 700, "completion_tokens": 30}
+    return {"choices": [{"message": {"role": "assistant", "content": content}}], "usage": usage}
+
+
+def judged_by(url: str, **settings: Any) -> dict[str, Any]:
+    """Return the configuration of a proxy that asks that judge after every turn."""
+    defaults = {"judge_url": url, "judge_model": "judge", "judge_every_turns": 1, "judge_rate_per_s": 1000.0}
+    return {**defaults, **settings}
+
+
+async def counted(proxy: RunningProxy, name: str, label: str = "") -> float:
+    families = await metrics_of(proxy.url)
+    values = families.get(f"thunderagent_judge_{name}", {})
+    return sum(value for labels, value in values.items() if not label or label in labels)
+
+
+async def until_counted(proxy: RunningProxy, name: str, label: str, least: float = 1) -> None:
+    async with asyncio.timeout(10):
+        while await counted(proxy, name, label) < least:
+            await asyncio.sleep(0.01)
+
+
+async def test_what_a_judge_says_is_in_the_story_and_in_the_metrics(engine_url: str) -> None:
+    """It gets the task, as the model and with the key of the configuration."""
+    async with (
+        fake_replica(answers(verdict())) as judge,
+        running_proxy(engine_url, **judged_by(f"{judge.url}/v1", judge_api_key="secret")) as proxy,
+    ):
+        await ask(proxy.url, "a", content="find the answer")
+        await until_counted(proxy, "verdicts_total", "failure")
+        call = await judge.call()
+        assert (call.target, call.header("Authorization")) == (CHAT, "Bearer secret")
+        asked = call.json()
+        assert asked["model"] == "judge"
+        assert "find the answer" in asked["messages"][0]["content"]
+        story = (await get(proxy.url, "/programs/a")).json()
+        assert story["judged"] == {
+            "level": "medium",
+            "failing_since_turn_count": 1,
+            "verdicts": [{"turn_count": 1, "prediction": "failure", "confidence_ratio": 0.9}],
+        }
+        assert "failure by 0.90 at turn 1: medium" in [each["why"] for each in story["story"]]
+        assert await counted(proxy, "tokens_total", "prompt") == 700
+        families = await metrics_of(proxy.url)
+        assert families["thunderagent_programs_by_level"]["medium",] == 1
+
+
+RUBBISH: dict[str, tuple[Any, str]] = {
+    "no JSON": (answers(b"<html>"), "no_json"),
+    "prose": (answers({"choices": [{"message": {"content": "I think it will work out."}}]}), "no_json"),
+    "wrong types": (
+        answers({"choices": [{"message": {"content": '{"prediction": 1, "confidence": []}'}}]}),
+        "wrong_shape",
+    ),
+    "no choices": (answers({"choices": []}), "wrong_shape"),
+    "500": (answers(b"oh no", status="500 Internal Server Error"), "status"),
+    "a redirect": (answers(b"", status="302 Found", headers=[("location", "http://127.0.0.1:1/")]), "status"),
+    "a flood": (answers(b"x" * 400_000), "too_large"),
+    "garbage": (writes(b"\x00\xff garbage\r\n\r\n"), "connection"),
+    "a head that breaks off": (writes(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{"), "connection"),
+    "nothing": (Gate(), "timeout"),
+    "half an answer": (Gate(before=[b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{"]), "timeout"),
+}
+
+
+@pytest.mark.parametrize("name", RUBBISH)
+async def test_rubbish_is_counted_and_nothing_else(name: str, engine_url: str) -> None:
+    """Turns go on as without a judge, and a good answer after it counts."""
+    behaviour, why = RUBBISH[name]
+    async with fake_replica(behaviour) as judge:
+        config = judged_by(f"{judge.url}/v1", judge_timeout_s=0.5 if why == "timeout" else 10.0)
+        async with running_proxy(engine_url, **config) as proxy:
+            assert (await ask(proxy.url, "a")).status == 200
+            await until_counted(proxy, "failures_total", why)
+            assert await counted(proxy, "failures_total") == 1
+            story = (await get(proxy.url, "/programs/a")).json()
+            assert story["judged"] is None
+            judge.behaviour = answers(verdict("success"))
+            assert (await ask(proxy.url, "a")).status == 200
+            await until_counted(proxy, "verdicts_total", "success")
+
+
+async def test_a_judge_that_is_not_there_is_a_failure(engine_url: str) -> None:
+    """Nobody listens at its URL."""
+    async with running_proxy(engine_url, **judged_by("http://127.0.0.1:9/v1")) as proxy:
+        assert (await ask(proxy.url, "a")).status == 200
+        await until_counted(proxy, "failures_total", "connection")
+
+
+async def test_a_shutdown_does_not_wait_for_the_judge(engine_url: str) -> None:
+    """What is asked then is given up."""
+    loop = asyncio.get_running_loop()
+    async with fake_replica(Gate()) as judge:
+        async with running_proxy(engine_url, **judged_by(f"{judge.url}/v1")) as proxy:
+            await ask(proxy.url, "a")
+            await judge.call()
+            began_s = loop.time()
+        assert loop.time() - began_s < 5
+
+
+async def test_the_replicas_can_be_the_judge() -> None:
+    """As turns of nobody, with the model of the program's own; what they cost is no program's."""
+
+    async def behave(call: Call) -> None:
+        is_question = "You judge whether" in call.json()["messages"][0]["content"]
+        await answers(verdict("success") if is_question else {"choices": [], "usage": {"prompt_tokens": 3}})(call)
+
+    config = judged_by("replicas", judge_model="")
+    async with fake_replica(behave) as engine, running_proxy(engine.url, **config) as proxy:
+        await post(proxy.url, CHAT, turn("a", model="own"))
+        await until_counted(proxy, "verdicts_total", "success")
+        question = await engine.call(1)
+        assert question.json()["model"] == "own"
+        assert question.header("X-Program-ID") is None
+        program = proxy.runtime.scheduler.table.get("a")
+        assert program is not None
+        assert (program.turn_count, program.level) == (1, 0)
+        engine.behaviour = answers(b"no", status="503 Service Unavailable")
+        await post(proxy.url, CHAT, turn("a", model="own"))
+        await post(proxy.url, CHAT, turn("a", model="own"))
+        engine.behaviour = behave
+        await post(proxy.url, CHAT, turn("a", model="own"))
+        await until_counted(proxy, "verdicts_total", "success", 2)
+
+
+async def test_who_is_hopeless_gets_410_until_it_is_released(engine_url: str) -> None:
+    """Only if that was asked for."""
+    async with fake_replica(answers(verdict())) as judge:
+        config = judged_by(f"{judge.url}/v1", judge_fail_turns=1)
+        async with running_proxy(engine_url, **config, judge_ends_hopeless=True) as proxy:
+            for count in (1, 2):
+                assert (await ask(proxy.url, "a")).status == 200
+                await until_counted(proxy, "verdicts_total", "failure", count)
+            refused = await ask(proxy.url, "a")
+            assert (refused.status, refused.error["code"]) == (410, "program_hopeless")
+            released = await post(proxy.url, "/programs/release", {"program_id": "a"})
+            assert released.json() == {"program_id": "a", "released": False}
+            assert (await ask(proxy.url, "a")).status == 200
+        async with running_proxy(engine_url, **config) as proxy:
+            for count in (1, 2, 3):
+                assert (await ask(proxy.url, "a")).status == 200
+                await until_counted(proxy, "verdicts_total", "failure", count)
+
+
+async def test_outcomes_tell_how_often_it_was_right(engine_url: str) -> None:
+    """In the body of a release, in a header of any, and with the last turn; other words are refused."""
+    async with (
+        fake_replica(answers(verdict())) as judge,
+        running_proxy(engine_url, **judged_by(f"{judge.url}/v1")) as proxy,
+    ):
+        for count, program_id in enumerate("abc", start=1):
+            await ask(proxy.url, program_id)
+            await until_counted(proxy, "verdicts_total", "failure", count)
+        await post(proxy.url, "/programs/release", {"program_id": "a", "outcome": "failure"})
+        await exchange(proxy.url, "DELETE", "/programs/b", [("X-Program-Outcome", "success")])
+        final = [("X-Program-Final", "1"), ("X-Program-Outcome", "Failure")]
+        assert (await post(proxy.url, CHAT, turn("c"), *final)).status == 200
+        await until(lambda: proxy.runtime.scheduler.table.get("c") is None)
+        assert (await post(proxy.url, CHAT, turn("d"), *final)).status == 200  # never judged
+        families = await metrics_of(proxy.url)
+        assert families["thunderagent_program_outcomes_total"] == {("failure",): 3, ("success",): 1}
+        assert families["thunderagent_judge_recall_ratio"]["5",] == pytest.approx(2 / 3)
+        assert families["thunderagent_judge_false_alarm_ratio"]["5",] == 1
+        for body in ({"program_id": "a", "outcome": "odd"}, {"program_ids": ["a"], "outcome": "success"}):
+            assert (await post(proxy.url, "/programs/release", body)).status == 400
+        odd = await exchange(proxy.url, "DELETE", "/programs/e", [("X-Program-Outcome", "odd")])
+        assert (odd.status, odd.error["code"]) == (400, "invalid_request")
+
+
+LARGE_TURN = turn("large", content="word " * 100_000)
+ROUNDS_COUNT, BLOCKS_COUNT, BLOCK_TURNS_COUNT = 6, 6, 15
+DELAY_LIMIT_S = 0.005
+
+
+@pytest.mark.parametrize("name", ["nothing", "no JSON", "a flood", "500"])
+async def test_no_turn_is_delayed(name: str) -> None:
+    """Turns with a judge and without, block by block: neither the median nor the slowest differ by 5 ms.
+
+    Each proxy is a process of its own. A busy machine makes single turns slow on either side, so the best of some
+    rounds counts: what a judge costs, it costs in each.
+    """
+    behaviour, _ = RUBBISH[name]
+    async with AsyncExitStack() as stack:
+        engine = await stack.enter_async_context(fake_replica())
+        judge = await stack.enter_async_context(fake_replica(behaviour))
+        plain = await stack.enter_async_context(serve("--backends", engine.url))
+        settings = ("--judge-model", "j", "--judge-every-turns", "1", "--judge-rate-per-s", "1000")
+        asked = await stack.enter_async_context(
+            serve("--backends", engine.url, "--judge-url", f"{judge.url}/v1", *settings)
+        )
+        await asyncio.gather(plain.ready(), asked.ready())
+        delays_s = []
+        for _ in range(ROUNDS_COUNT):
+            plain_s, asked_s = await in_blocks(plain.url, asked.url)
+            slowest_s = [quantiles(times_s, n=100)[98] for times_s in (plain_s, asked_s)]
+            delays_s.append((median(asked_s) - median(plain_s), slowest_s[1] - slowest_s[0]))
+            if max(delays_s[-1]) < DELAY_LIMIT_S:
+                break
+        assert max(delays_s[-1]) < DELAY_LIMIT_S, delays_s
+        assert len(judge.calls) > 0
+
+
+async def in_blocks(*urls: str) -> list[list[float]]:
+    """Return how long turns took at each URL, some at a time in turn; the first of each block is large."""
+    times_s: list[list[float]] = [[] for _ in urls]
+    for _ in range(BLOCKS_COUNT):
+        for place, url in enumerate(urls):
+            for number in range(BLOCK_TURNS_COUNT):
+                body = turn(f"p{number % 7}") if number else LARGE_TURN
+                began_s = perf_counter()
+                assert (await post(url, CHAT, body)).status == 200
+                times_s[place].append(perf_counter() - began_s)
+    return times_s

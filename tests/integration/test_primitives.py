@@ -1,0 +1,492 @@
+"""The primitives of control over HTTP, and replicas that are started and ended as real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.integration.kubernetes_api import KubernetesApi
+from tests.integration.support import (
+    Gate,
+    RunningProxy,
+    answers,
+    ask,
+    cap,
+    fake_replica,
+    get,
+    post,
+    running_proxy,
+    serve,
+    until,
+)
+from thunderagent.backends.discovery.base import PodSelection
+from thunderagent.backends.discovery.kubernetes import ClusterAccess
+from thunderagent.errors import ConfigurationError, ProvisionError
+from thunderagent.provision.command import CommandProvisioner
+from thunderagent.provision.kubernetes import KubernetesProvisioner, Workload
+
+if TYPE_CHECKING:
+    from tests.integration.support import Answer
+
+ENGINE = f"{sys.executable} -m thunderagent engine --port {{port}} --kv-tokens 16000 --profile instant --grace-s 0"
+
+
+def id_of(url: str) -> str:
+    return url.removeprefix("http://")
+
+
+async def say(proxy: RunningProxy, primitive: str, **body: Any) -> Answer:
+    return await post(proxy.url, f"/control/{primitive}", body)
+
+
+def home(proxy: RunningProxy, program_id: str) -> str | None:
+    program = proxy.runtime.scheduler.table.get(program_id)
+    return None if program is None or program.status != "active" else program.replica_id
+
+
+# --- route, set_priority, migrate, kill
+
+
+async def test_a_route_sends_programs_of_a_class_to_a_replica() -> None:
+    """Named by a header; the report tells the route, and it can be taken back."""
+    async with fake_replica(answers()) as one, fake_replica(answers()) as two, running_proxy(one.url, two.url) as proxy:
+        answer = await say(proxy, "route", program_class="coder", replicas=[id_of(two.url)])
+        assert answer.json() == {"scope": "class", "name": "coder", "replicas": {id_of(two.url): 1.0}}
+        for number in range(4):
+            headers = [("X-Program-Class", "coder"), ("X-Program-Id", f"p{number}")]
+            body = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
+            assert (await post(proxy.url, "/v1/chat/completions", body, *headers)).status == 200
+        assert {home(proxy, f"p{number}") for number in range(4)} == {id_of(two.url)}
+        report = (await get(proxy.url, "/control")).json()
+        assert report == {"policy": None, "routes": [answer.json()], "provision": None}
+        await say(proxy, "route", program_class="coder", replicas=[])
+        assert (await get(proxy.url, "/control")).json()["routes"] == []
+
+
+async def test_who_waits_for_the_replica_of_its_route_is_told_of() -> None:
+    """In the queue, and in its story: what must happen there, whatever there is elsewhere."""
+    gate = Gate()
+    settings = {"policy": "ttl", "policy_args": {"ttl_s": "100", "reserve_tokens": "0"}, "capacity_tokens": 1000}
+    async with (
+        fake_replica(gate) as one,
+        fake_replica(answers()) as two,
+        running_proxy(one.url, two.url, **settings) as proxy,
+    ):
+        await say(proxy, "route", all=True, replicas=[id_of(one.url)])
+        turns = [asyncio.create_task(ask(proxy.url, name, content="x" * 2600)) for name in ("a", "b", "c")]
+        await until(lambda: proxy.runtime.held_count == 2)
+        queue = (await get(proxy.url, "/queue")).json()
+        assert (queue["waiting_count"], len(queue["waiting"])) == (2, 2)
+        waiting = (await get(proxy.url, f"/programs/{queue['waiting'][1]['program_id']}")).json()["waiting"]
+        assert (waiting["ahead_count"], [room["replica_id"] for room in waiting["replicas"]]) == (1, [id_of(one.url)])
+        gate.open()
+        for name in ("a", "b", "c"):
+            await post(proxy.url, "/programs/release", {"program_id": name})
+        assert {(await turn).status for turn in turns} <= {200, 410}
+
+
+async def test_who_has_priority_goes_first() -> None:
+    """Of those that wait."""
+    gate = Gate()
+    async with fake_replica(gate) as replica, running_proxy(replica.url, **cap(1)) as proxy:
+        first = asyncio.create_task(ask(proxy.url, "a"))
+        await replica.call(0)
+        waiting = [asyncio.create_task(ask(proxy.url, program_id)) for program_id in ("b", "c")]
+        await until(lambda: proxy.runtime.held_count == 2)
+        answer = await say(proxy, "set_priority", program_id="c", priority=-1)
+        assert answer.json() == {"program_id": "c", "priority": -1, "replica_id": None}
+        gate.open()
+        await first
+        await post(proxy.url, "/programs/release", {"program_id": "a"})
+        await until(lambda: home(proxy, "c") is not None)
+        assert home(proxy, "b") is None
+        await waiting[1]
+        await post(proxy.url, "/programs/release", {"program_id": "c"})
+        await waiting[0]
+
+
+async def test_a_program_moves_to_another_replica() -> None:
+    """At once between two turns; when its turn ends, if it has one."""
+    gate = Gate()
+    async with fake_replica(answers()) as one, fake_replica(gate) as two, running_proxy(one.url, two.url) as proxy:
+        await say(proxy, "route", all=True, replicas=[id_of(one.url)])
+        await ask(proxy.url, "a")
+        await say(proxy, "route", all=True, replicas=[])
+        answer = await say(proxy, "migrate", program_id="a", replica_id=id_of(two.url))
+        assert answer.json() == {"program_id": "a", "replica_id": id_of(two.url), "moved": True}
+        turn = asyncio.create_task(ask(proxy.url, "a"))
+        await two.call(0)
+        answer = await say(proxy, "migrate", program_id="a", replica_id=id_of(one.url))
+        assert answer.json()["moved"] is False
+        gate.open()
+        assert (await turn).status == 200
+        await until(lambda: home(proxy, "a") == id_of(one.url))
+
+
+async def test_a_program_that_is_killed_gets_a_clear_error() -> None:
+    """For turns that wait; one in flight ends as it would have."""
+    gate = Gate()
+    async with fake_replica(gate) as replica, running_proxy(replica.url, **cap(1)) as proxy:
+        running = asyncio.create_task(ask(proxy.url, "a"))
+        await replica.call(0)
+        waiting = asyncio.create_task(ask(proxy.url, "b"))
+        await until(lambda: proxy.runtime.held_count == 1)
+        assert (await say(proxy, "kill", program_id="b")).json()["program_id"] == "b"
+        refused = await waiting
+        assert (refused.status, refused.error["code"]) == (410, "program_killed")
+        assert (await say(proxy, "kill", program_id="a")).status == 200
+        gate.open()
+        assert (await running).status == 200
+
+
+@pytest.mark.parametrize(
+    ("primitive", "body", "status", "why"),
+    [
+        ("route", {"replicas": []}, 400, "name one of program_id"),
+        ("route", {"tenant": "t", "all": True, "replicas": []}, 400, "name one of program_id"),
+        ("route", {"tenant": "t", "replicas": ["nowhere"]}, 404, "no replica 'nowhere'"),
+        ("route", {"tenant": "t", "replicas": {"x": 0}}, 400, "replicas"),
+        ("route", {"program_id": "x", "replicas": []}, 404, "no live program 'x'"),
+        ("set_priority", {"program_id": "x", "priority": 1}, 404, "no live program 'x'"),
+        ("set_priority", {"program_id": "x", "priority": 10**7}, 400, "less than or equal"),
+        ("set_priority", {"program_id": "x", "priority": 1.5}, 400, "integer"),
+        ("migrate", {"program_id": "x", "replica_id": "y"}, 404, "no live program 'x'"),
+        ("migrate", {"program_id": "a", "replica_id": "y"}, 404, "no replica 'y'"),
+        ("migrate", {"program_id": "a", "replica_id": "HOME"}, 409, "is on"),
+        ("migrate", {"program_id": "a"}, 400, "replica_id"),
+        ("kill", {}, 400, "name a program_id or a replica_id"),
+        ("kill", {"program_id": "x"}, 404, "no live program 'x'"),
+        ("kill", {"replica_id": "x"}, 404, "no replica 'x'"),
+        ("provision", {}, 409, "nobody is configured"),
+    ],
+)
+async def test_what_cannot_be_done_is_refused(primitive: str, body: dict[str, Any], status: int, why: str) -> None:
+    """With what is wrong; nothing of it is in the event log."""
+    async with fake_replica(answers()) as replica, running_proxy(replica.url) as proxy:
+        await ask(proxy.url, "a")
+        body = {name: id_of(replica.url) if value == "HOME" else value for name, value in body.items()}
+        answer = await say(proxy, primitive, **body)
+        assert (answer.status, why in answer.error["message"]) == (status, True), answer.body
+        assert len(proxy.runtime.scheduler.control.routes) == 0
+
+
+async def test_a_replica_that_was_not_started_here_drains_and_is_forgotten() -> None:
+    """An operator may end it all the same; its engine goes on."""
+    async with fake_replica(answers()) as one, fake_replica(answers()) as two, running_proxy(one.url, two.url) as proxy:
+        answer = await say(proxy, "kill", replica_id=id_of(one.url))
+        assert (answer.status, answer.json()["engine_ends"]) == (202, False)
+        await until(lambda: set(proxy.runtime.scheduler.replicas) == {id_of(two.url)})
+        await ask(proxy.url, "a")
+        assert home(proxy, "a") == id_of(two.url)
+
+
+# --- replicas that are processes
+
+
+def by_command(**config: Any) -> dict[str, Any]:
+    return {
+        "provision": "command",
+        "provision_command": ENGINE,
+        "provision_cooldown_s": 0.1,
+        "provision_end_limit_s": 5.0,
+        "discovery_interval_s": 0.05,
+        **config,
+    }
+
+
+def engines_of(proxy: RunningProxy) -> list[str]:
+    return [replica.replica_id for replica in proxy.runtime.scheduler.open_replicas]
+
+
+def process_ids(replica_id: str) -> list[int]:
+    """The processes whose command names a port."""
+    port, found = replica_id.rpartition(":")[2], []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if port.encode() in words and b"engine" in words:
+                found.append(int(entry.name))
+    return found
+
+
+async def test_replicas_are_started_and_ended_by_command() -> None:
+    """So many at first, one more when it is asked for, never too many; one that ends drains first, and is gone."""
+    async with running_proxy(up=1, **by_command(provision_min=1, provision_max=2)) as proxy:
+        await until(lambda: len(engines_of(proxy)) == 1, within_s=20)
+        answer = await say(proxy, "provision")
+        assert (answer.status, answer.json()["by"], answer.json()["started_count"]) == (202, "command", 1)
+        await until(lambda: len(engines_of(proxy)) == 2, within_s=20)
+        refused = await say(proxy, "provision")
+        assert (refused.status, refused.error["code"]) == (409, "provision_limit")
+        assert [(await ask(proxy.url, f"p{number}")).status for number in range(4)] == [200] * 4
+        first = engines_of(proxy)[0]
+        (pid,) = process_ids(first)
+        answer = await say(proxy, "kill", replica_id=first)
+        assert (answer.status, answer.json()["engine_ends"]) == (202, True)
+        await until(lambda: len(proxy.runtime.scheduler.replicas) == 1, within_s=20)
+        await until(lambda: not Path(f"/proc/{pid}").exists(), within_s=20)
+        last = engines_of(proxy)[0]
+        refused = await say(proxy, "kill", replica_id=last)
+        assert (refused.status, refused.error["code"]) == (409, "provision_limit")
+        report = (await get(proxy.url, "/control")).json()["provision"]
+        assert report == {"by": "command", "started_count": 1, "starting_count": 0, "failure": ""}
+        (pid,) = process_ids(last)
+    await until(lambda: not Path(f"/proc/{pid}").exists())
+
+
+async def test_a_turn_in_flight_ends_before_its_replica_does() -> None:
+    """Kill drains first."""
+    async with running_proxy(up=1, **by_command(provision_min=1, provision_max=2)) as proxy:
+        await until(lambda: len(engines_of(proxy)) == 1, within_s=20)
+        await say(proxy, "provision")
+        await until(lambda: len(engines_of(proxy)) == 2, within_s=20)
+        turns = [asyncio.create_task(ask(proxy.url, f"p{number}", max_tokens=200)) for number in range(8)]
+        await until(lambda: proxy.runtime.leases_count > 0 or all(turn.done() for turn in turns))
+        await say(proxy, "kill", replica_id=engines_of(proxy)[0])
+        assert [(await turn).status for turn in turns] == [200] * 8
+        await until(lambda: len(proxy.runtime.scheduler.replicas) == 1, within_s=20)
+
+
+async def test_a_replica_that_crashes_is_noticed_and_started_again() -> None:
+    """As many as there should be at least; why it ended is told."""
+    async with running_proxy(up=1, **by_command(provision_min=1, provision_max=1)) as proxy:
+        await until(lambda: len(engines_of(proxy)) == 1, within_s=20)
+        first = engines_of(proxy)[0]
+        (pid,) = process_ids(first)
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: engines_of(proxy) not in ([], [first]), within_s=20)
+        assert (await ask(proxy.url, "a")).status == 200
+        assert process_ids(first) == []
+
+
+async def test_a_command_that_cannot_be_started_is_told() -> None:
+    """And tried again only after a while; serving goes on."""
+    config = by_command(provision_command="/nowhere/engine {port}", provision_max=1, provision_cooldown_s=60.0)
+    async with fake_replica(answers()) as replica, running_proxy(replica.url, **config) as proxy:
+        assert (await say(proxy, "provision")).status == 202
+        async with asyncio.timeout(10):
+            while "nowhere" not in (await get(proxy.url, "/control")).json()["provision"]["failure"]:
+                await asyncio.sleep(0.02)
+        assert (await get(proxy.url, "/control")).json()["provision"]["started_count"] == 0
+        assert (await ask(proxy.url, "a")).status == 200
+
+
+async def test_a_replica_that_never_answers_is_ended() -> None:
+    """After a while, and with what it says of itself."""
+    command = f"{sys.executable} -c 'import time; time.sleep(600)' {{port}} engine"
+    config = by_command(provision_command=command, provision_ready_limit_s=0.5, provision_cooldown_s=60.0)
+    async with fake_replica(answers()) as replica, running_proxy(replica.url, **config) as proxy:
+        await say(proxy, "provision")
+        async with asyncio.timeout(10):
+            while "did not answer" not in (await get(proxy.url, "/control")).json()["provision"]["failure"]:
+                await asyncio.sleep(0.02)
+        await until(lambda: len(proxy.runtime.scheduler.replicas) == 1, within_s=10)
+
+
+async def test_a_policy_starts_a_replica_when_turns_wait_and_ends_it_when_they_are_through() -> None:
+    """`reassign`, over real sockets and processes."""
+    policy_args = {
+        "n": "1",
+        "control.waiting_count": "1",
+        "control.patience_s": "0.2",
+        "control.rest_s": "0.5",
+        "control.period_s": "0.1",
+    }
+    config = by_command(provision_max=1, policy="cap", policy_args=policy_args, control="reassign")
+    gate = Gate()
+    async with fake_replica(gate) as replica, running_proxy(replica.url, **config) as proxy:
+
+        async def whole(program_id: str) -> int:
+            status = (await ask(proxy.url, program_id)).status
+            await post(proxy.url, "/programs/release", {"program_id": program_id})
+            return status
+
+        programs = [asyncio.create_task(whole(f"p{number}")) for number in range(4)]
+        await until(lambda: len(engines_of(proxy)) == 2, within_s=20)
+        gate.open()
+        assert await asyncio.gather(*programs) == [200] * 4
+        await until(lambda: len(proxy.runtime.scheduler.replicas) == 1, within_s=20)
+        assert engines_of(proxy) == [id_of(replica.url)]
+
+
+async def test_a_server_that_is_told_to_end_leaves_no_process() -> None:
+    """SIGTERM; and a proxy that is killed takes engines with it that end with their standard input."""
+    command = f"{ENGINE} --end-with-stdin"
+    options = ("--provision", "command", "--provision-command", command, "--provision-min", "1")
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        async with serve(*options) as process:
+            await process.ready()
+            replicas = (await get(process.url, "/replicas")).json()["replicas"]
+            (pid,) = process_ids(replicas[0]["replica_id"])
+            process.process.send_signal(number)
+            await process.exit_status()
+            await until(lambda pid=pid: not Path(f"/proc/{pid}").exists(), within_s=10)
+
+
+@pytest.mark.parametrize(
+    ("command", "url", "why"),
+    [
+        ("", "http://127.0.0.1:{port}", "needs a command"),
+        ("engine", "http://127.0.0.1:{port}", r"need \{port\}"),
+        ("engine {port}", "http://127.0.0.1:8000", r"need \{port\}"),
+        ("engine '{port}", "http://127.0.0.1:{port}", "No closing quotation"),
+    ],
+)
+def test_a_command_that_is_none_is_refused(command: str, url: str, why: str) -> None:
+    """Before anything is started."""
+    with pytest.raises(ConfigurationError, match=why):
+        CommandProvisioner(command, url)
+
+
+async def test_what_a_command_writes_is_kept_if_that_is_wanted(tmp_path: Path) -> None:
+    """A file for each port; one that does not heed SIGTERM is killed."""
+    script = (
+        "import signal, sys, time; signal.signal(15, lambda *_: None); print(sys.argv[1:], flush=True); time.sleep(60)"
+    )
+    driver = CommandProvisioner(
+        f'{sys.executable} -c "{script}" {{port}} {{replica_id}}',
+        "http://127.0.0.1:{port}",
+        end_limit_s=0.3,
+        log_folder=tmp_path,
+    )
+    launched = await driver.start()
+    port = launched.url.rpartition(":")[2]
+    log = tmp_path / f"replica-{port}.log"
+    await until(lambda: log.read_text() == f"['{port}', '127.0.0.1:{port}']\n")
+    await driver.end(launched.handle, launched.url)
+    assert not Path(f"/proc/{launched.handle}").exists()
+    await driver.end(launched.handle, launched.url)
+    await driver.close()
+
+
+# --- replicas that are pods
+
+
+async def pod(api: KubernetesApi, name: str, url: str) -> None:
+    """Start a pod whose engine is at a URL."""
+    ports = [{"name": "http", "containerPort": int(url.rpartition(":")[2])}]
+    spec = {"containers": [{"name": "e", "image": "engine", "ports": ports}]}
+    api.create("pods", {"metadata": {"name": name, "labels": {"app": "vllm"}}, "spec": spec})
+    await until(lambda: api.get("pods", name)["status"].get("podIP"))
+    api.patch("pods", name, {"status": {"podIP": "127.0.0.1"}})
+
+
+async def test_replicas_are_pods_of_a_deployment_that_is_scaled() -> None:
+    """Up by one, and down by the one that was named, once it is drained; Kubernetes finds and ends them."""
+    api = KubernetesApi()
+    await api.start()
+    tasks: list[asyncio.Task[None]] = []
+    async with fake_replica(answers()) as one, fake_replica(answers()) as two:
+
+        def scaled(before: int, after: int) -> None:
+            if after > before:
+                tasks.append(asyncio.get_running_loop().create_task(pod(api, "engine-b", two.url)))
+                return
+            pods = [each["metadata"] for each in api.all_of("pods", "app=vllm")]
+            cost = "controller.kubernetes.io/pod-deletion-cost"
+            first = min(pods, key=lambda each: int((each.get("annotations") or {}).get(cost, 0)))
+            api.delete("pods", first["name"], {"gracePeriodSeconds": 0})
+
+        api.sizes["default", "deployments", "engine"] = 1
+        api.on_scale = scaled
+        config = {
+            "provision": "kubernetes",
+            "provision_workload": "default/deployment/engine",
+            "provision_max": 2,
+            "kubernetes_replicas": "default/app=vllm:http",
+            "kubernetes_url": api.url,
+            "discovery_interval_s": 0.02,
+        }
+        try:
+            await pod(api, "engine-a", one.url)
+            async with running_proxy(up=1, **config) as proxy:
+                await until(lambda: api.requests["apps", "deployments/scale", "get"] > 0)
+                assert (await say(proxy, "provision")).json()["by"] == "kubernetes"
+                await proxy.up(2)
+                assert api.sizes["default", "deployments", "engine"] == 2
+                assert (await say(proxy, "provision")).error["code"] == "provision_limit"
+                assert (await say(proxy, "kill", replica_id=id_of(one.url))).json()["engine_ends"] is True
+                await until(lambda: api.sizes["default", "deployments", "engine"] == 1)
+                await until(lambda: not api.has("pods", "engine-a"))
+                assert api.has("pods", "engine-b")
+                await proxy.up(1)
+                assert (await ask(proxy.url, "a")).status == 200
+                await until(lambda: id_of(one.url) not in proxy.runtime.scheduler.replicas)
+        finally:
+            await asyncio.gather(*tasks)
+            await api.stop()
+
+
+async def test_of_a_stateful_set_only_the_last_pod_ends() -> None:
+    """It is refused before anything drains; what the API server refuses is told."""
+    api = KubernetesApi()
+    await api.start()
+    try:
+        workload = Workload.read("default/statefulset/engine")
+        selection = PodSelection.read("default/app=vllm:http")
+        driver = KubernetesProvisioner(workload, selection, ClusterAccess(api_url=api.url))
+        with pytest.raises(ProvisionError, match="not found"):
+            await driver.open()
+        api.sizes["default", "statefulsets", "engine"] = 2
+        assert await driver.open() == 2
+        for number in range(2):
+            await pod(api, f"engine-{number}", f"http://127.0.0.1:{9000 + number}")
+        with pytest.raises(ProvisionError, match="only the last pod can end, engine-1, and not engine-0"):
+            await driver.check_end("", "http://127.0.0.1:9000")
+        with pytest.raises(ProvisionError, match="no pod of engine is at"):
+            await driver.check_end("", "http://127.0.0.1:9009")
+        await driver.check_end("", "http://127.0.0.1:9001")
+        await driver.end("", "http://127.0.0.1:9001")
+        assert api.sizes["default", "statefulsets", "engine"] == 1
+        api.rights = set()
+        with pytest.raises(ProvisionError, match="lack the right"):
+            await driver.start()
+        await driver.close()
+    finally:
+        await api.stop()
+    with pytest.raises(ProvisionError):
+        await driver.start()
+
+
+@pytest.mark.parametrize("text", ["", "engine", "default/job/engine", "default/deployment/"])
+def test_a_workload_that_is_none_is_refused(text: str) -> None:
+    """With how it is written."""
+    with pytest.raises(ConfigurationError, match="is not NAMESPACE/deployment/NAME"):
+        Workload.read(text)
+
+
+async def test_a_replica_that_cannot_be_ended_stays() -> None:
+    """The first pod of a StatefulSet: nothing drains, and it is told why."""
+    api = KubernetesApi()
+    await api.start()
+    try:
+        async with fake_replica(answers()) as one, fake_replica(answers()) as two:
+            api.sizes["default", "statefulsets", "engine"] = 2
+            await pod(api, "engine-0", one.url)
+            await pod(api, "engine-1", two.url)
+            config = {
+                "provision": "kubernetes",
+                "provision_workload": "default/statefulset/engine",
+                "provision_max": 2,
+                "kubernetes_replicas": "default/app=vllm:http",
+                "kubernetes_url": api.url,
+            }
+            async with running_proxy(up=2, **config) as proxy:
+                await until(lambda: api.requests["apps", "statefulsets/scale", "get"] > 0)
+                await say(proxy, "kill", replica_id=id_of(one.url))
+                async with asyncio.timeout(10):
+                    while "only the last" not in (await get(proxy.url, "/control")).json()["provision"]["failure"]:
+                        await asyncio.sleep(0.02)
+                assert len(engines_of(proxy)) == 2
+                assert (await get(proxy.url, "/control")).json()["provision"]["started_count"] == 2
+    finally:
+        await api.stop()

@@ -1,0 +1,144 @@
+"""Engines get the scheduler's priorities in their own way, or none."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.integration.support import answers, ask, fake_replica, post, running_proxy, turn, until
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from tests.integration.support import Call
+
+BY_AGE = {"policy": "passthrough", "priority": "tests.integration.test_priorities:Seven"}
+SGLANG = "sglang:max_total_num_tokens 1000000.0\n"
+REFUSAL = {"error": {"message": "Got priority 7 but Priority scheduling is not enabled.", "code": 400}}
+
+
+class Seven:
+    """An engine priority that is always the same."""
+
+    name = "seven"
+
+    def engine_priority(self, view: object, program: object) -> int:
+        return 7
+
+
+class Rising:
+    """An engine priority that is 0 at first, and one more each time."""
+
+    name = "rising"
+
+    def __init__(self) -> None:
+        self.given = -1
+
+    def engine_priority(self, view: object, program: object) -> int:
+        self.given += 1
+        return self.given
+
+
+def turns_of(calls: list[Call]) -> list[Call]:
+    return [call for call in calls if call.method == "POST"]
+
+
+async def test_a_turn_of_a_program_carries_its_priority() -> None:
+    """As the body's field; one that the client gave is its own, and what has no program has none."""
+    async with fake_replica() as engine, running_proxy(engine.url, **BY_AGE) as proxy:
+        for body in (turn("a"), turn("a", priority=3), turn(None), turn("a", content='", {"priority": 1}')):
+            assert (await post(proxy.url, "/v1/chat/completions", body)).status == 200
+        got = [call.json().get("priority") for call in turns_of(engine.calls)]
+        assert got == [7, 3, None, 7]
+        client_gave = turn("a")
+        del client_gave["program_id"]
+        assert {
+            key: value for key, value in turns_of(engine.calls)[0].json().items() if key != "priority"
+        } == client_gave
+
+
+async def test_what_has_no_field_for_it_gets_a_header() -> None:
+    """vLLM's Messages endpoint."""
+    async with fake_replica() as engine, running_proxy(engine.url, **BY_AGE) as proxy:
+        body = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "hello"}]}
+        await post(proxy.url, "/p/a/v1/messages", body)
+        call = turns_of(engine.calls)[0]
+        assert (call.header("X-Vllm-Priority"), call.json()) == ("7", body)
+
+
+async def test_an_engine_that_has_no_priorities_gets_none() -> None:
+    """The first turn that it refuses for that is sent again without, and its client hears nothing of it."""
+
+    async def behave(call: Call) -> None:
+        refuses = call.method == "POST" and "priority" in call.json()
+        await (answers(REFUSAL, status="400 Bad Request") if refuses else answers())(call)
+
+    async with fake_replica(behave) as engine, running_proxy(engine.url, **BY_AGE) as proxy:
+        for _ in range(3):
+            answer = await ask(proxy.url, "a")
+            assert answer.status == 200
+        assert ["priority" in call.json() for call in turns_of(engine.calls)] == [True, False, False, False]
+
+
+async def test_an_engine_that_took_a_zero_is_not_taken_to_have_priorities() -> None:
+    """vLLM without them refuses any but that."""
+
+    async def behave(call: Call) -> None:
+        refuses = call.method == "POST" and call.json().get("priority")
+        await (answers(REFUSAL, status="400 Bad Request") if refuses else answers())(call)
+
+    part = "tests.integration.test_priorities:Rising"
+    async with fake_replica(behave) as engine, running_proxy(engine.url, policy="passthrough", priority=part) as proxy:
+        for _ in range(3):
+            assert (await ask(proxy.url, "a")).status == 200
+        assert [call.json().get("priority") for call in turns_of(engine.calls)] == [0, 1, None, None]
+
+
+async def test_another_refusal_is_the_client_s() -> None:
+    """Also on the turn by which it is found out whether the engine takes priorities."""
+    refusal = {"error": {"message": "max_tokens is too large", "code": 400}}
+    async with (
+        fake_replica(answers(refusal, status="400 Bad Request")) as engine,
+        running_proxy(engine.url, **BY_AGE) as proxy,
+    ):
+        answer = await ask(proxy.url, "a")
+        assert (answer.status, answer.json()) == (400, refusal)
+        assert len(turns_of(engine.calls)) == 1
+
+
+@pytest.mark.parametrize(
+    ("info", "priority"),
+    [
+        ({"enable_priority_scheduling": True}, -7),
+        ({"enable_priority_scheduling": True, "schedule_low_priority_values_first": True}, 7),
+        ({"enable_priority_scheduling": False}, None),
+        ({}, None),
+        ("rubbish", None),
+    ],
+)
+async def test_sglang_is_asked_which_numbers_go_first(info: Any, priority: int | None) -> None:
+    """Off the path of the turns: those that come before it answered go without."""
+    asked: list[str] = []
+
+    def behaviour() -> Callable[[Call], Awaitable[None]]:
+        async def behave(call: Call) -> None:
+            if call.method == "GET":
+                asked.append(call.target)
+                await answers(info)(call)
+            else:
+                await answers()(call)
+
+        return behave
+
+    async with fake_replica(behaviour()) as engine:
+        engine.metrics = SGLANG
+        async with running_proxy(engine.url, backend_type="sglang", **BY_AGE) as proxy:
+            await ask(proxy.url, "a")
+            await until(lambda: "/server_info" in asked)
+            for _ in range(50):
+                await ask(proxy.url, "a")
+                if turns_of(engine.calls)[-1].json().get("priority") == priority:
+                    break
+            assert turns_of(engine.calls)[-1].json().get("priority") == priority
+            assert "priority" not in turns_of(engine.calls)[0].json()

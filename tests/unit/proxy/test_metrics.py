@@ -1,0 +1,30 @@
+"""The hot path's own histogram says what the library's would say."""
+
+from __future__ import annotations
+
+import prometheus_client
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from thunderagent.proxy.metrics import ADDED_BUCKETS_S, HOLD_BUCKETS_S, Histogram
+
+VALUES = (0, 0.0001, 0.00015, 0.5, 1, 3, 1800, 2000, 1e-9)
+
+
+def without_time(exposition: bytes) -> list[str]:
+    """Return the lines without when the histogram was made."""
+    return [line for line in exposition.decode().splitlines() if not line.startswith("x_seconds_created ")]
+
+
+@pytest.mark.parametrize("buckets", [ADDED_BUCKETS_S, HOLD_BUCKETS_S])
+@pytest.mark.parametrize("values", [(), VALUES])
+def test_a_histogram_is_exposed_as_the_librarys_is(buckets: tuple[float, ...], values: tuple[float, ...]) -> None:
+    theirs, ours = CollectorRegistry(), CollectorRegistry()
+    their_histogram = prometheus_client.Histogram("x_seconds", "What it is.", buckets=buckets, registry=theirs)
+    our_histogram = Histogram("x_seconds", "What it is.", buckets, ours)
+    for value in values:
+        their_histogram.observe(value)
+        our_histogram.observe(value)
+    assert without_time(generate_latest(ours)) == without_time(generate_latest(theirs))
+    assert len(generate_latest(ours).splitlines()) == len(generate_latest(theirs).splitlines())
+    assert our_histogram.counts_up_to()[-1] == len(values)

@@ -1,0 +1,105 @@
+"""Two ways to ask a judge: at a URL that speaks OpenAI's API, or on the replicas, as a turn that names no program."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Protocol
+
+import aiohttp
+from multidict import CIMultiDict
+
+from thunderagent.backends.client import ReplicaClient
+from thunderagent.errors import ReplicaError, ThunderAgentError
+from thunderagent.proxy.judge.answer import MAX_ANSWER_BYTES, Failure
+from thunderagent.proxy.replicas import Replicas
+from thunderagent.runtime import Runtime
+
+CHAT_PATH = "/v1/chat/completions"
+JSON_TYPE = "application/json"
+
+
+class Asker(Protocol):
+    """Who carries a question to a judge."""
+
+    async def ask(self, body: bytes) -> bytes | Failure:
+        """Return the whole answer to a chat completion; it may be cancelled at any time."""
+
+
+class UrlAsker:
+    """Ask at a base URL as clients of OpenAI's API have it, which mostly ends with `/v1`. Make it with `open_url`."""
+
+    def __init__(self, connections: aiohttp.ClientSession, base_url: str, api_key: str) -> None:
+        """Ask over `connections`."""
+        self._connections = connections
+        self._url = f"{base_url.rstrip('/')}/chat/completions"
+        self._headers = {"Content-Type": JSON_TYPE}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+
+    async def ask(self, body: bytes) -> bytes | Failure:
+        """See `Asker`."""
+        try:
+            async with self._connections.post(
+                self._url, data=body, headers=self._headers, allow_redirects=False
+            ) as response:
+                return await _whole(response.status, response.content.readany)
+        except (aiohttp.ClientError, OSError, ValueError):  # OSError: its timeouts, too; ValueError: an odd answer
+            return Failure.CONNECTION
+
+
+@asynccontextmanager
+async def open_url(base_url: str, api_key: str) -> AsyncIterator[UrlAsker]:
+    """Open what asks at a URL for the length of the block. Its caller sets the deadlines."""
+    async with aiohttp.ClientSession(
+        timeout=aiohttp.ClientTimeout(total=None), cookie_jar=aiohttp.DummyCookieJar()
+    ) as connections:
+        yield UrlAsker(connections, base_url, api_key)
+
+
+class ReplicaAsker:
+    """Ask on the replica that is least busy: an anonymous turn, which is counted as load and held for nothing."""
+
+    def __init__(self, runtime: Runtime, client: ReplicaClient, replicas: Replicas) -> None:
+        """Ask with `client`, under leases of `runtime`."""
+        self._runtime = runtime
+        self._client = client
+        self._replicas = replicas
+
+    async def ask(self, body: bytes) -> bytes | Failure:
+        """See `Asker`."""
+        try:
+            with await self._runtime.lease(None, prompt_bytes=len(body)) as lease:
+                url = self._replicas.url_of(lease.replica_id)
+                headers = CIMultiDict({"Content-Type": JSON_TYPE})
+                try:
+                    response = await self._client.send(lease.replica_id, url, "POST", CHAT_PATH, headers, body)
+                    try:
+                        next_piece = partial(self._client.next_chunk, lease.replica_id, response)
+                        answer = await _whole(response.status, next_piece)
+                    finally:
+                        response.close()
+                except ReplicaError:
+                    lease.failed()
+                    return Failure.CONNECTION
+                if isinstance(answer, Failure):
+                    lease.refused()
+                else:
+                    lease.finished()
+                return answer
+        except ThunderAgentError:  # no replica, or a shutdown
+            return Failure.CONNECTION
+
+
+async def _whole(status: int, next_piece: Callable[[], Awaitable[bytes]]) -> bytes | Failure:
+    """Read an answer to its end, or as far as it may be long."""
+    if status != 200:
+        return Failure.STATUS
+    pieces, size_bytes = [], 0
+    while piece := await next_piece():
+        size_bytes += len(piece)
+        if size_bytes > MAX_ANSWER_BYTES:
+            return Failure.TOO_LARGE
+        pieces.append(piece)
+    return b"".join(pieces)

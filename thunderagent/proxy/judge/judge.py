@@ -1,0 +1,231 @@
+"""Ask a judge about programs that run, beside their turns.
+
+Theory of operation
+===================
+When a turn is through, the hot path hands over a reference to its body (`turn_seen`): two look-ups and an assignment.
+Every `every_turns_count` turns of a program that makes a *case*. Of one program only the newest case waits, and of all
+together so many and so many bytes: beyond that the oldest is dropped, and counted. Nobody ever waits for a case.
+
+`run` takes cases one after the other, `rate_per_s` of them at most, and asks a few at a time, each with a deadline. The
+body is read, and the answer too, on a thread: neither holds up the loop. Whatever goes wrong - no answer, an error, no
+JSON, a wrong type, a flood - is one more of that failure (`answer.Failure`), and nothing else happens.
+
+What a judge says goes to the scheduler as an event (`Runtime.program_judged`), unless its program ended meanwhile. What
+it says in words is logged, and goes nowhere else: it may quote the program's prompts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from time import monotonic
+from typing import NamedTuple
+
+import msgspec
+import structlog
+
+from thunderagent.programs.decisions import Decision, Release
+from thunderagent.programs.events import Event
+from thunderagent.proxy.judge.answer import Answered, Failure, Opinion, read_answer
+from thunderagent.proxy.judge.asking import Asker
+from thunderagent.proxy.judge.prompt import DEFAULT_PROMPT, filled
+from thunderagent.proxy.judge.transcript import transcript_of
+from thunderagent.runtime import Runtime
+
+log = structlog.get_logger("thunderagent.judge")
+
+ASKED_COUNT = 16
+"""Cases that a judge is asked about at a time."""
+
+MAX_WAITING_COUNT = 256
+MAX_WAITING_BYTES = 64 * 2**20
+"""What waits for the judge, at most; of one program only the newest."""
+
+MAX_BODY_BYTES = 2 * 2**20
+"""A larger body is not read: to go over it would keep the interpreter for longer than turns should wait."""
+
+CHARS_PER_TOKEN = 4
+"""English text in a common tokenizer."""
+
+
+@dataclass(frozen=True, slots=True)
+class JudgeSettings:
+    """When a judge is asked, and what it gets to read."""
+
+    model: str = ""
+    """Empty asks for the model of the program's own turns."""
+    prompt: str = DEFAULT_PROMPT
+    """With a place for the task and one for what was done."""
+    every_turns_count: int = 5
+    """Turns of a program between two questions about it."""
+    rate_per_s: float = 1.0
+    """Questions about all programs together, at most."""
+    max_prompt_tokens: int = 8000
+    """Of a question, at four characters a token; what is longer is cut in the middle."""
+    max_output_tokens: int = 512
+    """Of an answer."""
+    timeout_s: float = 30.0
+    """For an answer, from the question on."""
+
+
+class _Case(NamedTuple):
+    program_id: str
+    generation: int
+    turn_count: int
+    body: bytes
+
+
+class Judge:
+    """Collect cases, and ask about them while `run` runs."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        open_asker: Callable[[], AbstractAsyncContextManager[Asker]],
+        settings: JudgeSettings | None = None,
+    ) -> None:
+        """Ask by what `open_asker` opens."""
+        self._runtime = runtime
+        self._open_asker = open_asker
+        self._settings = settings or JudgeSettings()
+        self._waiting: OrderedDict[str, _Case] = OrderedDict()
+        self._waiting_bytes = 0
+        self._seen_turn_counts: dict[str, int] = {}
+        """After which of its turns a program's last case was made."""
+        self._news = asyncio.Event()
+        self.asking_count = 0
+        self.verdict_counts: Counter[str] = Counter()
+        self.failure_counts: Counter[Failure] = Counter()
+        self.dropped_counts: Counter[str] = Counter()
+        """Cases about which nobody was asked: `full`, `newer`, `ended`."""
+        self.prompt_tokens_total = 0
+        self.output_tokens_total = 0
+        self.asked_s_total = 0.0
+        runtime.observe(self._heard)
+
+    def __repr__(self) -> str:
+        return f"<Judge: {len(self._waiting)} cases wait, {self.asking_count} are asked about>"
+
+    @property
+    def waiting_count(self) -> int:
+        """Cases that wait."""
+        return len(self._waiting)
+
+    def turn_seen(self, program_id: str, body: bytes) -> None:
+        """Take note that a turn with this body is through. Never blocks, and reads nothing. Cost: O(1)."""
+        program = self._runtime.scheduler.table.get(program_id)
+        if program is None:
+            return
+        turn_count = program.turn_count
+        if turn_count - self._seen_turn_counts.get(program_id, 0) < self._settings.every_turns_count:
+            return
+        self._seen_turn_counts[program_id] = turn_count
+        if len(body) > MAX_BODY_BYTES:
+            self.failure_counts[Failure.TOO_LARGE] += 1
+            return
+        if (older := self._waiting.get(program_id)) is not None:
+            self._waiting_bytes -= len(older.body)
+            self.dropped_counts["newer"] += 1
+        self._waiting[program_id] = _Case(program_id, program.generation, turn_count, body)
+        self._waiting_bytes += len(body)
+        while len(self._waiting) > MAX_WAITING_COUNT or self._waiting_bytes > MAX_WAITING_BYTES:
+            self._take()
+            self.dropped_counts["full"] += 1
+        self._news.set()
+
+    async def run(self) -> None:
+        """Ask about what waits until cancelled."""
+        places, next_at_s = asyncio.Semaphore(ASKED_COUNT), 0.0
+        async with self._open_asker() as asker, asyncio.TaskGroup() as group:
+            while True:
+                await self._news.wait()
+                await places.acquire()
+                if (pause_s := next_at_s - monotonic()) > 0:
+                    await asyncio.sleep(pause_s)
+                if not self._waiting:  # its program ended meanwhile
+                    places.release()
+                    self._news.clear()
+                    continue
+                next_at_s = monotonic() + 1 / self._settings.rate_per_s
+                group.create_task(self._judge(asker, self._take())).add_done_callback(lambda _: places.release())
+                if not self._waiting:
+                    self._news.clear()
+
+    def _take(self) -> _Case:
+        _, case = self._waiting.popitem(last=False)
+        self._waiting_bytes -= len(case.body)
+        return case
+
+    def _heard(self, event: Event, decisions: Sequence[Decision]) -> None:  # noqa: ARG002 - an observer's signature
+        """Forget programs that ended."""
+        for decision in decisions:
+            if type(decision) is Release:
+                self._seen_turn_counts.pop(decision.program_id, None)
+                if (case := self._waiting.pop(decision.program_id, None)) is not None:
+                    self._waiting_bytes -= len(case.body)
+                    self.dropped_counts["ended"] += 1
+
+    async def _judge(self, asker: Asker, case: _Case) -> None:
+        """Ask about one program, and pass on what is said."""
+        self.asking_count += 1
+        began_s = monotonic()
+        try:
+            async with asyncio.timeout(self._settings.timeout_s):
+                answered = await self._ask(asker, case)
+        except TimeoutError:
+            answered = Answered(Failure.TIMEOUT)
+        finally:
+            self.asking_count -= 1
+            self.asked_s_total += monotonic() - began_s
+        self.prompt_tokens_total += answered.prompt_tokens
+        self.output_tokens_total += answered.output_tokens
+        opinion = answered.opinion
+        if isinstance(opinion, Failure):
+            self.failure_counts[opinion] += 1
+            log.debug("judge_failed", program_id=case.program_id, why=opinion.value)
+            return
+        self._pass_on(case, opinion)
+
+    async def _ask(self, asker: Asker, case: _Case) -> Answered:
+        question = await asyncio.to_thread(self._question, case.body)
+        if isinstance(question, Failure):
+            return Answered(question)
+        answer = await asker.ask(question)
+        if isinstance(answer, Failure):
+            return Answered(answer)
+        return await asyncio.to_thread(read_answer, answer)
+
+    def _question(self, body: bytes) -> bytes | Failure:
+        """Return the body of a chat completion that asks about a program."""
+        settings = self._settings
+        room_chars = settings.max_prompt_tokens * CHARS_PER_TOKEN - len(settings.prompt)
+        transcript = transcript_of(body, max(CHARS_PER_TOKEN, room_chars))
+        if transcript is None:
+            return Failure.NO_TASK
+        return msgspec.json.encode(
+            {
+                "model": settings.model or transcript.model,
+                "messages": [{"role": "user", "content": filled(settings.prompt, transcript.task, transcript.steps)}],
+                "max_tokens": settings.max_output_tokens,
+                "temperature": 0,
+                "stream": False,
+            }
+        )
+
+    def _pass_on(self, case: _Case, opinion: Opinion) -> None:
+        prediction = "success" if opinion.will_succeed else "failure"
+        self.verdict_counts[prediction] += 1
+        log.debug(
+            "judged",
+            program_id=case.program_id,
+            turn_count=case.turn_count,
+            prediction=prediction,
+            confidence_ratio=opinion.confidence_ratio,
+            reasoning=opinion.reasoning,
+        )
+        self._runtime.program_judged(
+            case.program_id, case.generation, case.turn_count, opinion.will_succeed, opinion.confidence_ratio
+        )

@@ -1,0 +1,51 @@
+"""What `/metrics` says of the judge: what it was asked, what it said, what went wrong, and what it took."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from thunderagent.proxy.judge.answer import Failure
+from thunderagent.proxy.judge.judge import Judge
+
+
+class JudgeCollector:
+    """Read a judge's counts when somebody asks."""
+
+    def __init__(self, judge: Judge) -> None:
+        """Report on this one."""
+        self._judge = judge
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every family."""
+        judge = self._judge
+        yield GaugeMetricFamily(
+            "thunderagent_judge_waiting", "Programs about which the judge is yet to be asked.", judge.waiting_count
+        )
+        yield GaugeMetricFamily(
+            "thunderagent_judge_asking", "Questions to the judge that were not answered yet.", judge.asking_count
+        )
+        verdicts = CounterMetricFamily("thunderagent_judge_verdicts", "Verdicts of the judge.", labels=["prediction"])
+        for prediction in ("success", "failure"):
+            verdicts.add_metric([prediction], judge.verdict_counts[prediction])
+        yield verdicts
+        failures = CounterMetricFamily(
+            "thunderagent_judge_failures", "Questions to the judge that brought no verdict.", labels=["why"]
+        )
+        for why in Failure:
+            failures.add_metric([why.value], judge.failure_counts[why])
+        yield failures
+        dropped = CounterMetricFamily(
+            "thunderagent_judge_dropped", "Programs that the judge was not asked about in the end.", labels=["why"]
+        )
+        for reason in ("full", "newer", "ended"):
+            dropped.add_metric([reason], judge.dropped_counts[reason])
+        yield dropped
+        tokens = CounterMetricFamily("thunderagent_judge_tokens", "Tokens that the judge took.", labels=["kind"])
+        tokens.add_metric(["prompt"], judge.prompt_tokens_total)
+        tokens.add_metric(["output"], judge.output_tokens_total)
+        yield tokens
+        yield CounterMetricFamily(
+            "thunderagent_judge_seconds", "Time that questions to the judge took, in sum.", judge.asked_s_total
+        )

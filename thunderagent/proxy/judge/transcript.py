@@ -1,0 +1,154 @@
+"""What a program was asked and what it did, read out of the body of its last turn, in the APIs that have messages.
+
+A body is megabytes, a judge reads a few pages: the messages are found without being built, and only those at the
+beginning and at the end are read, until there is enough of each. What lies between is left out, and marked.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import msgspec
+from msgspec import Raw
+
+from thunderagent.proxy.dialects.base import UNREADABLE
+
+HEAD_RATIO = 0.25
+"""Of the room for what was done, the part for its beginning: the end tells more."""
+
+TASK_RATIO = 0.25
+"""The task may take so much of all the room."""
+
+MESSAGE_RATIO = 0.25
+"""Of that room, what one message may take at most."""
+
+FIRST_MESSAGES_COUNT = 32
+"""The task is among so many, or nowhere: what is before it are instructions."""
+
+LEAST_CHARS = 64
+"""Room for less than that holds nothing worth reading: the mark for what was left out, at most."""
+
+GAP = " [...] "
+
+
+class Transcript(NamedTuple):
+    """The first message of the user, and what followed it; `model` is what the program's own turns ask for."""
+
+    task: str
+    steps: str
+    model: str
+
+
+class _Body(msgspec.Struct):
+    model: Any = ""
+    messages: list[Raw] | None = None
+    input: str | list[Raw] | None = None
+
+
+_decode_body = msgspec.json.Decoder(_Body).decode
+_decode = msgspec.json.decode
+
+
+def transcript_of(body: bytes, limit_chars: int) -> Transcript | None:
+    """Return what a judge gets to read, at most `limit_chars`; None if there is no task in the body.
+
+    Cost: one pass over the body that builds nothing, about 1 ms for each MB, and the reading of what is kept.
+    """
+    try:
+        fields = _decode_body(body)
+        if isinstance(fields.input, str):
+            messages = [Raw(msgspec.json.encode({"role": "user", "content": fields.input}))]
+        else:
+            messages = fields.messages or fields.input or []
+        task, place = _task_of(messages)
+        if not task:
+            return None
+        task = cut(task, int(TASK_RATIO * limit_chars))
+        steps = _steps(messages[place + 1 :], limit_chars - len(task))
+    except UNREADABLE:
+        return None
+    return Transcript(task, steps, fields.model if isinstance(fields.model, str) else "")
+
+
+def cut(text: str, limit_chars: int) -> str:
+    """Return a text without its middle, if it is longer."""
+    if len(text) <= limit_chars:
+        return text
+    half_chars = max(0, limit_chars - len(GAP)) // 2
+    return text[:half_chars] + GAP + text[len(text) - half_chars :]
+
+
+def _task_of(messages: list[Raw]) -> tuple[str, int]:
+    """Return the text of the first message of a user, and its place; empty if there is none."""
+    for place, raw in enumerate(messages[:FIRST_MESSAGES_COUNT]):
+        message = _decode(raw)
+        if isinstance(message, dict) and message.get("role") == "user":
+            return _text_of(message.get("content")), place
+    return "", 0
+
+
+def _steps(messages: list[Raw], limit_chars: int) -> str:
+    """Return the first and the last of these messages, one to a line, in at most so many characters."""
+    of_message_chars = int(MESSAGE_RATIO * limit_chars)
+    head: list[str] = []
+    tail: list[str] = []
+    left_chars = int(HEAD_RATIO * limit_chars)
+    first = 0
+    while first < len(messages) and left_chars > LEAST_CHARS:
+        head.append(cut(_said(first, messages[first]), min(of_message_chars, left_chars - 1)))
+        left_chars -= len(head[-1]) + 1
+        first += 1
+    left_chars += limit_chars - int(HEAD_RATIO * limit_chars) - LEAST_CHARS
+    last = len(messages)
+    while last > first and left_chars > LEAST_CHARS:
+        last -= 1
+        tail.append(cut(_said(last, messages[last]), min(of_message_chars, left_chars - 1)))
+        left_chars -= len(tail[-1]) + 1
+    gap = [f"[{last - first} messages are left out here]"] if last > first else []
+    return "\n".join((*head, *gap, *reversed(tail)))
+
+
+def _said(number: int, raw: Raw) -> str:
+    """Return one message as a line: who says it, what, and what it calls or what came of a call."""
+    message = _decode(raw)
+    if not isinstance(message, dict):
+        return f"{number + 1}. ?"
+    who = message.get("role") or message.get("type") or "?"
+    texts = [_text_of(message.get("content")), _text_of(message.get("output")), _text_of(message.get("summary"))]
+    calls = message.get("tool_calls")
+    texts += [_call_of(call) for call in calls] if isinstance(calls, list) else []
+    if message.get("type") == "function_call":
+        texts.append(_call_of(message))
+    return f"{number + 1}. {who}: {' '.join(filter(None, texts))}"
+
+
+def _text_of(content: object) -> str:
+    """Return the text of a content: one text, or parts, in any of the APIs; what is no text is left out."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        return ""
+    return " ".join(filter(None, map(_part_of, content)))
+
+
+def _part_of(part: object) -> str:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, dict):
+        return ""
+    if part.get("type") == "tool_use":
+        return _call_of(part)
+    if part.get("type") == "tool_result":
+        return f"result: {_text_of(part.get('content'))}"
+    text = part.get("text") or part.get("thinking")
+    return text if isinstance(text, str) else ""
+
+
+def _call_of(call: object) -> str:
+    """Return a call of a tool, whose name and arguments stand in the call or in its function."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        return ""
+    arguments = function.get("arguments", function.get("input"))
+    text = arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()
+    return f"calls {function.get('name')}({text})"
