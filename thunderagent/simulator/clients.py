@@ -29,6 +29,7 @@ class RunningProgram:
         "_turn_number",
         "arrived_s",
         "context",
+        "engine_priority",
         "granted_s",
         "is_held",
         "plan",
@@ -51,13 +52,20 @@ class RunningProgram:
         self.turn_id = 0
         self.arrived_s = self.granted_s = 0.0
         self.is_held = False
+        self.engine_priority = 0
+        """Of its last turn."""
         self.replica_id = ""
         """Where its last turn ran; empty before its first one did."""
-        self.wait = ProgramWait()
+        self.wait = ProgramWait(outcome=plan.outcome)
         self._turn_number = 0
 
     def __repr__(self) -> str:
         return f"<RunningProgram {self.plan.program_id}: turn {self._turn_number + 1} of {len(self.plan.turns)}>"
+
+    @property
+    def turns_done_count(self) -> int:
+        """How many of its turns finished."""
+        return self._turn_number
 
     @property
     def turn(self) -> TurnPlan:
@@ -74,11 +82,18 @@ class RunningProgram:
         self.context.append(self.turn.new_tokens)
         self.arrived_s = now_s
 
-    def request(self) -> EngineRequest:
-        """Return the turn as an engine is asked for it."""
+    def request(self, *, retained: bool = False) -> EngineRequest:
+        """Return the turn as an engine is asked for it; `retained`: to keep its blocks for the next one."""
         context = self.context
         answer = context.following(self.turn.output_tokens)
-        return EngineRequest(str(self.turn_id), context.tokens(), answer, prompt_hashes=context.hashes)
+        return EngineRequest(
+            str(self.turn_id),
+            context.tokens(),
+            answer,
+            self.engine_priority,
+            prompt_hashes=context.hashes,
+            retain_id=self.plan.program_id if retained and not self.is_at_last_turn else "",
+        )
 
     def shape(self) -> TurnShape:
         """Return what the turn is made of, after `begin_turn` and before `end_turn`."""

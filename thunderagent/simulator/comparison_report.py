@@ -33,6 +33,10 @@ FIGURES = (
     "turn_p99_s",
     "held_p99_s",
     "program_mean_s",
+    "goodput_ratio_1",
+    "goodput_ratio_2",
+    "goodput_ratio_3",
+    "goodput_per_hour",
     "imbalance_ratio",
     "limit_per_min",
     "limit_ratio",
@@ -130,6 +134,11 @@ def runs_csv(runs: Iterable[Run]) -> str:
                 "first_token_p99_s": _number(result.first_token_latency.p99_s),
                 "held_p99_s": _number(result.held.p99_s),
                 "program_mean_s": _number(result.program_latency.mean_s),
+                **{
+                    f"goodput_{kind}_ratio_{each.alpha_ratio:g}": _number(ratio)
+                    for each in result.goodputs
+                    for kind, ratio in (("turns", each.turn_ratio), ("programs", each.program_ratio))
+                },
                 "makespan_s": "" if result.makespan_s is None else _number(result.makespan_s),
                 "imbalance_ratio": _number(result.imbalance_mean_ratio),
                 **{f"cost_{name}_ratio": _number(part) for name, part in cost_parts(result).items()},
@@ -220,6 +229,7 @@ COLUMNS = (
     ("turn p99", "seconds from a turn's arrival to its end, 99th percentile"),
     ("held p99", "seconds that a turn waited for its lease, 99th percentile"),
     ("program", "seconds from a program's first turn to its end, mean"),
+    ("in time", "programs that took no longer than three times their ideal time: alone, and all history cached"),
     ("of limit", "turns/min over min(L1, L2, L3) of the turns that ended"),
     ("by", "which bound is the limit"),
 )
@@ -392,6 +402,7 @@ def _table_line(row: Row, *, is_best: bool) -> str:
         _cell(row.turn_p99_s, 1),
         _cell(row.held_p99_s, 1),
         _cell(row.program_mean_s, 1),
+        _cell(row.goodput_ratio_3, 0, percent=True),
         _cell(row.limit_ratio, 0, percent=True),
         escape(row.limited_by) or NOTHING,
     ]

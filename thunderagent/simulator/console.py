@@ -39,6 +39,8 @@ def picture(result: RunResult) -> Group:
             f"{result.limit_ratio:.1%} of the limit for these turns: {bounds.limit_per_s * 60:.1f}/min by "
             f"{bounds.limited_by}; without any recomputation {bounds.no_recompute_per_s * 60:.1f}/min",
         )
+    in_time = ", ".join(f"{each.program_ratio:.0%} within {each.alpha_ratio:g}" for each in result.goodputs)
+    lines.append(f"programs in time: {in_time} times their ideal")
     if result.makespan_s is not None:
         lines.append(f"makespan {result.makespan_s:.0f} s")
     if result.tools.sandbox_count:

@@ -29,7 +29,7 @@ BOUNDED_PLANS_COUNT = 200
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
-    """A policy and its settings as text: `name`, or `name:key=value:key=value`.
+    """A policy and its settings as text: `name`, or `name:key=value:key=value`; parts are settings, too.
 
     `name` is a policy, a preset, `package.module:Class`, or `oracle`, whose settings are those of `Oracle`; without
     `hold_below_s` it takes the best threshold of the bound L1.
@@ -45,7 +45,13 @@ class Contestant:
         if parts and "=" not in parts[0]:  # package.module:Class
             name = f"{name}:{parts.pop(0)}"
         settings = {}
+        whole: list[str] = []
         for part in parts:
+            if whole and "=" not in part and part:  # of a part's package.module:Class
+                whole[-1] += f":{part}"
+            else:
+                whole.append(part)
+        for part in whole:
             key, equals, value = part.partition("=")
             if not key or not equals:
                 raise ConfigurationError(f"not a policy: {text!r}; write NAME or NAME:SETTING=VALUE:SETTING=VALUE")
@@ -80,9 +86,14 @@ class Contestant:
     def run(
         self, scenario: Scenario, workload: Workload, *, on_progress: Callable[[Progress], None] | None = None
     ) -> RunResult:
-        """Simulate one run: the oracle's on engines that drop what it drops. Raises ConfigurationError."""
+        """Simulate one run: the oracle's on engines that drop what it drops, and priorities on engines that have them.
+
+        Raises ConfigurationError.
+        """
         policy, foresight = self.prepare(scenario, workload)
         scenario = replace(scenario, engines_drop=scenario.engines_drop or self.name == ORACLE)
+        if getattr(policy, "priority", None) is not None and scenario.engine.scheduling_policy == "fcfs":
+            scenario = replace(scenario, engine=replace(scenario.engine, scheduling_policy="priority"))
         return simulate(scenario, workload, policy, on_progress=on_progress, foresight=foresight)
 
     def _policy(self) -> Policy:

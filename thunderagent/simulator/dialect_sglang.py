@@ -21,7 +21,7 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 from thunderagent.simulator.answers import event_bytes
-from thunderagent.simulator.live import LiveEngine, json_response
+from thunderagent.simulator.live import LiveEngine, answering_errors, json_response
 from thunderagent.simulator.requests import ApiError, parse
 from thunderagent.simulator.sglang_answers import OpenAIForm, Running, generate_answer, usage
 from thunderagent.simulator.sglang_engine import SglangEngine
@@ -36,13 +36,12 @@ from thunderagent.simulator.sglang_requests import (
     PauseBody,
     SglangChatBody,
     SglangCompletionBody,
+    WeightVersionBody,
     asked_of,
     wants_usage,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
     from thunderagent.simulator.options import ServerConfig
 
 HEALTH_CHECK_S: Final = 20.0
@@ -53,21 +52,12 @@ FLUSHED: Final = (
 )
 
 
-@web.middleware
-async def _answer_errors(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
-    """Map every refusal to SGLang's error schemas: its own endpoints have one, OpenAI's another."""
-    try:
-        return await handler(request)
-    except ApiError as error:
-        refusal = error
-    except web.HTTPException as error:
-        refusal = ApiError(error.reason, status=error.status, kind=str(error.status))
-    if request.path == "/generate":
-        return json_response({"error": {"message": str(refusal)}}, status=refusal.status)
+def _said(path: str, refusal: ApiError) -> object:
+    """Return a refusal in SGLang's error schemas: its own endpoints have one, OpenAI's another."""
+    if path == "/generate":
+        return {"error": {"message": str(refusal)}}
     said = {"object": "error", "message": str(refusal), "type": refusal.kind, "param": refusal.param}
-    return json_response({**said, "code": refusal.status}, status=refusal.status)
+    return {**said, "code": refusal.status}
 
 
 class SglangServer:
@@ -82,7 +72,9 @@ class SglangServer:
         self._registry.register(
             SglangCollector(self._live.realtime, config.model, self._sglang.counts, self._sglang.tags)
         )
-        self.app = web.Application(middlewares=[_answer_errors], client_max_size=64 << 20)
+        self.app = web.Application(
+            middlewares=[answering_errors(_said, lambda error: str(error.status))], client_max_size=64 << 20
+        )
         self.app.add_routes(
             [
                 web.post("/generate", self._generate),
@@ -91,6 +83,7 @@ class SglangServer:
                 web.post("/v1/completions", self._completion),
                 web.get("/v1/models", self._models),
                 web.get("/health", self._health),
+                web.get("/ready", self._ready),
                 web.get("/health_generate", self._health_generate),
                 web.get("/model_info", self._model_info),
                 web.get("/get_model_info", self._model_info),
@@ -102,6 +95,7 @@ class SglangServer:
                 web.post("/abort_request", self._abort_request),
                 web.post("/pause_generation", self._pause_generation),
                 web.post("/continue_generation", self._continue_generation),
+                web.post("/update_weight_version", self._update_weight_version),
                 web.get("/flush_cache", self._flush_cache),
                 web.post("/flush_cache", self._flush_cache),
                 web.post("/open_session", self._open_tag),
@@ -142,7 +136,9 @@ class SglangServer:
         asked = asked_of(body, self._live.tokenizer)
         self._sglang.check(asked)
         await self._sglang.enter()
-        form = OpenAIForm(body.model or self.config.model, asked.rid, isinstance(body, SglangChatBody))
+        form = OpenAIForm(
+            body.model or self.config.model, asked.rid, isinstance(body, SglangChatBody), self._sglang.weight_version
+        )
         news = asyncio.Event()
         with self._sglang.running(asked, whole=not body.stream, news=news) as running:
             if body.stream:
@@ -229,6 +225,14 @@ class SglangServer:
         self._sglang.go_on()
         return json_response({"message": "Generation continued successfully.", "status": "ok"})
 
+    async def _update_weight_version(self, request: web.Request) -> web.Response:
+        body = parse(await request.read(), WeightVersionBody)
+        if body.abort_all_requests:
+            self._sglang.abort("")
+        self._sglang.weight_version = version = body.new_version
+        said = {"success": True, "message": f"Weight version updated to {version}", "new_version": version}
+        return json_response(said)
+
     async def _flush_cache(self, _request: web.Request) -> web.Response:
         if self._sglang.flush():
             return web.Response(text=FLUSHED)
@@ -251,6 +255,9 @@ class SglangServer:
     async def _health(self, _request: web.Request) -> web.Response:
         return web.Response()  # as with SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=false
 
+    async def _ready(self, _request: web.Request) -> web.Response:
+        return web.Response(status=503 if self._sglang.is_paused else 200)
+
     async def _health_generate(self, _request: web.Request) -> web.Response:
         """Generate a token; 503 if none comes for long."""
         asked = Asked("HEALTH_CHECK", [0], limit_tokens=1, min_tokens=0, ignore_eos=True, priority=0, tag=None)
@@ -271,7 +278,7 @@ class SglangServer:
         )
 
     async def _model_info(self, _request: web.Request) -> web.Response:
-        return json_response(model_info(self.config.model))
+        return json_response(model_info(self.config.model, self._sglang.weight_version))
 
     async def _server_info(self, _request: web.Request) -> web.Response:
         return json_response(server_info(self._engine, self.config.model))

@@ -11,7 +11,8 @@ their admission: a decoding one takes one token, one whose prompt is not yet com
 A chunk only ever stands at the end of that order, since nothing is admitted behind a prompt that exhausted the
 budget: so decodes come first. Then waiting requests are admitted by *rank*, while budget and places last and the
 whole prompt fits in the free blocks. The rank is the arrival, or under the `priority` policy (priority, arrival) with
-the lower number first. Nobody overtakes the head of the queue.
+the lower number first. Nobody overtakes the head of the queue. What the `mlfq` policy does otherwise is told in
+`mlfq.py`.
 
 **Memory** is a pool of blocks (see `blocks.py`). A request's blocks are freed tail first, so that its head, which
 others are more likely to share, is lost last.
@@ -36,6 +37,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from thunderagent.simulator.blocks import ROOT_HASH, BlockPool, hash_blocks
+from thunderagent.simulator.mlfq import FRONT_PRIORITY, LOWEST_LEVEL, effective_level, quantum_tokens
 from thunderagent.simulator.records import (
     Admission,
     EngineConfig,
@@ -65,6 +67,8 @@ class _Sequence:
     preemption_count: int = 0
     first_token_s: float = 0.0
     refused_at: tuple[int, int] | None = None
+    served_s: float = 0.0
+    feedback_level: int = 0
 
     @property
     def request_id(self) -> str:
@@ -78,6 +82,20 @@ class _Sequence:
     def is_decoding(self) -> bool:
         return self.known_tokens > self.prompt_tokens and self.computed_tokens == self.known_tokens - 1
 
+    def level(self, now_s: float) -> int:
+        """Return the level under `mlfq`."""
+        if self.is_decoding:
+            return 0
+        return effective_level(self.known_tokens - self.computed_tokens, self.feedback_level, now_s - self.served_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Retained:
+    """What a finished request left for the next of its program; the highest rank goes first."""
+
+    rank: tuple[int, int, int]
+    blocks: list[int]
+
 
 def _rank_of(sequence: _Sequence) -> tuple[int, int]:
     return sequence.rank
@@ -88,6 +106,7 @@ class _Plan:
     """What an iteration is going to compute: how many tokens of which sequence."""
 
     budget_tokens: int
+    now_s: float = 0.0
     chunks: dict[_Sequence, int] = field(default_factory=dict)
     admitted: list[Admission] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
@@ -120,7 +139,9 @@ class Engine:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
+        self._by_level = config.scheduling_policy == "mlfq"
         self._pool = BlockPool(config.block_count)
+        self._retained: dict[str, _Retained] = {}
         self._sequences: dict[str, _Sequence] = {}
         self._running: list[_Sequence] = []  # in the order of admission
         self._waiting: list[_Sequence] = []  # in the order of rank
@@ -165,7 +186,7 @@ class Engine:
                 f"{prompt_tokens} prompt tokens and {output_tokens} output tokens are over the limit of "
                 f"{self.config.context_limit_tokens}"
             )
-        priority = request.priority if self.config.scheduling_policy == "priority" else 0
+        priority = 0 if self.config.scheduling_policy == "fcfs" else request.priority
         sequence = _Sequence(
             request=request,
             rank=(priority, self._arrival_count),
@@ -199,7 +220,7 @@ class Engine:
         """
         if not self._sequences:
             return StepResult(0.0, IterationWork())
-        plan = _Plan(self.config.max_num_batched_tokens)
+        plan = _Plan(self.config.max_num_batched_tokens, now_s)
         self._schedule_running(plan)
         if not plan.preempted:  # who was just preempted would only come back and preempt again
             self._admit_waiting(plan)
@@ -243,9 +264,15 @@ class Engine:
         """Have the free blocks with these keys taken before all others; no real engine has this."""
         self._pool.expire(keys)
 
+    def let_go(self, retain_id: str) -> None:
+        """Retain the blocks of that id no longer; nothing if there are none."""
+        retained = self._retained.pop(retain_id, None)
+        if retained is not None:
+            self._pool.release(reversed(retained.blocks))
+
     def check_invariants(self) -> None:
         """Assert that blocks, queues and requests agree (for tests; costs O(blocks))."""
-        self._pool.check_invariants(block for sequence in self._running for block in sequence.blocks)
+        self._pool.check_invariants(block for holder in self._holders for block in holder.blocks)
         assert all(sequence.blocks for sequence in self._running), "running without blocks"
         assert not any(sequence.blocks for sequence in self._waiting), "waiting with blocks"
         assert {*self._running, *self._waiting} == set(self._sequences.values()), "lost or doubled request"
@@ -253,6 +280,10 @@ class Engine:
         for sequence in self._running:
             fitting = self._block_count(sequence.computed_tokens)
             assert len(sequence.blocks) == fitting, f"{sequence.request_id} holds more or less than its tokens"
+
+    @property
+    def _holders(self) -> Sequence[_Sequence | _Retained]:
+        return [*self._running, *self._retained.values()]
 
     def _hash_context(self, request: EngineRequest) -> list[int]:
         """Hash prompt and output: the output's keys are published only as its tokens are computed."""
@@ -262,31 +293,70 @@ class Engine:
         return hashes + hash_blocks(rest, size, parent=hashes[-1] if hashes else ROOT_HASH)
 
     def _schedule_running(self, plan: _Plan) -> None:
-        for sequence in tuple(self._running):
+        for sequence in self._in_order(plan.now_s):
             if plan.budget_tokens == 0:
                 break
             if not sequence.blocks:  # preempted a moment ago, for one before it
                 continue
             tokens = min(sequence.known_tokens - sequence.computed_tokens, plan.budget_tokens)
+            if self._by_level and not sequence.is_decoding:
+                tokens = self._shrunk(sequence, self._within_quantum(sequence, tokens, plan.now_s))
             if self._make_room(sequence, tokens, plan):
                 plan.add(sequence, tokens)
         for sequence, tokens in plan.chunks.items():
             self._publish(sequence, tokens)
+
+    def _in_order(self, now_s: float) -> Sequence[_Sequence]:
+        """Return what runs in the order in which it is served."""
+        if not self._by_level:
+            return tuple(self._running)
+        return sorted(self._running, key=lambda sequence: (sequence.level(now_s), sequence.served_s, sequence.rank))
+
+    def _within_quantum(self, sequence: _Sequence, tokens: int, now_s: float) -> int:
+        """Return how many tokens of a prompt are computed now; one that is alone in the engine gets what it can."""
+        return min(tokens, quantum_tokens(sequence.level(now_s))) if len(self._sequences) > 1 else tokens
+
+    def _shrunk(self, sequence: _Sequence, tokens: int) -> int:
+        """Return so many tokens of a prompt as fit without a preemption, halved again and again, a block at least."""
+        while self._retained and self._missing_blocks(sequence, tokens) > self._pool.free_count:
+            self._evict_retained(sequence)
+        while tokens > self.config.block_size and self._missing_blocks(sequence, tokens) > self._pool.free_count:
+            tokens = max(self.config.block_size, tokens // 2)
+        return tokens
 
     def _make_room(self, sequence: _Sequence, tokens: int, plan: _Plan) -> bool:
         """Give a running sequence the blocks for its next tokens, by preemption if need be; False if it was it."""
         missing = self._missing_blocks(sequence, tokens)
         if missing == 0:  # as for most tokens
             return True
+        while self._retained and missing > self._pool.free_count:
+            self._evict_retained(sequence)
         while missing > self._pool.free_count:
-            victim = max(self._running, key=_rank_of)
+            victim = self._victim(plan.now_s)
             self._preempt(victim, plan)
             if victim is sequence:
                 return False
         sequence.blocks += self._pool.allocate(missing)
         return True
 
+    def _victim(self, now_s: float) -> _Sequence:
+        """Return who is preempted."""
+        if not self._by_level:
+            return max(self._running, key=_rank_of)
+        return max(
+            self._running,
+            key=lambda each: (-1 if each.is_decoding else each.level(now_s), len(each.blocks), each.rank[1]),
+        )
+
+    def _evict_retained(self, for_whom: _Sequence) -> None:
+        """Retain the blocks of one program less; those that `for_whom` is about to use go last."""
+        own_id = for_whom.request.retain_id
+        self.let_go(max(self._retained, key=lambda name: (name != own_id, self._retained[name].rank)))
+
     def _preempt(self, sequence: _Sequence, plan: _Plan) -> None:
+        if self._by_level:
+            sequence.rank = (FRONT_PRIORITY, sequence.rank[1])
+            sequence.feedback_level = 0
         self._running.remove(sequence)
         self._free_blocks(sequence)
         plan.remove(sequence)
@@ -299,6 +369,7 @@ class Engine:
     def _admit_waiting(self, plan: _Plan) -> None:
         while self._waiting and plan.budget_tokens and len(self._running) < self.config.max_num_seqs:
             sequence = self._waiting[0]
+            sequence.served_s = plan.now_s
             if not self._admit(sequence, plan):
                 return
             del self._waiting[0]
@@ -312,6 +383,12 @@ class Engine:
         wanted = sequence.hashes[: (sequence.known_tokens - 1) // size]
         hits = self._pool.find(wanted)
         missing = self._block_count(sequence.known_tokens) - len(hits)
+        if self._by_level:
+            missing += self._promised_count()
+        evictable = sum(len(retained.blocks) for retained in self._retained.values())
+        if missing <= self._pool.free_count - self._pool.count_free(hits) + evictable:  # else it would be for nothing
+            while self._retained and missing > self._pool.free_count - self._pool.count_free(hits):
+                self._evict_retained(sequence)
         if missing > self._pool.free_count - self._pool.count_free(hits):
             sequence.refused_at = self._pool.version, wanted[len(hits)] if len(hits) < len(wanted) else ROOT_HASH
             return False
@@ -319,8 +396,11 @@ class Engine:
         self._pool.acquire(hits)
         sequence.blocks = hits
         sequence.published_count = len(hits)
+        self.let_go(sequence.request.retain_id)
         cached_tokens = sequence.computed_tokens = len(hits) * size
         tokens = min(sequence.known_tokens - cached_tokens, plan.budget_tokens)
+        if self._by_level:
+            tokens = self._within_quantum(sequence, tokens, plan.now_s)
         sequence.blocks += self._pool.allocate(self._missing_blocks(sequence, tokens))
         self._publish(sequence, tokens)
         plan.add(sequence, tokens)
@@ -331,6 +411,14 @@ class Engine:
             self._prefix_hit_tokens += cached_tokens
         plan.admitted.append(Admission(sequence.request_id, sequence.known_tokens, cached_tokens, is_readmission))
         return True
+
+    def _promised_count(self) -> int:
+        """Return how many blocks the prompts that run still need: with quanta several run at a time."""
+        return sum(
+            self._block_count(sequence.known_tokens) - len(sequence.blocks)
+            for sequence in self._running
+            if not sequence.is_decoding
+        )
 
     def _missing_blocks(self, sequence: _Sequence, tokens: int) -> int:
         return self._block_count(sequence.computed_tokens + tokens) - len(sequence.blocks)
@@ -354,6 +442,8 @@ class Engine:
         generated: list[str] = []
         finished: list[FinishedRequest] = []
         for sequence, tokens in plan.chunks.items():
+            if self._by_level:
+                self._note_service(sequence, tokens, end_s)
             sequence.computed_tokens += tokens
             if sequence.computed_tokens < sequence.known_tokens:
                 continue
@@ -367,10 +457,21 @@ class Engine:
         self._generated_tokens += len(generated)
         return tuple(generated), tuple(finished)
 
+    def _note_service(self, sequence: _Sequence, tokens: int, end_s: float) -> None:
+        """Note under `mlfq` that a sequence is served: it falls by a level if its quantum was not enough."""
+        if sequence.computed_tokens + tokens >= sequence.known_tokens:
+            sequence.feedback_level = 0
+        elif tokens >= quantum_tokens(sequence.level(end_s)):
+            sequence.feedback_level = min(LOWEST_LEVEL, sequence.feedback_level + 1)
+        sequence.served_s = end_s
+
     def _finish(self, sequence: _Sequence, end_s: float) -> FinishedRequest:
         del self._sequences[sequence.request_id]
         self._running.remove(sequence)
-        self._free_blocks(sequence)
+        if sequence.request.retain_id:
+            self._retain(sequence)
+        else:
+            self._free_blocks(sequence)
         return FinishedRequest(
             request_id=sequence.request_id,
             prompt_tokens=sequence.prompt_tokens,
@@ -381,6 +482,14 @@ class Engine:
             first_token_s=sequence.first_token_s,
             finished_s=end_s,
         )
+
+    def _retain(self, sequence: _Sequence) -> None:
+        """Keep the blocks of a finished request, in place of what its program retained before."""
+        self.let_go(sequence.request.retain_id)
+        rank = (sequence.request.priority, len(sequence.blocks), sequence.rank[1])
+        self._retained[sequence.request.retain_id] = _Retained(rank, sequence.blocks)
+        sequence.blocks = []
+        self._pool.version += 1  # they can be evicted now, and could not before
 
     def _free_blocks(self, sequence: _Sequence) -> None:
         self._pool.release(reversed(sequence.blocks))  # the tail is lost before the head

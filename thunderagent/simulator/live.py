@@ -12,12 +12,33 @@ from aiohttp import web
 
 from thunderagent.simulator.realtime import Generation, RealtimeEngine
 from thunderagent.simulator.records import EngineRequest
+from thunderagent.simulator.requests import ApiError
 from thunderagent.simulator.tokens import Answer, WordTokenizer, compose_answer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Awaitable, Callable, Iterator, Sequence
+
+    from aiohttp.typedefs import Middleware
 
     from thunderagent.simulator.options import ServerConfig
+
+
+def answering_errors(say: Callable[[str, ApiError], object], kind_of: Callable[[web.HTTPException], str]) -> Middleware:
+    """Return what answers every refusal as `say` says it to the caller of a path; `kind_of` names aiohttp's own."""
+
+    @web.middleware
+    async def answer_errors(
+        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except ApiError as error:
+            refusal = error
+        except web.HTTPException as error:
+            refusal = ApiError(error.reason, status=error.status, kind=kind_of(error))
+        return json_response(say(request.path, refusal), status=refusal.status)
+
+    return answer_errors
 
 
 class LiveEngine:

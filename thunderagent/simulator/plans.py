@@ -12,13 +12,14 @@ class TurnPlan:
 
     `new_tokens` are appended to the context before the turn: the first prompt, without the prefix that it shares with
     others, and later the tool's result. Then `output_tokens` are generated, and then the tool `tool_name` runs for
-    `tool_s` seconds.
+    `tool_s` seconds. `role` is the agent whose turn it is; empty where a program has one only.
     """
 
     new_tokens: int
     output_tokens: int
     tool_s: float
     tool_name: str = "tool"
+    role: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,9 @@ class ProgramPlan:
     """One program from its first turn to its release.
 
     Programs with the same `shared_prefix_id` begin with the same `shared_prefix_tokens` tokens. `arrival_s` is used by
-    open loops only: seconds from the begin of the run. Programs with the same `group_id` finish together.
+    open loops only: seconds from the begin of the run. Programs with the same `group_id` finish together. `tenant` says
+    who pays, and `parent_id` which program waits for this one. `outcome` is `success` or `failure`, where the workload
+    says which it comes to.
     """
 
     program_id: str
@@ -35,6 +38,9 @@ class ProgramPlan:
     shared_prefix_tokens: int = 0
     arrival_s: float | None = None
     group_id: str = ""
+    tenant: str = ""
+    parent_id: str = ""
+    outcome: str = ""
 
 
 class Workload(Protocol):

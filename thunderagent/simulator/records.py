@@ -10,7 +10,7 @@ from thunderagent.simulator.timing import IterationWork, TimingProfile, profile
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-SchedulingPolicy: TypeAlias = Literal["fcfs", "priority"]
+SchedulingPolicy: TypeAlias = Literal["fcfs", "priority", "mlfq"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,8 @@ class EngineConfig:
     """Fix the size and the rules of an engine, under vLLM's names.
 
     `kv_tokens` is rounded down to whole blocks; `max_model_len` (tokens of a prompt and its output) defaults to all of
-    them and cannot be more, so that every request that is accepted can run alone. Raises ValueError.
+    them and cannot be more, so that every request that is accepted can run alone. `mlfq` is no policy of vLLM: see
+    `mlfq.py`. Raises ValueError.
     """
 
     kv_tokens: int
@@ -41,7 +42,7 @@ class EngineConfig:
                 f"{self.capacity_tokens} tokens in {self.block_count} blocks"
             )
         if self.scheduling_policy not in get_args(SchedulingPolicy):
-            raise ValueError(f"scheduling_policy must be fcfs or priority, got {self.scheduling_policy!r}")
+            raise ValueError(f"scheduling_policy must be fcfs, priority or mlfq, got {self.scheduling_policy!r}")
 
     @classmethod
     def of(
@@ -85,6 +86,7 @@ class EngineRequest:
 
     Both token sequences hold at least one token. `prompt_hashes` may give the keys of the first full blocks of the
     prompt when the caller knows them (`hash_blocks`; a later turn of a long context), to save hashing them again.
+    With a `retain_id` its blocks are retained when it is finished, for the next request with that id; no vLLM does.
     """
 
     request_id: str
@@ -92,6 +94,7 @@ class EngineRequest:
     output_token_ids: Sequence[int]
     priority: int = 0
     prompt_hashes: Sequence[int] = ()
+    retain_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ class ReplicaListener(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What a poll says; all but the capacity since the poll before, or since the engine came up.
+    """What a poll says; hits, queries and preemptions since the poll before, or since the engine came up.
 
     `hit_ratio` is by tokens; None if nothing was looked up. `query_tokens` were looked up.
     """
@@ -48,6 +48,8 @@ class Reading:
     hit_ratio: float | None
     query_tokens: int
     preemption_count: int
+    kv_used_ratio: float
+    waiting_count: int
 
 
 class SimulatedReplica:
@@ -102,11 +104,17 @@ class SimulatedReplica:
             hit_ratio=hit_tokens / query_tokens if query_tokens else None,
             query_tokens=query_tokens,
             preemption_count=stats.preemption_count - before.preemption_count,
+            kv_used_ratio=stats.used_block_count / stats.block_count,
+            waiting_count=stats.waiting_count,
         )
 
     def drop(self, keys: Sequence[int]) -> None:
         """Have the blocks with these keys taken first, as far as no request uses them."""
         self.engine.expire(keys)
+
+    def let_go(self, retain_id: str) -> None:
+        """Have its blocks retained no longer."""
+        self.engine.let_go(retain_id)
 
     def go_down(self) -> Sequence[str]:
         """Lose everything; return the requests that were inside, in the order in which they came."""

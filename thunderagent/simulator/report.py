@@ -53,6 +53,48 @@ def quantiles_s(values_s: Sequence[float]) -> tuple[float, ...]:
     return tuple(ordered[max(0, -(-percent * len(ordered) // 100) - 1)] for percent in range(101)) if ordered else ()
 
 
+ALPHAS = (1.0, 2.0, 3.0)
+"""Of goodput: a turn or a program is in time that takes no longer than so many times its ideal time."""
+
+ROUNDING_RATIO = 1e-9
+"""What was added up in another order may differ by so much."""
+
+
+@dataclass(frozen=True, slots=True)
+class Goodput:
+    """What was in time (MARS, arXiv 2604.26963): within `alpha_ratio` times the time alone on an idle engine.
+
+    A turn's ideal time finds all of its program's history in the cache, a program's is that of its turns and its tools.
+    Ratios are parts of the turns, and of the programs, that count.
+    """
+
+    alpha_ratio: float
+    turns_per_min_count: float
+    programs_per_hour_count: float
+    turn_ratio: float
+    program_ratio: float
+
+    @classmethod
+    def of(
+        cls,
+        alpha_ratio: float,
+        turns_s: Sequence[tuple[float, float]],
+        programs_s: Sequence[tuple[float, float]],
+        measured_s: float,
+    ) -> Goodput:
+        """Return that of turns and programs, each with the seconds that it took and those that it would take alone."""
+        limit_ratio = alpha_ratio * (1 + ROUNDING_RATIO)
+        turn_count = sum(took_s <= limit_ratio * alone_s for took_s, alone_s in turns_s)
+        program_count = sum(took_s <= limit_ratio * alone_s for took_s, alone_s in programs_s)
+        return cls(
+            alpha_ratio,
+            turns_per_min_count=turn_count * 60 / measured_s if measured_s > 0 else 0.0,
+            programs_per_hour_count=program_count * 3600 / measured_s if measured_s > 0 else 0.0,
+            turn_ratio=turn_count / len(turns_s) if turns_s else 0.0,
+            program_ratio=program_count / len(programs_s) if programs_s else 0.0,
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class ReplicaSample:
     """One replica at one time. `demand_tokens` is what programs claim, `used_tokens` what running turns reference."""
@@ -130,6 +172,7 @@ class RunResult:
     longest_hold_s: float
     waits: Waits
     program_latency: Percentiles
+    goodputs: tuple[Goodput, ...]
     makespan_s: float | None
     makespan_bound_s: float | None
     held_by_size: tuple[HeldBySize, ...]

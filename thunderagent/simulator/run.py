@@ -29,6 +29,7 @@ from math import inf
 from thunderagent.programs.decisions import Decision, Grant, Pause, Reject, Release, Restore
 from thunderagent.programs.events import (
     Event,
+    ProgramJudged,
     ProgramReleased,
     ReplicaDown,
     ReplicaPolled,
@@ -97,6 +98,7 @@ class Simulation:
         self._decision_counts: Counter[str] = Counter()
         self._restores = RestoreCounter(self.scheduler)
         self._programs: dict[int, RunningProgram] = {}  # by the id of the turn that is with the scheduler
+        self._judged: dict[int, tuple[RunningProgram, int, int]] = {}  # questions: program, generation, turns
         self._on_their_way: dict[int, str] = {}  # granted turns that are not in the engine yet: their replicas
         self._by_program_id: dict[str, RunningProgram] = {}
         self._turn_count = 0
@@ -197,14 +199,21 @@ class Simulation:
                 avoid_replica_id=avoid_replica_id,
                 prefix=program.prefix,
                 group_id=program.plan.group_id,
+                tenant=program.plan.tenant,
+                parent_id=program.plan.parent_id,
+                role=program.turn.role,
             )
         )
 
     def _granted(self, grant: Grant) -> None:
+        if grant.turn_id in self._judged:
+            self._question_granted(grant)
+            return
         program = self._programs[grant.turn_id]
         program.granted_s = self._agenda.now_s
         program.is_held = False
         program.replica_id = grant.replica_id
+        program.engine_priority = grant.engine_priority or 0
         overhead_s = self._scenario.engine.timing.request_overhead_s
         if overhead_s == 0:
             self._submit(grant.turn_id, program)
@@ -218,7 +227,7 @@ class Simulation:
 
     def _submit(self, turn_id: int, program: RunningProgram) -> None:
         try:
-            self._replicas[program.replica_id].submit(program.request())
+            self._replicas[program.replica_id].submit(program.request(retained=self._scenario.engines_retain))
         except ValueError:  # longer than the engine's limit: a server answers 400
             self._agenda.at(self._agenda.now_s, partial(self._refused, turn_id))
 
@@ -228,7 +237,8 @@ class Simulation:
         self._program_failed(program)
 
     def _rejected(self, turn_id: int) -> None:
-        self._program_failed(self._programs.pop(turn_id))
+        if self._judged.pop(turn_id, None) is None:
+            self._program_failed(self._programs.pop(turn_id))
 
     def first_token(self, request_id: str) -> None:
         """Tell the scheduler that a turn's prefill is over, and from now on every second how far it is."""
@@ -249,6 +259,9 @@ class Simulation:
         """Tell the scheduler a turn's usage, and go on with its tool, or end its program."""
         now_s = self._agenda.now_s
         turn_id = int(finished.request_id)
+        if turn_id in self._judged:
+            self._question_answered(turn_id, finished)
+            return
         program = self._programs.pop(turn_id)
         turn, shape = program.turn, program.shape()
         goes_on = program.end_turn()
@@ -264,10 +277,42 @@ class Simulation:
         )
         self._tally.finished(program, finished, shape)
         if goes_on:
+            self._ask_judge(program)
             self._tools.run(turn.tool_s, program.sandbox, partial(self._turn_arrives, program))
         else:
             self._tally.program_ended(program, now_s)
             self._end_program(program)
+
+    # --- the judge ----------------------------------------------------------------------------------------------------
+
+    def _ask_judge(self, program: RunningProgram) -> None:
+        """Ask the judge about a program whose turn finished, if it is to be asked now: by an anonymous turn."""
+        judge = self._scenario.judge
+        known = self.scheduler.table.get(program.plan.program_id)
+        if judge is None or known is None or not judge.asks_after(program.turns_done_count):
+            return
+        self._turn_count += 1
+        self._judged[self._turn_count] = program, known.generation, program.turns_done_count
+        tokens = judge.prompt_tokens + min(len(program.context), judge.max_transcript_tokens)
+        self._dispatch(TurnArrived(self._agenda.now_s, self._turn_count, None, prompt_bytes=tokens * BYTES_PER_TOKEN))
+
+    def _question_granted(self, grant: Grant) -> None:
+        judge, (program, _, _) = self._scenario.judge, self._judged[grant.turn_id]
+        assert judge is not None
+        request = judge.question(grant.turn_id, self._tokens, len(program.context))
+        self._replicas[grant.replica_id].submit(request)
+
+    def _question_answered(self, turn_id: int, finished: FinishedRequest) -> None:
+        judge, (program, generation, turn_count) = self._scenario.judge, self._judged.pop(turn_id)
+        assert judge is not None
+        now_s = self._agenda.now_s
+        usage = finished.prompt_tokens, finished.generated_tokens, finished.cached_tokens
+        self._dispatch(TurnFinished(now_s, turn_id, *usage))
+        fails = judge.predicts_failure(program.plan, self._scenario.seed, turn_count)
+        program_id = program.plan.program_id
+        self._dispatch(ProgramJudged(now_s, program_id, generation, turn_count, not fails, judge.confidence_ratio))
+
+    # --- the end of a program -----------------------------------------------------------------------------------------
 
     def _program_failed(self, program: RunningProgram) -> None:
         """End a program one of whose turns was refused: whoever sends programs waits before the next one."""
@@ -276,7 +321,8 @@ class Simulation:
 
     def _end_program(self, program: RunningProgram, pause_s: float = 0.0) -> None:
         if program.says_release:
-            self._dispatch(ProgramReleased(self._agenda.now_s, program.plan.program_id))
+            plan = program.plan
+            self._dispatch(ProgramReleased(self._agenda.now_s, plan.program_id, outcome=plan.outcome))
         del self._by_program_id[program.plan.program_id]
         self._tools.close(program.sandbox)
         if self._foresight is not None:
@@ -304,8 +350,8 @@ class Simulation:
                 self._restores.note(decision, decisions, self._home_of(decision.program_id))
             if type(decision) is Grant:
                 self._granted(decision)
-            elif isinstance(decision, Pause | Release) and self._scenario.engines_drop:
-                self._drop(decision.program_id)
+            elif isinstance(decision, Pause | Release):
+                self._lose_claim(decision.program_id)
             elif type(decision) is Reject:
                 self._agenda.at(self._agenda.now_s, partial(self._rejected, decision.turn_id))
 
@@ -314,10 +360,14 @@ class Simulation:
         program = self._by_program_id.get(program_id)
         return program.replica_id if program is not None else ""
 
-    def _drop(self, program_id: str) -> None:
-        """Let engines take first the blocks of a program that has no claim any more."""
+    def _lose_claim(self, program_id: str) -> None:
+        """Tell engines that can be told that a program has no claim any more."""
         program = self._by_program_id.get(program_id)
-        if program is not None and program.replica_id:
+        if program is None or not program.replica_id:
+            return
+        if self._scenario.engines_retain:
+            self._replicas[program.replica_id].let_go(program_id)
+        if self._scenario.engines_drop:
             self._replicas[program.replica_id].drop(program.own_block_keys())
 
     def _tick(self) -> None:
@@ -337,6 +387,8 @@ class Simulation:
                     reading.hit_ratio,
                     reading.query_tokens,
                     reading.preemption_count,
+                    reading.kv_used_ratio,
+                    reading.waiting_count,
                 )
             )
         self._agenda.after(self._scenario.poll_interval_s, partial(self._poll, replica_id))
@@ -348,6 +400,9 @@ class Simulation:
         self._dispatch(ReplicaDown(now_s, outage.replica_id))
         for turn_id in lost:
             self._on_their_way.pop(turn_id, None)
+            if self._judged.pop(turn_id, None) is not None:
+                self._dispatch(TurnFailed(now_s, turn_id))
+                continue
             program = self._programs.pop(turn_id)
             self._dispatch(TurnFailed(now_s, turn_id))
             self._ask(program, outage.replica_id)

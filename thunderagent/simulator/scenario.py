@@ -9,6 +9,7 @@ from typing import Literal, get_args
 
 from thunderagent.errors import ConfigurationError
 from thunderagent.programs.scheduler import SchedulerSettings
+from thunderagent.simulator.judging import JudgeModel
 from thunderagent.simulator.plans import Workload
 from thunderagent.simulator.records import EngineConfig
 from thunderagent.simulator.replicas import Outage
@@ -50,7 +51,9 @@ class Scenario:
     `engine_tells_cached` False is for engines whose usage does not say how much of a prompt was cached, as vLLM's
     without `--enable-prompt-tokens-details`: the scheduler then knows no more than the hit rate of the polls.
     `engines_drop` is for engines that could be told whose blocks are worth least: those of a program that is paused or
-    released are taken first, but for a prefix that it shares.
+    released are taken first, but for a prefix that it shares. `engines_retain` is for engines that keep the blocks of a
+    program at its tool until it is paused or released, or blocks are short (`mlfq.py`). `judge` is asked about
+    programs, on the same replicas.
     """
 
     engine: EngineConfig
@@ -70,6 +73,8 @@ class Scenario:
     release_ratio: float = 1.0
     engine_tells_cached: bool = True
     engines_drop: bool = False
+    judge: JudgeModel | None = None
+    engines_retain: bool = False
     keep_events: bool = False
 
     def __post_init__(self) -> None:

@@ -38,7 +38,7 @@ from thunderagent.simulator.answers import (
     usage_of,
 )
 from thunderagent.simulator.dialect_sglang import SglangServer
-from thunderagent.simulator.live import LiveEngine, json_response
+from thunderagent.simulator.live import LiveEngine, answering_errors, json_response
 from thunderagent.simulator.messages_api import MessagesBody, MessagesForm, error_body
 from thunderagent.simulator.options import ServerConfig, add_arguments, config_from
 from thunderagent.simulator.ranks import RANK_HEADER, RanksCollector, chosen_rank
@@ -60,25 +60,15 @@ from thunderagent.simulator.tokens import Answer
 from thunderagent.simulator.vllm_control import VllmControl
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 VERSION: Final = "0.32.0+simulated"  # of the dialect
 ABORTED: Final = "abort"  # the finish reason
 
 
-@web.middleware
-async def _answer_errors(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
-    """Map every refusal to vLLM's error schema."""
-    try:
-        return await handler(request)
-    except ApiError as error:
-        refusal = error
-    except web.HTTPException as error:
-        refusal = ApiError(error.reason, status=error.status, kind=error.reason)
-    body = error_body(refusal) if request.path.startswith("/v1/messages") else refusal.body()
-    return json_response(body, status=refusal.status)
+def _said(path: str, refusal: ApiError) -> object:
+    """Return a refusal in vLLM's error schema, or in that of the Messages API."""
+    return error_body(refusal) if path.startswith("/v1/messages") else refusal.body()
 
 
 class EngineServer:
@@ -94,7 +84,9 @@ class EngineServer:
         self._background: asyncio.TaskGroup | None = None
         self._registry = CollectorRegistry()
         self._registry.register(RanksCollector(self._realtimes, config.model))
-        self.app = web.Application(middlewares=[_answer_errors], client_max_size=64 << 20)
+        self.app = web.Application(
+            middlewares=[answering_errors(_said, lambda error: error.reason)], client_max_size=64 << 20
+        )
         self.app.add_routes(
             [
                 web.post("/v1/chat/completions", self._chat),

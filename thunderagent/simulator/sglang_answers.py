@@ -31,6 +31,7 @@ class Running:
     started_s: float
     tag_incarnation: int = 0
     cached_tokens: int = 0
+    weight_version: str = WEIGHT_VERSION
 
     @property
     def output_ids(self) -> list[int]:
@@ -58,7 +59,7 @@ def generate_answer(running: Running, tokenizer: WordTokenizer, *, now_s: float)
         "id": running.asked.rid,
         "finish_reason": running.finish_reason,
         "prompt_tokens": len(running.asked.prompt),
-        "weight_version": WEIGHT_VERSION,
+        "weight_version": running.weight_version,
         "total_retractions": running.generation.finished.preemption_count if running.generation.finished else 0,
         "completion_tokens": len(output_ids),
         "cached_tokens": running.cached_tokens,
@@ -79,6 +80,7 @@ class OpenAIForm:
     model: str
     id: str
     is_chat: bool
+    weight_version: str
     created: int = field(default_factory=lambda: int(time.time()))
 
     def first_chunks(self) -> list[Json]:
@@ -108,7 +110,7 @@ class OpenAIForm:
             message = {"role": "assistant", "content": text[1:], "reasoning_content": None, "tool_calls": None}
             choice = {"index": 0, "message": message}
         choice |= {"logprobs": None, **_finish(finish_reason)}
-        metadata = {"weight_version": WEIGHT_VERSION}
+        metadata = {"weight_version": self.weight_version}
         return {**self._head(chunk=False), "choices": [choice], "usage": usage, "metadata": metadata}
 
     def _head(self, *, chunk: bool) -> Json:

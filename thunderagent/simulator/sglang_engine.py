@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from thunderagent.simulator.blocks import hash_blocks
 from thunderagent.simulator.kv_tags import KvTags
-from thunderagent.simulator.sglang_answers import Running
+from thunderagent.simulator.sglang_answers import WEIGHT_VERSION, Running
 from thunderagent.simulator.sglang_metrics import TokenCounts
 
 if TYPE_CHECKING:
@@ -30,6 +30,12 @@ class SglangEngine:
         self._running: set[Running] = set()
         self._door = asyncio.Event()
         self._door.set()
+        self.weight_version = WEIGHT_VERSION
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether new requests wait at the door."""
+        return not self._door.is_set()
 
     async def enter(self) -> None:
         """Wait until new requests are let in."""
@@ -52,7 +58,7 @@ class SglangEngine:
         with self._live.generation(
             asked.prompt, answer, priority=priority, whole=whole, on_news=news.set
         ) as generation:
-            running = Running(asked, generation, time.monotonic())
+            running = Running(asked, generation, time.monotonic(), weight_version=self.weight_version)
             if asked.tag is not None:
                 running.tag_incarnation = self.tags.open(asked.tag)
             self._running.add(running)
@@ -92,8 +98,7 @@ class SglangEngine:
 
     def flush(self) -> bool:
         """Forget what is cached; False, and nothing happens, while requests run, or wait without a pause."""
-        is_paused = not self._door.is_set()
-        return (is_paused or not self.engine.has_work) and self.engine.reset_prefix_cache()
+        return (self.is_paused or not self.engine.has_work) and self.engine.reset_prefix_cache()
 
     def close_tag(self, name: str) -> None:
         """Let go of the memory that has this tag and no other: it is the first to be taken."""

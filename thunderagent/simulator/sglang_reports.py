@@ -6,8 +6,6 @@ import time
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from thunderagent.simulator.sglang_answers import WEIGHT_VERSION
-
 if TYPE_CHECKING:
     from thunderagent.simulator.engine import Engine
 
@@ -21,10 +19,10 @@ def models(model: str, *, created_s: int, context_limit_tokens: int) -> Json:
     return {"object": "list", "data": [{**entry, "parent": None, "max_model_len": context_limit_tokens}]}
 
 
-def model_info(model: str) -> Json:
+def model_info(model: str, weight_version: str) -> Json:
     """Return what is said of the model."""
     said = {"model_path": model, "tokenizer_path": model, "is_generation": True}
-    return {**said, "preferred_sampling_params": None, "weight_version": WEIGHT_VERSION}
+    return {**said, "preferred_sampling_params": None, "weight_version": weight_version}
 
 
 def server_info(engine: Engine, model: str) -> Json:
@@ -57,13 +55,20 @@ def loads(engine: Engine) -> Json:
         "dp_rank": 0,
         "num_running_reqs": stats.running_count,
         "num_waiting_reqs": stats.waiting_count,
+        "num_total_reqs": stats.running_count + stats.waiting_count,
         "num_used_tokens": used_tokens,
         "num_total_tokens": used_tokens + engine.waiting_tokens,
         "max_total_num_tokens": config.capacity_tokens,
         "max_running_requests": config.max_num_seqs,
         "token_usage": stats.kv_usage_ratio,
     }
-    return {"timestamp": datetime.now(UTC).isoformat(), "version": VERSION, "loads": [of_rank]}
+    aggregate = {
+        "total_running_reqs": stats.running_count,
+        "total_waiting_reqs": stats.waiting_count,
+        "total_reqs": stats.running_count + stats.waiting_count,
+    }
+    head = {"timestamp": datetime.now(UTC).isoformat(), "version": VERSION, "dp_rank_count": 1}
+    return {**head, "loads": [of_rank], "aggregate": aggregate}
 
 
 def load(engine: Engine) -> list[Json]:

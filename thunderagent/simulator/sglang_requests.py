@@ -171,6 +171,13 @@ class PauseBody(msgspec.Struct):
     mode: Literal["abort", "retract", "in_place"] = "abort"
 
 
+class WeightVersionBody(msgspec.Struct):
+    """The body of POST /update_weight_version."""
+
+    new_version: str
+    abort_all_requests: bool = True
+
+
 class OpenBody(msgspec.Struct):
     """The body of POST /open_session."""
 

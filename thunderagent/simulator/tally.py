@@ -14,6 +14,8 @@ from thunderagent.simulator.clients import RunningProgram
 from thunderagent.simulator.records import FinishedRequest
 from thunderagent.simulator.replicas import SimulatedReplica
 from thunderagent.simulator.report import (
+    ALPHAS,
+    Goodput,
     Percentiles,
     ReplicaFigures,
     ReplicaSample,
@@ -166,6 +168,7 @@ class Tally:
             longest_hold_s=max([held.max_s, *(now_s - since_s for since_s in held_since_s)]),
             waits=Waits.of(ended),
             program_latency=Percentiles.of([wait.residence_s for wait in ended]),
+            goodputs=self._goodputs(turns, ended, measured_s),
             makespan_s=now_s if is_through else None,
             makespan_bound_s=self._makespan_bound_s() if is_through else None,
             held_by_size=log.held_by_size(turns),
@@ -178,6 +181,12 @@ class Tally:
             samples=tuple(self._samples),
             events=events,
         )
+
+    def _goodputs(self, turns: range, ended: Sequence[ProgramWait], measured_s: float) -> tuple[Goodput, ...]:
+        log, shapes = self.turns, self._shapes
+        turns_s = [(log.finished_s[turn] - log.arrived_s[turn], self._engines.alone_s(shapes[turn])) for turn in turns]
+        programs_s = [(wait.residence_s, wait.alone_s) for wait in ended]
+        return tuple(Goodput.of(alpha_ratio, turns_s, programs_s, measured_s) for alpha_ratio in ALPHAS)
 
     def _makespan_bound_s(self) -> float | None:
         """Return how long this batch takes at least; None if none of its turns finished."""

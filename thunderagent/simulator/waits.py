@@ -14,7 +14,7 @@ class ProgramWait:
     """What one program waited for its leases, from its first turn's arrival to its end.
 
     `held_s` is the sum over its turns and `longest_hold_s` that of one turn; what turns wait inside an engine counts in
-    neither. `alone_s` is what it takes at least, on an idle engine, its tools included.
+    neither. `alone_s` is what it takes at least, on an idle engine, its tools included. `outcome` is that of its plan.
     """
 
     first_prompt_tokens: int = 0
@@ -24,6 +24,7 @@ class ProgramWait:
     alone_s: float = 0.0
     started_s: float = 0.0
     ended_s: float = 0.0
+    outcome: str = ""
 
     @property
     def residence_s(self) -> float:

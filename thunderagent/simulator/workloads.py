@@ -86,14 +86,20 @@ class LogNormal:
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """One of several distributions, chosen by weight."""
+    """One of several distributions, chosen by weight; each may come to an outcome of its own."""
 
     weights: tuple[float, ...]
     parts: tuple[Distribution, ...]
+    outcomes: tuple[str, ...] = ()
 
     def draw(self, rng: Random) -> float:
         """Draw one value."""
-        return rng.choices(self.parts, self.weights)[0].draw(rng)
+        return self.draw_with_outcome(rng)[0]
+
+    def draw_with_outcome(self, rng: Random) -> tuple[float, str]:
+        """Draw one value, and say what it comes to; empty where that is not known."""
+        place = rng.choices(range(len(self.parts)), self.weights)[0]
+        return self.parts[place].draw(rng), self.outcomes[place] if self.outcomes else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +146,9 @@ _SHAPES: dict[str, Callable[[Table], Distribution]] = {
     "exponential": lambda table: Exponential(table["mean"]),
     "log-normal": _log_normal,
     "mixture": lambda table: Mixture(
-        tuple(part["weight"] for part in table["parts"]), tuple(distribution(part) for part in table["parts"])
+        tuple(part["weight"] for part in table["parts"]),
+        tuple(distribution(part) for part in table["parts"]),
+        tuple(part.get("outcome", "") for part in table["parts"]),
     ),
 }
 
@@ -169,11 +177,21 @@ class Bursts:
 
 
 @dataclass(frozen=True, slots=True)
+class Role:
+    """One of the agents of a program, and what it generates in a turn."""
+
+    name: str
+    weight: float
+    output_tokens: Distribution
+
+
+@dataclass(frozen=True, slots=True)
 class AgentWorkload:
     """A kind of program, each number of which is drawn from its distribution.
 
     `sources` says for every parameter where it comes from. `programs_count` is how many tasks there are where that is
-    fixed; more can be asked for. `sandbox_s` is None where nobody measured what it takes to prepare one.
+    fixed; more can be asked for. `sandbox_s` is None where nobody measured what it takes to prepare one. With `roles`
+    each turn is that of one of them, drawn by weight, and what it generates is that role's.
     """
 
     name: str
@@ -188,6 +206,7 @@ class AgentWorkload:
     arrivals: Poisson | Bursts | None = None
     sandbox_s: Distribution | None = None
     programs_count: int | None = None
+    roles: tuple[Role, ...] = ()
     sources: Mapping[str, str] = field(default_factory=dict)
     _arrivals_s: dict[int, list[float]] = field(default_factory=dict, compare=False, repr=False)
 
@@ -197,7 +216,8 @@ class AgentWorkload:
         In a group all members have one first prompt: what is shared is all of it but its last token.
         """
         rng = self._rng(seed, index)
-        turns_count = _at_least_1(self.turns.draw(rng))
+        drawn, outcome = self.turns.draw_with_outcome(rng) if isinstance(self.turns, Mixture) else (None, "")
+        turns_count = _at_least_1(self.turns.draw(rng) if drawn is None else drawn)
         first_tokens = _at_least_1(self.first_prompt_tokens.draw(rng))
         prefix_id, prefix_tokens, group_id = f"{self.name}-{seed}", self.shared_prefix_tokens, ""
         if self.group_count > 1:
@@ -208,9 +228,10 @@ class AgentWorkload:
         turns = []
         for turn in range(turns_count):
             new_tokens = _at_least_1(self.new_tokens.draw(rng)) if turn else first_tokens
-            output_tokens = _at_least_1(self.output_tokens.draw(rng))
+            role = rng.choices(self.roles, [role.weight for role in self.roles])[0] if self.roles else None
+            output_tokens = _at_least_1((role or self).output_tokens.draw(rng))
             tool_s, tool_name = self._draw_tool(rng)
-            turns.append(TurnPlan(new_tokens, output_tokens, tool_s, tool_name))
+            turns.append(TurnPlan(new_tokens, output_tokens, tool_s, tool_name, role.name if role else ""))
         return ProgramPlan(
             program_id=f"{self.name}-{seed}-{index}",
             turns=tuple(turns),
@@ -218,6 +239,7 @@ class AgentWorkload:
             shared_prefix_tokens=prefix_tokens,
             arrival_s=self._arrival_s(index, seed),
             group_id=group_id,
+            outcome=outcome,
         )
 
     def sandbox_preparation_s(self, index: int, seed: int) -> float | None:
@@ -300,6 +322,8 @@ def _workload(name: str, table: Table) -> AgentWorkload:
     for key in ("shared_prefix_tokens", "group_count", "programs_count"):
         if key in table:
             values[key] = table[key]["value"]
+    if roles := table.get("roles"):
+        values["roles"] = tuple(Role(role["name"], role["weight"], distribution(role)) for role in roles["of"])
     if arrivals := table.get("arrivals"):
         kind: type[Poisson | Bursts] = {"poisson": Poisson, "bursts": Bursts}[arrivals["shape"]]
         values["arrivals"] = kind(**{each.name: arrivals[each.name] for each in fields(kind)})

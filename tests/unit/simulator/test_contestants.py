@@ -40,6 +40,14 @@ def test_a_class_of_ones_own_is_named_with_a_colon() -> None:
     assert contestant.prepare(SCENARIO, STANDARD)[0] == Cap(n=3)
 
 
+def test_a_part_of_ones_own_is_named_with_a_colon_too() -> None:
+    """What follows it are settings again."""
+    text = "passthrough:admission=tests.builders:Breathing:priority=age"
+    contestant = Contestant.parse(text)
+    assert str(contestant) == text
+    assert dict(contestant.settings) == {"admission": "tests.builders:Breathing", "priority": "age"}
+
+
 def test_a_preset_is_a_policy_whose_settings_can_still_be_given() -> None:
     """The public ports' defaults, with another time between checks."""
     policy, _ = Contestant.parse("thunderagent-ports:delta_s=1").prepare(SCENARIO, STANDARD)

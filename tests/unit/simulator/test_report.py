@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from thunderagent.simulator.report import Percentiles, TurnLog
+from thunderagent.simulator.report import Goodput, Percentiles, TurnLog
 
 
 def test_percentiles_are_values_that_occurred() -> None:
@@ -15,6 +15,17 @@ def test_one_value_is_every_percentile_and_none_is_zero() -> None:
     one = Percentiles.of([3.0])
     assert (one.p50_s, one.p99_s, one.max_s) == (3.0, 3.0, 3.0)
     assert Percentiles.of([]) == Percentiles(0, 0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+def test_goodput_is_what_was_in_time() -> None:
+    """By parts and by rates; what was added up in another order is not late for that."""
+    turns_s = [(1.0, 1.0), (2.0, 1.0), (3.0 + 1e-12, 1.0), (3.1, 1.0)]
+    goodputs = [Goodput.of(alpha_ratio, turns_s, [(10.0, 4.0)], 120.0) for alpha_ratio in (1, 2, 3)]
+    assert [each.turn_ratio for each in goodputs] == [0.25, 0.5, 0.75]
+    assert [each.turns_per_min_count for each in goodputs] == [0.5, 1.0, 1.5]
+    assert [each.program_ratio for each in goodputs] == [0.0, 0.0, 1.0]
+    assert goodputs[2].programs_per_hour_count == 30.0
+    assert Goodput.of(1.0, [], [], 0.0) == Goodput(1.0, 0.0, 0.0, 0.0, 0.0)
 
 
 def log_of(*turns: tuple[float, float, float, int, int]) -> TurnLog:

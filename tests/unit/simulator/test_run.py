@@ -93,7 +93,7 @@ def test_a_program_is_told_to_the_scheduler_as_by_the_server() -> None:
     scenario = small(keep_events=True, poll_interval_s=500.0)
     result = simulate(scenario, Recorded([plan((10, 3, 2.5), (5, 2, 9.0))]), Passthrough())
     events = [event for event, _ in result.events]
-    assert events[:3] == [ReplicaPolled(0.0, "r0", 400, None, 0, 0), ReplicaUp(0.0, "r0"), Tick(0.0)]
+    assert events[:3] == [ReplicaPolled(0.0, "r0", 400, None, 0, 0, 0.0, 0), ReplicaUp(0.0, "r0"), Tick(0.0)]
     assert [event for event in events[3:] if not isinstance(event, Tick)] == [
         TurnArrived(0.0, 1, "p0", prompt_bytes=40),
         TurnStarted(1.0, 1),

@@ -112,6 +112,27 @@ def test_gaia_tasks_arrive_as_a_poisson_process_and_the_wrong_are_long() -> None
     assert workload("gaia-magentic-one").programs_count == 212
 
 
+def test_gaia_tasks_say_what_they_come_to_and_whose_turn_it_is() -> None:
+    """4 in 10 are right, and short; each turn is one role's, and generates what that does."""
+    programs = programs_of("gaia-magentic-one", 1000)
+    turns = {
+        outcome: [len(program.turns) for program in programs if program.outcome == outcome]
+        for outcome in ("success", "failure")
+    }
+    assert len(turns["success"]) + len(turns["failure"]) == 1000
+    assert len(turns["success"]) == pytest.approx(400, abs=40)
+    assert percentile(turns["success"], 50) == pytest.approx(10, abs=1)
+    assert percentile(turns["failure"], 50) == pytest.approx(45, rel=0.1)
+    outputs = {
+        role.name: [turn.output_tokens for turn in turns_of(programs) if turn.role == role.name]
+        for role in workload("gaia-magentic-one").roles
+    }
+    assert percentile(outputs["web-surfer"], 50) == pytest.approx(80, rel=0.1)
+    assert percentile(outputs["coder"], 50) == pytest.approx(420, rel=0.1)
+    assert len(outputs["orchestrator"]) == pytest.approx(sum(map(len, outputs.values())) / 2, rel=0.05)
+    assert {turn.role for turn in turns_of(programs_of("standard"))} == {""}
+
+
 def test_the_coding_assistant_is_as_published() -> None:
     """Turns p50 45, p90 141, input p50 105k, new p50 720, output p50 216, gap p50 9 s, p90 71 s (within 10-15 %)."""
     programs = programs_of("coding-assistant")

@@ -1,0 +1,74 @@
+"""A judge in a simulation: it takes time and tokens on the replicas, and is right as often as a curve says.
+
+A question is an anonymous turn, as the proxy sends it: a prompt that all questions have in common, then the program's
+transcript cut to what a judge gets to read, and a short answer. When that is generated, the scheduler hears a verdict.
+
+Whether failure is predicted is a matter of chance that grows with the turns that a program has had: `recall` for one
+that will fail, `false_alarms` for one that will succeed. Each program has a fixed place between 0 and 1, and is
+predicted to fail from where its curve passes that; a part of the verdicts (`noise_ratio`) draws anew. Both are seeded
+by the program and its turn, so runs with one seed have the same verdicts at the same turns, whatever is served first.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from random import Random
+
+from thunderagent.programs.verdicts import FAILURE
+from thunderagent.simulator.contexts import TokenSpace
+from thunderagent.simulator.plans import ProgramPlan
+from thunderagent.simulator.records import EngineRequest
+
+Curve = tuple[tuple[float, float], ...]
+"""Turns, and the part that is predicted to fail by then, in rising order; straight lines between."""
+
+
+@dataclass(frozen=True, slots=True)
+class JudgeModel:
+    """How a judge is asked, what that takes, and how often it is right."""
+
+    recall: Curve
+    false_alarms: Curve
+    noise_ratio: float = 0.2
+    every_turns_count: int = 5
+    prompt_tokens: int = 300
+    """Of a question, what all have in common."""
+    max_transcript_tokens: int = 7700
+    output_tokens: int = 80
+    confidence_ratio: float = 0.8
+
+    def asks_after(self, turn_count: int) -> bool:
+        """Say whether it is asked about a program after so many turns."""
+        return turn_count % self.every_turns_count == 0
+
+    def predicts_failure(self, plan: ProgramPlan, seed: int, turn_count: int) -> bool:
+        """Say what it predicts of a program after so many turns."""
+        curve = self.recall if plan.outcome == FAILURE else self.false_alarms
+        place = _random(seed, plan).random()
+        noise = _random(seed, plan, turn_count)
+        if noise.random() < self.noise_ratio:
+            place = noise.random()
+        return place < at(curve, turn_count)
+
+    def question(self, turn_id: int, tokens: TokenSpace, context_tokens: int) -> EngineRequest:
+        """Return what an engine is asked about a program whose context has that size."""
+        context = tokens.open("judge", self.prompt_tokens)
+        context.append(max(1, min(context_tokens, self.max_transcript_tokens)))
+        answer = context.following(self.output_tokens)
+        return EngineRequest(str(turn_id), context.tokens(), answer, prompt_hashes=context.hashes)
+
+
+def at(curve: Curve, turns: float) -> float:
+    """Return the height of a curve, which is flat after its last point and begins at 0."""
+    points = ((0.0, 0.0), *curve)
+    place = bisect_right(points, (turns, 2.0))
+    before = points[place - 1]
+    if place == len(points):
+        return before[1]
+    after = points[place]
+    return before[1] + (after[1] - before[1]) * (turns - before[0]) / (after[0] - before[0])
+
+
+def _random(seed: int, plan: ProgramPlan, turn_count: int = 0) -> Random:
+    return Random(f"judge/{seed}/{plan.program_id}/{turn_count}")  # noqa: S311 - seeded, not secret
