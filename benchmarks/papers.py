@@ -4,7 +4,11 @@
     scripts/bench papers fig2a      # Fig. 2a: how far two replicas drift apart in 90 minutes
     scripts/bench papers fig6b      # Fig. 6b: time between checks, and decay
     scripts/bench papers table2     # Table 2: a rollout of 144 programs on two replicas
+    scripts/bench papers orbit      # ORBIT, Table 1: latency of tasks that come to a right answer; --seeds 10
+    scripts/bench papers orbit-front  # the same with the default policy in front of the engine
     scripts/bench papers oracle     # no figure of a paper: how near the clairvoyant policy comes to the bound L1
+    scripts/bench papers mars       # MARS, Fig. 7, 10 and goodput: 20 points, ten policies
+    scripts/bench papers companions # Autellix, InferCept, Continuum and CONCUR beside ours, on our workloads
 
 Each writes its figures to `benchmarks/results/papers-NAME.json` and its plots beside it. Runs are deterministic; what
 the paper has is in the tables below, as far as it was published in words or numbers.
@@ -25,7 +29,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import mars
+from benchmarks.companions import companions
 from benchmarks.machine import describe_machine, save_results
+from benchmarks.orbit import orbit, orbit_front
 from benchmarks.simulated import COLOURS, Runner, add_legend, plot_lines, save_plot, scenario_of
 from thunderagent.simulator.comparison import ComparisonResult, Row
 from thunderagent.simulator.intervals import Interval
@@ -284,6 +291,10 @@ COMMANDS: dict[str, Callable[[Runner, Console], Figures]] = {
     "fig6b": ablation,
     "table2": rollout,
     "oracle": oracle,
+    "companions": companions,
+    "orbit": orbit,
+    "orbit-front": orbit_front,
+    "mars": mars.figure,
 }
 
 
@@ -295,7 +306,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, help="runs at a time (default: one for each core)")
     args = parser.parse_args()
     console = Console()
-    console.width = max(console.width, 110)  # what the tables take
+    console.width = max(console.width, 150)  # what the tables take
     runner = Runner(seeds_count=args.seeds, jobs_count=args.jobs, console=console)
     figures = COMMANDS[args.figure](runner, console)
     report = {

@@ -31,6 +31,11 @@ COLOURS = {
     "thunderagent-ports": "#d55e00",
     "oracle": "#009e73",
     "breakeven": "#b5182b",
+    "autellix": "#56b4e9",
+    "concur": "#7f4f24",
+    "continuum": "#2b8a3e",
+    "continuum-fixed": "#94c973",
+    "infercept": "#9467bd",
 }
 
 ASSUMED_KV_TOKENS = {"qwen3-14b-h100": 200_000}
@@ -57,8 +62,8 @@ class Runner:
     """Runs comparisons with what the command line says of all of them, and shows how far they are."""
 
     def __init__(self, *, seeds_count: int, jobs_count: int | None, console: Console) -> None:
-        self._seeds = tuple(range(seeds_count))
-        self._jobs_count = jobs_count
+        self.seeds = tuple(range(seeds_count))
+        self.jobs_count = jobs_count
         self._console = console
 
     def compare(
@@ -77,8 +82,8 @@ class Runner:
             programs,
             tuple(contestants),
             tuple(programs_counts),
-            self._seeds,
-            process_count=self._jobs_count,
+            self.seeds,
+            process_count=self.jobs_count,
             keep_samples=keep_samples,
         )
         with Progress(console=self._console, transient=True) as bar:

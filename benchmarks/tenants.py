@@ -1,0 +1,140 @@
+"""Fair shares between tenants, simulated: how even they are, and what they cost.
+
+    scripts/bench tenants
+
+Three tenants want more than there is, all the time: one with one program, another with eight, and a third one of whose
+programs makes children without end, eight for each of the first one's. Each has the same weight. The same programs run
+without shares, and without shares and without parents: then the third is only a tenant that wants much.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from statistics import fmean
+
+from rich.console import Console
+
+from benchmarks.machine import describe_machine, save_results
+from benchmarks.simulated import scenario_of
+from thunderagent.policy_loader import load_policy
+from thunderagent.programs.events import TurnArrived, TurnFinished
+from thunderagent.simulator.console import table_of_numbers
+from thunderagent.simulator.intervals import Interval
+from thunderagent.simulator.plans import ProgramPlan, TurnPlan, Workload
+from thunderagent.simulator.report import RunResult
+from thunderagent.simulator.run import Simulation
+from thunderagent.simulator.scenario import Scenario
+from thunderagent.simulator.workloads import workload
+
+SMALL, LARGE, FANNING = "small", "large", "fanning-out"
+PARENT = "fanning-out-parent"
+ROUND = (SMALL, *[LARGE] * 8, *[FANNING] * 8)
+"""Who comes, in turn: one to eight to eight."""
+
+FAIR_AT_LEAST, LOST_AT_MOST = 0.95, 0.05
+
+
+@dataclass(frozen=True)
+class Three:
+    """The programs of another workload, for three tenants in turn; the parent of the third's children comes first."""
+
+    programs: Workload
+    with_parents: bool
+    name: str = "three tenants"
+
+    def program(self, index: int, seed: int) -> ProgramPlan:
+        """Return program number `index`, from 0."""
+        if index == 0:
+            turns = (TurnPlan(400, 20, 1e6, "children"), TurnPlan(50, 20, 0.0))
+            return ProgramPlan(PARENT, turns, tenant=FANNING)
+        plan = self.programs.program(index, seed)
+        tenant = ROUND[index % len(ROUND)]
+        parent_id = PARENT if self.with_parents and tenant == FANNING else ""
+        return replace(plan, tenant=tenant, parent_id=parent_id)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one run came to: by tenant the tokens of its finished turns."""
+
+    turns_per_min_count: float
+    tokens: dict[str, int]
+
+    @property
+    def jain_ratio(self) -> float:
+        """Return Jain's index of what the three got."""
+        got = [self.tokens.get(tenant, 0) for tenant in (SMALL, LARGE, FANNING)]
+        return sum(got) ** 2 / (len(got) * sum(tokens**2 for tokens in got))
+
+
+def run(scenario: Scenario, *, policy: str, fair: bool, with_parents: bool, seed: int) -> Found:
+    """Simulate one setting."""
+    scheduler = replace(scenario.scheduler, fair_tenants=fair, idle_limit_s=scenario.horizon_s)
+    scenario = replace(scenario, seed=seed, scheduler=scheduler, keep_events=True)
+    result = Simulation(scenario, Three(workload("standard"), with_parents), load_policy(policy, {})).run()
+    return Found(result.turns_per_min_count, tokens_by_tenant(result, scenario.warmup_s))
+
+
+def tokens_by_tenant(result: RunResult, begin_s: float) -> dict[str, int]:
+    """Return the tokens of the turns that each tenant finished after the warm-up."""
+    tenants: dict[int, str] = {}
+    tokens: Counter[str] = Counter()
+    for event, _ in result.events:
+        if isinstance(event, TurnArrived):
+            tenants[event.turn_id] = event.tenant
+        elif isinstance(event, TurnFinished) and event.now_s >= begin_s:
+            tokens[tenants[event.turn_id]] += (event.prompt_tokens or 0) + (event.output_tokens or 0)
+    return dict(tokens)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run all settings with all seeds; exit status 1 if a promise is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--policy", default="breakeven")
+    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--minutes", type=float, default=20.0)
+    parser.add_argument("--rounds", type=int, default=150, help="programs of the small tenant")
+    args = parser.parse_args(argv)
+    console = Console()
+    scenario = replace(
+        scenario_of("demo", minutes=args.minutes, warmup_minutes=args.minutes / 5, loop="batch"),
+        programs_count=args.rounds * len(ROUND),
+    )
+    settings = {
+        "shares": {"fair": True, "with_parents": True},
+        "no shares": {"fair": False, "with_parents": True},
+        "no shares, no parents": {"fair": False, "with_parents": False},
+    }
+    found: dict[str, list[Found]] = {name: [] for name in settings}
+    for seed in range(args.seeds):
+        for name, setting in settings.items():
+            found[name].append(run(scenario, policy=args.policy, seed=seed, **setting))
+    plain = [each.turns_per_min_count for each in found["no shares, no parents"]]
+    table = table_of_numbers("Setting", "turns/min", "of no shares, no parents", "Jain", SMALL, LARGE, FANNING)
+    figures = {}
+    for name, runs in found.items():
+        ratio = Interval.of_ratios([each.turns_per_min_count for each in runs], plain)
+        jain = Interval.of([each.jain_ratio for each in runs])
+        rate = Interval.of([each.turns_per_min_count for each in runs])
+        assert ratio is not None
+        parts = [fmean(each.tokens.get(who, 0) / sum(each.tokens.values()) for each in runs) for who in ROUND_NAMES]
+        table.add_row(name, rate.text(1), ratio.text(3), jain.text(3), *(f"{part:.0%}" for part in parts))
+        figures[name] = {"turns_per_min": asdict(rate), "ratio": asdict(ratio), "jain": asdict(jain), "parts": parts}
+    console.print(table)
+    fair_ratio, kept_ratio = figures["shares"]["jain"]["mean"], figures["shares"]["ratio"]["mean"]
+    passed = fair_ratio >= FAIR_AT_LEAST and kept_ratio >= 1 - LOST_AT_MOST
+    console.print(
+        f"Jain >= {FAIR_AT_LEAST}: {fair_ratio:.3f}; throughput lost < {LOST_AT_MOST:.0%}: {1 - kept_ratio:.1%}; "
+        f"{'reached' if passed else 'MISSED'}"
+    )
+    save_results("tenants", {"args": vars(args), "machine": describe_machine(), "figures": figures})
+    return 0 if passed else 1
+
+
+ROUND_NAMES = (SMALL, LARGE, FANNING)
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,42 @@
+"""ORBIT's comparison: what is compared, and how it is read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.orbit import IN_FRONT_OF_IT, IN_THE_ENGINE, JUDGE, latency_s, questions_count
+from thunderagent.simulator.contestants import Contestant
+from thunderagent.simulator.judging import at
+from thunderagent.simulator.records import EngineConfig
+from thunderagent.simulator.scenario import Scenario
+from thunderagent.simulator.timing import profile
+from thunderagent.simulator.workloads import workload
+
+
+def test_right_and_wrong_tasks_are_read_apart() -> None:
+    """Their latencies make that of all, weighed by how many there are; the judge's questions are counted."""
+    engine = EngineConfig(kv_tokens=400_000, block_size=64, max_num_seqs=4, timing=profile("qwen3-14b-h100"))
+    scenario = Scenario(engine=engine, loop="open", programs_count=6, horizon_s=50_000, seed=3)
+    policy, judge = IN_THE_ENGINE["JUDGE"]
+    result = Contestant.parse(policy).run(replace(scenario, judge=judge), workload("gaia-magentic-one"))
+    counts = [
+        sum(program.outcome == outcome for program in result.waits.programs) for outcome in ("success", "failure")
+    ]
+    right_s, wrong_s = latency_s("success")(result), latency_s("failure")(result)
+    assert right_s is not None
+    assert wrong_s is not None
+    whole_s = (right_s * counts[0] + wrong_s * counts[1]) / sum(counts)
+    assert whole_s == pytest.approx(result.program_latency.mean_s)
+    assert latency_s("unknown")(result) is None
+    assert questions_count(result) == sum(
+        (turns - 1) // 5 for turns in (len(workload("gaia-magentic-one").program(n, 3).turns) for n in range(6))
+    )
+
+
+def test_every_contestant_can_be_made() -> None:
+    """And the judge knows more of those that fail than it suspects of those that do not."""
+    for policy, _ in (*IN_THE_ENGINE.values(), *IN_FRONT_OF_IT.values()):
+        Contestant.parse(policy)
+    assert all(at(JUDGE.recall, turns) > 2 * at(JUDGE.false_alarms, turns) for turns in (5, 10, 20, 45, 100))
