@@ -1,0 +1,169 @@
+"""A real engine serves turns in the order of the priorities that the scheduler gives them, by its own timestamps."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import msgspec
+import pytest
+import pytest_asyncio
+import zmq
+from zmq.asyncio import Context
+
+from benchmarks.real_engine import RealEngine, RealEngineConfig
+from tests.real.conftest import HIDDEN_SIZE, LAYERS, MAX_MODEL_LEN, free_ports
+from tests.real.support import CHAT, COMPLETIONS, completion, conversation, words
+from thunderagent.backends.kv_messages import BlocksStored, read_events, read_message
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    from tests.real.conftest import RunProxy
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+BLOCK_TOKENS = 32
+WAIT_S = 60.0
+TURNS = {"long-since": 6, "some-time": 4, "just-begun": 2, "new": 0}
+"""Programs, and how many turns each had before; the one with most is the oldest and the largest."""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def one_at_a_time(vllm: None) -> AsyncIterator[tuple[RealEngine, str]]:
+    """Run an engine that serves one request at a time, and says in KV events when it computed what of whom."""
+    port, events_port = free_ports(2)
+    kv_events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{events_port}"}
+    config = RealEngineConfig(
+        hidden_size=HIDDEN_SIZE,
+        layers=LAYERS,
+        pool_blocks=512,
+        block_size=BLOCK_TOKENS,
+        max_model_len=MAX_MODEL_LEN,
+        port=port,
+        core=None,
+        extra_args=("--max-num-seqs", "1", "--kv-events-config", json.dumps(kv_events)),
+    )
+    async with RealEngine(config) as engine:
+        yield engine, f"tcp://127.0.0.1:{events_port}"
+
+
+class Programs:
+    """Agents behind one proxy, each with a history that grows; `salt` makes their words new to the engine."""
+
+    def __init__(self, client: httpx.AsyncClient, salt: str) -> None:
+        self.client = client
+        self.salt = salt
+        self.messages: dict[str, list[dict[str, str]]] = {}
+
+    async def turn(self, program_id: str, new_tokens: int = 100) -> None:
+        messages = self.messages.setdefault(program_id, [])
+        seed = int.from_bytes(f"{self.salt}/{program_id}".encode(), "big") * 100 + len(messages)
+        messages.append({"role": "user", "content": words(new_tokens, seed=seed)})
+        answer = await self.client.post(CHAT, json=conversation(messages, 4), headers={"X-Program-ID": program_id})
+        assert answer.status_code == 200, answer.text
+        messages.append({"role": "assistant", "content": answer.json()["choices"][0]["message"]["content"]})
+
+
+async def stored_at_s(address: str, since: asyncio.Event, found: dict[str, float]) -> None:
+    """Note when, by its own clock, the engine first stored a block of each program after the event."""
+    with Context() as context, context.socket(zmq.SUB) as socket:
+        socket.connect(address)
+        socket.subscribe(b"")
+        while True:
+            message = read_message(await socket.recv_multipart())
+            at_s = msgspec.msgpack.decode(message.payload, type=list[Any])[0]
+            if since.is_set():
+                for event in read_events(message.payload):
+                    if isinstance(event, BlocksStored) and event.program_id:
+                        found.setdefault(event.program_id, at_s)
+
+
+async def waiting_count(engine: httpx.AsyncClient) -> int:
+    """Return how many requests wait in the engine."""
+    exposition = (await engine.get("/metrics")).text
+    lines = [line for line in exposition.splitlines() if line.startswith("vllm:num_requests_waiting{")]
+    return int(sum(float(line.rpartition(" ")[2]) for line in lines))
+
+
+def priorities_in(event_log: Path) -> dict[str, int]:
+    """Return the priority of each program's last grant."""
+    found: dict[str, int] = {}
+    for line in event_log.read_bytes().splitlines()[1:]:
+        for kind, decision in msgspec.json.decode(line)[2]:
+            if kind == "Grant" and decision["engine_priority"] is not None:
+                found[decision["program_id"]] = decision["engine_priority"]
+    return found
+
+
+@dataclass(frozen=True)
+class Case:
+    """A priority, who is served first under it, and what each one's next turn adds."""
+
+    priority: str
+    settings: tuple[str, ...]
+    order: tuple[str, ...]
+    new_tokens: tuple[int, int, int, int] = (100, 100, 100, 100)
+
+
+CASES = (
+    Case("age", (), tuple(TURNS)),
+    Case("orbit-step", ("priority.window_count=2",), tuple(reversed(TURNS))),
+    Case(
+        "mars",
+        ("priority.first_level_tokens=80", "priority.served_ratio=1000"),
+        ("some-time", "new", "long-since", "just-begun"),
+        (40, 200, 700, 1700),
+    ),
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.priority)
+async def test_the_engine_serves_in_the_order_of_the_priorities(
+    case: Case, one_at_a_time: tuple[RealEngine, str], run_proxy: RunProxy, tmp_path: Path
+) -> None:
+    """Four turns wait in the engine behind a long one, the least important first: they are served the other way."""
+    engine, address = one_at_a_time
+    log = tmp_path / "events.jsonl"
+    part = ("--policy", "passthrough", "--priority", case.priority, "--kv-events", address, "--event-log", str(log))
+    command = (*part, "--tick-s", "0.2", *(word for each in case.settings for word in ("--policy-arg", each)))
+    since, found = asyncio.Event(), dict[str, float]()
+    reader = asyncio.create_task(stored_at_s(address, since, found))
+    try:
+        async with (
+            run_proxy((engine,), *command) as proxy,
+            httpx.AsyncClient(base_url=proxy.url, timeout=WAIT_S) as client,
+            httpx.AsyncClient(base_url=engine.url, timeout=WAIT_S) as direct,
+        ):
+            programs = Programs(client, case.priority)
+            for program_id, turns_count in TURNS.items():
+                for _ in range(turns_count):
+                    await programs.turn(program_id)
+            long = completion(words(20, seed=7), 3000, stream=True, priority=-(2**40))
+            async with direct.stream("POST", COMPLETIONS, json=long) as busy:
+                words_of_it = busy.aiter_bytes()  # kept: a stream ends with whoever reads it
+                await anext(words_of_it)
+                since.set()
+                waiting = []
+                for program_id, new_tokens in reversed([*zip(case.order, case.new_tokens, strict=True)]):
+                    waiting.append(asyncio.create_task(programs.turn(program_id, new_tokens)))
+                    await asyncio.sleep(0.1)
+                async with asyncio.timeout(WAIT_S):
+                    while await waiting_count(direct) < len(TURNS):
+                        await asyncio.sleep(0.1)
+            await asyncio.gather(*waiting)
+            async with asyncio.timeout(WAIT_S):
+                while len(found) < len(TURNS):
+                    await asyncio.sleep(0.1)
+            await asyncio.sleep(0.5)  # the log is flushed at a tick
+            given = priorities_in(log)
+    finally:
+        reader.cancel()
+        await asyncio.gather(reader, return_exceptions=True)
+    assert len(set(given.values())) == len(TURNS), given
+    assert tuple(sorted(given, key=lambda name: given[name])) == case.order
+    assert tuple(sorted(found, key=lambda name: found[name])) == case.order
