@@ -8,6 +8,7 @@ from typing import Self
 
 from thunderagent.errors import ConfigurationError
 from thunderagent.policy_loader import Setting, load_policy, parse_setting
+from thunderagent.programs.policies import PARTS
 from thunderagent.programs.policies.base import Policy
 from thunderagent.programs.policies.fitting import Fitting
 from thunderagent.simulator.bounds import Bounds, turn_shapes
@@ -47,7 +48,7 @@ class Contestant:
         settings = {}
         whole: list[str] = []
         for part in parts:
-            if whole and "=" not in part and part:  # of a part's package.module:Class
+            if "=" not in part and whole and _names_a_module(whole[-1]):  # the class of a part's package.module:Class
                 whole[-1] += f":{part}"
             else:
                 whole.append(part)
@@ -108,6 +109,12 @@ class Contestant:
                 raise ConfigurationError(f"policy {ORACLE}: {key} must be a number, 0 or more, not {value!r}")
             if key == "headroom_ratio" and value >= 1:
                 raise ConfigurationError(f"policy {ORACLE}: headroom_ratio must be under 1, not {value!r}")
+
+
+def _names_a_module(setting: str) -> bool:
+    """Say whether a setting `key=value` is a part of a policy in a module, whose class comes after a colon."""
+    key, _, value = setting.partition("=")
+    return key in PARTS and "." in value and ":" not in value
 
 
 def _common_prefix_tokens(scenario: Scenario, workload: Workload) -> int:
