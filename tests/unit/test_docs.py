@@ -19,12 +19,12 @@ from thunderagent.backends import backend_of, vllm
 from thunderagent.backends.discovery.file import parse
 from thunderagent.cli import LIST_FIELDS, build_parser
 from thunderagent.config import ENVIRONMENT_PREFIX, ServeConfig
-from thunderagent.policy_loader import load_policy
+from thunderagent.policy_loader import PRESETS, load_policy
 from thunderagent.programs.decisions import Reason
 from thunderagent.programs.events import ProgramReleased, ReplicaPolled, ReplicaUp, Tick, TurnArrived, TurnFinished
 from thunderagent.programs.invariants import check
 from thunderagent.programs.lifecycle import TRANSITIONS
-from thunderagent.programs.policies import POLICIES
+from thunderagent.programs.policies import PARTS, POLICIES
 from thunderagent.programs.policies.breakeven import BreakEven
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.proxy.discovery import Discovery, DiscoverySettings
@@ -191,7 +191,7 @@ def test_every_option_is_documented() -> None:
         assert rows[option][2].strip("` ") == f"{ENVIRONMENT_PREFIX}{name.upper()}"
         if field.default not in (None, (), {}, ""):
             said, default = rows[option][3].strip("` "), field.default
-            assert said == str(default) or float(said) == default, option
+            assert said.lower() == str(default).lower() or float(said) == default, option
 
 
 def test_every_option_of_the_engine_is_documented() -> None:
@@ -263,6 +263,28 @@ def test_every_policy_and_setting_is_documented(name: str) -> None:
     assert is_dataclass(factory)
     settings = {field.name for field in fields(factory) if field.init}
     assert {name for name in settings if f"`{name}`" not in text} <= {"name"}
+
+
+@pytest.mark.parametrize("kind", PARTS)
+def test_every_part_and_setting_is_documented(kind: str) -> None:
+    """Policies names each part in the row of its kind, and each of its settings somewhere; so does its option."""
+    text = page("policies.md")
+    rows = [row for row in text.splitlines() if row.startswith(f"| `--{kind}` |")]
+    rows += [row for row in page("configuration.md").splitlines() if row.startswith(f"| `--{kind}` |")]
+    assert len(rows) == 2
+    for row in rows:
+        assert set(PARTS[kind]) <= set(re.findall(r"`([\w-]+)`", row))
+    for factory in PARTS[kind].values():
+        made = factory()
+        settings = {field.name for field in fields(made) if field.init} if is_dataclass(made) else set()
+        assert {name for name in settings if f"`{name}`" not in text} <= {"name"}
+
+
+def test_every_policy_and_preset_is_in_the_row_of_its_option() -> None:
+    """Configuration lists all that `--policy` may be told by name, and so does its help."""
+    (row,) = [row for row in page("configuration.md").splitlines() if row.startswith("| `--policy` |")]
+    assert {*POLICIES, *PRESETS} <= set(re.findall(r"`([\w-]+)`", row))
+    assert {*POLICIES, *PRESETS} <= set(re.findall(r"[\w-]+", ServeConfig.model_fields["policy"].description or ""))
 
 
 @pytest.mark.parametrize("example", code_blocks("policies.md", "python"), ids=lambda text: text.partition("\n")[0])
