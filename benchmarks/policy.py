@@ -1,6 +1,6 @@
-"""The default policy against every other, simulated: one command for each thing that it promises.
+"""The default policy, simulated: one command for each thing that it promises.
 
-    scripts/bench policy limits      # per cent of the limit at five loads, beside every other policy
+    scripts/bench policy limits      # per cent of the limit at five loads, beside six others
     scripts/bench policy union       # what it is worth to count a shared prefix once
     scripts/bench policy burst       # 64 programs at once: do the large ones wait longer, and who waits longest
     scripts/bench policy told        # a capacity that is told wrong by 2
@@ -13,9 +13,10 @@
 
 Each writes what it found to `benchmarks/results/policy-NAME.json` and a plot beside it. Runs with one seed have the
 same programs, so ratios are taken seed by seed; every figure is a mean and its 95 % interval over seeds. Where
-something is promised, a figure has a bar: it passes if the interval reaches it.
+something is promised, a figure has a bar: it passes if the interval reaches it. The six others are `passthrough`,
+`sticky`, `cap` with the `n` that is best at each load, `thunderagent`, the settings of its public ports, and `ttl`.
 
-`--traces FILE` adds recorded sessions (`thunderagent record`'s format) to `limits` and `ablation`. Their programs end
+`--traces FILE` adds recorded programs (`thunderagent record`'s format) to `limits` and `ablation`. Their programs end
 where an engine's memory does, and absences over 300 s are cut to that: persons have lunch.
 """
 
@@ -87,7 +88,7 @@ class Case:
 
 SMALL = Case("standard", "demo", 30, 5, 16)
 LARGE = Case("mini-swe-agent", "glm-4.6-h100x8", 90, 20, 48)
-SESSIONS = Case("recorded", "glm-4.6-h100x8", 120, 30)
+RECORDED = Case("recorded", "glm-4.6-h100x8", 120, 30)
 
 
 class Bench:
@@ -112,8 +113,8 @@ class Bench:
         return replace(scenario_of(case.profile, minutes=minutes, warmup_minutes=warmup_minutes), **changes)
 
     def programs(self, case: Case) -> Workload:
-        """Return what the programs of a case do: from the file of recorded sessions for `recorded`."""
-        if case.workload != SESSIONS.workload:
+        """Return what the programs of a case do: from the file of recorded programs for `recorded`."""
+        if case.workload != RECORDED.workload:
             return workload(case.workload)
         assert self.traces is not None
         limit_tokens = scenario_of(case.profile, minutes=1).engine.context_limit_tokens
@@ -179,7 +180,7 @@ def limits(bench: Bench) -> list[Finding]:
     policies = tuple(dict.fromkeys((bench.policy, *BASELINES, *(["oracle"] if bench.with_oracle else []))))
     cases = [replace(LARGE, profile=name) for name in bench.profiles]
     if bench.traces is not None:
-        cases += [replace(SESSIONS, profile=name) for name in bench.profiles]
+        cases += [replace(RECORDED, profile=name) for name in bench.profiles]
     lines: dict[str, dict[str, list[tuple[int, Interval]]]] = {}
     for case in cases:
         programs = bench.programs(case)
@@ -422,7 +423,7 @@ def ablation(bench: Bench) -> list[Finding]:
     policies = known([bench.policy, *names], bench.console)
     cases = [replace(LARGE, programs_count=96), SMALL, replace(SMALL, programs_count=32)]
     if bench.traces is not None:
-        cases.append(replace(SESSIONS, programs_count=24))
+        cases.append(replace(RECORDED, programs_count=24))
     found = []
     for case in cases:
         runs = bench.runs(_name_of(case), bench.scenario(case), bench.programs(case), policies, case.programs_count)
@@ -498,14 +499,14 @@ COMMANDS: dict[str, Callable[[Bench], list[Finding]]] = {
 
 def arguments() -> argparse.ArgumentParser:
     """Return what the command line takes."""
-    parser = argparse.ArgumentParser(description="The default policy against every other, in the simulator.")
+    parser = argparse.ArgumentParser(description="What the default policy promises, beside six others, simulated.")
     add = parser.add_argument
     add("what", choices=COMMANDS)
     add("--policy", default="breakeven", help="who is judged (default: %(default)s)")
     add("--seeds", type=int, default=5, help="runs of each, each with other programs (default: %(default)s)")
     add("--jobs", type=int, help="runs at a time (default: one for each core)")
     add("--minutes", type=float, help="simulated time of each run, for a trial (default: each command's own)")
-    add("--traces", type=Path, metavar="FILE", help="recorded sessions, for limits and ablation")
+    add("--traces", type=Path, metavar="FILE", help="recorded programs, for limits and ablation")
     add("--replicas", type=whole_numbers, default="1,2,4", metavar="N,N", help="limits: engines")
     add("--loads", type=loads, default="0.5,1,1.5,2,3", metavar="X,X", help="limits: contexts over capacity")
     add(
@@ -544,7 +545,7 @@ def _numbers(text: str, read: Callable[[str], float]) -> tuple[float, ...]:
 
 
 def command_of(words: Sequence[str], traces: Path | None) -> str:
-    """Return the command for a report: of the recorded sessions the file's name only."""
+    """Return the command for a report: of the recorded programs the file's name only."""
     shown = [word.replace(str(traces), traces.name) if traces is not None else word for word in words]
     return shlex.join(["scripts/bench", "policy", *shown])
 
