@@ -28,6 +28,7 @@ from thunderagent.programs.policies import PARTS, POLICIES
 from thunderagent.programs.policies.breakeven import BreakEven
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.proxy.discovery import Discovery, DiscoverySettings
+from thunderagent.proxy.event_feed import KINDS, SIGNAL_KINDS
 from thunderagent.proxy.judge import Judge, JudgeCollector
 from thunderagent.proxy.metrics import StateCollector, TurnMetrics
 from thunderagent.proxy.rate_limit import RateLimits
@@ -36,6 +37,7 @@ from thunderagent.proxy.replicas import Replicas
 from thunderagent.proxy.sandboxes import SandboxCollector
 from thunderagent.runtime import Runtime
 from thunderagent.sandboxes import build_manager
+from thunderagent.simulator.timing import load_profiles
 from thunderagent.tools.template import Template
 
 if TYPE_CHECKING:
@@ -246,6 +248,22 @@ def test_every_reason_is_documented() -> None:
     """Operations has a row for each reason, and for no other."""
     table = page("operations.md").partition("\n## Reasons\n")[2].partition("\n## ")[0]
     assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == set(Reason)
+
+
+def test_every_kind_of_message_is_documented() -> None:
+    """The API's page names what `GET /events` may send, and no other kind; Operations has the signals."""
+    table = page("api.md").partition("| Kinds | |\n")[2].partition("\n\n")[0]
+    rows = [row for row in table.splitlines() if not row.startswith("| signals")]
+    assert set(re.findall(r"`(\w+)`", "".join(rows))) - {"because", "reason"} == KINDS
+    signals = page("operations.md").partition("\n## The information stream\n")[2].partition("\n## ")[0]
+    assert set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", signals, re.MULTILINE)))) == SIGNAL_KINDS
+
+
+def test_every_profile_is_documented() -> None:
+    """Engines lists the iteration times that `--profile` knows by name."""
+    table = page("engines.md").partition("| Profile | Engine |\n")[2].partition("\n\n")[0]
+    named = {name for row in table.splitlines()[1:] for name in re.findall(r"`([\w.-]+)`", row.split("|")[1])}
+    assert named == set(load_profiles())
 
 
 def test_the_lifecycle_table_is_the_code_s() -> None:

@@ -18,6 +18,7 @@ from prometheus_client.utils import floatToGoString
 from thunderagent.programs.lifecycle import Phase, Status
 from thunderagent.programs.tenants import Tenants
 from thunderagent.programs.verdicts import FAILURE, OUTCOMES, SUCCESS, TURN_EDGES_COUNT, Level
+from thunderagent.proxy.event_feed import KIND_OF
 from thunderagent.proxy.replicas import Replicas
 from thunderagent.runtime import Runtime
 
@@ -161,7 +162,7 @@ class StateCollector:
             "thunderagent_decisions", "Decisions of the scheduler.", labels=["decision", "reason"]
         )
         for (decision, reason), number in runtime.decision_counts.items():
-            decisions.add_metric([decision.__name__.lower(), reason.value], number)
+            decisions.add_metric([KIND_OF[decision], reason.value], number)
         yield decisions
 
     def _replica_sums(self) -> Iterator[Metric]:
