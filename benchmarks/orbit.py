@@ -4,8 +4,8 @@
 FCFS turns are served as they come. STEP and JUDGE give the engine priorities; the questions to the judge run on the
 same engine, as anonymous turns, and count in what others wait. All policies get the same tasks at the same times.
 
-What the judge knows is a curve: the part of the tasks that it has predicted to fail after so many turns. Where the
-paper's Fig. 4 lies was not to be had in numbers, so this one is chosen: it misses 2 of 3 failures at ten turns and one
+What the judge knows is a curve, as in the paper's Fig. 4: the part of the tasks that it has predicted to fail after so
+many turns. Its numbers are chosen here: it misses 2 of 3 failures at ten turns and one
 in five at 45, and takes one right task in ten for a failure.
 """
 

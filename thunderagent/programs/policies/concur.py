@@ -15,7 +15,7 @@ H_threshold (`hit_threshold_ratio`) = 0.2 for all models and workloads of the pa
 steps, with what it has: here a program over the window is dismissed when its turn has ended, and waits outside from its
 next turn on. Programs that were paused come back before new ones begin.
 
-Not in what could be read of the paper, and chosen here: W is looked at every `interval_s`, long enough for hits to
+Chosen here, and not the paper's: W is looked at every `interval_s`, long enough for hits to
 show what the last change did, and begins at `first_count`; it is a whole number, at least 1, and widened only if it
 is full, because a window that nobody fills says nothing of the memory; the youngest is paused first, and the oldest
 comes back first. Over several replicas U and H are means. H is the mean over an interval of what the polls said.

@@ -11,7 +11,7 @@ has this policy, which puts them together:
 - the **opportunistic co-scheduler** says whose memory is kept while its tool runs. That is here.
 
 A program that is in claims its context. While its tool runs it keeps that claim as long as the *benefit of a warm
-return* is more than the *cost of the memory*. The paper's formula could not be read; ours is this. To keep c tokens
+return* is more than the *cost of the memory*. The formula for that is chosen here. To keep c tokens
 until time u, or until the program returns if that is sooner, costs c·E[min(return, u)] token-seconds of memory, and
 saves with P(return <= u) to compute c tokens again, which takes β·c seconds of the whole engine, with its memory of C
 tokens: worth C·β·c token-seconds. c falls out: a tool is waited for as long as its rate of return is more than one in

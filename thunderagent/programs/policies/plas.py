@@ -14,7 +14,7 @@ it is first come, first served. A new call begins at the level of its program, n
 - Against starvation a call goes to the first level while its program waited beta (`starved_ratio`) times as long as it
   was served. Both times are kept, so that a program that starves is moved up until it has caught up.
 
-The paper gives no numbers for K, the ranges and beta, in the sections that could be read. The defaults are those of a
+The numbers for K, the ranges and beta are chosen here. They are those of a
 public re-implementation, the baseline of MARS' authors: four levels from 0, 2,048, 8,192 and 32,768 tokens on, beta
 2. As there, service counts in tokens that an engine computed: prompt tokens that were not cached, and generated ones.
 The times for beta are seconds, from the signals: a turn waited until it was granted, and in the engine until its
