@@ -7,7 +7,8 @@ session, agent instance and agent type, here stand program, replica and a scope 
 
 - **route**: programs of a scope go to these replicas, by their weights. It narrows what a policy is asked to choose
   from; a program that must wait does so in a queue of that replica, which the policy does not see: whenever there may
-  be room, the policy is asked for the first of each such queue, and then balances for all others.
+  be room, the policy is asked for the first of each such queue, and then balances for all others. While it waits nobody
+  that comes after it gets the room of that replica (`PausedQueue`), or only for a bounded time (`breakeven`).
 - **set_priority**: a number that comes before whatever the policy says, lower first, in the paused queue and in
   engines; with a replica, in that engine alone.
 - **migrate**: a pause and then a restore elsewhere, whether there is room or not. A program with a turn in flight is
@@ -174,18 +175,24 @@ class Control:
                 self._bind_anew(program, keeps=True)
 
     def let_in(self, moment: Moment, changed: Collection[str]) -> None:
-        """Ask the policy about the first of those that wait for one replica, where there may be room."""
+        """Ask the policy about the first of those that wait for one replica, where there may be room.
+
+        Who goes first of all is asked about first: room may be something that all replicas share, as places are.
+        """
         scheduler = self._scheduler
         everywhere = moment is not Moment.TURN_ENDED
-        for replica_id in list(scheduler.queue.bound):
-            replica = scheduler.replicas.get(replica_id)
-            if replica is None or not replica.grants or not (everywhere or replica_id in changed):
-                continue
-            while (waiting := scheduler.queue.bound.get(replica_id)) and (program := waiting.first()) is not None:
-                placement = scheduler.policy.place(scheduler.view, program, [replica])
-                if placement.replica is None:
-                    program.hold_reason = placement.reason
-                    break
+        asked = {
+            replica.replica_id: replica
+            for replica in scheduler.granting_replicas
+            if replica.replica_id in scheduler.queue.bound and (everywhere or replica.replica_id in changed)
+        }
+        while (program := scheduler.queue.first_bound(asked)) is not None:
+            replica = asked[program.bound_to or ""]
+            placement = scheduler.policy.place(scheduler.view, program, [replica])
+            if placement.replica is None:
+                program.hold_reason = placement.reason
+                del asked[replica.replica_id]
+            else:
                 scheduler.restore(program, replica, placement.reason)
 
     # --- priority ---------------------------------------------------------------------------------------------------

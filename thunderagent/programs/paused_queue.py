@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import cmp_to_key
+from typing import Any
 
 from thunderagent.programs.lifecycle import Phase
 from thunderagent.programs.program import Program
@@ -17,6 +19,11 @@ class PausedQueue:
     until a turn of it arrives. One with a turn that is not admitted yet waits `outside`, in the order of the admission
     policy; one that a route binds to a replica waits for that one alone, where the policy does not see it (`bound`),
     and one whose tool runs and that is to go to a certain replica with its next turn is not in here until then.
+
+    All that wait for room are in one order, wherever they stand: nobody takes the room of a replica for which somebody
+    waits that goes before it (`first_bound_before`), bound there or not, newcomers among them; and who is bound goes
+    after those that may go anywhere and come before it (`comes_before_all_waiting`). Of equal ranks goes first who
+    waits for longer. So whoever waits is passed only by those that its policy would have go first anyway.
     """
 
     __slots__ = ("_bound_at", "_outside_rank", "_rank", "_tenants", "acting", "bound", "outside", "reasoning")
@@ -125,8 +132,49 @@ class PausedQueue:
                 del self.bound[replica_id]
 
     def comes_before_all_waiting(self, program: Program) -> bool:
-        """Say whether a program with a turn would stand at the head of those that have one."""
+        """Say whether a program with a turn would stand at the head of those that have one and may go anywhere.
+
+        One that is bound would have to stand at the head of those that are bound to the same replica, too.
+        """
+        if program.bound_to is not None:
+            first = self.reasoning.first()
+            if first is not None and self._goes_before(first, program):
+                return False
+            return self.first_bound_before(program, program.bound_to) is None
         if isinstance(self.reasoning, FairSet):
             return self.reasoning.comes_first(program, self._order)
         first = self.reasoning.first()
         return first is None or first is program or self._order(program) < self._order(first)
+
+    def first_bound_before(self, program: Program, replica_id: str) -> Program | None:
+        """Return the first of those that wait for a replica alone, if it goes before a program; None if nobody does.
+
+        Before one whose tool runs go all that have a turn.
+        """
+        bound = self.bound.get(replica_id)
+        first = None if bound is None else bound.first()
+        if first is None or first is program:
+            return None
+        return first if program.phase is Phase.ACTING or self._goes_before(first, program) else None
+
+    def first_bound(self, replica_ids: Iterable[str]) -> Program | None:
+        """Return who goes first of those that wait for one of these replicas alone."""
+        heads = [bound.first() for replica_id in replica_ids if (bound := self.bound.get(replica_id)) is not None]
+        return min((head for head in heads if head is not None), key=self._by_order, default=None)
+
+    @property
+    def _by_order(self) -> Callable[[Program], Any]:
+        return cmp_to_key(lambda one, other: -1 if self._goes_before(one, other) else 1)
+
+    def _goes_before(self, one: Program, other: Program) -> bool:
+        """Say which of two with a turn goes first, wherever they wait."""
+        if self._tenants is not None and one.tenant != other.tenant:
+            one_token_s, other_token_s = map(self._tenants.level_token_s, (one.tenant, other.tenant))
+            if one_token_s != other_token_s:
+                return one_token_s < other_token_s
+            return _came(one) < _came(other)
+        return (self._order(one), _came(one)) < (self._order(other), _came(other))
+
+
+def _came(program: Program) -> tuple[float, int]:
+    return program.waiting_since_s, next(iter(program.held))

@@ -130,6 +130,14 @@ class SchedulerView:
         own = self._scheduler.table.get(program.program_id)
         return own is not None and self._scheduler.queue.comes_before_all_waiting(own)
 
+    def first_bound_before(self, program: ProgramView, replica: ReplicaView) -> ProgramView | None:
+        """See `View`."""
+        queue = self._scheduler.queue
+        if replica.replica_id not in queue.bound:
+            return None
+        own = self._scheduler.table.get(program.program_id)
+        return None if own is None else queue.first_bound_before(own, replica.replica_id)
+
     def claim_tokens_on(self, program: ProgramView, replica: ReplicaView) -> int:
         """See `View`."""
         own = self._scheduler.table.get(program.program_id)

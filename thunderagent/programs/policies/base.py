@@ -18,6 +18,11 @@ and uses two orders, in which a lower rank comes first: `pause_rank` among the p
 while a program stays in its phase. When a tool begins the policy says for how long its program is worth holding
 (`hold_s`); whoever is held for longer is found by `first_expired`. How claims are counted is in its `claim_rules`.
 
+Programs that a route binds to one replica wait where `first_waiting` and its like do not see them: the scheduler asks
+`place` for the first of them, with their replica as the only candidate, before it asks to balance. For nobody to starve
+there, a policy lets no program have the room of a replica for which one waits that goes before it, neither a newcomer
+nor one that waits as well: it leaves the replica out (`without_bound_before`), or lets pass for a bounded time.
+
 To write one, subclass nothing: a frozen dataclass with these members is a policy, its fields are its settings. Parts of
 it can be chosen apart, and a policy may have more than these members: see `parts.py`.
 """
@@ -322,7 +327,13 @@ class View(Protocol):
         """Return the paused program with the lowest restore rank among those whose tools run."""
 
     def comes_before_all_waiting(self, program: ProgramView) -> bool:
-        """Say whether `program` would be the first to be restored among those with a turn."""
+        """Say whether `program` would be the first to be restored among those with a turn that may go anywhere.
+
+        If its route binds it to a replica: among those, and those that are bound to the same one.
+        """
+
+    def first_bound_before(self, program: ProgramView, replica: ReplicaView) -> ProgramView | None:
+        """Return the first of those that wait for that replica alone, if it goes before `program`; else None."""
 
     def claim_tokens_on(self, program: ProgramView, replica: ReplicaView) -> int:
         """Return what a paused program would add to the demand there: less than its claim if prefixes are shared."""
@@ -496,6 +507,19 @@ def largest_capacity_tokens(candidates: Sequence[ReplicaView]) -> float:
     return max(
         inf if replica.account.capacity_tokens is None else replica.account.capacity_tokens for replica in candidates
     )
+
+
+def without_bound_before(view: View, program: ProgramView, candidates: Sequence[ReplicaView]) -> Sequence[ReplicaView]:
+    """Return the candidates but for those for which a program waits that is bound there and goes before this one."""
+    return [replica for replica in candidates if view.first_bound_before(program, replica) is None]
+
+
+def restore_waiting_for(view: View, policy: Policy, replica: ReplicaView) -> None:
+    """Restore programs that wait for that replica alone, by restore rank, until `place` holds the first of them."""
+    while waiting := view.first_waiting_for(replica, 1):
+        placement = policy.place(view, waiting[0], [replica])
+        if placement.replica is None or not view.propose_restore(waiting[0], placement.replica, placement.reason):
+            return
 
 
 def restore_waiting(view: View, policy: Policy) -> None:

@@ -16,7 +16,8 @@ goes as soon as the first in the queue needs the room, and not before.
 timer: nobody waits for more than what those before it take. If the first does not fit anywhere, newcomers and the
 `pass_count` behind it may pass, those whose history still lies in memory before others; but once the first has waited
 for `wait_ratio` of the median time that programs take in all, the replica with most room takes nobody else in until it
-fits.
+fits. Who waits for one replica, because a route binds it there, may be passed on that replica as long, by whomever;
+then it takes nobody else in.
 
 **Room to grow.** Programs are small when they come. One that comes for the first time needs room not only for itself,
 but for what it and all others on the replica will grow by while it would pay to have let it in: to pause it too soon
@@ -124,12 +125,12 @@ class BreakEven:
         home = home_of(program, candidates)
         if program.status is Status.ACTIVE and home is not None:
             return Placement(home, Reason.HOME)
-        head = view.first_waiting()
-        if head is None or view.comes_before_all_waiting(program):
-            return self._find(view, program, candidates, home, make_room=True)
+        if view.comes_before_all_waiting(program):
+            return self._find_beside(view, program, candidates, home, None, make_room=True)
         if not self.pass_count:
             return Placement(None, Reason.QUEUE_AHEAD)
-        return self._find_beside(view, program, candidates, home, self._reserved(view, head))
+        reserved = self._reserved(view, view.first_waiting())
+        return self._find_beside(view, program, candidates, home, reserved, make_room=False)
 
     def balance(self, view: View, moment: Moment) -> None:
         """Pause where claims are over the capacity, and let in who fits.
@@ -148,7 +149,8 @@ class BreakEven:
     def _let_in(self, view: View, replicas: Sequence[ReplicaView]) -> None:
         """Let in those who wait, the oldest first, until it does not fit; then a few that do."""
         while (head := view.first_waiting()) is not None:
-            placement = self._find(view, head, replicas, view.replica(head.replica_id), make_room=True)
+            home = view.replica(head.replica_id)
+            placement = self._find_beside(view, head, replicas, home, None, make_room=True)
             if placement.replica is None:
                 break
             view.propose_restore(head, placement.replica, placement.reason)
@@ -158,7 +160,8 @@ class BreakEven:
     def _let_pass(self, view: View, head: ProgramView, replicas: Sequence[ReplicaView]) -> None:
         reserved = self._reserved(view, head)
         for program in self._followers(view):
-            placement = self._find_beside(view, program, replicas, view.replica(program.replica_id), reserved)
+            home = view.replica(program.replica_id)
+            placement = self._find_beside(view, program, replicas, home, reserved, make_room=False)
             if placement.replica is not None:
                 view.propose_restore(program, placement.replica, placement.reason)
 
@@ -169,16 +172,28 @@ class BreakEven:
         candidates: Sequence[ReplicaView],
         home: ReplicaView | None,
         reserved: ReplicaView | None,
+        *,
+        make_room: bool,
     ) -> Placement:
-        """Return where one that passes the head of the queue could be active: not on the replica reserved for that."""
-        others = _without(candidates, reserved)
+        """Return where a program could be active: not on the replica reserved for the head of the queue.
+
+        Nor on one that is kept for a program that is bound to it.
+        """
+        others = [
+            replica for replica in candidates if replica is not reserved and not self._is_kept(view, program, replica)
+        ]
         if not others:
             return Placement(None, Reason.QUEUE_AHEAD)
-        if home is not None and home is reserved:
+        if home is not None and (home is reserved or self._is_kept(view, program, home)):
             if self._waits_for_home(view, program, home):
                 return Placement(None, Reason.HOME_SOON)
             home = None
-        return self._find(view, program, others, home, make_room=False)
+        return self._find(view, program, others, home, make_room=make_room)
+
+    def _is_kept(self, view: View, program: ProgramView, replica: ReplicaView) -> bool:
+        """Say whether one waits for that replica alone, goes before a program, and is not to be passed any more."""
+        bound = view.first_bound_before(program, replica)
+        return bound is not None and (not self.pass_count or self._has_waited_long(view, bound))
 
     def _followers(self, view: View) -> Sequence[ProgramView]:
         """Return who may pass the head of the queue: some of the oldest, those first whose history is in memory."""
@@ -191,11 +206,14 @@ class BreakEven:
         home = view.replica(program.replica_id)
         return home is not None and view.resident_tokens(program, home) > RESIDENT_RATIO * program.claim_tokens
 
-    def _reserved(self, view: View, head: ProgramView) -> ReplicaView | None:
+    def _reserved(self, view: View, head: ProgramView | None) -> ReplicaView | None:
         """Return the replica that takes nobody else in, once the head of the queue has waited for long enough."""
-        if view.now_s - head.waiting_since_s <= self.wait_ratio * view.median_residence_s:
+        if head is None or not self._has_waited_long(view, head):
             return None
         return self._roomiest(view.replicas, self._foreseen_tokens(view, head))
+
+    def _has_waited_long(self, view: View, program: ProgramView) -> bool:
+        return view.now_s - program.waiting_since_s > self.wait_ratio * view.median_residence_s
 
     # --- placing ----------------------------------------------------------------------------------------------------
 
@@ -244,7 +262,7 @@ class BreakEven:
         missing_tokens = needed_tokens - self._free_tokens(account, grown_tokens)
         if not account.active_count or missing_tokens <= 0:
             return True
-        if not make_room:
+        if not make_room or view.first_bound_before(program, replica) is not None:
             return False
         for expired in _enough(view.first_expired_few(replica, MOST_EXPIRED_COUNT), missing_tokens):
             view.propose_pause(expired, Reason.EXPIRED)
@@ -303,7 +321,3 @@ def _enough(expired: Sequence[ProgramView], tokens: float) -> Sequence[ProgramVi
         if claimed_tokens >= tokens:
             return expired[:count]
     return ()
-
-
-def _without(replicas: Sequence[ReplicaView], reserved: ReplicaView | None) -> Sequence[ReplicaView]:
-    return replicas if reserved is None else [replica for replica in replicas if replica is not reserved]

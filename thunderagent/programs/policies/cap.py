@@ -23,6 +23,7 @@ from thunderagent.programs.policies.base import (
     View,
     home_of,
     restore_waiting,
+    without_bound_before,
 )
 
 
@@ -62,9 +63,10 @@ class Cap:
             return Placement(home or _smallest_demand(candidates), Reason.HOME if home else Reason.FITS)
         if view.active_count >= self.n:
             return Placement(None, Reason.NO_ROOM)
-        if not view.comes_before_all_waiting(program):
+        open_to_it = without_bound_before(view, program, candidates)
+        if not open_to_it or not view.comes_before_all_waiting(program):
             return Placement(None, Reason.QUEUE_AHEAD)
-        return Placement(_smallest_demand(candidates), Reason.FITS)
+        return Placement(_smallest_demand(open_to_it), Reason.FITS)
 
     def balance(self, view: View, moment: Moment) -> None:
         """Fill free places from the head of the queue."""

@@ -49,6 +49,7 @@ from thunderagent.programs.policies.base import (
     ReplicaView,
     View,
     restore_waiting,
+    restore_waiting_for,
 )
 from thunderagent.programs.policies.fitting import Fitting
 from thunderagent.programs.policies.program_age import ProgramAge
@@ -258,9 +259,10 @@ class Continuum:
             self._unpin_standing(view, replica)
 
     def _unpin_standing(self, view: View, replica: ReplicaView) -> None:
-        """Take pins where nothing runs, until the head of the queue fits there."""
-        while replica.account.turn_count == 0 and view.first_waiting() is not None:
+        """Take pins where nothing runs, until the head of the queue fits there, or of those that wait for it alone."""
+        while replica.account.turn_count == 0 and (view.first_waiting() or view.waiting_count_for(replica)):
             program = view.first_to_pause(replica)
             if program is None or not view.propose_pause(program, Reason.THRASHING):
                 return
+            restore_waiting_for(view, self, replica)
             restore_waiting(view, self)

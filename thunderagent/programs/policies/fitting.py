@@ -15,6 +15,7 @@ from thunderagent.programs.policies.base import (
     View,
     home_of,
     largest_capacity_tokens,
+    without_bound_before,
 )
 
 
@@ -41,15 +42,22 @@ class Fitting:
         """Return the program's own replica while it is active, else one where its claim fits: `place` of a policy.
 
         Its last replica comes first, where its history may still lie, then the one with most room. One that is larger
-        than every replica goes at once. Nobody passes a program that waits and has a lower restore rank.
+        than every replica goes at once. Nobody passes a program that waits and has a lower restore rank; one that waits
+        for a single replica is in the way only there.
         """
         home = home_of(program, candidates)
         if program.status is Status.ACTIVE and home is not None:
             return Placement(home, Reason.HOME)
         placement = self.find_room(program, candidates)
-        if placement.reason is Reason.FITS and not view.comes_before_all_waiting(program):
+        if placement.reason is not Reason.FITS:
+            return placement
+        if not view.comes_before_all_waiting(program):
             return Placement(None, Reason.QUEUE_AHEAD)
-        return placement
+        open_to_it = without_bound_before(view, program, candidates)
+        if len(open_to_it) == len(candidates):
+            return placement
+        placement = self.find_room(program, open_to_it) if open_to_it else Placement(None, Reason.NO_ROOM)
+        return placement if placement.reason is Reason.FITS else Placement(None, Reason.QUEUE_AHEAD)
 
     def find_room(self, program: ProgramView, candidates: Sequence[ReplicaView]) -> Placement:
         """Return where a program could go that is nowhere active, whoever else waits."""

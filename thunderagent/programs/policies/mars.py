@@ -49,6 +49,7 @@ from thunderagent.programs.policies.base import (
     View,
     home_of,
     largest_capacity_tokens,
+    without_bound_before,
 )
 from thunderagent.programs.policies.mars_admission import MarsAdmission
 from thunderagent.programs.policies.mars_priority import MarsOrder, MarsPriority, level_of
@@ -147,9 +148,14 @@ class Mars:
         self, view: View, program: ProgramView, candidates: Sequence[ReplicaView], home: ReplicaView | None
     ) -> Placement:
         """Return where a paused program fits: where its history may lie, or where most room is; home may be busy."""
-        roomiest = max(candidates, key=_order_of_room)
         if program.claim_tokens > largest_capacity_tokens(view.replicas):
-            return Placement(roomiest, Reason.OVERSIZE)
+            return Placement(max(candidates, key=_order_of_room), Reason.OVERSIZE)
+        open_to_it = without_bound_before(view, program, candidates)
+        if not open_to_it:
+            return Placement(None, Reason.QUEUE_AHEAD)
+        if home is not None and view.first_bound_before(program, home) is not None:
+            home = None
+        roomiest = max(open_to_it, key=_order_of_room)
         for replica in (roomiest,) if home is None or home is roomiest else (home, roomiest):
             if self._fits(view, program, replica):
                 return Placement(replica, Reason.FITS)

@@ -332,7 +332,9 @@ class _Memory:
             claimed_tokens += account.demand_tokens
             used_tokens += replica_tokens
             room_tokens = max(room_tokens, target_ratio * limit_tokens - replica_tokens)
-        waiting = view.first_waiting_few(WAITING_COUNT)
+        waiting = list(view.first_waiting_few(WAITING_COUNT))
+        for replica in view.replicas:
+            waiting += view.first_waiting_for(replica, WAITING_COUNT)
         room_tokens -= sum(program.claim_tokens for program in waiting) / max(1, len(view.replicas))
         used_ratio = used_tokens / capacity_tokens if capacity_tokens else 0.0
         return cls(capacity_tokens, claimed_tokens, used_ratio, max(0.0, room_tokens))

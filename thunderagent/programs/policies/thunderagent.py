@@ -33,7 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from heapq import heapify, heapreplace
+from heapq import heapify, heappop, heapreplace
 from math import exp2, floor, inf
 from typing import ClassVar
 
@@ -49,6 +49,7 @@ from thunderagent.programs.policies.base import (
     View,
     home_of,
     largest_capacity_tokens,
+    without_bound_before,
 )
 
 
@@ -128,8 +129,13 @@ class ThunderAgent:
             return Placement(replica, Reason.OVERSIZE)
         if program.claim_tokens > self._free_tokens(replica):
             return Placement(None, Reason.NO_ROOM)
-        if not view.comes_before_all_waiting(program):
+        open_to_it = without_bound_before(view, program, candidates)
+        if not open_to_it or not view.comes_before_all_waiting(program):
             return Placement(None, Reason.QUEUE_AHEAD)
+        if replica not in open_to_it:
+            replica = min(open_to_it, key=self._order_of_free)
+            if program.claim_tokens > self._free_tokens(replica):
+                return Placement(None, Reason.QUEUE_AHEAD)
         return Placement(replica, Reason.FITS)
 
     def balance(self, view: View, moment: Moment) -> None:
@@ -163,7 +169,8 @@ class ThunderAgent:
     def _refill(self, view: View, *, acting_too: bool) -> None:
         """Restore from the queue onto the replica with most room, as long as the first in the queue fits there.
 
-        One that became larger than every replica while it waited will never fit: it goes at once, as in `place`.
+        Where one waits that is bound to the replica and goes before the first in the queue, that one is restored. One
+        that became larger than every replica while it waited will never fit: it goes at once, as in `place`.
         """
         rooms = [
             (*self._order_of_room(view, replica), index, replica)
@@ -172,16 +179,26 @@ class ThunderAgent:
         ]
         heapify(rooms)
         while rooms:
-            program = view.first_waiting() or (view.first_paused_acting() if acting_too else None)
-            if program is None:
-                return
             *_, index, replica = rooms[0]
+            program = self._next_for(view, replica, acting_too=acting_too)
+            if program is None:
+                heappop(rooms)
+                continue
             oversize = program.phase is Phase.REASONING and program.claim_tokens > self._largest_tokens(view.replicas)
             if self._weighed_claim_tokens(view, program) > self._room_tokens(view, replica) and not oversize:
-                return
+                heappop(rooms)
+                continue
             if not view.propose_restore(program, replica, Reason.OVERSIZE if oversize else Reason.FITS):
                 return
             heapreplace(rooms, (*self._order_of_room(view, replica), index, replica))
+
+    def _next_for(self, view: View, replica: ReplicaView, *, acting_too: bool) -> ProgramView | None:
+        """Return who is to be restored next on a replica: of those that may go anywhere or are bound there."""
+        first = view.first_waiting() or (view.first_paused_acting() if acting_too else None)
+        if first is not None:
+            return view.first_bound_before(first, replica) or first
+        bound = view.first_waiting_for(replica, 1)
+        return bound[0] if bound else None
 
     def _below_low_watermark(self, view: View, replica: ReplicaView) -> bool:
         capacity_tokens = replica.account.capacity_tokens
