@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import cmp_to_key
+from heapq import merge
+from itertools import islice
 from typing import Any
 
 from thunderagent.programs.lifecycle import Phase
@@ -81,6 +83,12 @@ class PausedQueue:
         yield from self.reasoning
         for bound in self.bound.values():
             yield from bound
+
+    def first_waiting(self, count: int) -> list[Program]:
+        """Return the first `count` of all with a turn in the order in which they may go, those outside last."""
+        sets = (self.reasoning, *self.bound.values())
+        first = list(islice(merge(*(each.lowest(count) for each in sets), key=self._by_order), count))
+        return first + self.outside.lowest(count - len(first))
 
     def ahead_count(self, program: Program) -> int:
         """Return how many go before a program with a turn, where it waits. Costs O(n log n): for reports."""

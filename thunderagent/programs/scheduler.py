@@ -273,7 +273,7 @@ class Scheduler:
             self._restore_children()
         if self.tenants is not None:
             self.tenants.event_ended()
-        waiting = bool(self.queue.reasoning) and not self._limits_clock.halted
+        waiting = bool(self.queue.waiting_count) and not self._limits_clock.halted
         self.knowledge.restore_pace.settle(self._now_s, waiting=waiting)
         return decisions
 
@@ -1142,10 +1142,11 @@ class Scheduler:
     def expected_holds_s(self, count: int) -> dict[str, float]:
         """Return for the first `count` programs that wait in how many seconds each is expected to be restored.
 
-        Cost: O(count log waiting).
+        Those that wait to be admitted come after all that wait for room. Cost: O(count log waiting), once for
+        those that may go anywhere, and once for each replica that is waited for.
         """
         interval_s = self.knowledge.restore_pace.interval_s
-        waiting = self.queue.reasoning.lowest(count)
+        waiting = self.queue.first_waiting(count)
         return {program.program_id: place * interval_s for place, program in enumerate(waiting, start=1)}
 
     # --- the end of a program ---------------------------------------------------------------------------------------

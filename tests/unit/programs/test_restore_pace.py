@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.builders import Driver
+from thunderagent.policy_loader import load_policy
 from thunderagent.programs.lifecycle import Phase, Status
 from thunderagent.programs.policies.base import SandboxSums
 from thunderagent.programs.policies.cap import Cap
@@ -54,6 +55,35 @@ def test_those_that_wait_are_expected_one_after_the_other() -> None:
     expected_s = driver.scheduler.expected_holds_s(10)
     assert list(expected_s) == ["p3", "p4", "p5"]
     assert list(expected_s.values()) == pytest.approx([10.0, 20.0, 30.0], rel=0.1)
+    assert list(driver.scheduler.expected_holds_s(1)) == ["p3"]
+
+
+def test_those_that_wait_for_one_replica_are_expected_in_the_same_order() -> None:
+    """Their waiting counts, too, where nobody waits that may go anywhere."""
+    driver = Driver(Cap(n=1), replicas={"r0": 1000, "r1": 1000})
+    driver.routes("class", "to-r1", r1=1)
+    for number in range(6):
+        driver.arrives(f"p{number}", 10, program_class="to-r1" if number % 2 or number < 3 else "")
+    for number in range(2):
+        driver.passes(10.0)
+        driver.releases(f"p{number}")
+    expected_s = driver.scheduler.expected_holds_s(10)
+    assert list(expected_s) == ["p3", "p4", "p5"]
+    assert list(expected_s.values()) == pytest.approx([10.0, 20.0, 30.0], rel=0.1)
+    assert list(driver.scheduler.expected_holds_s(2)) == ["p3", "p4"]
+
+
+def test_those_that_wait_to_be_admitted_are_expected_last() -> None:
+    """Their waiting counts, too."""
+    driver = Driver(load_policy("passthrough", {"admission": "window", "admission.n": 1}))
+    for number in range(5):
+        driver.arrives(f"p{number}", 10)
+    for number in range(2):
+        driver.passes(10.0)
+        driver.releases(f"p{number}")
+    expected_s = driver.scheduler.expected_holds_s(10)
+    assert list(expected_s) == ["p3", "p4"]
+    assert list(expected_s.values()) == pytest.approx([10.0, 20.0], rel=0.1)
     assert list(driver.scheduler.expected_holds_s(1)) == ["p3"]
 
 
