@@ -159,6 +159,7 @@ class Control:
         self.bind(program)
         if program.bound_to != before and program.status is Status.PAUSED:
             self._scheduler.rank_anew(program)
+            self._scheduler.settle_hold_reason(program)
             if program.bound_to is not None:
                 self._scheduler.changed_replicas[program.bound_to] = self._scheduler.replicas[program.bound_to]
 

@@ -1261,6 +1261,7 @@ class Scheduler:
         return replica
 
     def _replicas_changed(self) -> None:
+        before = self._open_replicas, self._granting_replicas
         self._open_replicas = [replica for replica in self.replicas.values() if replica.open_to_programs]
         self._granting_replicas = [replica for replica in self._open_replicas if replica.grants]
         self.control.replicas_changed()
@@ -1280,6 +1281,24 @@ class Scheduler:
         elif self._no_replica_since_s is None:
             self._no_replica_since_s = self._now_s
         self._balance(Moment.REPLICAS_CHANGED)
+        if (self._open_replicas, self._granting_replicas) != before:
+            for program in self.queue.waiting():
+                self.settle_hold_reason(program)
+
+    def settle_hold_reason(self, program: Program) -> None:
+        """Say anew why a program waits that was held because nothing granted. For the control.
+
+        One that is not admitted waits for that, if any replica grants; one that a route binds waits for its replica,
+        whatever grants beside it.
+        """
+        if program.hold_reason not in (Reason.SUSPENDED, Reason.NO_REPLICA):
+            return
+        if not self._open_replicas:
+            program.hold_reason = Reason.NO_REPLICA
+        elif not (self._candidates(None, program) if program.admitted else self._granting_replicas):
+            program.hold_reason = Reason.SUSPENDED
+        else:
+            program.hold_reason = Reason.NO_ROOM if program.admitted else Reason.ADMISSION
 
     def _set_health(self, replica: Replica, *, up: bool, draining: bool) -> None:
         replica.up, replica.draining = up, draining
@@ -1394,10 +1413,6 @@ class Scheduler:
                     self._settle_usable(replica)
                     self._continue_programs(replica)
         self._replicas_changed()
-        if self._granting_replicas:
-            for program in self.queue.for_room():
-                if program.hold_reason == Reason.SUSPENDED:
-                    program.hold_reason = Reason.NO_ROOM
 
     def _continue_programs(self, replica: Replica) -> None:
         """Grant what was held in place on a replica, who waits longest first, and let the idle limit run again.

@@ -182,6 +182,7 @@ def _waiting(scheduler: Scheduler, program: Program, now_s: float) -> WaitingRep
         return None
     ahead_count = scheduler.queue.ahead_count(program) if program.status is Status.PAUSED else 0
     rooms = _rooms(scheduler, program)
+    granting = {replica.replica_id for replica in scheduler.granting_replicas}
     suspended_for = _suspended_for(scheduler, program)
     due_s = min(map(scheduler.impatient.due_s, program.held.values()))
     return WaitingReport(
@@ -193,16 +194,21 @@ def _waiting(scheduler: Scheduler, program: Program, now_s: float) -> WaitingRep
         replicas=rooms,
         what_must_happen=f"grants must go on, which are suspended for: {', '.join(suspended_for)}"
         if suspended_for
-        else _what_must_happen(rooms, program, ahead_count)
+        else _what_must_happen([room for room in rooms if room.replica_id in granting], program, ahead_count)
         if program.admitted
         else f"{scheduler.policy.name} must admit it: {scheduler.admitted_count} programs are admitted",
     )
 
 
 def _suspended_for(scheduler: Scheduler, program: Program) -> list[str]:
-    """Return why nothing is granted to a program with held turns, on any replica; nothing if something might be."""
+    """Return why nothing is granted to a program with held turns where it may go; nothing if something might be.
+
+    One that is not admitted must be that first, which it may be while any replica grants.
+    """
     if program.status is Status.ACTIVE:
         return list(scheduler.replicas[program.replica_id or ""].suspended_for)
+    if program.admitted and program.bound_to is not None:
+        return list(scheduler.replicas[program.bound_to].suspended_for)
     if scheduler.granting_replicas:
         return []
     return list(dict.fromkeys(cause for replica in scheduler.open_replicas for cause in replica.suspended_for))

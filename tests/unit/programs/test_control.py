@@ -148,6 +148,38 @@ def test_who_is_bound_waits_while_grants_are_suspended_there() -> None:
     assert driver.granted_on[turn_id] == "r0"
 
 
+def test_why_who_is_bound_waits_is_said_anew_when_grants_go_on() -> None:
+    """Not before they do on its own replica, and for every cause; elsewhere is no matter."""
+    driver = by_memory()
+    driver.arrives("there", 900)
+    assert driver.home("there") == "r0"
+    driver.routes("tenant", "t", r0=1)
+    driver.suspends("weights")
+    driver.suspends("sleep", "r0")
+    driver.arrives("a", 500, tenant="t")
+    driver.arrives("b", 500)
+    assert [driver.program(name).hold_reason for name in ("a", "b")] == [Reason.SUSPENDED, Reason.SUSPENDED]
+    driver.goes_on("weights")
+    assert driver.home("b") == "r1"
+    assert driver.program("a").hold_reason == Reason.SUSPENDED
+    driver.goes_on("sleep", "r0")
+    assert driver.program("a").hold_reason == Reason.NO_ROOM
+
+
+def test_why_one_waits_is_said_anew_when_its_route_is_another() -> None:
+    """Who waited for a replica that is suspended waits for room where it may go now."""
+    driver = by_memory()
+    driver.arrives("there", 100)
+    driver.arrives("here", 900)
+    assert driver.home("here") == "r1"
+    driver.routes("tenant", "t", r0=1)
+    driver.suspends("weights", "r0")
+    driver.arrives("a", 500, tenant="t")
+    assert driver.program("a").hold_reason == Reason.SUSPENDED
+    driver.routes("tenant", "t")
+    assert driver.program("a").hold_reason == Reason.NO_ROOM
+
+
 def test_a_turn_that_failed_on_its_route_goes_elsewhere_once() -> None:
     """As any turn that is tried again."""
     driver = by_memory()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.builders import Driver, of_kind
+from thunderagent.policy_loader import load_policy
 from thunderagent.programs.decisions import Grant, Hold, Pause, Reason, Reject, Restore
 from thunderagent.programs.policies.cap import Cap
 from thunderagent.programs.scheduler import SchedulerSettings
@@ -136,6 +137,51 @@ def test_all_causes_must_be_over(order: tuple[str, str]) -> None:
     assert driver.held(turn_id)
     driver.goes_on(order[1])
     assert not driver.held(turn_id)
+
+
+def test_who_is_not_admitted_waits_for_that_again_when_grants_go_on() -> None:
+    """And is told so, though it came while nothing was granted; as soon as any replica grants."""
+    policy = load_policy("passthrough", {"admission": "window", "admission.n": 1})
+    driver = Driver(policy, replicas={"r0": 1000, "r1": 1000}, settings=LIMITS)
+    driver.arrives("in", 100)
+    driver.suspends()
+    driver.suspends("weights", "r1")
+    driver.arrives("outside", 100)
+    assert driver.program("outside").hold_reason == Reason.SUSPENDED
+    driver.goes_on("weights", "r1")
+    assert driver.program("outside").hold_reason == Reason.SUSPENDED
+    driver.suspends("weights", "r1")
+    driver.goes_on()
+    assert driver.program("outside").hold_reason == Reason.ADMISSION
+
+
+def test_who_is_admitted_waits_for_room_when_grants_go_on_in_part() -> None:
+    """Where one replica grants, a program that may go anywhere waits for room there."""
+    driver = Driver(load_policy("ttl", {"ttl_s": 1000.0, "reserve_tokens": 0}), replicas={"r0": 1000, "r1": 1000})
+    driver.arrives("there", 900)
+    home = driver.home("there")
+    driver.suspends()
+    driver.arrives("a", 800)
+    for replica_id in ("r0", "r1"):
+        driver.suspends("weights", replica_id)
+    driver.goes_on()
+    assert driver.program("a").hold_reason == Reason.SUSPENDED
+    driver.goes_on("weights", home)
+    assert driver.program("a").hold_reason == Reason.NO_ROOM
+
+
+def test_who_found_no_replica_waits_for_grants_where_one_comes_that_is_suspended() -> None:
+    """And for room once it grants."""
+    driver = Driver(Cap(n=1), replicas={}, settings=LIMITS)
+    driver.arrives("a", 100)
+    driver.arrives("b", 100)
+    assert driver.program("b").hold_reason == Reason.NO_REPLICA
+    driver.suspends("weights", "r0")
+    driver.comes_up("r0", 1000)
+    assert driver.program("b").hold_reason == Reason.SUSPENDED
+    driver.goes_on("weights", "r0")
+    assert driver.home("a") == "r0"
+    assert driver.program("b").hold_reason == Reason.NO_ROOM
 
 
 def test_a_cause_that_holds_for_all_holds_for_a_replica_that_comes_later() -> None:

@@ -154,6 +154,34 @@ def test_without_a_replica_one_must_come_up() -> None:
     assert (waiting.replicas, waiting.what_must_happen) == ([], "a replica must come up")
 
 
+def test_what_is_suspended_is_said_of_where_it_may_go() -> None:
+    """Of one that a route binds: its replica, whatever grants beside it; of another one: all of them, or nothing."""
+    driver = full(replicas={"r0": 1000, "r1": 1000})
+    driver.routes("class", "to-r0", r0=1)
+    driver.suspends("weights", "r0")
+    driver.arrives("bound", 100, program_class="to-r0")
+    driver.arrives("beside", 900)
+    driver.arrives("anywhere", 500)
+    assert waiting_of(driver, "bound").what_must_happen == "grants must go on, which are suspended for: weights"
+    assert waiting_of(driver, "bound").reason == "suspended"
+    assert waiting_of(driver, "anywhere").what_must_happen == "400 tokens must become free on r1"
+    driver.suspends("sleep", "r1")
+    assert waiting_of(driver, "bound").what_must_happen == "grants must go on, which are suspended for: weights"
+    assert waiting_of(driver, "anywhere").what_must_happen.endswith("suspended for: weights, sleep")
+
+
+def test_who_is_not_admitted_must_be_while_anything_grants() -> None:
+    """Though the replica of its route does not: it may be admitted before."""
+    driver = full(load_policy("passthrough", {"admission": "window", "admission.n": 1}), replicas={"r0": 9, "r1": 9})
+    driver.routes("class", "to-r0", r0=1)
+    driver.suspends("weights", "r0")
+    driver.arrives("bound", 100, program_class="to-r0")
+    assert waiting_of(driver, "bound").what_must_happen.startswith("passthrough+admission=window must admit it")
+    assert waiting_of(driver, "bound").reason == "admission"
+    driver.suspends("sleep", "r1")
+    assert waiting_of(driver, "bound").what_must_happen.endswith("suspended for: weights, sleep")
+
+
 def test_a_place_is_the_policy_s_to_give() -> None:
     """Under a cap tokens are not what is missing, and the sentence does not say so."""
     driver = full(Cap(n=1), replicas={"r0": None})
