@@ -56,7 +56,9 @@ def load_policy(name: str, settings: Mapping[str, Setting]) -> Policy:
     """Make a policy from its name, that of a preset, or `package.module:Class`, with its settings.
 
     `admission`, `order`, `victims`, `priority` and `control` among the settings choose a part of the policy apart, by
-    its name or as `package.module:Class`; a setting of a part begins with its kind, as in `admission.n`.
+    its name or as `package.module:Class`; a setting of a part begins with its kind, as in `admission.n`. A setting of
+    the policy that was for its own part (`part_settings` of the policy) is for the one in its place, unless that was
+    given its own.
 
     Raises `ConfigurationError` that names what exists where the policy, a part or a setting is unknown.
     """
@@ -71,6 +73,14 @@ def load_policy(name: str, settings: Mapping[str, Setting]) -> Policy:
             raise ConfigurationError(f"setting {key!r} is of a part that is not chosen; parts are {known}")
         of_parts[kind][part_key] = settings.pop(key)
     factory = POLICIES.get(policy_name) or cast("Callable[..., Policy]", _imported("policy", policy_name))
+    for key, kind in getattr(factory, "part_settings", {}).items():
+        if key in settings and kind in chosen:
+            if key not in _settings_of_part(kind, chosen[kind]):
+                raise ConfigurationError(
+                    f"setting {key!r} of policy {name} is for its own {kind}; "
+                    f"{chosen[kind]}, which was chosen instead, has no such setting"
+                )
+            of_parts[kind].setdefault(key, settings[key])
     policy = cast("Policy", _made(f"policy {name}", factory, settings))
     if not chosen:
         return policy
@@ -78,6 +88,11 @@ def load_policy(name: str, settings: Mapping[str, Setting]) -> Policy:
     for kind, part_name in chosen.items():
         parts[kind] = _part(kind, part_name, of_parts[kind])
     return Composed(policy, **cast("dict[str, Any]", parts))
+
+
+def _settings_of_part(kind: str, name: str) -> list[str]:
+    names = name.split("+") if kind == "control" else [name]
+    return [key for each in names for key in _settings_of(PARTS[kind].get(each) or _imported(kind, each))]
 
 
 def _part(kind: str, name: str, settings: Mapping[str, Setting]) -> object:

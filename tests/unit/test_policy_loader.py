@@ -10,7 +10,10 @@ import pytest
 from tests.builders import Driver
 from thunderagent.errors import ConfigurationError
 from thunderagent.policy_loader import PRESETS, load_policy, parse_setting
-from thunderagent.programs.policies import POLICIES
+from thunderagent.programs.policies import PARTS, POLICIES
+from thunderagent.programs.policies.mars import Mars
+from thunderagent.programs.policies.mars_admission import MarsAdmission
+from thunderagent.programs.policies.parts import Composed
 
 OWN_POLICY = '''
 from dataclasses import dataclass
@@ -120,3 +123,36 @@ def test_a_preset_is_a_policy_with_settings_that_can_still_be_given() -> None:
     preset = load_policy("thunderagent-ports", {"delta_s": 1})
     assert preset == load_policy("thunderagent", PRESETS["thunderagent-ports"][1] | {"delta_s": 1})
     assert load_policy("thunderagent-ports", {"reserve_tokens": 7}).reserve_tokens == 7
+
+
+def test_a_setting_that_was_for_the_policy_s_own_part_is_for_the_one_in_its_place() -> None:
+    """The same part named apart is what the policy had; its own setting wins."""
+    settings = {"tool_cpu_count": 6, "window_max_count": 9}
+    whole = load_policy("mars", settings)
+    apart = load_policy("mars", {**settings, "admission": "mars", "admission.long_count": 3})
+    own = load_policy("mars", {**settings, "admission": "mars", "admission.tool_cpu_count": 7})
+    assert isinstance(whole, Mars)
+    assert isinstance(apart, Composed)
+    assert isinstance(own, Composed)
+    admissions = [policy.admission for policy in (whole, apart, own)]
+    counts = [(each.tool_cpu_count, each.window_max_count) for each in admissions if isinstance(each, MarsAdmission)]
+    assert counts == [(6, 9), (6, 9), (7, 9)]
+
+
+def test_a_setting_that_would_be_without_effect_is_refused() -> None:
+    """Where the part that was chosen has nothing of that name; a setting of the policy itself goes with any part."""
+    with pytest.raises(
+        ConfigurationError, match="'tool_cpu_count' of policy mars is for its own admission; window, wh"
+    ):
+        load_policy("mars", {"tool_cpu_count": 6, "admission": "window"})
+    assert load_policy("mars", {"warm_ratio": 2.0, "admission": "window"}).name == "mars+admission=window"
+    assert load_policy("mars", {"tool_cpu_count": 6, "order": "fcfs"}).name == "mars+order=fcfs"
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_what_a_policy_passes_on_it_has(name: str) -> None:
+    """Each is a setting of it, and of a kind of part that there is."""
+    factory = POLICIES[name]
+    for key, kind in getattr(factory, "part_settings", {}).items():
+        assert kind in PARTS
+        load_policy(name, {key: 0})

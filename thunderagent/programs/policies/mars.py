@@ -32,7 +32,7 @@ and finds the history of a program whose claim was kept because not more was let
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING, ClassVar
@@ -80,6 +80,8 @@ class Mars:
     priority: MarsPriority = field(init=False)
     order: MarsOrder = field(init=False)
     name: ClassVar[str] = "mars"
+    part_settings: ClassVar[Mapping[str, str]] = {"tool_cpu_count": "admission", "window_max_count": "admission"}
+    """Settings that are passed on to a part, by its kind: to the one that is chosen in its place, too."""
 
     def __post_init__(self) -> None:
         """Make the parts, and refuse settings that mean nothing."""
