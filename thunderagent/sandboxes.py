@@ -14,6 +14,7 @@ from thunderagent.errors import ConfigurationError
 from thunderagent.programs.events import SandboxesMeasured, SandboxFailed, SandboxReady
 from thunderagent.programs.lifecycle import Phase, Status
 from thunderagent.proxy.identity import check_program_id
+from thunderagent.proxy.tool_calls import MAX_KEY_CHARS, first_word
 from thunderagent.runtime import Runtime
 from thunderagent.tools.base import Driver, Owner
 from thunderagent.tools.manager import Manager, ManagerSettings
@@ -49,6 +50,16 @@ class RuntimePrograms:
     def expected_holds_s(self) -> Mapping[str, float]:
         """See `Programs`."""
         return self.runtime.scheduler.expected_holds_s(LOOKED_AHEAD_COUNT)
+
+    def tool_began(self, program_id: str, command: str) -> None:
+        """See `Programs`. What its answer called is the better name, as it is what later calls are foretold by."""
+        program = self.runtime.scheduler.table.get(program_id)
+        word = first_word(command) if program is not None and not program.tool else ""
+        self.runtime.tool_started(program_id, f"bash:{word}"[:MAX_KEY_CHARS] if word else "")
+
+    def tool_ended(self, program_id: str) -> None:
+        """See `Programs`."""
+        self.runtime.tool_ended(program_id)
 
     def sandbox_ready(self, program_id: str, sandbox_id: str, prepare_s: float) -> None:
         """See `Programs`."""

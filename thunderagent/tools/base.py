@@ -109,6 +109,17 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
+class Command:
+    """A command that somebody runs inside a labelled sandbox began, or ended. `run_id` is the engine's name for it."""
+
+    handle: str
+    run_id: str
+    ended: bool
+    words: str = ""
+    """The command, as far as the engine tells; empty at its end."""
+
+
+@dataclass(frozen=True, slots=True)
 class Usage:
     """What sandboxes take: for each handle that was asked for and is there, bytes on disk and in memory."""
 
@@ -148,8 +159,11 @@ class Driver(Protocol):
     async def sweep(self) -> None:
         """Remove what no sandbox is left for, if earlier runs of this owner made it: networks, volumes, images."""
 
-    def watch(self) -> AsyncGenerator[Change, None]:
-        """Yield what happens to labelled sandboxes from now on; raise `SandboxError` when the engine is lost."""
+    def watch(self) -> AsyncGenerator[Change | Command, None]:
+        """Yield what happens to labelled sandboxes from now on; raise `SandboxError` when the engine is lost.
+
+        Commands only where the engine tells of them.
+        """
 
     async def measure(self, handles: Sequence[str]) -> Usage:
         """Return what these take, as far as the engine tells. Raises `SandboxError`."""

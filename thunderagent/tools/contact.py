@@ -11,7 +11,7 @@ from typing import Protocol
 import structlog
 
 from thunderagent.errors import SandboxEngineError, SandboxError
-from thunderagent.tools.base import Driver, Found, Usage
+from thunderagent.tools.base import Command, Driver, Found, Usage
 
 log = structlog.get_logger("thunderagent.sandboxes")
 
@@ -45,6 +45,12 @@ class Listener(Protocol):
 
     def ended(self, kind: str, handle: str, why: str) -> None:
         """Hear of a labelled sandbox that ended."""
+
+    def watching(self, kind: str) -> None:
+        """Hear that from now on is told what happens; which commands run since before is not known."""
+
+    def command(self, kind: str, command: Command) -> None:
+        """Hear of a command inside a labelled sandbox."""
 
     def measured(self, kind: str, usage: Usage) -> None:
         """Hear what sandboxes take."""
@@ -110,9 +116,12 @@ class Contact:
             try:
                 async with aclosing(self._driver.watch()) as changes:
                     self._look_again.set()  # at what happened between two watches
+                    self._listener.watching(kind)
                     async for change in changes:
                         delay_s = self._settings.retry_s
-                        if change.ended:
+                        if isinstance(change, Command):
+                            self._listener.command(kind, change)
+                        elif change.ended:
                             self._listener.ended(kind, change.found.handle, change.why or "it ended by itself")
                         else:
                             self._listener.appeared(kind, change.found)

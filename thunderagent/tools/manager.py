@@ -42,7 +42,7 @@ from thunderagent.errors import (
 )
 from thunderagent.programs.decisions import Decision, Grant, Release, Restore
 from thunderagent.programs.events import Event
-from thunderagent.tools.base import Driver, Found, Order, Owner, Place, Usage
+from thunderagent.tools.base import Command, Driver, Found, Order, Owner, Place, Usage
 from thunderagent.tools.contact import Contact, ContactSettings
 from thunderagent.tools.feed import Feed, Report, report_of
 from thunderagent.tools.requests import SandboxRequest, read_requests
@@ -66,6 +66,12 @@ class Programs(Protocol):
 
     def expected_holds_s(self) -> Mapping[str, float]:
         """Return of those that wait in how many seconds each is expected to be admitted."""
+
+    def tool_began(self, program_id: str, command: str) -> None:
+        """Take in that a tool of it begins: a command in a sandbox."""
+
+    def tool_ended(self, program_id: str) -> None:
+        """Take in that it is through."""
 
     def sandbox_ready(self, program_id: str, sandbox_id: str, prepare_s: float) -> None:
         """Write it into the program's story."""
@@ -137,6 +143,8 @@ class Manager:
         """Drivers and handles of what was reclaimed since the last look, which may have seen it still."""
         self._removing: set[tuple[str, str]] = set()
         """Those of what nobody knows and is being removed."""
+        self._commands: dict[str, set[tuple[str, str]]] = {}
+        """What began to run in sandboxes of a program since its last turn: drivers, and names there. None is empty."""
         self._preparing: dict[str, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
         self._contacts = {kind: Contact(d, self, self.settings.contact) for kind, d in drivers.items()}
@@ -290,10 +298,12 @@ class Manager:
                 self._admitted(decision.program_id)
 
     def _program_ended(self, program_id: str, why: str) -> None:
+        self._commands.pop(program_id, None)
         for sandbox in self.table.of_program(program_id):
             self._leave(sandbox, program_id, why)
 
     def _admitted(self, program_id: str) -> None:
+        self._commands.pop(program_id, None)  # what runs on beside a turn is no tool that is waited for
         sandboxes = self.table.of_program(program_id)
         if not sandboxes:
             return
@@ -567,6 +577,33 @@ class Manager:
             self._tell_programs(sandbox, why, again=again)
         self._tell(sandbox)
         self._changed.set()
+
+    def watching(self, kind: str) -> None:
+        """Forget what ran: its end may have been missed."""
+        for program_id in list(self._commands):
+            self._commands[program_id] = {run for run in self._commands[program_id] if run[0] != kind}
+            if not self._commands[program_id]:
+                del self._commands[program_id]
+
+    def command(self, kind: str, command: Command) -> None:
+        """Take a command in a sandbox that one program uses for a tool of that program.
+
+        Its tool begins with the first of several, and is through with the last.
+        """
+        sandbox = self.table.with_handle(kind, command.handle)
+        if sandbox is None or sandbox.stage is not Stage.IN_USE or len(sandbox.program_ids) != 1:
+            return
+        (program_id,) = sandbox.program_ids
+        runs, run = self._commands.get(program_id, set()), (kind, command.run_id)
+        if not command.ended:
+            if not runs:
+                self._programs.tool_began(program_id, command.words)
+            self._commands[program_id] = {*runs, run}
+        elif run in runs:
+            runs.discard(run)
+            if not runs:
+                del self._commands[program_id]
+                self._programs.tool_ended(program_id)
 
     def handles(self, kind: str) -> list[str]:
         """Return the handles of those that are there; not of those elsewhere, which nobody can look at."""

@@ -13,6 +13,7 @@ from thunderagent.tools.base import (
     RUN_LABEL,
     SANDBOX_LABEL,
     Change,
+    Command,
     Found,
     Order,
     Owner,
@@ -44,7 +45,7 @@ class FakeDriver:
         self.usage = Usage()
         self.opened = self.closed = False
         self.preparing_count = self.most_preparing_count = 0
-        self._changes: set[asyncio.Queue[Change | SandboxError]] = set()
+        self._changes: set[asyncio.Queue[Change | Command | SandboxError]] = set()
 
     def put(self, handle: str, labels: dict[str, str], *, tell: bool = True) -> Found:
         """Have a sandbox appear that somebody else made."""
@@ -59,6 +60,14 @@ class FakeDriver:
         if tell:
             self._tell(Change(found, ended=True, why=why))
 
+    def runs(self, handle: str, run_id: str, words: str = "") -> None:
+        """Tell of a command that begins."""
+        self._tell(Command(handle, run_id, ended=False, words=words))
+
+    def ran(self, handle: str, run_id: str) -> None:
+        """Tell of the end of a command."""
+        self._tell(Command(handle, run_id, ended=True))
+
     def stop(self) -> None:
         """Stop the engine: all that runs on it ends, and nobody hears of it."""
         self.reachable = False
@@ -66,7 +75,12 @@ class FakeDriver:
         for queue in self._changes:
             queue.put_nowait(SandboxEngineError("the engine went away"))
 
-    def _tell(self, change: Change) -> None:
+    def loses_contact(self) -> None:
+        """End the stream of what happens; all that runs runs on."""
+        for queue in self._changes:
+            queue.put_nowait(SandboxEngineError("the connection was reset"))
+
+    def _tell(self, change: Change | Command) -> None:
         for queue in self._changes:
             queue.put_nowait(change)
 
@@ -131,8 +145,8 @@ class FakeDriver:
     async def sweep(self) -> None:
         self._reach()
 
-    async def watch(self) -> AsyncIterator[Change]:
-        queue: asyncio.Queue[Change | SandboxError] = asyncio.Queue()
+    async def watch(self) -> AsyncIterator[Change | Command]:
+        queue: asyncio.Queue[Change | Command | SandboxError] = asyncio.Queue()
         self._reach()
         self._changes.add(queue)
         try:
@@ -171,6 +185,8 @@ class FakePrograms:
     holds_s: dict[str, float] = field(default_factory=dict)
     idle_s: dict[str, float] = field(default_factory=dict)
     story: list[tuple[str, str, str]] = field(default_factory=list)
+    tools: list[tuple[str, str | None]] = field(default_factory=list)
+    """Commands that began, and None for each end of the last of several."""
     sums: tuple[int, int | None, int | None] | None = None
 
     def open(self, program_id: str) -> None:
@@ -185,6 +201,12 @@ class FakePrograms:
 
     def expected_holds_s(self) -> dict[str, float]:
         return self.holds_s
+
+    def tool_began(self, program_id: str, command: str) -> None:
+        self.tools.append((program_id, command))
+
+    def tool_ended(self, program_id: str) -> None:
+        self.tools.append((program_id, None))
 
     def sandbox_ready(self, program_id: str, sandbox_id: str, prepare_s: float) -> None:
         self.story.append((program_id, "ready", sandbox_id))

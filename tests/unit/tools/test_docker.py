@@ -26,7 +26,16 @@ from thunderagent.errors import (
     SandboxRefusedError,
     SandboxSpaceError,
 )
-from thunderagent.tools.base import EXPIRES_LABEL, OWNER_LABEL, PROGRAM_LABEL, SANDBOX_LABEL, Order, Owner
+from thunderagent.tools.base import (
+    EXPIRES_LABEL,
+    OWNER_LABEL,
+    PROGRAM_LABEL,
+    SANDBOX_LABEL,
+    Change,
+    Command,
+    Order,
+    Owner,
+)
 from thunderagent.tools.docker import DockerDriver
 from thunderagent.tools.docker.engine import mapped
 from thunderagent.tools.docker.networks import Networks
@@ -318,6 +327,56 @@ async def test_an_end_is_told_once(tmp_path: Path) -> None:
         ("c", True, "it was removed"),
         ("d", True, "its time to live is over"),
     ]
+
+
+async def test_commands_inside_are_told_of(tmp_path: Path) -> None:
+    """Begin and end of each, by the engine's name for it; those in containers of another owner are none of ours."""
+    ours = {SANDBOX_LABEL: "s-1", OWNER_LABEL: "me"}
+    stream = http(
+        event("exec_start: bash -c pytest -q: all", "a", execID="e-1", **ours)
+        + event("exec_start: ls", "b", execID="e-2", **{**ours, OWNER_LABEL: "another"})
+        + event("exec_die", "b", execID="e-2", **{**ours, OWNER_LABEL: "another"})
+        + event("exec_die", "a", execID="e-1", exitCode="1", **ours)
+        + event("die", "a", exitCode="0", **ours)
+    )
+    with engine(tmp_path, stream) as url:
+        driver = DockerDriver(Owner("me", "run"), url=url, concurrency_count=2)
+        changes = driver.watch()
+        told = [await anext(changes) for _ in range(3)]
+        await changes.aclose()
+        await driver.close()
+    assert told[:2] == [
+        Command("a", "e-1", ended=False, words="bash -c pytest -q: all"),
+        Command("a", "e-1", ended=True),
+    ]
+    assert isinstance(told[2], Change)
+    assert told[2].ended
+
+
+@pytest.mark.parametrize(
+    ("config", "run_ids"),
+    [
+        ("{}", ["e-1", "e-2", "e-3"]),
+        ('{"Healthcheck": {"Test": ["NONE"]}}', ["e-1", "e-2", "e-3"]),
+        ('{"Healthcheck": {"Test": ["CMD-SHELL", "true"]}}', ["e-3"]),
+    ],
+)
+async def test_probes_of_the_engine_are_not_taken_for_commands(tmp_path: Path, config: str, run_ids: list[str]) -> None:
+    """In a container that was given, which is asked about once; one that we make has no health check."""
+    given, ours = {PROGRAM_LABEL: "p-1"}, {SANDBOX_LABEL: "s-1", OWNER_LABEL: "me"}
+    stream = http(
+        event("exec_start: sh -c true", "a", execID="e-1", **given)
+        + event("exec_start: sh -c true", "a", execID="e-2", **given)
+        + event("exec_start: sh -c true", "b", execID="e-3", **ours)
+    )
+    with engine(tmp_path, stream, http(b'{"Id": "a", "Config": %s}' % config.encode())) as url:
+        driver = DockerDriver(Owner("me", "run"), url=url, concurrency_count=2)
+        changes = driver.watch()
+        told = [await anext(changes) for _ in run_ids]
+        with pytest.raises(SandboxEngineError):
+            await anext(changes)
+        await driver.close()
+    assert [change.run_id for change in told if isinstance(change, Command)] == run_ids
 
 
 async def test_an_answer_that_is_none_is_an_error_of_the_engine(tmp_path: Path) -> None:

@@ -276,6 +276,72 @@ async def test_a_sandbox_may_be_registered_by_its_name() -> None:
         await world.until(lambda: "mine" not in world.driver.there)
 
 
+async def test_a_command_in_a_sandbox_is_a_tool_of_its_program() -> None:
+    """It begins with the first of several, and is through with the last."""
+    async with running() as world:
+        handle = (await world.has_ready("p"))["handle"]
+        world.driver.runs(handle, "early", "ls")  # nobody uses it yet
+        await asyncio.sleep(0.01)
+        world.admits("p")
+        world.driver.runs(handle, "e-1", "pytest")
+        world.driver.runs(handle, "e-2", "tail -f log")
+        world.driver.ran(handle, "e-1")
+        world.driver.ran(handle, "e-1")
+        await world.until(lambda: world.programs.tools)
+        await asyncio.sleep(0.01)
+        assert world.programs.tools == [("p", "pytest")]
+        world.driver.ran(handle, "e-2")
+        world.driver.ran(handle, "early")
+        await world.until(lambda: len(world.programs.tools) > 1)
+        assert world.programs.tools == [("p", "pytest"), ("p", None)]
+
+
+async def test_a_command_that_runs_on_beside_a_turn_is_no_tool() -> None:
+    """As a server does that is started inside: commands after it are tools of their own."""
+    async with running() as world:
+        handle = (await world.has_ready("p"))["handle"]
+        world.admits("p")
+        world.driver.runs(handle, "server", "python -m server")
+        await world.until(lambda: world.programs.tools)
+        world.admits("p")
+        world.driver.runs(handle, "e-1", "ls")
+        world.driver.ran(handle, "e-1")
+        world.driver.ran(handle, "server")
+        await world.until(lambda: len(world.programs.tools) > 2)
+        await asyncio.sleep(0.01)
+        assert world.programs.tools == [("p", "python -m server"), ("p", "ls"), ("p", None)]
+
+
+async def test_commands_of_sandboxes_that_are_shared_are_nobodys_tool() -> None:
+    """Whose it is is not known; in one that was given, by its label, they are."""
+    async with running() as world:
+        shared = await world.has_ready("p", template="plain", share="both")
+        await world.asks("q", template="plain", share="both")
+        world.driver.put("given", given_labels("r"))
+        await world.until(lambda: world.manager.of_program("r"))
+        for program_id in "pqr":
+            world.admits(program_id)
+        world.driver.runs(shared["handle"], "e-1", "ls")
+        world.driver.runs("given", "e-2", "ls")
+        await world.until(lambda: world.programs.tools)
+        assert world.programs.tools == [("r", "ls")]
+
+
+async def test_what_ran_when_contact_was_lost_is_forgotten() -> None:
+    """Its end may have been missed: the next command is a tool again."""
+    async with running() as world:
+        handle = (await world.has_ready("p"))["handle"]
+        world.admits("p")
+        world.driver.runs(handle, "e-1", "ls")
+        await world.until(lambda: world.programs.tools)
+        world.driver.loses_contact()
+        await asyncio.sleep(0.1)
+        world.driver.runs(handle, "e-2", "cat")
+        world.driver.ran(handle, "e-2")
+        await world.until(lambda: len(world.programs.tools) > 2)
+        assert world.programs.tools == [("p", "ls"), ("p", "cat"), ("p", None)]
+
+
 async def test_a_sandbox_that_dies_is_told_of() -> None:
     async with running() as world:
         await world.has_ready("p")

@@ -29,7 +29,18 @@ import structlog
 from docker import APIClient  # type: ignore[import-untyped]
 
 from thunderagent.errors import NotFoundError, SandboxError, SandboxRefusedError
-from thunderagent.tools.base import OWNER_LABEL, PROGRAM_LABEL, SANDBOX_LABEL, Change, Found, Order, Owner, Place, Usage
+from thunderagent.tools.base import (
+    OWNER_LABEL,
+    PROGRAM_LABEL,
+    SANDBOX_LABEL,
+    Change,
+    Command,
+    Found,
+    Order,
+    Owner,
+    Place,
+    Usage,
+)
 from thunderagent.tools.docker.answers import Listed, labels_of, list_all, memory_bytes_of, place_of, volume_bytes_of
 from thunderagent.tools.docker.connection import ignoring
 from thunderagent.tools.docker.engine import Engine
@@ -86,6 +97,8 @@ class DockerDriver:
         self._made: dict[str, _Made] = {}
         self._adopted: set[str] = set()
         # Whose end was told of lately: nobody could know yet that one still in preparation was meant.
+        self._probed: dict[str, bool] = {}
+        """Given containers in which commands ran, and whether they have a health check."""
         self._ended: deque[str] = deque(maxlen=_ENDED_COUNT)
         self._stop_deadlines_s: dict[str, float] = {}
         self._reaper_pipe: int | None = None
@@ -238,25 +251,46 @@ class DockerDriver:
         await self._networks.sweep()
         await self._images.sweep()
 
-    def watch(self) -> AsyncGenerator[Change, None]:
+    def watch(self) -> AsyncGenerator[Change | Command, None]:
         """Yield each given container that appears, and each labelled one that ends, from this call on.
+
+        And each command that is run inside a labelled one.
 
         Raises `SandboxEngineError` when the engine is lost. Closing it ends its thread and its connection.
         """
         return self._watch(time.time())
 
-    async def _watch(self, since_s: float) -> AsyncGenerator[Change, None]:
+    async def _watch(self, since_s: float) -> AsyncGenerator[Change | Command, None]:
         async with contextlib.aclosing(changes(self._engine, since_s)) as told:
             async for change in told:
+                if isinstance(change, tuple):
+                    command, attributes = change
+                    if self._may_touch(command.handle, attributes) and not await self._is_probed(command, attributes):
+                        yield command
+                    continue
                 handle, labels = change.found.handle, change.found.labels
                 if not self._may_touch(handle, labels):
                     continue
                 if change.ended:
+                    self._probed.pop(handle, None)
                     self._ended.append(handle)
                     self._engine.later(self._bury(handle))
                     yield change
                 elif change.found.is_given and (info := await self._engine.inspect(handle)) is not None:
                     yield Change(Found(handle, labels, True, place_of(info)), ended=False)
+
+    async def _is_probed(self, command: Command, labels: Mapping[str, str]) -> bool:
+        """Say whether a command may be a probe of the engine's own, which nobody can tell from what an agent runs.
+
+        What we make has no health check. A given container is looked at when a command first runs in it.
+        """
+        if SANDBOX_LABEL in labels:
+            return False
+        if command.handle not in self._probed:
+            info = await self._engine.inspect(command.handle)
+            check = {} if info is None else info["Config"].get("Healthcheck") or {}
+            self._probed[command.handle] = (check.get("Test") or ["NONE"])[0] != "NONE"
+        return self._probed[command.handle]
 
     async def _bury(self, handle: str) -> None:
         """Remove what goes with a container of ours that ended by itself; the engine removes that."""

@@ -169,6 +169,7 @@ class Preparation:
             labels=labels,
             ports=list(template.ports) or None,
             stop_signal="SIGTERM",
+            healthcheck={"test": ["NONE"]},  # nobody reads it, and each probe would look like a tool
             host_config=_host_config(client, template, self.network),
             networking_config=networking,
         )

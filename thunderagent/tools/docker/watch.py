@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
-from thunderagent.tools.base import Change, Found, Place
+from thunderagent.tools.base import Change, Command, Found, Place
 from thunderagent.tools.docker.answers import EVENT, Event, expires_s
 from thunderagent.tools.docker.connection import encoded
 from thunderagent.tools.docker.engine import Engine, mapped
 
+EXEC_START = "exec_start"
+"""How the action begins of a command that is run inside; after a colon comes the command."""
 
-async def changes(engine: Engine, since_s: float) -> AsyncGenerator[Change, None]:
+
+async def changes(engine: Engine, since_s: float) -> AsyncGenerator[Change | tuple[Command, Mapping[str, str]], None]:
     """Yield each container that starts or ends, whoever made it, from that Unix time on.
+
+    And each command that is run inside one, with the container's labels.
 
     Raises `SandboxError` when the engine is lost. Closing it ends its thread and its connection.
     """
@@ -30,18 +35,27 @@ async def changes(engine: Engine, since_s: float) -> AsyncGenerator[Change, None
             if line:
                 hand_over(EVENT.decode(line))
 
-    filters = {"type": ["container"], "event": ["start", "die", "destroy", "oom"]}
+    filters = {"type": ["container"], "event": ["start", "die", "destroy", "oom", EXEC_START, "exec_die"]}
     stream = engine.stream("events", "GET", f"/events?since={since_s:.3f}&filters={encoded(filters)}", read)
     stream.ended.add_done_callback(lambda _: hand_over(None))
     seen = _Seen()
     try:
         await engine.open(stream)
         while (event := await events.get()) is not None:
-            if (change := seen.change(event)) is not None:
+            if (command := _command(event)) is not None:
+                yield command, event.actor.attributes
+            elif (change := seen.change(event)) is not None:
                 yield change
         raise mapped(stream.ended.result(0) or ConnectionError("it closed its stream of events"))
     finally:
         stream.close()
+
+
+def _command(event: Event) -> Command | None:
+    run_id = event.actor.attributes.get("execID", "")
+    if event.action.startswith(EXEC_START):
+        return Command(event.actor.id, run_id, ended=False, words=event.action.removeprefix(EXEC_START).lstrip(": "))
+    return Command(event.actor.id, run_id, ended=True) if event.action == "exec_die" else None
 
 
 class _Seen:
