@@ -49,6 +49,7 @@ from thunderagent.tools.base import (
     RUN_LABEL,
     SANDBOX_LABEL,
     Change,
+    Command,
     Order,
     Owner,
 )
@@ -120,8 +121,10 @@ async def until(condition: Callable[[], object], within_s: float = DEADLINE_S) -
 
 
 @contextlib.asynccontextmanager
-async def watching(driver: DockerDriver) -> AsyncIterator[asyncio.Queue[Change | Exception]]:
-    """Give what the driver tells from now on; an error that ends it comes last."""
+async def watching(
+    driver: DockerDriver, commands: list[Command] | None = None
+) -> AsyncIterator[asyncio.Queue[Change | Exception]]:
+    """Give what the driver tells from now on, commands apart; an error that ends it comes last."""
     changes: asyncio.Queue[Change | Exception] = asyncio.Queue()
 
     told = driver.watch()
@@ -130,7 +133,10 @@ async def watching(driver: DockerDriver) -> AsyncIterator[asyncio.Queue[Change |
         async with contextlib.aclosing(told):
             try:
                 async for change in told:
-                    changes.put_nowait(change)
+                    if not isinstance(change, Command):
+                        changes.put_nowait(change)
+                    elif commands is not None:
+                        commands.append(change)
             except SandboxEngineError as error:
                 changes.put_nowait(error)
 
@@ -342,6 +348,33 @@ async def test_a_sandbox_has_time_to_end_by_itself(driver: DockerDriver) -> None
     started_s = time.monotonic()
     await driver.reclaim(place.handle)
     assert 1.0 <= time.monotonic() - started_s < 5.0
+
+
+async def test_commands_inside_are_told_of(driver: DockerDriver, client: Any) -> None:
+    """When each begins and ends, in what was made and in what was given; no probes of the engine's own."""
+    commands: list[Command] = []
+    probed = {"test": ["CMD-SHELL", "true"], "interval": 200_000_000}
+    made = client.create_container(IMAGE, ["sleep", "60"], labels={PROGRAM_LABEL: "p-2"}, healthcheck=probed)
+    given = client.create_container(IMAGE, ["sleep", "60"], labels={PROGRAM_LABEL: "p-3"})
+    for each in (made, given):
+        client.start(each["Id"])
+    async with watching(driver, commands):
+        place = await driver.prepare(order())
+        await asyncio.sleep(1.0)
+        commands.clear()
+        for handle in (place.handle, given["Id"], made["Id"]):
+            run_id = client.exec_create(handle, ["sh", "-c", "sleep 0.5; echo through"])["Id"]
+            await asyncio.to_thread(client.exec_start, run_id)
+        await until(lambda: len(commands) >= 4)
+        await asyncio.sleep(0.5)
+    told = [(each.handle, each.ended, each.words.strip()) for each in commands]
+    words = "sh -c sleep 0.5; echo through"
+    assert told == [
+        (handle, ended, "" if ended else words) for handle in (place.handle, given["Id"]) for ended in (False, True)
+    ]
+    assert commands[0].run_id == commands[1].run_id != commands[2].run_id
+    for handle in (place.handle, given["Id"], made["Id"]):
+        await driver.reclaim(handle)
 
 
 async def test_a_sandbox_that_ends_by_itself_is_told_of(driver: DockerDriver, client: Any) -> None:
