@@ -264,8 +264,12 @@ class BreakEven:
             return True
         if not make_room or view.first_bound_before(program, replica) is not None:
             return False
-        for expired in _enough(view.first_expired_few(replica, MOST_EXPIRED_COUNT), missing_tokens):
-            view.propose_pause(expired, Reason.EXPIRED)
+        expired = view.first_expired_few(replica, MOST_EXPIRED_COUNT)
+        going = _enough(expired, missing_tokens)
+        if not going and len(expired) == account.active_count:
+            going = expired  # it would be alone
+        for each in going:
+            view.propose_pause(each, Reason.EXPIRED)
         return not account.active_count or self._free_tokens(account, grown_tokens) >= needed_tokens
 
     def _foreseen_tokens(self, view: View, program: ProgramView) -> float:

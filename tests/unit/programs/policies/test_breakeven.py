@@ -94,6 +94,18 @@ def test_an_expired_program_stays_while_nobody_needs_its_room() -> None:
     assert driver.home("a") == driver.home("b") == "r0"
 
 
+@pytest.mark.parametrize("someone_works", [False, True])
+def test_all_who_expired_go_for_one_that_fits_only_alone(someone_works: bool) -> None:
+    """Together they claim less than is foreseen to be missing; but if they went, nobody would be there."""
+    driver = driver_with(hold_ratio=0.0, foresight_ratio=1e9)
+    opens(driver, a=200)
+    if someone_works:
+        driver.arrives("w", 50)
+    turn = driver.arrives("b", 700)
+    assert driver.held(turn) == someone_works
+    assert driver.home("a") == ("r0" if someone_works else None)
+
+
 def test_no_more_of_the_expired_go_than_need_be() -> None:
     """The one that expired first makes the room."""
     driver = driver_with(hold_ratio=0.0)
