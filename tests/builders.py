@@ -152,6 +152,7 @@ class Driver:
         wanted: str | None = None,
         program_class: str = "",
         role: str = "",
+        parent_branch: str = "",
     ) -> int:
         """Let a turn arrive whose prompt is estimated at `tokens`; return its id.
 
@@ -173,6 +174,7 @@ class Driver:
                 wanted_replica_id=wanted,
                 program_class=program_class,
                 role=role,
+                parent_branch_id=parent_branch,
             )
         )
         return turn_id
@@ -209,9 +211,12 @@ class Driver:
         prefix: Mapping[str, int] | None = None,
         group: str = "",
         tool: str = "",
+        parent_branch: str = "",
     ) -> int:
         """Let a turn arrive, be granted and finish with a prompt of `tokens`: the program acts then."""
-        turn_id = self.arrives(program_id, tokens, branch=branch, prefix=prefix, group=group)
+        turn_id = self.arrives(
+            program_id, tokens, branch=branch, prefix=prefix, group=group, parent_branch=parent_branch
+        )
         assert turn_id in self.granted_on, f"{program_id} was not granted its turn"
         self.finishes(turn_id, tokens, tool=tool)
         return turn_id

@@ -234,6 +234,7 @@ class Runtime:
         wanted_replica_id: str | None = None,
         program_class: str = "",
         role: str = "",
+        parent_branch_id: str = "",
     ) -> Lease:
         """Wait for leave to run one turn; `program_id` None is an anonymous one. The rest is as in `TurnArrived`.
 
@@ -270,6 +271,7 @@ class Runtime:
                 wanted_replica_id,
                 program_class,
                 role,
+                parent_branch_id,
             )
             if pinned_replica_id is None
             else PinnedTurnArrived(arrived_s, turn_id, pinned_replica_id, prompt_bytes)

@@ -215,6 +215,25 @@ async def test_a_branch_header_opens_a_branch(proxy: RunningProxy) -> None:
     assert (await get(proxy.url, "/programs/a")).json()["branches_count"] == 2
 
 
+@pytest.mark.parametrize(
+    ("session", "agent", "parent"),
+    [
+        ("X-Claude-Code-Session-Id", "X-Claude-Code-Agent-Id", "X-Claude-Code-Parent-Agent-Id"),
+        ("session-id", "thread-id", "x-codex-parent-thread-id"),
+    ],
+)
+async def test_a_sub_agent_that_goes_on_is_through_with_its_own(
+    proxy: RunningProxy, session: str, agent: str, parent: str
+) -> None:
+    """Who called whom is read from the headers of coding agents: a branch below goes, one beside it stays."""
+    counts = []
+    for headers in ({}, {agent: "a"}, {agent: "b", parent: "a"}, {agent: "c"}, {agent: "a"}, {}):
+        answer = await post(proxy.url, CHAT, turn(None), (session, "s"), *headers.items())
+        assert (answer.status, answer.header("X-Program-ID")) == (200, "s")
+        counts.append((await get(proxy.url, "/programs/s")).json()["branches_count"])
+    assert counts == [1, 2, 3, 4, 3, 1]
+
+
 async def test_turns_of_a_program_stay_on_its_replica() -> None:
     """And so do its side calls."""
     async with fake_replica() as one, fake_replica() as other, running_proxy(one.url, other.url) as proxy:

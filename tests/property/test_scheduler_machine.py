@@ -132,7 +132,7 @@ SETTINGS = SchedulerSettings(
 )
 PROGRAMS = st.sampled_from([None, "a", "b", "c", "d", "e", "f"])
 REPLICAS = st.sampled_from(["r0", "r1", "r2"])
-BRANCHES = st.sampled_from(["", "", "sub"])
+BRANCHES = st.sampled_from(["", "", "sub", "below"])
 CAUSES = st.sampled_from(["pause", "weights"])
 TOKENS = st.integers(0, 1500)
 TOOLS = st.sampled_from(["", "ls", "make"])
@@ -212,6 +212,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         tenant=TENANTS,
         wanted=st.none() | REPLICAS,
         program_class=CLASSES,
+        parent_branch_id=BRANCHES,
     )
     def turn_arrives(
         self,
@@ -228,6 +229,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         tenant: str = "",
         wanted: str | None = None,
         program_class: str = "",
+        parent_branch_id: str = "",
     ) -> int:
         turn_id = self.next_turn_id
         self.next_turn_id += 1
@@ -248,6 +250,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 tenant=tenant,
                 wanted_replica_id=wanted,
                 program_class=program_class,
+                parent_branch_id=parent_branch_id,
             )
         )
         return turn_id

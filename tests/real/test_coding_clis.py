@@ -18,12 +18,14 @@ from benchmarks.real_engine import cache_dir
 from tests.integration.support import running_proxy
 from tests.real.scripted_model import ScriptedModel
 from tests.real.test_integrations import PAGES, Seen
+from thunderagent.programs.events import Event, TurnArrived, TurnFinished
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from typing import NoReturn
 
     from tests.integration.support import RunningProxy
+    from thunderagent.programs.decisions import Decision
 
 DEADLINE_S = 90.0
 INSTALL_S = 300.0
@@ -107,6 +109,31 @@ async def test_claude_code_with_a_sub_agent_is_one_program(programs_folder: Path
         assert seen.branches[0] == seen.branches[-1] == ""
         assert seen.finished_count == len(seen.arrived) == 3
         assert "X-Stainless-Timeout" in model.asked[0][1]
+
+
+async def test_claude_code_says_which_sub_agent_called_which(programs_folder: Path, tmp_path: Path) -> None:
+    """One that a sub-agent called is a branch below it, and forgotten when it goes on."""
+    asked = {"description": "ask", "prompt": "What is the weather?", "run_in_background": False}
+    script = ScriptedModel(tool="Agent", arguments=asked, leaf_header="X-Claude-Code-Parent-Agent-Id")
+    async with script.running() as model, running_proxy(model.url) as proxy:
+        arrived: list[TurnArrived] = []
+        branches_counts: list[int] = []
+
+        def see(event: Event, decisions: Sequence[Decision]) -> None:
+            if isinstance(event, TurnArrived):
+                arrived.append(event)
+            elif isinstance(event, TurnFinished):
+                branches_counts.extend(len(program.branches) for program in proxy.runtime.scheduler.table)
+
+        proxy.runtime.observe(see)
+        output = await type_in(blocks("claude-code", "sh")[1], proxy, programs_folder, tmp_path)
+        assert "hello to you" in output
+        (_, called), (_, below) = [(turn.parent_branch_id, turn.branch_id) for turn in arrived[1:3]]
+        assert called
+        assert below not in ("", called)
+        ways = [("", ""), ("", called), (called, below), ("", called), ("", "")]
+        assert [(turn.parent_branch_id, turn.branch_id) for turn in arrived] == ways
+        assert branches_counts == [1, 2, 3, 2, 1]
 
 
 async def test_claude_code_names_its_session_itself(programs_folder: Path, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def a_log(path: Path, driver: Driver) -> Path:
 def every_event() -> Driver:
     """A driver that was sent one of each, with ids that JSON must escape."""
     driver = Driver(Cap(n=1), settings=SETTINGS)
-    turn = driver.arrives('a "quoted" \u2028 日本', 100, branch="sub")
+    turn = driver.arrives('a "quoted" \u2028 日本', 100, branch="sub", parent_branch="agent")
     driver.starts(turn)
     driver.progresses(turn, 5)
     driver.finishes(turn, 120, 8, 64)
@@ -86,6 +86,7 @@ def test_a_log_of_an_earlier_version_is_still_read() -> None:
         "engine_waiting_count",
         "role",
         "outcome",
+        "parent_branch_id",
     }
     for path in Path(__file__).parents[1].joinpath("replay").glob("*.jsonl"):
         header, *lines = map(msgspec.json.decode, path.read_bytes().splitlines())

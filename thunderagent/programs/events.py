@@ -29,8 +29,8 @@ class TurnArrived:
     `avoid_replica_id` names the replica that failed the previous attempt at this turn. `prefix` are places in the
     prompt, in their order; programs whose prompts have the same digest at a place have the same prompt up to there.
     Programs of one `group_id` finish together. A program's tenant, its class (a word of its client's for what it does)
-    and its parent, a program that waits for it, are those of its first turn. `role` is the agent whose turn it is;
-    empty is the branch's name.
+    and its parent, a program that waits for it, are those of its first turn. `parent_branch_id` is the branch that
+    waits for it; empty is the main branch. `role` is the agent whose turn it is; empty is the branch's name.
 
     At `deadline_s`, in the same seconds as `now_s`, the client gives up; None is never. A client that tried again names
     the turn that this one takes the place of (`supersedes_id`), or if that one ended already, since when it waits.
@@ -53,6 +53,7 @@ class TurnArrived:
     wanted_replica_id: str | None = None
     program_class: str = ""
     role: str = ""
+    parent_branch_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)

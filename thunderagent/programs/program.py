@@ -141,6 +141,7 @@ class Branch:
     __slots__ = (
         "context_tokens",
         "last_turn_id",
+        "parent_id",
         "prefix",
         "prompt_tokens",
         "side_turn_count",
@@ -158,6 +159,8 @@ class Branch:
         self.tokens_per_byte_ratio: float | None = None
         self.side_turn_count = 0
         self.last_turn_id = -1
+        self.parent_id = MAIN_BRANCH
+        """The branch that waits for it, as far as its client says."""
 
     def learn(self, prompt_tokens: int, output_tokens: int) -> None:
         """Take the size of the branch from the usage of a turn.
@@ -359,6 +362,16 @@ class Program:
         branch = self.branches.get(turn.branch_id) or self.branches[MAIN_BRANCH]
         return int(turn.prompt_bytes * (branch.tokens_per_byte_ratio or tokens_per_byte_ratio))
 
+    def branch_of(self, turn: Turn, parent_id: str) -> Branch:
+        """Return the branch of a turn that arrived, opened if there is none; the main one has no parent."""
+        branch = self.branches.get(turn.branch_id)
+        if branch is None:
+            branch = self.branches[turn.branch_id] = Branch()
+        branch.last_turn_id = turn.turn_id
+        if parent_id and turn.branch_id != MAIN_BRANCH:
+            branch.parent_id = parent_id
+        return branch
+
     def measure_claim(self) -> int:
         """Return what the program claims now: of each branch the longest chain, and what its turns have generated.
 
@@ -383,17 +396,26 @@ class Program:
     def forget_ended_branches(self, ended: Turn, *, finished: bool = True) -> list[Branch]:
         """Return and drop side branches that are not used again, after `ended`, a turn of this program.
 
-        When it was a turn of the main branch that finished: all that had no turn since it arrived, because a parent
-        goes on when its sub-agents are through. In any case all idle ones but the `IDLE_BRANCHES_COUNT` last used,
-        because a client may name every branch and have no main one.
+        When it finished: all that its branch waits for, or one of these, and that had no turn since it arrived, because
+        a parent goes on when its sub-agents are through; the main branch waits for all. In any case all idle ones but
+        the `IDLE_BRANCHES_COUNT` last used, because a client may name every branch and have no main one.
         """
         busy = {turn.branch_id for turns in (self.in_flight, self.held) for turn in turns.values()}
         idle = [name for name in self.branches if name != MAIN_BRANCH and name not in busy]
         idle.sort(key=lambda name: self.branches[name].last_turn_id)
         excess_count = len(idle) - IDLE_BRANCHES_COUNT
+        waiting = {name: self._who_waits_for(name) for name in idle} if finished else {}
         forgotten = []
         for position, name in enumerate(idle):
-            done = finished and ended.branch_id == MAIN_BRANCH and self.branches[name].last_turn_id < ended.turn_id
+            done = finished and self.branches[name].last_turn_id < ended.turn_id and ended.branch_id in waiting[name]
             if done or position < excess_count:
                 forgotten.append(self.branches.pop(name))
         return forgotten
+
+    def _who_waits_for(self, branch_id: str) -> set[str]:
+        """Return the branches above one, the main branch with them; parents that name each other in a ring are few."""
+        above = {MAIN_BRANCH}
+        while (branch := self.branches.get(branch_id)) is not None and branch.parent_id not in above:
+            branch_id = branch.parent_id
+            above.add(branch_id)
+        return above

@@ -370,10 +370,7 @@ class Scheduler:
         turn = self._new_turn(event, program, earlier)
         turn.prompt_tokens = program.estimate_prompt_tokens(turn, self._tokens_per_byte_ratio)
         self.turns[turn.turn_id] = turn
-        branch = program.branches.get(turn.branch_id)
-        if branch is None:
-            branch = program.branches[turn.branch_id] = Branch()
-        branch.last_turn_id = turn.turn_id
+        branch = program.branch_of(turn, event.parent_branch_id)
         if self._rules.share_prefixes and event.prefix:
             self._set_prefix(program, branch, event.prefix)
         suspended = program.status is Status.ACTIVE and bool(self.replicas[program.replica_id or ""].suspended_for)

@@ -52,8 +52,14 @@ OUR_HEADERS = "X-Program-"
 
 _OURS, *_OTHERS = PROGRAM_HEADERS
 
+PARENT_BRANCH_HEADERS = {
+    "X-Claude-Code-Agent-Id": "X-Claude-Code-Parent-Agent-Id",
+    "Thread-Id": "X-Codex-Parent-Thread-Id",
+}
+"""Headers that name a branch, and those that name the branch which waits for it; without one it is the main branch."""
+
 PARENT_HEADERS = ("X-Program-Parent", "X-Dynamo-Parent-Session-ID", "X-Codex-Parent-Thread-Id")
-"""Name a program that waits for this one."""
+"""Name a program that waits for this one. A thread of Codex is one where it is no branch: where each has a session."""
 
 TENANT_HEADER = "X-Program-Tenant"
 GROUP_HEADER = "X-Program-Group"
@@ -157,6 +163,8 @@ class TurnRequest(NamedTuple):
     """Whether its `prompt` is token ids rather than text."""
     role: str = ""
     outcome: str = ""
+    parent_branch_id: str = ""
+    """The branch that waits for this one; empty is the main branch."""
 
 
 class SideCallRequest(NamedTuple):
@@ -243,9 +251,13 @@ def identify(
         text = set_include_usage(text, fields.stream_options)
     if text is not outline.text:
         body = outline.filled(text)
-    branch_id = _id_of(headers, (BRANCH_HEADER, PROGRAM_HEADERS.get(header, BRANCH_HEADER)), "branch id")
+    branch_header = PROGRAM_HEADERS.get(header, BRANCH_HEADER)
+    branch_id = _id_of(headers, (BRANCH_HEADER, branch_header), "branch id")
     group_id = _id_of(headers, (GROUP_HEADER,), "group id")
-    parent_id = _id_of(headers, PARENT_HEADERS, "program id")
+    parent_branch_id = ""
+    if branch_id not in ("", program_id) and BRANCH_HEADER not in headers and branch_header in PARENT_BRANCH_HEADERS:
+        parent_branch_id = _id_of(headers, (PARENT_BRANCH_HEADERS[branch_header],), "branch id")
+    parent_id = _id_of(headers, PARENT_HEADERS[:-1] if parent_branch_id else PARENT_HEADERS, "program id")
     tenant = _id_of(headers, (TENANT_HEADER,), "tenant")
     program_class = _id_of(headers, (CLASS_HEADER,), "program class") if headers.get(CLASS_HEADER) else ""
     has_whole_prompt = fields.previous_response_id is None
@@ -270,6 +282,7 @@ def identify(
         has_token_prompt=holds_token_ids(fields.prompt),
         role=_id_of(headers, (ROLE_HEADER,), "role") if ROLE_HEADER in headers else "",
         outcome=outcome_of(headers) if is_final else "",
+        parent_branch_id=parent_branch_id,
     )
 
 

@@ -364,6 +364,7 @@ class Turns:
             wanted_replica_id=record.maker_id,
             program_class=turn.program_class,
             role=turn.role,
+            parent_branch_id=turn.parent_branch_id,
         )
         try:
             if record.held_stream is None:

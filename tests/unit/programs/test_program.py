@@ -113,6 +113,34 @@ def test_branches_that_ended_before_a_main_turn_are_forgotten() -> None:
     assert program.measure_claim() == 100 + 300 + 400
 
 
+def test_branches_that_ended_before_the_branch_that_waits_for_them_are_forgotten() -> None:
+    """A sub-agent goes on when its own sub-agents are through, and theirs; who it does not wait for stays."""
+    program = a_program(main=100, agent=200, below=300, further=400, beside=500, later=600, orphan=700)
+    waits_for = {"below": "agent", "further": "below", "beside": "other", "later": "agent", "orphan": "gone"}
+    for turn_id, name in enumerate(("agent", "below", "further", "beside", "orphan"), start=1):
+        program.branches[name].last_turn_id = turn_id
+    for name, parent in waits_for.items():
+        program.branches[name].parent_id = parent
+    program.branches["agent"].last_turn_id = program.branches["later"].last_turn_id = 9
+    program.forget_ended_branches(Turn(9, program, "agent", 0, 0.0), finished=False)
+    assert len(program.branches) == 7
+    program.forget_ended_branches(Turn(9, program, "agent", 0, 0.0))
+    assert set(program.branches) == {MAIN_BRANCH, "agent", "beside", "later", "orphan"}
+    program.forget_ended_branches(Turn(8, program, MAIN_BRANCH, 0, 0.0))
+    assert set(program.branches) == {MAIN_BRANCH, "agent", "later"}
+
+
+def test_branches_that_wait_for_each_other_in_a_ring_end_with_the_main_branch() -> None:
+    """A client may say what makes no sense: nothing loops, and nothing stays for ever."""
+    program = a_program(main=100, one=200, two=300, itself=400)
+    program.branches["one"].parent_id, program.branches["two"].parent_id = "two", "one"
+    program.branches["itself"].parent_id = "itself"
+    program.forget_ended_branches(Turn(5, program, "itself", 0, 0.0))
+    assert set(program.branches) == {MAIN_BRANCH, "one", "two"}
+    program.forget_ended_branches(Turn(6, program, MAIN_BRANCH, 0, 0.0))
+    assert set(program.branches) == {MAIN_BRANCH}
+
+
 # --- Estimates
 
 

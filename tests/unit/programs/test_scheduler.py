@@ -134,6 +134,20 @@ def test_ended_sub_agents_give_their_claim_back_when_the_parent_goes_on() -> Non
     assert driver.demand() == 350
 
 
+def test_ended_sub_agents_of_a_sub_agent_give_their_claim_back_when_it_goes_on() -> None:
+    """The sub-agent that the main branch waits for is then alone; a parent named for the main branch means nothing."""
+    driver = by_load()
+    driver.takes_turn("a", 300, parent_branch="nobody")
+    driver.takes_turn("a", 200, branch="sub")
+    driver.takes_turn("a", 50, branch="below", parent_branch="sub")
+    driver.takes_turn("a", 25, branch="beside")
+    assert driver.demand() == 575
+    driver.takes_turn("a", 250, branch="sub")
+    assert driver.demand() == 300 + 250 + 25
+    driver.takes_turn("a", 350)
+    assert driver.demand() == 350
+
+
 # --- Released -------------------------------------------------------------------------------------------------
 
 

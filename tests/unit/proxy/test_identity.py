@@ -128,6 +128,33 @@ def test_coding_agents_name_their_branches(headers: dict[str, str], branch_id: s
     assert identified(headers=headers).branch_id == branch_id
 
 
+CLAUDE_CODE = {"X-Claude-Code-Session-Id": "s", "X-Claude-Code-Parent-Agent-Id": "p"}
+CODEX = {"session-id": "s", "x-codex-parent-thread-id": "p"}
+
+
+@pytest.mark.parametrize(
+    ("path_id", "headers", "parents"),
+    [
+        (None, {**CLAUDE_CODE, "X-Claude-Code-Agent-Id": "a"}, ("p", "")),
+        ("run", {**CLAUDE_CODE, "X-Claude-Code-Agent-Id": "a"}, ("p", "")),
+        (None, {**CLAUDE_CODE, "X-Claude-Code-Agent-Id": "a", "X-Program-Parent": "q"}, ("p", "q")),
+        (None, CLAUDE_CODE, ("", "")),
+        (None, {**CLAUDE_CODE, "X-Claude-Code-Agent-Id": "a", "X-Program-Branch": "b"}, ("", "")),
+        (None, {"X-Session-ID": "s", **CLAUDE_CODE, "X-Claude-Code-Agent-Id": "a"}, ("", "")),
+        (None, {**CODEX, "thread-id": "t"}, ("p", "")),
+        ("run", {**CODEX, "thread-id": "s"}, ("p", "")),
+        (None, {**CODEX, "thread-id": "t", "X-Dynamo-Parent-Session-ID": "q"}, ("p", "q")),
+        (None, {**CODEX, "thread-id": "s"}, ("", "p")),
+        (None, CODEX, ("", "p")),
+    ],
+)
+def test_coding_agents_name_who_waits(path_id: str | None, headers: dict[str, str], parents: tuple[str, str]) -> None:
+    """Beside a branch its header names a branch of the same program; a Codex thread with its own session, a program."""
+    turn = identify(path_id, CIMultiDictProxy(CIMultiDict(headers)), b"{}")
+    assert turn is not None
+    assert (turn.parent_branch_id, turn.parent_id) == parents
+
+
 @pytest.mark.parametrize(("value", "is_final"), [("1", True), ("true", True), ("0", False), ("", False)])
 @pytest.mark.parametrize("header", FINAL_HEADERS)
 def test_the_last_turn_says_so(header: str, value: str, is_final: bool) -> None:
