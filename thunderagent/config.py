@@ -195,8 +195,11 @@ class ServeConfig(BaseSettings):
         False, description="whether a program at the lowest level is ended: its turns get 410 until it is released"
     )
     tick_s: float = Field(1.0, gt=0, description="longest time between two looks at the clock, in seconds")
-    idle_limit_s: float = Field(
-        300.0, gt=0, description="a program whose tool runs longer gives its claim on memory back, in seconds"
+    idle_limit_s: float | None = Field(
+        None,
+        gt=0,
+        description="a program whose tool runs longer gives its claim on memory back, in seconds; "
+        "none learns it from the tool's times, 300 s at least",
     )
     forget_limit_s: float = Field(
         1800.0,

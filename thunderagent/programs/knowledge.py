@@ -17,6 +17,14 @@ from thunderagent.programs.verdicts import Record
 UNKNOWN_GROWTH_RATIO = 3.0
 """Until some programs ended, one is expected to become larger than its first prompt by so much of it."""
 
+LEAST_IDLE_LIMIT_S = 300.0
+"""However quick its tool is, a program may take so long: a person may have been asked, or a network is slow."""
+
+LATE_RETURNS_RATIO = 0.99
+"""Of a tool's returns so many count as usual; the idle limit is `IDLE_LIMIT_FACTOR` times what these take."""
+
+IDLE_LIMIT_FACTOR = 2.0
+
 TOOL_LEARNING_RATIO = 0.05
 """Weight of the newest tool's time in the mean."""
 
@@ -68,6 +76,11 @@ class Knowledge:
     def median_residence_s(self) -> float:
         """Median time between a program's first turn and its end; infinite until one ended."""
         return self._residences_s.quantile(0.5, inf)
+
+    def idle_limit_s(self, tool: str) -> float:
+        """Return after how long in a tool a program will most likely not come back any more. Cost: O(intervals)."""
+        usual_s = self.tool_times.returned_within_s(tool, LATE_RETURNS_RATIO)
+        return max(LEAST_IDLE_LIMIT_S, IDLE_LIMIT_FACTOR * usual_s)
 
     def turn_finished(
         self,

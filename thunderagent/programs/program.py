@@ -207,6 +207,7 @@ class Program:
         "hold_until_s",
         "ideal_s_total",
         "idle",
+        "idle_at_s",
         "in_flight",
         "larger_tokens_total",
         "last_ended_s",
@@ -271,6 +272,8 @@ class Program:
         self.destination: tuple[str, Reason] | None = None
         """Where it is to go when its turns in flight have ended, or its next one comes; and why."""
         self.marked = False
+        self.idle_at_s = inf
+        """When, on the clock of the limits, it is to be looked at whether its idle limit is over."""
         self.idle = False
         """Paused by the idle limit: only a turn brings it back."""
         self.replica_id: str | None = None

@@ -86,7 +86,7 @@ from thunderagent.programs.events import (
 )
 from thunderagent.programs.families import Families
 from thunderagent.programs.impatient import Impatient
-from thunderagent.programs.knowledge import Knowledge
+from thunderagent.programs.knowledge import LEAST_IDLE_LIMIT_S, Knowledge
 from thunderagent.programs.ledger import Ledger
 from thunderagent.programs.lifecycle import Phase, Status, Trigger
 from thunderagent.programs.limits_clock import LimitsClock
@@ -129,8 +129,10 @@ IN_DEMAND_RATIO = 0.8
 class SchedulerSettings:
     """Limits that hold whatever the policy is."""
 
-    idle_limit_s: float = 300.0
-    """A program whose tool runs longer gives its claim back; its next turn is simply placed again."""
+    idle_limit_s: float | None = None
+    """A program whose tool runs longer gives its claim back; its next turn is simply placed again.
+
+    None is what was learned of its tool: long beyond the time in which nearly all return, and 300 s at least."""
     forget_limit_s: float = 1800.0
     """A program that was not heard of for longer is dropped from the table."""
     no_replica_limit_s: float = 60.0
@@ -902,7 +904,7 @@ class Scheduler:
             replica.acting.add(program, self.policy.pause_rank(program))
             if program.hold_until_s < inf:
                 replica.expiring.add(program, program.hold_until_s)
-            self.table.acting_with_claim.add(program, program.limits_since_s)
+            self._watch_for_idleness(program)
 
     def _leave_replica(self, program: Program, trigger: Trigger, reason: Reason) -> None:
         """Make an active program paused; its claim must be lifted."""
@@ -1425,7 +1427,7 @@ class Scheduler:
         for program in replica.acting:
             if program not in self.table.acting_with_claim:  # the idle limit was over, and passed it by
                 program.limits_since_s = self._limits_clock.at(self._now_s)
-                self.table.acting_with_claim.add(program, program.limits_since_s)
+                self._watch_for_idleness(program)
 
     def _replica_flushed(self, event: ReplicaFlushed) -> None:
         replica = self.replicas.get(event.replica_id)
@@ -1504,13 +1506,25 @@ class Scheduler:
         elif since_s is not None and now_s - since_s > settings.no_replica_limit_s:
             self._reject_all_held()
 
+    def _watch_for_idleness(self, program: Program) -> None:
+        """Look at an acting program with a claim when the idle limit may be over at the soonest."""
+        limit_s = self.settings.idle_limit_s
+        program.idle_at_s = program.limits_since_s + (LEAST_IDLE_LIMIT_S if limit_s is None else limit_s)
+        self.table.acting_with_claim.add(program, program.idle_at_s)
+
     def _enforce_program_limits(self) -> None:
         clock_s, settings = self._limits_clock.at(self._now_s), self.settings
         with_claim = self.table.acting_with_claim
-        while (program := with_claim.first()) and clock_s - program.limits_since_s > settings.idle_limit_s:
+        while (program := with_claim.first()) and clock_s > program.idle_at_s:
             if self.replicas[program.replica_id or ""].suspended_for:
                 with_claim.discard(program)  # until grants go on there
                 continue
+            if settings.idle_limit_s is None:
+                idle_at_s = program.limits_since_s + self.knowledge.idle_limit_s(program.tool)
+                if idle_at_s >= clock_s:
+                    program.idle_at_s = idle_at_s
+                    with_claim.add(program, idle_at_s)
+                    continue
             program.idle = True
             self.pause(program, Reason.IDLE)
             if self._admission is not None:

@@ -49,6 +49,9 @@ REMEMBERED_COUNT = 1000.0
 NAMES_COUNT = 256
 """Names that are remembered; of more, the one that was not seen for longest is forgotten."""
 
+SEEN_COUNT = 10.0
+"""Returns of a tool from which on it is believed how late they come."""
+
 REFRESH_AFTER_COUNT = 16
 """Rates are computed anew after so many new observations: sooner while there are few, after each fourth part more, and
 later while there are many, after each eighth part more."""
@@ -133,6 +136,18 @@ class ToolTimes:
     def return_rate_per_s(self, name: str, elapsed_s: float) -> float:
         """Return G for a tool that has run for `elapsed_s`."""
         return self._refreshed(name).rates[bisect_right(EDGES_S, elapsed_s)]
+
+    def returned_within_s(self, name: str, ratio: float) -> float:
+        """Return within what time so many of a tool's returns came; 0 where fewer than `SEEN_COUNT` were seen.
+
+        Who never came back does not count: it is about how late one comes who does. Cost: O(intervals).
+        """
+        table = self._by_name.get(name)
+        returned = list(accumulate(table.returned)) if table is not None else [0.0]
+        if returned[-1] < SEEN_COUNT:
+            return 0.0
+        index = next(index for index, count in enumerate(returned) if count >= ratio * returned[-1])
+        return EDGES_S[min(index, len(EDGES_S) - 1)]
 
     def _table(self, name: str) -> _LifeTable:
         table = self._by_name.get(name)

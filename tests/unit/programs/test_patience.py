@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.builders import Driver, of_kind
@@ -84,14 +86,12 @@ def test_it_goes_where_most_of_it_lies_then_where_least_is_claimed_in_excess() -
 
 def test_its_history_decides() -> None:
     """A program that was paused comes back to where its tokens lie, though another replica is empty."""
-    driver = Driver(Cap(n=1), replicas={"r0": 1000, "r1": 5000}, settings=SETTINGS)
+    driver = Driver(Cap(n=1), replicas={"r0": 1000, "r1": 5000}, settings=replace(SETTINGS, idle_limit_s=1.5))
     driver.takes_turn("second", 500)
     home = driver.home("second")
     assert home is not None
     other = "r1" if home == "r0" else "r0"
-    driver.ticks(1.0)
-    driver.scheduler.settings = SchedulerSettings(idle_limit_s=0.5)
-    driver.ticks(1.0)
+    driver.ticks(2.0)
     assert driver.home("second") is None
     driver.takes_turn("first", 10)
     again = driver.arrives("second", 600, patience_s=4.0)

@@ -19,6 +19,7 @@ from thunderagent.programs.policies.passthrough import Passthrough
 from thunderagent.programs.policies.sticky import Sticky
 from thunderagent.programs.policies.thunderagent import ThunderAgent
 from thunderagent.programs.scheduler import Scheduler, SchedulerSettings
+from thunderagent.programs.tool_times import EDGES_S
 
 PLAIN = ClaimRules()
 LIMITS = SchedulerSettings(idle_limit_s=50.0, forget_limit_s=200.0, no_replica_limit_s=10.0)
@@ -416,6 +417,33 @@ def test_the_idle_limit_takes_the_claim_and_the_next_turn_is_placed_anew() -> No
     turn = driver.arrives("a", 710)
     assert driver.granted_on[turn] == "r0"
     assert driver.program("a").generation == generation
+
+
+def test_the_idle_limit_is_learned_for_each_tool() -> None:
+    """Builds that take 400 s lose their claims after 300 s, until ten of them came back; other tools still do."""
+    driver = Driver(Passthrough(), replicas={"r0": 1000})
+    for number in range(10):
+        driver.takes_turn(f"p{number}", 10, tool="build")
+    assert driver.ticks(300.0) == []
+    assert of_kind(Pause, driver.ticks(1.0)) == [f"p{number}" for number in range(10)]
+    driver.passes(99.0)
+    for number in range(10):
+        driver.takes_turn(f"p{number}", 20, tool="build" if number else "look")
+    limit_s = 2 * next(edge_s for edge_s in EDGES_S if edge_s > 400.0)
+    assert of_kind(Pause, driver.ticks(301.0)) == ["p0"]
+    assert driver.ticks(limit_s - 301.0) == []
+    assert of_kind(Pause, driver.ticks(1.0)) == [f"p{number}" for number in range(1, 10)]
+
+
+def test_an_idle_limit_that_is_set_is_not_learned() -> None:
+    """Whatever a tool takes, 50 s are 50 s."""
+    driver = by_load()
+    for _ in range(12):
+        driver.takes_turn("a", 10, tool="build")
+        driver.passes(49.0)
+    driver.takes_turn("a", 10, tool="build")
+    assert driver.ticks(50.0) == []
+    assert driver.ticks(1.0) == [Pause("a", "r0", Reason.IDLE)]
 
 
 def test_the_forget_limit_drops_a_program_and_its_id_comes_back_as_a_new_one() -> None:

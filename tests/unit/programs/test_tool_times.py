@@ -229,6 +229,24 @@ def test_names_are_bounded_and_the_one_not_seen_for_longest_is_forgotten() -> No
     assert forgotten == unseen != times.return_rate_per_s("kept", 0.75)
 
 
+def test_how_late_the_returns_of_a_tool_come_is_known_once_ten_were_seen() -> None:
+    """Of those that came back, late ones included; who never did says nothing, and other tools do not either."""
+    times = of_one(*[1.0] * 9)
+    assert times.returned_within_s("t", 0.99) == 0.0
+    times.returned("t", 1.0)
+    assert 1.0 <= times.returned_within_s("t", 0.99) < 1.5
+    for _ in range(100):
+        times.let_go("t", 50.0)
+    assert times.returned_within_s("t", 0.99) < 1.5
+    for _ in range(10):
+        times.came_back_late("t", 50.0, 900.0)
+    assert times.returned_within_s("t", 0.5) < 1.5
+    assert 900.0 <= times.returned_within_s("t", 0.99) < 1300.0
+    times.returned("t", 1e6)
+    assert times.returned_within_s("t", 1.0) == EDGES_S[-1]
+    assert times.returned_within_s("unseen", 0.99) == 0.0
+
+
 def test_to_ask_for_a_name_does_not_remember_it() -> None:
     """Only what was seen takes a place."""
     times = ToolTimes()
