@@ -1416,9 +1416,10 @@ class Scheduler:
     def _continue_programs(self, replica: Replica) -> None:
         """Grant what was held in place on a replica, who waits longest first, and let the idle limit run again.
 
-        Where nothing new is to be granted, what is held goes elsewhere when what is in flight has ended.
+        Where no program is to come to, only what stands beside a turn in flight is granted, as if it arrived now.
         """
-        waiting = [program for program in replica.programs.values() if program.held and replica.open_to_programs]
+        there = [program for program in replica.programs.values() if program.held]
+        waiting = [program for program in there if replica.open_to_programs or program.in_flight]
         for program in sorted(waiting, key=lambda program: program.waiting_since_s):
             self._lift(program)
             self._grant_held(program, Reason.HOME)

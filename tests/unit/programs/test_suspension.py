@@ -212,6 +212,22 @@ def test_a_replica_that_goes_down_takes_its_pause_with_it() -> None:
     assert driver.granted_on[waits] == "r0"
 
 
+def test_turns_held_beside_one_in_flight_on_a_draining_replica_are_granted_when_grants_go_on() -> None:
+    """As one is that arrives then: a program's turns never wait for each other; the next one goes elsewhere."""
+    driver = two_replicas()
+    first = driver.arrives("a", 10)
+    home = driver.granted_on[first]
+    driver.drains(home)
+    driver.suspends()
+    beside = driver.arrives("a", 10, branch="sub")
+    assert driver.held(beside)
+    driver.goes_on()
+    assert driver.granted_on[beside] == home
+    driver.finishes(first, 10)
+    driver.finishes(beside, 10)
+    assert driver.granted_on[driver.arrives("a", 10)] != home
+
+
 def test_a_replica_that_drains_gives_its_waiting_programs_away() -> None:
     """Those with a turn in flight stay until that ends."""
     driver = two_replicas()
