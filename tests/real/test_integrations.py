@@ -1,9 +1,14 @@
-"""Each page of docs/integrations as it stands, in an environment with what it says to install: it is one program."""
+"""Each page of docs/integrations as it stands, in an environment with what it says to install: it is one program.
+
+And the clients that these pages are about with the embedded engine behind, which generates and caches, but calls no
+tool.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import os
 import re
 from asyncio.subprocess import PIPE
@@ -13,10 +18,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 from benchmarks.real_engine import RealEngineError, ensure_environment
-from tests.integration.support import running_proxy
+from tests.integration.support import metrics_of, running_proxy
 from tests.real.scripted_model import ScriptedModel
 from thunderagent.programs.decisions import Decision
 from thunderagent.programs.events import Event, ProgramReleased, TurnArrived, TurnFinished
+from thunderagent.simulator.options import ServerConfig
+from thunderagent.simulator.records import EngineConfig
+from thunderagent.simulator.server import running
+from thunderagent.simulator.timing import profile
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -58,7 +67,9 @@ def python(require_real: Callable[[str], NoReturn], pytestconfig: pytest.Config)
 class Seen:
     """What the scheduler was told."""
 
-    def __init__(self) -> None:
+    def __init__(self, output_tokens: int | None = 20) -> None:
+        self.output_tokens = output_tokens
+        """Of each turn, if all are the same."""
         self.arrived: list[str | None] = []
         self.branches: list[str] = []
         self.finished_count = 0
@@ -73,7 +84,7 @@ class Seen:
             self.finished_count += 1
             self.tools.append(event.tool)
             assert event.prompt_tokens
-            assert event.output_tokens == 20
+            assert event.output_tokens == self.output_tokens or (event.output_tokens and self.output_tokens is None)
         elif isinstance(event, ProgramReleased):
             self.released.append(event.program_id)
 
@@ -229,3 +240,167 @@ async def test_a_client_s_other_ways_to_ask(python: Path, name: str) -> None:
         assert seen.finished_count == len(seen.arrived) == 2
         assert set(seen.arrived) == {"task-1"}
         proxy.runtime.release("task-1")
+
+
+BEFORE = """
+import json
+
+import httpx
+
+NAMED = {"X-Program-ID": "task-1"}
+LONG = "How is the weather in Paris, and why? " * 20
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {
+    "city": {"type": "string"}}, "required": ["city"]}}}
+"""
+
+AFTER = """
+with httpx.Client(base_url=PROXY) as admin:
+    print(json.dumps(admin.get("/programs").json()["programs"]))
+    print(json.dumps(admin.post("/programs/release", json={"program_id": "task-1"}).json()))
+"""
+
+CONVERSATIONS = {
+    "openai chat": """
+from openai import OpenAI
+
+messages = [{"role": "user", "content": LONG}]
+with OpenAI(base_url=f"{PROXY}/v1", api_key="none") as client:
+    for number in range(4):
+        asked = {"model": "simulated", "messages": messages, "max_tokens": 12, "tools": [TOOL]}
+        asked |= {"extra_headers": NAMED} if number % 2 else {"extra_body": {"program_id": "task-1"}}
+        if number < 2:
+            text = client.chat.completions.create(**asked).choices[0].message.content
+        else:
+            with client.chat.completions.create(**asked, stream=True) as stream:
+                text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+        assert text
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "go on"}]
+""",
+    "openai responses": """
+from openai import OpenAI
+
+last = None
+with OpenAI(base_url=f"{PROXY}/v1", api_key="none", default_headers=NAMED) as client:
+    for number in range(4):
+        asked = {"model": "simulated", "input": "go on" if last else LONG, "max_output_tokens": 12}
+        asked |= {"previous_response_id": last.id} if last else {}
+        asked |= {"tools": [{"type": "function", "strict": None, **TOOL["function"]}]}
+        if number < 2:
+            last = client.responses.create(**asked)
+        else:
+            with client.responses.stream(**asked) as stream:
+                last = stream.get_final_response()
+        assert last.output_text
+    assert client.responses.retrieve(last.id).output_text == last.output_text
+""",
+    "anthropic": """
+from anthropic import Anthropic
+
+tool = {"name": "weather", "input_schema": TOOL["function"]["parameters"]}
+messages = [{"role": "user", "content": LONG}]
+with Anthropic(base_url=PROXY, api_key="none", default_headers=NAMED) as client:
+    for number in range(4):
+        asked = {"model": "simulated", "messages": messages, "tools": [tool]}
+        assert client.messages.count_tokens(**asked).input_tokens > 0
+        if number < 2:
+            text = client.messages.create(**asked, max_tokens=12).content[0].text
+        else:
+            with client.messages.stream(**asked, max_tokens=12) as stream:
+                text = stream.get_final_text()
+        assert text
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "go on"}]
+""",
+    "litellm": """
+import litellm
+
+messages = [{"role": "user", "content": LONG}]
+for number in range(4):
+    asked = {"model": "hosted_vllm/simulated", "api_base": f"{PROXY}/v1", "api_key": "none", "max_tokens": 12}
+    asked |= {"messages": messages, "tools": [TOOL]}
+    asked |= {"extra_headers": NAMED} if number % 2 else {"extra_body": {"program_id": "task-1"}}
+    if number < 2:
+        answer = litellm.completion(**asked)
+    else:
+        answer = litellm.stream_chunk_builder(list(litellm.completion(**asked, stream=True)), messages=messages)
+    text = answer.choices[0].message.content
+    assert text
+    messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "go on"}]
+""",
+    "langchain": """
+from langchain.agents import create_agent
+from langchain_openai import ChatOpenAI
+
+
+def weather(city: str) -> str:
+    return f"sunny in {city}"
+
+
+weather.__doc__ = "Tell the weather in a city."
+
+
+base = {"base_url": f"{PROXY}/v1", "api_key": "none", "model": "simulated", "max_tokens": 12}
+messages = [("user", LONG)]
+for more in ({"default_headers": NAMED}, {"extra_body": {"program_id": "task-1"}}):
+    agent = create_agent(ChatOpenAI(**base, **more), tools=[weather])
+    messages = [*agent.invoke({"messages": messages})["messages"], ("user", "go on")]
+    streamed = [part for part, _ in agent.stream({"messages": messages}, stream_mode="messages")]
+    assert len(streamed) > 2
+    text = "".join(part.text for part in streamed)
+    assert text and messages[-2].text
+    messages += [("assistant", text), ("user", "go on")]
+""",
+    "agents": """
+import asyncio
+
+from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, Runner, function_tool, set_tracing_disabled
+from openai import AsyncOpenAI
+
+set_tracing_disabled(True)
+
+
+@function_tool
+def weather(city: str) -> str:
+    return f"sunny in {city}"
+
+
+async def run() -> None:
+    history = [{"role": "user", "content": LONG}]
+    async with AsyncOpenAI(base_url=f"{PROXY}/v1", api_key="none") as client:
+        model = OpenAIChatCompletionsModel(model="simulated", openai_client=client)
+        for named in ({"extra_headers": NAMED}, {"extra_body": {"program_id": "task-1"}}):
+            agent = Agent(name="forecaster", tools=[weather], model=model,
+                          model_settings=ModelSettings(max_tokens=12, **named))
+            result = await Runner.run(agent, history)
+            assert result.final_output
+            history = [*result.to_input_list(), {"role": "user", "content": "go on"}]
+            result = Runner.run_streamed(agent, history)
+            deltas = [e for e in [e async for e in result.stream_events()] if e.type == "raw_response_event"]
+            assert len(deltas) > 2 and result.final_output
+            history = [*result.to_input_list(), {"role": "user", "content": "go on"}]
+
+
+asyncio.run(run())
+""",
+}
+CONVERSATION_TURNS = 4
+
+
+@pytest.mark.parametrize("name", CONVERSATIONS)
+async def test_a_conversation_with_an_engine_is_one_program(python: Path, name: str) -> None:
+    """Whole and streamed, named by a header or in the body: each request is one turn and one generation, no more."""
+    config = ServerConfig(EngineConfig(kv_tokens=64_000, timing=profile("instant")), port=0, grace_s=0)
+    async with running(config) as engine_url, running_proxy(engine_url) as proxy:
+        seen = Seen(output_tokens=None)
+        proxy.runtime.observe(seen)
+        output = await run_script(python, f"PROXY = {proxy.url!r}\n{BEFORE}{CONVERSATIONS[name]}{AFTER}")
+        (program,), released = map(json.loads, output.splitlines()[-2:])
+        assert (program["program_id"], program["turn_count"]) == ("task-1", CONVERSATION_TURNS)
+        assert seen.arrived == ["task-1"] * CONVERSATION_TURNS
+        assert seen.finished_count == CONVERSATION_TURNS
+        assert 0 < program["output_tokens_total"] <= 12 * CONVERSATION_TURNS
+        assert program["cached_tokens_total"] > program["prompt_tokens_total"] / 2  # each turn goes on from the last
+        assert released["released"] is True
+        assert seen.released == ["task-1"]
+        assert len(proxy.runtime.scheduler.table) == 0
+        generations = (await metrics_of(engine_url))["vllm:request_success_total"]
+        assert sum(generations.values()) == CONVERSATION_TURNS
