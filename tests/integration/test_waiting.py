@@ -94,6 +94,31 @@ async def test_an_openai_client_that_gives_up_and_tries_again_leaves_one_generat
         assert [call.header("x-stainless-retry-count") for call in replica.calls] == ["0", "1", "2"]
         assert [call.left.is_set() for call in replica.calls[:2]] == [True, True]
         await until(lambda: proxy.runtime.outcome_counts == {"abandoned": 2, "finished": 1})
+        assert (await get(proxy.url, "/programs/a")).json()["turn_count"] == 1
+
+
+async def test_an_openai_client_that_tries_again_while_it_is_held_makes_one_turn() -> None:
+    """Where patience is not read: what it gave up reaches no engine; the last attempt is one turn, one generation."""
+    async with (
+        fake_replica() as replica,
+        running_proxy(replica.url, **cap(1), client_patience=False) as proxy,
+        openai.AsyncOpenAI(base_url=f"{proxy.url}/p/second/v1", api_key="-", timeout=0.5, max_retries=2) as client,
+    ):
+        await ask(proxy.url, "first")
+        asked = asyncio.create_task(client.chat.completions.create(model="m", messages=MESSAGES))
+        held_turn_ids: set[int] = set()
+
+        def third_attempt_is_held() -> bool:
+            held_turn_ids.update(turn.turn_id for turn in proxy.runtime.scheduler.turns.values())
+            return len(held_turn_ids) == 3
+
+        await until(third_attempt_is_held)
+        assert (proxy.runtime.held_count, len(replica.calls)) == (1, 1)
+        await post(proxy.url, "/programs/release", {"program_id": "first"})
+        await asked
+        assert [call.header("x-stainless-retry-count") for call in replica.calls[1:]] == ["2"]
+        second = (await get(proxy.url, "/programs/second")).json()
+        assert (second["turn_count"], proxy.runtime.outcome_counts["finished"]) == (1, 2)
 
 
 @pytest.mark.parametrize(

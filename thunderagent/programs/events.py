@@ -33,7 +33,7 @@ class TurnArrived:
     waits for it; empty is the main branch. `role` is the agent whose turn it is; empty is the branch's name.
 
     At `deadline_s`, in the same seconds as `now_s`, the client gives up; None is never. A client that tried again names
-    the turn that this one takes the place of (`supersedes_id`), or if that one ended already, since when it waits.
+    the turn that this one takes the place of (`supersedes_id`), and if that one ended already, since when it waits.
     `wanted_replica_id` alone has the response that the turn goes on from.
     """
 

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 STORY_ENTRIES = 48
 """How many of its last happenings a program remembers."""
 
+LOST_TURNS_COUNT = 64
+"""How many turns without an answer a program remembers, for the one who tries again."""
+
 SIDE_TURN_RATIO = 0.5
 """A turn whose prompt is shorter than this part of its branch is taken for a side turn - until a second one follows."""
 
@@ -214,6 +217,7 @@ class Program:
         "let_go_after_s",
         "limits_since_s",
         "lost",
+        "lost_turn_ids",
         "marked",
         "opened_s",
         "output_tokens_total",
@@ -292,6 +296,8 @@ class Program:
         self.in_flight: dict[int, Turn] = {}
         self.lost: dict[int, Turn] = {}
         """In flight on a replica that went down: not ended yet, but no longer counted."""
+        self.lost_turn_ids: deque[int] = deque(maxlen=LOST_TURNS_COUNT)
+        """The last that had a lease and ended without an answer: who tries one of them again makes the same turn."""
         self.hold_reason = ""
         self.granted_output_tokens = 0
         """What the turn that was granted last was expected to generate."""

@@ -392,9 +392,13 @@ class Scheduler:
         turn.expected_output_tokens = self.knowledge.role_outputs.expected_tokens(turn.role)
         if event.deadline_s is not None:
             turn.deadline_s = event.deadline_s
+        if event.supersedes_id is not None and event.supersedes_id in program.lost_turn_ids:
+            program.lost_turn_ids.remove(event.supersedes_id)
+            program.turn_count -= 1  # both are one turn
+        elif earlier is not None and earlier.program is program:
+            program.turn_count -= earlier.account_id is not None
         if earlier is not None and earlier.program is program:
             turn.waiting_since_s = earlier.waiting_since_s
-            program.turn_count -= earlier.account_id is not None  # both are one turn
         elif event.waiting_since_s is not None:
             turn.waiting_since_s = min(event.waiting_since_s, self._now_s)
         return turn
@@ -671,6 +675,8 @@ class Scheduler:
         self._lift(program)
         if self._emits:
             self._signal_lost(turn)
+        if turn.turn_id not in program.held:
+            program.lost_turn_ids.append(turn.turn_id)
         self._end_turn(program, turn)
         if len(program.branches) > 1:
             self._forget_branches(program, turn, finished=False)

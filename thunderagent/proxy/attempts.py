@@ -73,7 +73,7 @@ class Attempts:
     def __init__(self) -> None:
         """Begin with none."""
         self._live: dict[str, list[Attempt]] = {}
-        self._ended: OrderedDict[Place, tuple[float, float]] = OrderedDict()
+        self._ended: OrderedDict[Place, tuple[float, float, int]] = OrderedDict()
 
     def __len__(self) -> int:
         return sum(map(len, self._live.values()))
@@ -95,9 +95,9 @@ class Attempts:
             if earlier.task is not None:
                 earlier.task.cancel()
         elif attempt.patience.retry_count:
-            since_s, ended_s = self._ended.pop(_place_of(attempt), (now_s, now_s))
-            if now_s - ended_s <= REMEMBER_S:
-                attempt.since_s = since_s
+            ended = self._ended.pop(_place_of(attempt), None)
+            if ended is not None and now_s - ended[1] <= REMEMBER_S:
+                attempt.since_s, _, attempt.supersedes_id = ended
         for each in (attempt, *others) if others else ():
             each.is_sample = True
         live.append(attempt)
@@ -112,10 +112,10 @@ class Attempts:
         if not live:
             del self._live[key]
         if not answered and not attempt.superseded:
-            self._remember(_place_of(attempt), attempt.since_s, now_s)
+            self._remember(_place_of(attempt), attempt, now_s)
 
-    def _remember(self, place: Place, since_s: float, now_s: float) -> None:
-        self._ended[place] = since_s, now_s
+    def _remember(self, place: Place, attempt: Attempt, now_s: float) -> None:
+        self._ended[place] = attempt.since_s, now_s, attempt.turn_id
         self._ended.move_to_end(place)
         while len(self._ended) > REMEMBER_COUNT or now_s - next(iter(self._ended.values()))[1] > REMEMBER_S:
             self._ended.popitem(last=False)

@@ -344,7 +344,7 @@ class Turns:
         """Wait for a lease, with signs of life if they are wanted; a second one is for a turn that kept its age."""
         turn = record.turn
         if record.tries_count:
-            attempt.turn_id = self._runtime.new_turn_id()
+            attempt.supersedes_id, attempt.turn_id = attempt.turn_id, self._runtime.new_turn_id()
         asked_s, lease = monotonic(), None
         waiting = self._runtime.lease(
             turn.program_id,

@@ -101,6 +101,26 @@ def test_its_history_decides() -> None:
     assert driver.granted_on[again] == home
 
 
+def test_a_turn_that_was_lost_and_is_tried_again_counts_once() -> None:
+    """Given up or failed with a lease; one that was only held never counted, and another turn is another one."""
+    driver = Driver(Cap(n=1), settings=SETTINGS)
+    first = driver.arrives("a", 10)
+    driver.is_abandoned(first)
+    second = driver.arrives("a", 10, instead_of=first, waiting_since_s=driver.now_s)
+    driver.fails(second)
+    third = driver.arrives("a", 10, instead_of=second, waiting_since_s=driver.now_s)
+    assert driver.program("a").turn_count == 1
+    driver.finishes(third, 10)
+    driver.takes_turn("a", 20)
+    assert driver.program("a").turn_count == 2
+    held = driver.arrives("b", 10)
+    driver.is_abandoned(held)
+    again = driver.arrives("b", 10, instead_of=held, waiting_since_s=driver.now_s)
+    driver.releases("a")
+    assert again in driver.granted_on
+    assert driver.program("b").turn_count == 1
+
+
 def test_without_a_replica_nobody_is_let_in_until_one_comes() -> None:
     driver = Driver(Sticky(), replicas={}, settings=SETTINGS)
     turn_id = driver.arrives("a", 100, patience_s=4.0)

@@ -76,7 +76,7 @@ def test_samples_stay_samples_when_the_others_are_gone() -> None:
     again = attempt(count=1, since_s=4.0)
     attempts.begin(again, 4.0)
     assert not other.superseded
-    assert (again.supersedes_id, again.since_s) == (None, 1.0)
+    assert (again.supersedes_id, again.since_s) == (one.turn_id, 1.0)
     third = attempt(count=1, since_s=5.0)
     attempts.begin(third, 5.0)
     assert third.since_s == 5.0, "one age went to two"
