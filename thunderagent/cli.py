@@ -208,6 +208,7 @@ def run_replay(args: argparse.Namespace) -> int:
         print(f"thunderagent: error: cannot read {args.log}: {error.strerror}", file=sys.stderr)
         return 2
     print(f"policy {report.policy}: {report.events_count} events, {report.decisions_count} decisions")
+    print(report.goodput.words)
     if report.difference is None:
         print("every decision is the same")
         return 0

@@ -18,6 +18,7 @@ from thunderagent.errors import EventLogError
 from thunderagent.policy_loader import load_policy, parse_setting
 from thunderagent.programs.decisions import Decision
 from thunderagent.programs.events import Event
+from thunderagent.programs.goodput import Goodput
 from thunderagent.programs.scheduler import Scheduler, SchedulerSettings
 
 FORMAT = "thunderagent-events/1"
@@ -67,12 +68,13 @@ class EventLogWriter:
 
 @dataclass(frozen=True, slots=True)
 class ReplayReport:
-    """What a replay found; `difference` is None if every decision was the same."""
+    """What a replay found; `difference` is None if every decision was the same. `goodput` is that of what it read."""
 
     policy: str
     events_count: int
     decisions_count: int
     difference: str | None
+    goodput: Goodput
 
 
 def replay(lines: Iterable[bytes], *, after_event: Callable[[Scheduler], None] | None = None) -> ReplayReport:
@@ -96,10 +98,10 @@ def replay(lines: Iterable[bytes], *, after_event: Callable[[Scheduler], None] |
         decisions_count += len(decided)
         if decided != logged:
             difference = f"line {number}: {event}\n  logged:  {logged}\n  decided: {decided}"
-            return ReplayReport(policy, events_count, decisions_count, difference)
+            return ReplayReport(policy, events_count, decisions_count, difference, scheduler.knowledge.goodput)
         if after_event is not None:
             after_event(scheduler)
-    return ReplayReport(policy, events_count, decisions_count, None)
+    return ReplayReport(policy, events_count, decisions_count, None, scheduler.knowledge.goodput)
 
 
 def read_events(lines: Iterable[bytes]) -> Iterator[Event]:

@@ -289,6 +289,9 @@ async def test_metrics_have_their_names_and_labels_and_no_program() -> None:
                 labels.setdefault(sample.name, set()).add(tuple(sorted(sample.labels)))
         for name, expected in FAMILIES.items():
             assert labels[name] == {expected}, name
+        samples = await metrics_of(proxy.url)
+        for kind in ("turns", "programs"):
+            assert set(samples[f"thunderagent_goodput_{kind}_total"]) == {("1",), ("2",), ("3",)}
         await post(proxy.url, "/programs/release", {"program_id": SECRET})
         await held
 

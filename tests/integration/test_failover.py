@@ -203,4 +203,6 @@ async def test_a_load_leaves_no_program_and_its_log_replays(
                 decisions = {decision for decision, _ in (await metrics_of(proxy.url))["thunderagent_decisions_total"]}
                 assert decisions >= {"hold", "pause", "restore"}
     assert main(["replay", str(log)]) == 0
-    assert "every decision is the same" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "every decision is the same" in said
+    assert "within 1/2/3 times their ideal time: " in said

@@ -9,6 +9,8 @@ learns them too slow: there goodput looks better than it is, but for all policie
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from thunderagent.programs.histogram import LogHistogram
 from thunderagent.programs.learning import TOKEN_S_EDGES
 
@@ -73,7 +75,25 @@ class Goodput:
             self.program_count += 1
             _count(self.programs, took_s, ideal_s)
 
+    @property
+    def words(self) -> str:
+        """Return for a report how many of how many were in time, by how many times their ideal time."""
+        alphas = "/".join(f"{alpha_ratio:g}" for alpha_ratio in ALPHA_RATIOS)
+        turns, programs = (
+            f"{in_time(number / (count or 1) for number in counts.values())} of {count} {kind}"
+            for kind, counts, count in (
+                ("turns", self.turns, self.turn_count),
+                ("programs", self.programs, self.program_count),
+            )
+        )
+        return f"within {alphas} times their ideal time: {turns}, {programs}"
 
-def _count(in_time: dict[float, int], took_s: float, ideal_s: float) -> None:
+
+def in_time(ratios: Iterable[float]) -> str:
+    """Return the parts that were in time, by how many times the ideal time, as one cell of a table: `71/93/98 %`."""
+    return "/".join(f"{ratio * 100:.0f}" for ratio in ratios) + " %"
+
+
+def _count(counts: dict[float, int], took_s: float, ideal_s: float) -> None:
     for alpha_ratio in ALPHA_RATIOS:
-        in_time[alpha_ratio] += took_s <= alpha_ratio * ideal_s
+        counts[alpha_ratio] += took_s <= alpha_ratio * ideal_s

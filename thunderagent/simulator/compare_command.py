@@ -24,6 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from thunderagent.errors import ConfigurationError
+from thunderagent.programs.goodput import ALPHA_RATIOS, in_time
 from thunderagent.simulator.command import add_scenario_arguments, load_programs, scenario_from
 from thunderagent.simulator.comparison import (
     CAP_BEST,
@@ -131,6 +132,7 @@ def run(args: argparse.Namespace) -> int:
         return 1
     console = Console(markup=False, emoji=False, highlight=False)
     console.print(table(result))
+    console.print(goodput_table(result))
     for path in paths:
         console.print(str(path), soft_wrap=True)
     if unwritten:
@@ -231,6 +233,22 @@ def table(result: ComparisonResult) -> Table:
         shown.add_row(Text(f"{programs_count} programs", style="bold"))
         for row in rows:
             _add_row(shown, row, is_best=row.turns_per_min.mean == most)
+    return shown
+
+
+def goodput_table(result: ComparisonResult) -> Table:
+    """Return the parts of turns and of programs that were in time, by how many times their ideal time."""
+    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    shown.add_column(f"within {'/'.join(f'{alpha_ratio:g}' for alpha_ratio in ALPHA_RATIOS)} x ideal", overflow="fold")
+    for kind in ("turns", "programs"):
+        shown.add_column(kind, justify="right", no_wrap=True)
+    for programs_count in result.programs_counts:
+        shown.add_section()
+        shown.add_row(Text(f"{programs_count} programs", style="bold"))
+        for row in result.rows():
+            if row.programs_count == programs_count:
+                goodputs = (row.turn_goodputs, row.program_goodputs)
+                shown.add_row(row.contestant, *(in_time(goodput.mean for goodput in each) for each in goodputs))
     return shown
 
 

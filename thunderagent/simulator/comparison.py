@@ -140,8 +140,9 @@ class Row:
 
     `ratio` is turns a minute over those of the baseline with the same seed; None if the baseline has none. The limit is
     min(L1, L2, L3) of the very turns that each run finished; None where nothing bounds them. `costs` are parts of the
-    memory that there was: capacity times time. `goodput_ratio_1` to `_3` are the parts of the programs that took no
-    longer than so many times their ideal time, `goodput_per_hour` how many did within three times.
+    memory that there was: capacity times time. `turn_goodputs` and `program_goodputs` are the parts of them that took
+    no longer than each of `ALPHA_RATIOS` times their ideal time, `goodput_per_hour` how many programs did within the
+    last.
     """
 
     contestant: str
@@ -155,9 +156,8 @@ class Row:
     turn_p99_s: Interval
     held_p99_s: Interval
     program_mean_s: Interval
-    goodput_ratio_1: Interval
-    goodput_ratio_2: Interval
-    goodput_ratio_3: Interval
+    turn_goodputs: tuple[Interval, ...]
+    program_goodputs: tuple[Interval, ...]
     goodput_per_hour: Interval
     imbalance_ratio: Interval
     limit_per_min: Interval | None
@@ -226,10 +226,9 @@ class ComparisonResult:
             turn_p99_s=over_seeds(lambda result: result.turn_latency.p99_s),
             held_p99_s=over_seeds(lambda result: result.held.p99_s),
             program_mean_s=over_seeds(lambda result: result.program_latency.mean_s),
-            goodput_ratio_1=over_seeds(lambda result: result.goodputs[0].program_ratio),
-            goodput_ratio_2=over_seeds(lambda result: result.goodputs[1].program_ratio),
-            goodput_ratio_3=over_seeds(lambda result: result.goodputs[2].program_ratio),
-            goodput_per_hour=over_seeds(lambda result: result.goodputs[2].programs_per_hour_count),
+            turn_goodputs=_over_each([[each.turn_ratio for each in run.result.goodputs] for run in runs]),
+            program_goodputs=_over_each([[each.program_ratio for each in run.result.goodputs] for run in runs]),
+            goodput_per_hour=over_seeds(lambda result: result.goodputs[-1].programs_per_hour_count),
             imbalance_ratio=over_seeds(lambda result: result.imbalance_mean_ratio),
             limit_per_min=Interval.of([limit * 60 for limit in limits]) if is_limited else None,
             limit_ratio=over_seeds(lambda result: result.limit_ratio) if is_limited else None,
@@ -247,6 +246,11 @@ class ComparisonResult:
             [run.result.turns_per_min_count for run, _ in paired],
             [baseline.result.turns_per_min_count for _, baseline in paired],
         )
+
+
+def _over_each(figures: Sequence[Sequence[float]]) -> tuple[Interval, ...]:
+    """Return several figures over the seeds, each of which has all of them."""
+    return tuple(Interval.of(values) for values in zip(*figures, strict=True))
 
 
 def cost_parts(result: RunResult) -> dict[str, float]:

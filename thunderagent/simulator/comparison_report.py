@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from thunderagent import __version__
+from thunderagent.programs.goodput import ALPHA_RATIOS, in_time
 from thunderagent.simulator import plots
 from thunderagent.simulator.comparison import COSTS, ComparisonResult, Row, Run, cost_parts, thinned
 from thunderagent.simulator.intervals import Interval
@@ -33,9 +34,6 @@ FIGURES = (
     "turn_p99_s",
     "held_p99_s",
     "program_mean_s",
-    "goodput_ratio_1",
-    "goodput_ratio_2",
-    "goodput_ratio_3",
     "goodput_per_hour",
     "imbalance_ratio",
     "limit_per_min",
@@ -94,6 +92,9 @@ def rows_csv(rows: Iterable[Row]) -> str:
         }
         for name in FIGURES:
             line |= _columns(name, getattr(row, name))
+        for kind, goodputs in (("turns", row.turn_goodputs), ("programs", row.program_goodputs)):
+            for alpha_ratio, goodput in zip(ALPHA_RATIOS, goodputs, strict=True):
+                line |= _columns(f"goodput_{kind}_ratio_{alpha_ratio:g}", goodput)
         line |= {"limited_by": row.limited_by, "failed_turns": row.failed_turn_count, "preempted": row.preemption_count}
         for name in COSTS:
             line |= _columns(f"cost_{name}_ratio", row.costs[name])
@@ -229,7 +230,8 @@ COLUMNS = (
     ("turn p99", "seconds from a turn's arrival to its end, 99th percentile"),
     ("held p99", "seconds that a turn waited for its lease, 99th percentile"),
     ("program", "seconds from a program's first turn to its end, mean"),
-    ("in time", "programs that took no longer than three times their ideal time: alone, and all history cached"),
+    ("turns in time", "turns that took no longer than 1, 2 and 3 times their ideal time: alone, all history cached"),
+    ("programs in time", "programs that took no longer than 1, 2 and 3 times that of their turns, and their tools"),
     ("of limit", "turns/min over min(L1, L2, L3) of the turns that ended"),
     ("by", "which bound is the limit"),
 )
@@ -402,7 +404,8 @@ def _table_line(row: Row, *, is_best: bool) -> str:
         _cell(row.turn_p99_s, 1),
         _cell(row.held_p99_s, 1),
         _cell(row.program_mean_s, 1),
-        _cell(row.goodput_ratio_3, 0, percent=True),
+        in_time(goodput.mean for goodput in row.turn_goodputs),
+        in_time(goodput.mean for goodput in row.program_goodputs),
         _cell(row.limit_ratio, 0, percent=True),
         escape(row.limited_by) or NOTHING,
     ]

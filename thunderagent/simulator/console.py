@@ -13,6 +13,7 @@ from rich.progress import Progress as ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from thunderagent.programs.goodput import in_time
 from thunderagent.simulator.report import Percentiles, RunResult
 from thunderagent.simulator.scenario import Scenario
 from thunderagent.simulator.tally import Progress
@@ -39,8 +40,10 @@ def picture(result: RunResult) -> Group:
             f"{result.limit_ratio:.1%} of the limit for these turns: {bounds.limit_per_s * 60:.1f}/min by "
             f"{bounds.limited_by}; without any recomputation {bounds.no_recompute_per_s * 60:.1f}/min",
         )
-    in_time = ", ".join(f"{each.program_ratio:.0%} within {each.alpha_ratio:g}" for each in result.goodputs)
-    lines.append(f"programs in time: {in_time} times their ideal")
+    turns = in_time(each.turn_ratio for each in result.goodputs)
+    programs = in_time(each.program_ratio for each in result.goodputs)
+    alphas = "/".join(f"{each.alpha_ratio:g}" for each in result.goodputs)
+    lines.append(f"within {alphas} times their ideal time: {turns} of turns, {programs} of programs")
     if result.makespan_s is not None:
         lines.append(f"makespan {result.makespan_s:.0f} s")
     if result.tools.sandbox_count:

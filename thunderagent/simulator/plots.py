@@ -16,6 +16,7 @@ from statistics import fmean
 from typing import Any, ParamSpec
 
 from thunderagent.errors import ConfigurationError
+from thunderagent.programs.goodput import ALPHA_RATIOS
 from thunderagent.simulator.comparison import COSTS, ComparisonResult, Row, Run
 from thunderagent.simulator.intervals import CONFIDENCE, Interval
 from thunderagent.simulator.report import HeldBySize, Sample
@@ -143,6 +144,14 @@ def draw(result: ComparisonResult) -> tuple[Plot, ...]:
             latency_cdf(result),
         ),
         Plot(
+            "goodput",
+            "Goodput",
+            "How many turns, and how many programs, took no longer than so many times their ideal time, "
+            f"{at_heaviest}: on an idle engine that has all of their history in its cache, and with tools as "
+            f"long as they took; means and 95 % intervals {seeds}.",
+            goodput(result),
+        ),
+        Plot(
             "costs",
             "What memory was spent on",
             f"The five costs as parts of capacity times time, means {seeds}: what is over 100 % was claimed beyond the "
@@ -263,6 +272,26 @@ def latency_cdf(result: ComparisonResult, programs_count: int | None = None) -> 
     axes.set_yticks([0, 25, 50, 75, 90, 99])
     axes.set_ylabel("turns that took no longer (%)")
     _legend(figure, axes, result, markers=False)
+    return figure
+
+
+@_as_svg
+def goodput(result: ComparisonResult, programs_count: int | None = None) -> Figure:
+    """Draw how many turns and programs were in time, by how many times their ideal time, at a load."""
+    figure = Figure(figsize=(WIDTH_IN, 3.1), layout="constrained")
+    panels = figure.subplots(1, 2, sharex=True, sharey=True)
+    at_count = result.programs_counts[-1] if programs_count is None else programs_count
+    rows = [row for row in result.rows() if row.programs_count == at_count]
+    for row in rows:
+        for axes, goodputs in zip(panels, (row.turn_goodputs, row.program_goodputs), strict=True):
+            _draw_curve(axes, ALPHA_RATIOS, [_scaled(each, 100) for each in goodputs], _line(result, row.contestant))
+    for axes, title in zip(panels, ("turns", "programs"), strict=True):
+        axes.set_title(title)
+        axes.set_xticks(ALPHA_RATIOS, [f"{alpha_ratio:g} x" for alpha_ratio in ALPHA_RATIOS])
+        axes.set_xlabel("ideal time")
+        axes.set_ylim(0, 101)
+    panels[0].set_ylabel("in time (%)")
+    _legend(figure, panels[0], result)
     return figure
 
 

@@ -6,10 +6,11 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import ceil, isfinite
-from typing import Any
+from typing import Any, Self
 
 from thunderagent.programs.decisions import Decision
 from thunderagent.programs.events import Event
+from thunderagent.programs.goodput import ALPHA_RATIOS
 from thunderagent.programs.ledger import Costs
 from thunderagent.simulator.bounds import Bounds
 from thunderagent.simulator.restores import RestoreFigures
@@ -53,9 +54,6 @@ def quantiles_s(values_s: Sequence[float]) -> tuple[float, ...]:
     return tuple(ordered[max(0, -(-percent * len(ordered) // 100) - 1)] for percent in range(101)) if ordered else ()
 
 
-ALPHAS = (1.0, 2.0, 3.0)
-"""Of goodput: a turn or a program is in time that takes no longer than so many times its ideal time."""
-
 ROUNDING_RATIO = 1e-9
 """What was added up in another order may differ by so much."""
 
@@ -75,13 +73,20 @@ class Goodput:
     program_ratio: float
 
     @classmethod
+    def of_all(
+        cls, turns_s: Sequence[tuple[float, float]], programs_s: Sequence[tuple[float, float]], measured_s: float
+    ) -> tuple[Self, ...]:
+        """Return that of each of the three ratios, the strictest first."""
+        return tuple(cls.of(alpha_ratio, turns_s, programs_s, measured_s) for alpha_ratio in ALPHA_RATIOS)
+
+    @classmethod
     def of(
         cls,
         alpha_ratio: float,
         turns_s: Sequence[tuple[float, float]],
         programs_s: Sequence[tuple[float, float]],
         measured_s: float,
-    ) -> Goodput:
+    ) -> Self:
         """Return that of turns and programs, each with the seconds that it took and those that it would take alone."""
         limit_ratio = alpha_ratio * (1 + ROUNDING_RATIO)
         turn_count = sum(took_s <= limit_ratio * alone_s for took_s, alone_s in turns_s)

@@ -14,7 +14,6 @@ from thunderagent.simulator.clients import RunningProgram
 from thunderagent.simulator.records import FinishedRequest
 from thunderagent.simulator.replicas import SimulatedReplica
 from thunderagent.simulator.report import (
-    ALPHAS,
     Goodput,
     Percentiles,
     ReplicaFigures,
@@ -186,7 +185,7 @@ class Tally:
         log, shapes = self.turns, self._shapes
         turns_s = [(log.finished_s[turn] - log.arrived_s[turn], self._engines.alone_s(shapes[turn])) for turn in turns]
         programs_s = [(wait.residence_s, wait.alone_s) for wait in ended]
-        return tuple(Goodput.of(alpha_ratio, turns_s, programs_s, measured_s) for alpha_ratio in ALPHAS)
+        return Goodput.of_all(turns_s, programs_s, measured_s)
 
     def _makespan_bound_s(self) -> float | None:
         """Return how long this batch takes at least; None if none of its turns finished."""

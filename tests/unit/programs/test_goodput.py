@@ -18,6 +18,7 @@ def test_nothing_is_judged_before_an_answer_was_seen() -> None:
     assert goodput.decode_token_s > 0
     goodput.turn_ended(1.0, 0.4)
     assert (goodput.turn_count, goodput.turns) == (1, {1.0: 0, 2.0: 0, 3.0: 1})
+    assert goodput.words == "within 1/2/3 times their ideal time: 0/0/100 % of 1 turns, 0/0/0 % of 0 programs"
 
 
 def test_the_speed_is_that_of_turns_that_shared_their_engine_with_fewest() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,8 @@ def test_a_run_prints_its_figures(capsys: pytest.CaptureFixture[str]) -> None:
     for words in ("cap on standard, seed 0: 2.0 min simulated", "turns/min", "first token", "recompute", "r0", "r1"):
         assert words in out
     assert all(len(line) <= 80 for line in out.splitlines())
+    in_time = r"within 1/2/3 times their ideal time: \d+/\d+/\d+ % of turns, \d+/\d+/\d+ % of programs"
+    assert re.search(in_time, out)
 
 
 def test_all_figures_are_written_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -45,6 +48,10 @@ def test_all_figures_are_written_as_json(tmp_path: Path, capsys: pytest.CaptureF
         "caching_token_s",
     }
     assert len(written["samples"]) == 13
+    assert [goodput["alpha_ratio"] for goodput in written["goodputs"]] == [1, 2, 3]
+    for kind in ("turn", "program"):
+        first, second, third = (goodput[f"{kind}_ratio"] for goodput in written["goodputs"])
+        assert first <= second <= third > 0
 
 
 def test_tools_and_loops_can_be_set(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import csv
+import io
 import json
 import re
 import shlex
@@ -14,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from thunderagent.cli import main
+from thunderagent.programs.goodput import in_time
 from thunderagent.simulator.compare_command import add_arguments, command_line
 
 QUICK = ("compare", "--policies", "passthrough,cap:n=3", "--programs", "8", "--minutes", "1", "--processes", "1")
@@ -31,6 +34,7 @@ class Pressed(Passthrough):
         return super().place(view, program, candidates)
 """
 
+KINDS = ("turns", "programs")
 FILES = ["comparison.csv", "comparison.html", "comparison.json", "runs.csv"]
 
 INTERRUPTED = """
@@ -62,12 +66,16 @@ def test_a_comparison_prints_a_table_and_writes_a_report(tmp_path: Path, capsys:
         assert words in said.out
     lines = said.out.splitlines()
     assert all(len(line) <= 80 for line in lines if str(tmp_path) not in line)
+    assert "within 1/2/3 x ideal turns programs" in " ".join(said.out.split())
+    for written in csv.DictReader(io.StringIO(files_of(out)["comparison.csv"])):
+        cells = [in_time(float(written[f"goodput_{kind}_ratio_{alpha}"]) for alpha in (1, 2, 3)) for kind in KINDS]
+        assert " ".join([written["policy"], *cells]) in [" ".join(line.split()) for line in lines]
     assert sorted(lines[-4:]) == [str(out / name) for name in FILES]
     assert sorted(files_of(out)) == FILES
     assert said.err == ""
     page = files_of(out)["comparison.html"]
     assert "--policies passthrough,cap-best,thunderagent-ports --programs 3,8 --seeds 2" in page
-    assert page.count("<svg ") == page.count("<figure ") == 7
+    assert page.count("<svg ") == page.count("<figure ") == 8
 
 
 def test_the_command_in_the_report_makes_the_same_figures_again(tmp_path: Path) -> None:

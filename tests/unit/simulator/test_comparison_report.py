@@ -17,6 +17,7 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from thunderagent.errors import ConfigurationError
+from thunderagent.programs.goodput import in_time
 from thunderagent.simulator import plots
 from thunderagent.simulator.comparison import KEPT_SAMPLES_COUNT, ComparisonPlan, ComparisonResult, compare, thinned
 from thunderagent.simulator.comparison_report import Making, html_page, json_text, rows_csv, runs_csv, write_report
@@ -75,6 +76,10 @@ def test_the_table_as_csv(result: ComparisonResult) -> None:
         assert float(line["turns_per_min_ci95"]) == pytest.approx(row.turns_per_min.half_width, rel=1e-5)
         assert float(line["cost_caching_ratio"]) == pytest.approx(row.costs["caching"].mean, rel=1e-5)
         assert line["limited_by"] == row.limited_by != ""
+        for kind, goodputs in (("turns", row.turn_goodputs), ("programs", row.program_goodputs)):
+            columns = [f"goodput_{kind}_ratio_{alpha}" for alpha in (1, 2, 3)]
+            assert [float(line[name]) for name in columns] == pytest.approx([each.mean for each in goodputs], rel=1e-5)
+            assert float(line[f"{columns[2]}_ci95"]) == pytest.approx(goodputs[2].half_width, rel=1e-5)
     assert (lines[0]["ratio"], lines[0]["ratio_ci95"]) == ("1", "0")
 
 
@@ -89,6 +94,9 @@ def test_runs_as_csv(result: ComparisonResult) -> None:
         )
         assert int(line["turns"]) == run.result.turn_count
         assert float(line["turn_p99_s"]) == pytest.approx(run.result.turn_latency.p99_s, rel=1e-5)
+        for alpha, goodput in zip((1, 2, 3), run.result.goodputs, strict=True):
+            assert float(line[f"goodput_turns_ratio_{alpha}"]) == pytest.approx(goodput.turn_ratio, abs=1e-5)
+            assert float(line[f"goodput_programs_ratio_{alpha}"]) == pytest.approx(goodput.program_ratio, abs=1e-5)
 
 
 def test_one_seed_has_no_interval(result: ComparisonResult) -> None:
@@ -219,6 +227,8 @@ def test_the_page_says_everything_of_the_comparison(page: str, result: Compariso
         assert text in words, text
     row = result.rows()[-1]
     assert f"{row.turns_per_min.mean:.1f} ± {row.turns_per_min.half_width:.1f}" in words
+    cells = [in_time(each.mean for each in goodputs) for goodputs in (row.turn_goodputs, row.program_goodputs)]
+    assert " ".join(cells) in words
     assert "Not complete" not in words
     assert "failed" not in words
 
@@ -262,6 +272,7 @@ AXES = {
     "ratio": {"turns/min, times those of passthrough", "programs at a time"},
     "hit-rate": {"prompt tokens found in caches (%)", "programs at a time"},
     "latency": {"turn latency (s)", "turns that took no longer (%)"},
+    "goodput": {"in time (%)", "ideal time", "turns", "programs", "1 x", "2 x", "3 x"},
     "costs": {"part of capacity x time (%)", "decode", "prefill", "recompute", "caching", "unused", "12 programs"},
     "memory": {"part of capacity (%)", "minutes", "capacity"},
     "imbalance": {"minutes", "(% of a replica's capacity)"},
@@ -306,6 +317,18 @@ def test_lines_are_where_the_figures_are(result: ComparisonResult) -> None:
     assert scale > 0
     assert best_line[0] - best_line[1] == pytest.approx(scale * (best[0] - best[1]), rel=1e-3)
     assert best_line[0] - base_line[1] == pytest.approx(scale * (best[0] - base[1]), rel=1e-3)
+
+
+def test_goodput_is_drawn_by_how_many_times_the_ideal_time(result: ComparisonResult) -> None:
+    """Turns at the left, programs at the right; both panels have the same scale."""
+    baseline = next(row for row in result.rows() if (row.contestant, row.programs_count) == ("passthrough", 12))
+    lines = [line for line in heights(plots.goodput(result), plots.BASELINE_COLOUR) if len(line) == 3]
+    turns, programs = lines[:2]
+    scale = (turns[2] - turns[0]) / (baseline.turn_goodputs[2].mean - baseline.turn_goodputs[0].mean)
+    assert scale > 0
+    for line, goodputs in ((turns, baseline.turn_goodputs), (programs, baseline.program_goodputs)):
+        expected = [turns[0] + scale * (each.mean - baseline.turn_goodputs[0].mean) for each in goodputs]
+        assert line == pytest.approx(expected, abs=1e-2)
 
 
 def test_bars_that_are_cut_say_how_long_they_are(result: ComparisonResult) -> None:
