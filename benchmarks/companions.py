@@ -91,7 +91,6 @@ def rows_of(result: ComparisonResult) -> list[dict[str, Any]]:
             "programs_ended": Interval.of([run.result.program_count for run in runs]),
             "hit_ratio": row.hit_ratio,
             "limit_ratio": row.limit_ratio,
-            "goodput_ratio_3": row.goodput_ratio_3,
             "turn_p99_s": row.turn_p99_s,
             **{f"cost_{name}": row.costs[name] for name in COSTS},
         }
@@ -113,7 +112,7 @@ def table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
     made = Table(
         title=title,
         box=box.SIMPLE_HEAD,
-        caption="means; x: over that of fcfs; in 3 x: programs within 3 x their ideal time; costs: parts of the memory",
+        caption="means; x: over that of fcfs; costs: parts of the memory",
     )
     shown = {
         "policy": "policy",
@@ -124,7 +123,6 @@ def table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
         "ended": "programs_ended",
         "hits": "hit_ratio",
         "of limit": "limit_ratio",
-        "in 3 x": "goodput_ratio_3",
         **{name: f"cost_{name}" for name in COSTS},
     }
     for column in shown:

@@ -30,9 +30,12 @@ from rich.console import Console
 
 from benchmarks.demo_report import COSTS, RunReport, in_words, plot, table
 from benchmarks.demo_view import RunState, open_view
+from benchmarks.ideal import goodputs
 from benchmarks.load import LoadResult, LoadSpec, TurnRecord, plan_program, run_programs
 from benchmarks.machine import describe_machine
 from benchmarks.processes import ServerError, thunderagent
+from thunderagent.simulator.bounds import Engines
+from thunderagent.simulator.timing import COSTS_US, profile
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -109,7 +112,7 @@ async def run(scenario: Scenario, policy: str, logs: Path, view: View) -> RunRep
             watching.cancel()
         state.held_turn_count = 0
         view.show(state, is_over=True)
-        return _report(policy, result, await _costs(session))
+        return _report(scenario, policy, result, await _costs(session))
 
 
 @asynccontextmanager
@@ -166,13 +169,23 @@ async def _costs(session: aiohttp.ClientSession) -> dict[str, float]:
     return {name: sum(replica["costs_token_s"][name] for replica in replicas) for name in COSTS}
 
 
-def _report(policy: str, result: LoadResult, costs_token_s: dict[str, float]) -> RunReport:
+def engines_of(scenario: Scenario) -> Engines:
+    """Return the model of the engines, by which turns and programs are in time."""
+    timing = profile("demo")
+    faster = {name: getattr(timing, name) / scenario.speed for name in COSTS_US.values()}
+    return Engines(replace(timing, **faster), scenario.kv_tokens, scenario.engines)
+
+
+def _report(scenario: Scenario, policy: str, result: LoadResult, costs_token_s: dict[str, float]) -> RunReport:
+    found = goodputs(result, engines_of(scenario))
     return RunReport(
         policy=policy,
         turns_per_min=result.turns_per_min,
         hit_ratio=result.hit_ratio or 0.0,
         latency_p50_s=result.latency_percentile_s(0.5) or 0.0,
         latency_p99_s=result.latency_percentile_s(0.99) or 0.0,
+        turn_goodput_ratios=tuple(each.turn_ratio for each in found),
+        program_goodput_ratios=tuple(each.program_ratio for each in found),
         makespan_s=result.window_end_s,
         turn_count=len(result.window_records),
         failed_turn_count=result.failed_turn_count,

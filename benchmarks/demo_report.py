@@ -12,6 +12,8 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from thunderagent.programs.goodput import ALPHA_RATIOS, in_time
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
@@ -46,13 +48,18 @@ _COST_WORDS = {
 
 @dataclass(frozen=True)
 class RunReport:
-    """One run. `end_s` are the seconds at which its turns ended, `costs_token_s` the sums over the replicas."""
+    """One run. `end_s` are the seconds at which its turns ended, `costs_token_s` the sums over the replicas.
+
+    The two goodputs are the parts that took no longer than each of `ALPHA_RATIOS` times their ideal time.
+    """
 
     policy: str
     turns_per_min: float
     hit_ratio: float
     latency_p50_s: float
     latency_p99_s: float
+    turn_goodput_ratios: tuple[float, ...]
+    program_goodput_ratios: tuple[float, ...]
     makespan_s: float
     turn_count: int
     failed_turn_count: int
@@ -80,6 +87,10 @@ def table(before: RunReport, after: RunReport) -> Table:
     for name, first, second, form, more_is_better in rows:
         ratio = _ratio(first, second, more_is_better=more_is_better)
         result.add_row(name, form.format(first), form.format(second), ratio)
+    alphas = "/".join(f"{alpha_ratio:g}" for alpha_ratio in ALPHA_RATIOS)
+    for name in ("turn", "program"):
+        cells = (in_time(getattr(run, f"{name}_goodput_ratios")) for run in (before, after))
+        result.add_row(f"{name}s within {alphas} x ideal", *cells, "")
     result.add_section()
     result.add_row(Text("memory spent, thousand token-seconds", style="italic"))
     for name in COSTS:

@@ -24,55 +24,34 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.load import LoadSpec, plan_program
+from benchmarks.ideal import StandardLoad, goodput_figures
+from benchmarks.load import LoadSpec
 from benchmarks.machine import describe_machine, save_results
-from benchmarks.real import Comparison, add_comparison_arguments, comparison_from, measure
+from benchmarks.real import (
+    Comparison,
+    add_comparison_arguments,
+    calibration_settings,
+    comparison_from,
+    engine_model,
+    measure,
+)
 from benchmarks.real_engine import VLLM_VERSION, RealEngine, RealEngineConfig
 from thunderagent.calibrate.command import picture
-from thunderagent.calibrate.measurement import Settings, calibrate
+from thunderagent.calibrate.measurement import calibrate
+from thunderagent.programs.goodput import ALPHA_RATIOS, in_time
+from thunderagent.simulator.bounds import Engines
 from thunderagent.simulator.contestants import Contestant
-from thunderagent.simulator.plans import ProgramPlan, TurnPlan
 from thunderagent.simulator.records import EngineConfig
+from thunderagent.simulator.report import RunResult
 from thunderagent.simulator.scenario import Scenario
 from thunderagent.simulator.timing import COSTS_US
 
 if TYPE_CHECKING:
     from thunderagent.simulator.timing import TimingProfile
 
-MARKER_TOKENS = 1
-"""Of `real_model`'s chat template: one before each message, and one for the answer to come."""
-
 OTHER_COSTS_RATIOS = (0.85, 0.88, 0.91, 0.94, 0.97, 1.03, 1.06, 1.09, 1.12, 1.15)
 """What other engines in a forecast take for the same work. From one minute to the next the cores that this was written
 on differ by 15 %, which is also the largest error of a fitted constant (90th percentile)."""
-
-
-@dataclass(frozen=True)
-class StandardLoad:
-    """The programs of `benchmarks.load` as the simulator sees them: counts of tokens, and times."""
-
-    spec: LoadSpec
-    name: str = "standard load"
-
-    def program(self, index: int, seed: int) -> ProgramPlan:
-        """Return program `index`; the seed is the spec's."""
-        assert seed == self.spec.seed
-        plan = plan_program(self.spec, index)
-        turns = tuple(
-            TurnPlan(
-                # The marker of the first message of the user belongs to what all programs share.
-                new_tokens=len(turn.prompt.split()) + (2 if number else 1) * MARKER_TOKENS,
-                output_tokens=turn.output_tokens,
-                tool_s=turn.tool_s,
-            )
-            for number, turn in enumerate(plan.turns)
-        )
-        return ProgramPlan(
-            program_id=plan.program_id,
-            turns=turns,
-            shared_prefix_id=f"system-{self.spec.seed}",
-            shared_prefix_tokens=self.spec.system_tokens + 2 * MARKER_TOKENS,
-        )
 
 
 @dataclass(frozen=True)
@@ -88,6 +67,8 @@ class Pair:
     simulated_hit_ratio: float
     turns_range_per_min: tuple[float, float]
     hit_range_ratio: tuple[float, float]
+    real_goodput: dict[str, float]
+    simulated_goodput: dict[str, float]
 
     @property
     def turns_error_ratio(self) -> float:
@@ -115,33 +96,18 @@ def _beside(value: float, within: tuple[float, float]) -> float:
     return max(low - value, value - high, 0.0)
 
 
-def engine_model(config: RealEngineConfig, timing: TimingProfile) -> EngineConfig:
-    """Return the model of a real engine; one block of a real one is never used (it stands for no block)."""
-    return EngineConfig(
-        kv_tokens=config.pool_tokens - config.block_size,
-        block_size=config.block_size,
-        max_num_batched_tokens=config.max_batched_tokens,
-        timing=timing,
-    )
-
-
-def forecast(
-    spec: LoadSpec, policy: Contestant, engine: EngineConfig, comparison: Comparison
-) -> tuple[tuple[float, float], list[tuple[float, float]]]:
-    """Return what `simulate_load` does for this engine, and for it and all that take a little more or less time."""
-    simulated = simulate_load(spec, policy, engine, comparison)
+def forecast(spec: LoadSpec, policy: Contestant, engine: EngineConfig, comparison: Comparison) -> list[RunResult]:
+    """Return what `simulate_load` does for this engine, then for those that take a little more or less time."""
     costs = {name: getattr(engine.timing, name) for name in COSTS_US.values()}
-    others = []
+    found = [simulate_load(spec, policy, engine, comparison)]
     for ratio in OTHER_COSTS_RATIOS:
         timing = replace(engine.timing, **{name: cost * ratio for name, cost in costs.items()})
-        others.append(simulate_load(spec, policy, replace(engine, timing=timing), comparison))
-    return simulated, [simulated, *others]
+        found.append(simulate_load(spec, policy, replace(engine, timing=timing), comparison))
+    return found
 
 
-def simulate_load(
-    spec: LoadSpec, policy: Contestant, engine: EngineConfig, comparison: Comparison
-) -> tuple[float, float]:
-    """Return turns a minute and the hit rate of the same load in the simulator."""
+def simulate_load(spec: LoadSpec, policy: Contestant, engine: EngineConfig, comparison: Comparison) -> RunResult:
+    """Return what comes of the same load in the simulator."""
     scenario = Scenario(
         engine=engine,
         programs_count=spec.programs,
@@ -149,45 +115,50 @@ def simulate_load(
         warmup_s=comparison.warmup_s,
         seed=spec.seed,
     )
-    result = policy.run(scenario, StandardLoad(spec))
-    return result.turns_per_min_count, result.hit_ratio
+    return policy.run(scenario, StandardLoad(spec))
 
 
 async def run_pairs(comparison: Comparison, engine: RealEngine, timing: TimingProfile, console: Console) -> list[Pair]:
     """Run everything on an engine that is up, and simulate it."""
     model = engine_model(engine.config, timing)
+    engines = Engines.of(model, 1)
     pairs = []
     for seed, programs, policy in comparison.order():
         spec = LoadSpec(programs=programs, seed=seed, stream=comparison.stream)
-        run = await measure(comparison, engine, spec, policy, console)
-        (turns_per_min, hit_ratio), all_simulated = await asyncio.to_thread(forecast, spec, policy, model, comparison)
-        all_turns, all_hits = zip(*all_simulated, strict=True)
+        run = await measure(comparison, engine, spec, policy, console, engines)
+        everything = await asyncio.to_thread(forecast, spec, policy, model, comparison)
+        all_turns = [each.turns_per_min_count for each in everything]
+        all_hits = [each.hit_ratio for each in everything]
         pair = Pair(
             programs,
             str(policy),
             seed,
             real_turns_per_min=float(run.figures["turns_per_min"] or 0.0),
-            simulated_turns_per_min=turns_per_min,
+            simulated_turns_per_min=all_turns[0],
             real_hit_ratio=float(run.figures["hit_ratio"] or 0.0),
-            simulated_hit_ratio=hit_ratio,
+            simulated_hit_ratio=all_hits[0],
             turns_range_per_min=(min(all_turns), max(all_turns)),
             hit_range_ratio=(min(all_hits), max(all_hits)),
+            real_goodput={name: float(run.figures[name] or 0.0) for name in goodput_figures(everything[0].goodputs)},
+            simulated_goodput=goodput_figures(everything[0].goodputs),
         )
         pairs.append(pair)
         console.print(
             f"{policy}, {programs} programs, seed {seed}: {pair.real_turns_per_min:.1f} turns/min on the engine, "
-            f"{turns_per_min:.1f} simulated ({pair.turns_error_ratio:+.0%}); hits {pair.real_hit_ratio:.1%}, "
-            f"{hit_ratio:.1%} ({pair.hit_error_ratio * 100:+.1f} points); forecast {_range(pair.turns_range_per_min)} "
-            f"turns/min, {_range(pair.hit_range_ratio, 100)} %"
+            f"{all_turns[0]:.1f} simulated ({pair.turns_error_ratio:+.0%}); hits {pair.real_hit_ratio:.1%}, "
+            f"{all_hits[0]:.1%} ({pair.hit_error_ratio * 100:+.1f} points); forecast "
+            f"{_range(pair.turns_range_per_min)} turns/min, {_range(pair.hit_range_ratio, 100)} %"
         )
     return pairs
 
 
 def table(pairs: list[Pair]) -> Table:
     """Return a table with one row for each pair."""
-    result = Table(title="Real engine and simulator: turns/min, prefix hits", box=box.SIMPLE_HEAD)
+    title = "Real engine and simulator: turns/min, prefix hits; turns, programs within 1/2/3 x their ideal time"
+    result = Table(title=title, box=box.SIMPLE_HEAD)
     turns_columns = ("real/min", "sim/min", "range", "error")
-    for column in ("n", "policy", "seed", *turns_columns, "real hits", "sim hits", "range", "points"):
+    goodputs = ("real turns", "sim turns", "real programs", "sim programs")
+    for column in ("n", "policy", "seed", *turns_columns, "real hits", "sim hits", "range", "points", *goodputs):
         result.add_column(column, justify="left" if column == "policy" else "right", no_wrap=True)
     for pair in sorted(pairs, key=lambda pair: (pair.programs, pair.policy, pair.seed)):
         result.add_row(
@@ -202,6 +173,11 @@ def table(pairs: list[Pair]) -> Table:
             f"{pair.simulated_hit_ratio:.1%}",
             _range(pair.hit_range_ratio, 100),
             f"{pair.hit_error_ratio * 100:+.1f}",
+            *(
+                in_time(goodput[f"goodput_{kind}_ratio_{alpha_ratio:g}"] for alpha_ratio in ALPHA_RATIOS)
+                for kind in ("turns", "programs")
+                for goodput in (pair.real_goodput, pair.simulated_goodput)
+            ),
         )
     return result
 
@@ -230,18 +206,14 @@ async def measure_all(
 ) -> tuple[TimingProfile, list[Pair]]:
     """Start the engine, calibrate it, and run all pairs."""
     async with RealEngine(config) as engine:
-        settings = Settings(
-            budget_s=budget_s, max_num_batched_tokens=config.max_batched_tokens, token_ids=range(1, 2000)
-        )
-        calibration = await calibrate(engine.url, settings)
+        calibration = await calibrate(engine.url, calibration_settings(config, budget_s))
         console.print(picture(calibration))
         return calibration.timing, await run_pairs(comparison, engine, calibration.timing, console)
 
 
 def _arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Compare the simulator with a real vLLM engine.")
-    add_comparison_arguments(parser, programs="4,8,16", seconds=120.0)
-    parser.add_argument("--calibration-seconds", type=float, default=120.0, help="time to calibrate in")
+    add_comparison_arguments(parser, programs="4,8,16", seconds=120.0, calibration=120.0)
     parser.add_argument("--name", default="fidelity", help="of the result file")
     return parser.parse_args(argv)
 
@@ -253,7 +225,7 @@ def main() -> None:
     comparison = comparison_from(arguments)
     config = RealEngineConfig(port=arguments.port)
     console = Console()
-    console.width = max(console.width, 110)  # what the table takes
+    console.width = max(console.width, 165)  # what the table takes
     timing, pairs = asyncio.run(measure_all(comparison, config, arguments.calibration_seconds, console))
     save_results(arguments.name, results(comparison, config, timing, pairs))
     console.print(table(pairs))

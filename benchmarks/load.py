@@ -113,11 +113,11 @@ class LoadResult:
     @property
     def window_records(self) -> list[TurnRecord]:
         """Turns that succeeded and ended in the window."""
-        return [
-            record
-            for record in self.records
-            if record.succeeded and self.window_start_s <= record.end_s <= self.window_end_s
-        ]
+        return [record for record in self.records if self.has_in_window(record)]
+
+    def has_in_window(self, record: TurnRecord) -> bool:
+        """Say whether a turn succeeded and ended in the window."""
+        return record.succeeded and self.window_start_s <= record.end_s <= self.window_end_s
 
     @property
     def turns_per_min(self) -> float:

@@ -27,6 +27,7 @@ from rich.table import Table
 
 from benchmarks.machine import RESULTS
 from benchmarks.simulated import Runner, save_plot
+from thunderagent.programs.goodput import ALPHA_RATIOS, in_time
 from thunderagent.simulator.contestants import Contestant
 from thunderagent.simulator.intervals import Interval
 from thunderagent.simulator.plans import ProgramPlan
@@ -272,10 +273,10 @@ class Found:
         best = self.best(point, others)
         return Interval.of_ratios(self.values(point, best, "mean_s"), self.values(point, policy, "mean_s"))
 
-    def goodput(self, regime: str, policy: str) -> Interval:
-        """Return the part of a regime's programs in time, all points together."""
+    def goodput(self, regime: str, policy: str, figure: str = f"goodput_{ALPHA_RATIO:g}") -> Interval:
+        """Return the part of a regime's programs in time, all points together; or of its turns."""
         points = [point for point in POINTS if point.regime == regime]
-        columns = [self.values(point, policy, f"goodput_{ALPHA_RATIO:g}") for point in points]
+        columns = [self.values(point, policy, figure) for point in points]
         return Interval.of([sum(each) / len(each) for each in zip(*columns, strict=True)])
 
 
@@ -298,10 +299,26 @@ def figure(runner: Runner, console: Console) -> dict[str, Any]:
     console.print(_table(found))
     goodputs = {regime: {policy: _text(found.goodput(regime, policy), 3) for policy in POLICIES} for regime in REGIMES}
     console.print(f"programs within {ALPHA_RATIO:g} times their ideal time:", goodputs)
+    runner.in_time += in_time_rows(found)
     summary = {policy: _summary(found, policy) for policy in (MARS, MARS_ON_STOCK)}
     console.print(summary)
     save_plot("papers-mars", _plot(found))
     return {"seeds": found.seeds, "summary": summary, "goodput_3": goodputs, "points": rows}
+
+
+def in_time_rows(found: Found) -> list[dict[str, str | int]]:
+    """Return for each regime and policy which parts of its turns and programs were in time, all points together."""
+    return [
+        {
+            "setting": regime,
+            "programs_count": PROGRAMS_COUNT,
+            "policy": policy,
+            "turns": in_time(found.goodput(regime, policy, f"turn_goodput_{alpha:g}").mean for alpha in ALPHA_RATIOS),
+            "programs": in_time(found.goodput(regime, policy, f"goodput_{alpha:g}").mean for alpha in ALPHA_RATIOS),
+        }
+        for regime in REGIMES
+        for policy in POLICIES
+    ]
 
 
 def _summary(found: Found, policy: str) -> dict[str, Any]:

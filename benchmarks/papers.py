@@ -33,7 +33,7 @@ from benchmarks import mars
 from benchmarks.companions import companions
 from benchmarks.machine import describe_machine, save_results
 from benchmarks.orbit import orbit, orbit_front
-from benchmarks.simulated import COLOURS, Runner, add_legend, plot_lines, save_plot, scenario_of
+from benchmarks.simulated import COLOURS, Runner, add_legend, goodput_table, plot_lines, save_plot, scenario_of
 from thunderagent.simulator.comparison import ComparisonResult, Row
 from thunderagent.simulator.intervals import Interval
 from thunderagent.simulator.timing import profile
@@ -309,11 +309,13 @@ def main() -> None:
     console.width = max(console.width, 150)  # what the tables take
     runner = Runner(seeds_count=args.seeds, jobs_count=args.jobs, console=console)
     figures = COMMANDS[args.figure](runner, console)
+    console.print(goodput_table(runner.in_time))
     report = {
         "command": shlex.join(["python", "-m", "benchmarks.papers", *sys.argv[1:]]),
         "machine": describe_machine(),
         "seeds": args.seeds,
         "figures": figures,
+        "goodput": runner.in_time,
     }
     save_results(f"papers-{args.figure}", report)
 

@@ -37,7 +37,7 @@ from rich.console import Console
 
 from benchmarks.findings import Finding, Pick, mean_of, plot, ratio_of, table
 from benchmarks.machine import describe_machine, save_results
-from benchmarks.simulated import Runner, add_legend, colour_of, save_plot, scenario_of
+from benchmarks.simulated import Runner, add_legend, colour_of, goodput_table, save_plot, scenario_of
 from thunderagent.errors import ConfigurationError, TraceError
 from thunderagent.programs.decisions import Pause, Restore
 from thunderagent.programs.events import Event, ReplicaPolled, ReplicaUp, Tick, TurnArrived, TurnFinished
@@ -556,16 +556,19 @@ def main() -> None:
     console = Console()
     console.width = max(console.width, 165)  # what the table takes
     try:
-        found = COMMANDS[args.what](Bench(args, console))
+        bench = Bench(args, console)
+        found = COMMANDS[args.what](bench)
     except (ConfigurationError, TraceError) as error:
         sys.exit(f"policy {args.what}: {error}")
     console.print(table(f"policy {args.what}", found))
+    console.print(goodput_table(bench.runner.in_time))
     save_plot(f"policy-{args.what}", plot(found))
     report = {
         "command": command_of(sys.argv[1:], args.traces),
         "machine": describe_machine(),
         "seeds": args.seeds,
         "found": [each.to_json() for each in found],
+        "goodput": bench.runner.in_time,
     }
     console.print(f"written: {save_results(f'policy-{args.what}', report).name}")
 

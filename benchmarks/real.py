@@ -17,6 +17,7 @@ import os
 import shlex
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Self
@@ -25,20 +26,27 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.ideal import goodput_figures, goodputs
 from benchmarks.load import LoadSpec, TurnRecord, run_load
 from benchmarks.machine import describe_machine, save_results
 from benchmarks.processes import thunderagent
 from benchmarks.real_engine import VLLM_VERSION, RealEngine, RealEngineConfig, cache_dir
+from thunderagent.calibrate.measurement import Settings, calibrate
 from thunderagent.errors import ConfigurationError
+from thunderagent.programs.goodput import ALPHA_RATIOS, in_time
+from thunderagent.simulator.bounds import Engines
 from thunderagent.simulator.contestants import ORACLE, Contestant
+from thunderagent.simulator.records import EngineConfig
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
+    from thunderagent.simulator.timing import TimingProfile
+
 DIRECT = "direct"
 BASELINES = ("passthrough", DIRECT)  # what ratios are taken against, in order of preference
 
-Figures = dict[str, float | int | None]
+Figures = Mapping[str, float | int | None]
 
 
 def serve_options(policy: Contestant) -> list[str]:
@@ -117,10 +125,30 @@ class Progress:
         self._status.update(f"{self._title}: {self._turn_count} turns in {elapsed_s:.0f} s")
 
 
+def engine_model(config: RealEngineConfig, timing: TimingProfile) -> EngineConfig:
+    """Return the model of a real engine; one block of a real one is never used (it stands for no block)."""
+    return EngineConfig(
+        kv_tokens=config.pool_tokens - config.block_size,
+        block_size=config.block_size,
+        max_num_batched_tokens=config.max_batched_tokens,
+        timing=timing,
+    )
+
+
+def calibration_settings(config: RealEngineConfig, budget_s: float) -> Settings:
+    """Return how a real engine is calibrated in about that time."""
+    return Settings(budget_s=budget_s, max_num_batched_tokens=config.max_batched_tokens, token_ids=range(1, 2000))
+
+
 async def measure(
-    comparison: Comparison, engine: RealEngine, spec: LoadSpec, policy: Contestant, console: Console
+    comparison: Comparison,
+    engine: RealEngine,
+    spec: LoadSpec,
+    policy: Contestant,
+    console: Console,
+    engines: Engines,
 ) -> Run:
-    """Make one run on an engine that is up."""
+    """Make one run on an engine that is up; `engines` is its model, by which turns and programs are in time."""
     is_proxy = policy.name != DIRECT
     await engine.reset_prefix_cache()
     async with contextlib.AsyncExitStack() as stack:
@@ -136,16 +164,20 @@ async def measure(
             measure_s=comparison.measure_s,
             on_turn=progress.on_turn,
         )
-    return Run(spec.programs, str(policy), spec.seed, result.summary())
+    return Run(spec.programs, str(policy), spec.seed, result.summary() | goodput_figures(goodputs(result, engines)))
 
 
-async def compare(comparison: Comparison, config: RealEngineConfig, name: str, console: Console) -> list[Run]:
-    """Make all runs of a comparison; the result file is whole after each of them."""
+async def compare(
+    comparison: Comparison, config: RealEngineConfig, name: str, console: Console, calibration_s: float
+) -> list[Run]:
+    """Calibrate the engine, and make all runs of a comparison; the result file is whole after each of them."""
     runs: list[Run] = []
     async with RealEngine(config) as engine:
+        calibration = await calibrate(engine.url, calibration_settings(config, calibration_s))
+        engines = Engines.of(engine_model(config, calibration.timing), 1)
         for seed, programs, policy in comparison.order():
             spec = LoadSpec(programs=programs, seed=seed, stream=comparison.stream)
-            run = await measure(comparison, engine, spec, policy, console)
+            run = await measure(comparison, engine, spec, policy, console, engines)
             runs.append(run)
             rate, hits = _number(run.figures["turns_per_min"], 1), _percent(run.figures["hit_ratio"])
             console.print(f"{run.policy}, {programs} programs, seed {seed}: {rate} turns/min, hits {hits}")
@@ -179,7 +211,8 @@ def table(runs: list[Run]) -> Table:
     result = Table(title=title, box=box.SIMPLE_HEAD)
     result.add_column("n", justify="right", no_wrap=True)
     result.add_column("policy", no_wrap=True)
-    for column in ("/min", "x", "hits", "p50", "p99", "first p50", "first p99", "failed", "retried"):
+    in_time_columns = ("turns in time", "programs in time")
+    for column in ("/min", "x", "hits", "p50", "p99", "first p50", "first p99", *in_time_columns, "failed", "retried"):
         result.add_column(column, justify="right", no_wrap=True)
     for programs, policy in dict.fromkeys((run.programs, run.policy) for run in runs):
         group = [run.figures for run in runs if (run.programs, run.policy) == (programs, policy)]
@@ -192,6 +225,10 @@ def table(runs: list[Run]) -> Table:
             _number(fmean(against) if against else None, 2),
             _percent(_mean(group, "hit_ratio")),
             *(_number(_mean(group, key), 1) for key in times),
+            *(
+                in_time(_mean(group, f"goodput_{kind}_ratio_{alpha_ratio:g}") or 0.0 for alpha_ratio in ALPHA_RATIOS)
+                for kind in ("turns", "programs")
+            ),
             *(str(sum(figures[key] or 0 for figures in group)) for key in ("failed_turn_count", "retry_count")),
         )
     return result
@@ -224,7 +261,9 @@ def results(comparison: Comparison, config: RealEngineConfig, runs: list[Run]) -
     }
 
 
-def add_comparison_arguments(parser: argparse.ArgumentParser, *, programs: str, seconds: float) -> None:
+def add_comparison_arguments(
+    parser: argparse.ArgumentParser, *, programs: str, seconds: float, calibration: float
+) -> None:
     """Add the options of everything that compares policies on a real engine, with these defaults."""
     add = parser.add_argument
     add("--programs", default=programs, help="programs at a time, a comma between loads (default: %(default)s)")
@@ -233,6 +272,7 @@ def add_comparison_arguments(parser: argparse.ArgumentParser, *, programs: str, 
     add("--warmup", type=float, default=20.0, help="seconds of a run before they are measured (default: %(default)g)")
     add("--seeds", type=int, default=1, help="repetitions, each with other programs")
     add("--port", type=int, default=8101, help="the engine's port")
+    add("--calibration-seconds", type=float, default=calibration, help="time to calibrate in (default: %(default)g)")
 
 
 def _policy(text: str) -> Contestant:
@@ -259,7 +299,7 @@ def comparison_from(arguments: argparse.Namespace, *, stream: bool = True) -> Co
 
 def _arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Compare policies on a real vLLM engine.")
-    add_comparison_arguments(parser, programs="4,16", seconds=60.0)
+    add_comparison_arguments(parser, programs="4,16", seconds=60.0, calibration=60.0)
     parser.add_argument("--hidden", type=int, default=512, help="the model's hidden size")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--pool-blocks", type=int, default=500, help="KV blocks of 32 tokens")
@@ -281,8 +321,8 @@ def main() -> None:
     )
     name = arguments.name or f"real-{arguments.hidden}x{arguments.layers}"
     console = Console()
-    console.width = max(console.width, 110)  # what the table takes
-    runs = asyncio.run(compare(comparison, config, name, console))
+    console.width = max(console.width, 140)  # what the table takes
+    runs = asyncio.run(compare(comparison, config, name, console, arguments.calibration_seconds))
     console.print(table(runs))
     console.print(f"written to benchmarks/results/{name}.json")
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import matplotlib as mpl
+from rich import box
 from rich.console import Console
 from rich.progress import Progress
+from rich.table import Table
 
 from benchmarks.machine import RESULTS
+from thunderagent.programs.goodput import ALPHA_RATIOS, in_time
 from thunderagent.simulator.comparison import ComparisonPlan, ComparisonResult, Row, compare
 from thunderagent.simulator.plans import Workload
 from thunderagent.simulator.records import EngineConfig
@@ -59,12 +62,16 @@ def scenario_of(
 
 
 class Runner:
-    """Runs comparisons with what the command line says of all of them, and shows how far they are."""
+    """Runs comparisons with what the command line says of all of them, and shows how far they are.
+
+    `in_time` has of each what `goodput_table` shows.
+    """
 
     def __init__(self, *, seeds_count: int, jobs_count: int | None, console: Console) -> None:
         self.seeds = tuple(range(seeds_count))
         self.jobs_count = jobs_count
         self._console = console
+        self.in_time: list[dict[str, str | int]] = []
 
     def compare(
         self,
@@ -91,7 +98,33 @@ class Runner:
             result = compare(plan, on_progress=lambda at: bar.update(task, completed=at.done_count, total=at.all_count))
         if result.stopped_by:
             sys.exit(f"{title}: not complete, {result.stopped_by}")
+        self.in_time += in_time_rows(title, result)
         return result
+
+
+def in_time_rows(title: str, result: ComparisonResult) -> list[dict[str, str | int]]:
+    """Return for each contestant and load which parts of its turns and programs were in time, as a report has them."""
+    return [
+        {
+            "setting": title,
+            "programs_count": row.programs_count,
+            "policy": row.contestant,
+            "turns": in_time(goodput.mean for goodput in row.turn_goodputs),
+            "programs": in_time(goodput.mean for goodput in row.program_goodputs),
+        }
+        for row in result.rows()
+    ]
+
+
+def goodput_table(rows: Sequence[Mapping[str, str | int]]) -> Table:
+    """Return a table of what was in time."""
+    alphas = "/".join(f"{alpha_ratio:g}" for alpha_ratio in ALPHA_RATIOS)
+    made = Table(title=f"Goodput: within {alphas} times their ideal time", box=box.SIMPLE_HEAD)
+    for column in ("setting", "n", "policy", "turns", "programs"):
+        made.add_column(column, justify="left" if column in ("setting", "policy") else "right", no_wrap=True)
+    for row in rows:
+        made.add_row(*(str(value) for value in row.values()))
+    return made
 
 
 def colour_of(contestant: str) -> str | None:

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean
+from typing import Any
 
 from rich.console import Console
 
@@ -21,10 +22,11 @@ from benchmarks.machine import describe_machine, save_results
 from benchmarks.simulated import scenario_of
 from thunderagent.policy_loader import load_policy
 from thunderagent.programs.events import TurnArrived, TurnFinished
+from thunderagent.programs.goodput import in_time
 from thunderagent.simulator.console import table_of_numbers
 from thunderagent.simulator.intervals import Interval
 from thunderagent.simulator.plans import ProgramPlan, TurnPlan, Workload
-from thunderagent.simulator.report import RunResult
+from thunderagent.simulator.report import Goodput, RunResult
 from thunderagent.simulator.run import Simulation
 from thunderagent.simulator.scenario import Scenario
 from thunderagent.simulator.workloads import workload
@@ -58,9 +60,10 @@ class Three:
 
 @dataclass(frozen=True)
 class Found:
-    """What one run came to: by tenant the tokens of its finished turns."""
+    """What one run came to: by tenant the tokens of its finished turns; what was in time is of all three."""
 
     turns_per_min_count: float
+    goodputs: tuple[Goodput, ...]
     tokens: dict[str, int]
 
     @property
@@ -75,7 +78,7 @@ def run(scenario: Scenario, *, policy: str, fair: bool, with_parents: bool, seed
     scheduler = replace(scenario.scheduler, fair_tenants=fair, idle_limit_s=scenario.horizon_s)
     scenario = replace(scenario, seed=seed, scheduler=scheduler, keep_events=True)
     result = Simulation(scenario, Three(workload("standard"), with_parents), load_policy(policy, {})).run()
-    return Found(result.turns_per_min_count, tokens_by_tenant(result, scenario.warmup_s))
+    return Found(result.turns_per_min_count, result.goodputs, tokens_by_tenant(result, scenario.warmup_s))
 
 
 def tokens_by_tenant(result: RunResult, begin_s: float) -> dict[str, int]:
@@ -99,6 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=150, help="programs of the small tenant")
     args = parser.parse_args(argv)
     console = Console()
+    console.width = max(console.width, 130)  # what the table takes
     scenario = replace(
         scenario_of("demo", minutes=args.minutes, warmup_minutes=args.minutes / 5, loop="batch"),
         programs_count=args.rounds * len(ROUND),
@@ -113,16 +117,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name, setting in settings.items():
             found[name].append(run(scenario, policy=args.policy, seed=seed, **setting))
     plain = [each.turns_per_min_count for each in found["no shares, no parents"]]
-    table = table_of_numbers("Setting", "turns/min", "of no shares, no parents", "Jain", SMALL, LARGE, FANNING)
-    figures = {}
+    table = table_of_numbers(
+        "Setting", "turns/min", "of no shares, no parents", "Jain", *ROUND_NAMES, "turns in time", "programs in time"
+    )
+    figures: dict[str, dict[str, Any]] = {}
     for name, runs in found.items():
         ratio = Interval.of_ratios([each.turns_per_min_count for each in runs], plain)
         jain = Interval.of([each.jain_ratio for each in runs])
         rate = Interval.of([each.turns_per_min_count for each in runs])
         assert ratio is not None
         parts = [fmean(each.tokens.get(who, 0) / sum(each.tokens.values()) for each in runs) for who in ROUND_NAMES]
-        table.add_row(name, rate.text(1), ratio.text(3), jain.text(3), *(f"{part:.0%}" for part in parts))
+        by_alpha = list(zip(*(each.goodputs for each in runs), strict=True))
+        goodput = {
+            "turns": in_time(fmean(each.turn_ratio for each in of_seeds) for of_seeds in by_alpha),
+            "programs": in_time(fmean(each.program_ratio for each in of_seeds) for of_seeds in by_alpha),
+        }
+        shares = (f"{part:.0%}" for part in parts)
+        table.add_row(name, rate.text(1), ratio.text(3), jain.text(3), *shares, *goodput.values())
         figures[name] = {"turns_per_min": asdict(rate), "ratio": asdict(ratio), "jain": asdict(jain), "parts": parts}
+        figures[name]["goodput"] = goodput
     console.print(table)
     fair_ratio, kept_ratio = figures["shares"]["jain"]["mean"], figures["shares"]["ratio"]["mean"]
     passed = fair_ratio >= FAIR_AT_LEAST and kept_ratio >= 1 - LOST_AT_MOST

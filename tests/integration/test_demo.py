@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -47,6 +48,10 @@ def test_the_demo_runs_both_policies_to_their_ends_and_leaves_a_plot(tmp_path: P
     assert before["failed_turn_count"] == after["failed_turn_count"] == 0
     assert set(after["costs_token_s"]) == {"decode", "prefill", "recompute", "unused", "caching"}
     assert after["costs_token_s"]["decode"] > 0
+    assert len(re.findall(r"(?:turns|programs) within 1/2/3 x ideal( +\d+/\d+/\d+ %){2}", output)) == 2
+    for run in figures["runs"]:
+        assert 0 < run["turn_goodput_ratios"][2] <= 1
+        assert run["program_goodput_ratios"] == sorted(run["program_goodput_ratios"])
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for processes in /proc")

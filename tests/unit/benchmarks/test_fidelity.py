@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.fidelity import Pair, StandardLoad, engine_model, forecast
+from benchmarks.fidelity import Pair, forecast, table
+from benchmarks.ideal import StandardLoad, goodput_figures
 from benchmarks.load import LoadSpec, plan_program
 from benchmarks.papers import COMMANDS, SETTINGS, scenario_of
-from benchmarks.real import Comparison
+from benchmarks.real import Comparison, engine_model
 from benchmarks.real_engine import RealEngineConfig
 from thunderagent.simulator.bounds import turn_shapes
 from thunderagent.simulator.contestants import Contestant
+from thunderagent.simulator.report import Goodput
 from thunderagent.simulator.timing import profile
 from thunderagent.simulator.workloads import workload
+
+REAL, SIMULATED = (
+    goodput_figures([Goodput(alpha, 0.0, 0.0, *ratios) for alpha, ratios in enumerate(each, start=1)])
+    for each in (((0.1, 0.0), (0.5, 0.4), (0.9, 0.8)), ((0.2, 0.0), (0.6, 0.45), (0.95, 0.85)))
+)
 
 
 def prompt_words(spec: LoadSpec, index: int) -> list[int]:
@@ -42,7 +49,7 @@ def test_the_model_of_an_engine_lacks_the_block_that_is_never_used() -> None:
 
 
 def test_errors_are_those_of_the_simulator() -> None:
-    pair = Pair(8, "passthrough", 0, 100.0, 108.0, 0.50, 0.47, (105.0, 110.0), (0.40, 0.49))
+    pair = Pair(8, "passthrough", 0, 100.0, 108.0, 0.50, 0.47, (105.0, 110.0), (0.40, 0.49), REAL, SIMULATED)
     assert pair.turns_error_ratio == pytest.approx(0.08)
     assert pair.hit_error_ratio == pytest.approx(-0.03)
     assert pair.turns_beside_ratio == pytest.approx(0.05)
@@ -50,8 +57,14 @@ def test_errors_are_those_of_the_simulator() -> None:
 
 
 def test_what_lies_in_the_forecast_is_not_beside_it() -> None:
-    pair = Pair(8, "passthrough", 0, 100.0, 108.0, 0.50, 0.47, (90.0, 110.0), (0.40, 0.50))
+    pair = Pair(8, "passthrough", 0, 100.0, 108.0, 0.50, 0.47, (90.0, 110.0), (0.40, 0.50), REAL, SIMULATED)
     assert pair.turns_beside_ratio == pair.hits_beside_ratio == 0.0
+
+
+def test_the_table_has_the_goodput_of_both() -> None:
+    pair = Pair(8, "passthrough", 0, 100.0, 108.0, 0.50, 0.47, (90.0, 110.0), (0.40, 0.50), REAL, SIMULATED)
+    cells = [list(column.cells) for column in table([pair]).columns][-4:]
+    assert cells == [["10/50/90 %"], ["20/60/95 %"], ["0/40/80 %"], ["0/45/85 %"]]
 
 
 def test_a_forecast_is_wide_where_programs_only_just_fit_and_narrow_where_they_do() -> None:
@@ -59,9 +72,8 @@ def test_a_forecast_is_wide_where_programs_only_just_fit_and_narrow_where_they_d
     comparison = Comparison(programs=(4,), policies=(Contestant("passthrough"),), warmup_s=10.0, measure_s=30.0)
     spreads = {}
     for programs in (4, 8):
-        simulated, everything = forecast(LoadSpec(programs=programs), Contestant("passthrough"), engine, comparison)
-        assert everything[0] == simulated
-        hits = [hit_ratio for _, hit_ratio in everything]
+        everything = forecast(LoadSpec(programs=programs), Contestant("passthrough"), engine, comparison)
+        hits = [each.hit_ratio for each in everything]
         spreads[programs] = max(hits) - min(hits)
     assert spreads[4] < 0.02 < spreads[8]
 

@@ -17,6 +17,7 @@ from benchmarks.mars import (
     Found,
     Task,
     _summary,
+    in_time_rows,
     mix,
     run_one,
     scenario_of,
@@ -59,6 +60,12 @@ def test_every_policy_can_be_made_and_only_mars_has_the_changed_engine() -> None
         assert scenario_of(POINTS[0], policy, 0).engines_retain == (policy == MARS)
 
 
+def goodput_of(last: float) -> dict[str, float]:
+    """Return what a run has in time that has that part of it in time in the end."""
+    programs = {f"goodput_{alpha}": last * alpha / 3 for alpha in (1, 2, 3)}
+    return programs | {f"turn_goodput_{alpha}": last * (alpha + 1) / 4 for alpha in (1, 2, 3)}
+
+
 def test_ratios_are_taken_seed_by_seed_to_the_best_other() -> None:
     """With the mean of all; a point is won if the ratio is over 1, and goodputs are of whole regimes."""
     kept = {}
@@ -67,7 +74,7 @@ def test_ratios_are_taken_seed_by_seed_to_the_best_other() -> None:
             for seed in (0, 1):
                 mean_s = {MARS: 50.0, MARS_ON_STOCK: 110.0, "infercept": 100.0, "thunderagent": 40.0}.get(policy, 500.0)
                 good = {MARS: 0.9, "infercept": 0.3}.get(policy, 0.1)
-                kept[Task(point, policy, seed).key] = {"mean_s": mean_s * (1 + seed), "goodput_3": good}
+                kept[Task(point, policy, seed).key] = {"mean_s": mean_s * (1 + seed), **goodput_of(good)}
     found = Found(kept, (0, 1, 2))
     assert found.seeds == [0, 1]
     assert found.best(POINTS[0], PUBLISHED) == "infercept"
@@ -79,6 +86,11 @@ def test_ratios_are_taken_seed_by_seed_to_the_best_other() -> None:
     assert summary["published"]["goodput_ratio"] == {"220k": 3.0, "263k": 3.0}
     assert summary["all"]["points_won"] == 0
     assert _summary(found, MARS_ON_STOCK)["published"]["points_won"] == 0
+    rows = in_time_rows(found)
+    assert [(row["setting"], row["policy"]) for row in rows] == [
+        (each, policy) for each in REGIMES for policy in POLICIES
+    ]
+    assert (rows[0]["turns"], rows[0]["programs"]) == ("45/68/90 %", "30/60/90 %")
 
 
 @pytest.mark.parametrize("policy", [MARS, MARS_ON_STOCK])

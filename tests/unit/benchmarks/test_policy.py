@@ -107,6 +107,15 @@ def test_a_figure_passes_if_its_interval_reaches_the_bar(
     assert Finding("here", "p", "figure", interval, at_least, at_most).passes is passes
 
 
+def test_what_was_in_time_is_kept_of_every_comparison() -> None:
+    """For the report, whichever command made them."""
+    bench = Bench(arguments().parse_args(["limits", "--seeds", "1", "--jobs", "1", "--minutes", "1"]), Console())
+    for count in (2, 3):
+        bench.runs(f"with {count}", bench.scenario(SMALL), bench.programs(SMALL), ("passthrough", "sticky"), count)
+    kept = [(row["setting"], row["policy"]) for row in bench.runner.in_time]
+    assert kept == [(f"with {count}", policy) for count in (2, 3) for policy in ("passthrough", "sticky")]
+
+
 def test_findings_are_set_out_and_drawn_also_without_a_figure() -> None:
     found = [
         Finding("here", "ttl", "ratio", Interval(2, 0.9, 0.05), at_least=1.0),

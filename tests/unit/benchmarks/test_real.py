@@ -35,6 +35,7 @@ def run(policy: str, seed: int, turns_per_min: float, programs: int = 8) -> Run:
         "first_token_p99_s": None,
         "failed_turn_count": 0,
         "retry_count": 1,
+        **{f"goodput_{kind}_ratio_{alpha}": alpha / 4 for kind in ("turns", "programs") for alpha in (1, 2, 3)},
     }
     return Run(programs, policy, seed, figures)
 
@@ -46,7 +47,7 @@ def test_a_policy_becomes_options_of_the_server() -> None:
 
 def test_no_proxy_at_all_can_be_asked_for_but_no_oracle() -> None:
     parser = argparse.ArgumentParser()
-    add_comparison_arguments(parser, programs="4", seconds=1.0)
+    add_comparison_arguments(parser, programs="4", seconds=1.0, calibration=1.0)
     asked = comparison_from(parser.parse_args(["--policies", "direct,cap:n=6"]))
     assert [str(policy) for policy in asked.policies] == ["direct", "cap:n=6"]
     with pytest.raises(ConfigurationError, match="simulator only"):
@@ -72,7 +73,10 @@ def test_ratios_are_taken_seed_by_seed_against_the_baseline() -> None:
 
 def test_the_table_has_a_row_for_each_load_and_policy() -> None:
     runs = [run("direct", 0, 100), run("cap", 0, 150), run("cap", 1, 50), run("cap", 0, 90, programs=16)]
-    assert table(runs).row_count == 3
+    made = table(runs)
+    assert made.row_count == 3
+    cells = {str(column.header): list(column.cells) for column in made.columns}
+    assert cells["turns in time"] == cells["programs in time"] == ["25/50/75 %"] * 3
 
 
 def test_results_say_what_they_were_measured_on() -> None:
