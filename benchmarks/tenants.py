@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=150, help="programs of the small tenant")
     args = parser.parse_args(argv)
     console = Console()
-    console.width = max(console.width, 130)  # what the table takes
+    console.width = max(console.width, 150)  # what the table takes
     scenario = replace(
         scenario_of("demo", minutes=args.minutes, warmup_minutes=args.minutes / 5, loop="batch"),
         programs_count=args.rounds * len(ROUND),
