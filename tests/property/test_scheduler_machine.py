@@ -480,7 +480,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.scheduler.settings.fair_tenants:  # tenants come first there
             return
         queue = self.scheduler.queue.reasoning
-        ranks = [self.scheduler.policy.restore_rank(program) for program in queue]
+        ranks = [(program.priority, self.scheduler.policy.restore_rank(program)) for program in queue]
         assert ranks == sorted(ranks), f"queued as it was: {list(queue)}"
 
     @invariant()
