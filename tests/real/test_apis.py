@@ -130,7 +130,13 @@ async def test_the_sdks_of_both_makers(proxy: Server) -> None:
             assert (await stream.get_final_response()).status == "incomplete"
     async with openai.AsyncOpenAI(base_url=f"{proxy.url}/v1", api_key="none", max_retries=0) as client:
         made = [
-            await client.responses.create(model=MODEL_NAME, input=PROMPT, max_output_tokens=3000, background=True)
+            await client.responses.create(
+                model=MODEL_NAME,
+                input=PROMPT,
+                max_output_tokens=3000,
+                background=True,
+                extra_body={"ignore_eos": True},  # so that none is through before it is cancelled
+            )
             for _ in range(4)
         ]
         for response in made:
