@@ -6,15 +6,14 @@ import logging
 from typing import TYPE_CHECKING
 
 import pytest
-import pytest_asyncio
 import structlog
 import uvloop
 
-from tests.integration.support import engine
+from tests.integration.support import shared_engine
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import AsyncIterator, Callable, Iterator
+    from collections.abc import Callable, Iterator
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -38,8 +37,8 @@ def _only_warnings_are_logged() -> Iterator[None]:
     structlog.reset_defaults()
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engine_url() -> AsyncIterator[str]:
+@pytest.fixture(scope="session")
+def engine_url() -> Iterator[str]:
     """Run an embedded engine that takes no time."""
-    async with engine() as process:
-        yield process.url
+    with shared_engine() as url:
+        yield url

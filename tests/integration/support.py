@@ -9,10 +9,11 @@ import os
 import re
 import socket
 import stat
+import subprocess
 import sys
 import tempfile
 from asyncio.subprocess import PIPE, Process
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
@@ -26,7 +27,7 @@ from thunderagent.programs import invariants
 from thunderagent.serving import build_runtime, proxy
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 
     from thunderagent.backends.discovery import Source
     from thunderagent.runtime import Runtime
@@ -541,8 +542,7 @@ async def command(name: str, *options: str, settings: Mapping[str, str] | None =
 
     `settings` are variables of its environment, beside those here that are no settings.
     """
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(ENVIRONMENT_PREFIX)}
-    environment |= settings or {}
+    environment = _environment() | dict(settings or {})
     with tempfile.TemporaryDirectory() as folder:
         log_path = Path(folder, "stderr")
         with log_path.open("wb") as log:
@@ -554,11 +554,20 @@ async def command(name: str, *options: str, settings: Mapping[str, str] | None =
             async with asyncio.timeout(30):
                 line = (await process.stdout.readline()).decode()
             assert " ready at http://" in line, line + log_path.read_text()
-            yield CommandProcess(process, re.findall(r"http://[\w.:]+\d", line)[0], log_path)
+            yield CommandProcess(process, _url_in(line), log_path)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await process.communicate()
+
+
+def _environment() -> dict[str, str]:
+    """Return our environment without settings of ours."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(ENVIRONMENT_PREFIX)}
+
+
+def _url_in(ready_line: str) -> str:
+    return re.findall(r"http://[\w.:]+\d", ready_line)[0]
 
 
 @dataclass
@@ -598,9 +607,27 @@ async def engine(
     *options: str, kv_tokens: int = 16_000, port: int = 0, profile: str = "instant"
 ) -> AsyncIterator[CommandProcess]:
     """Run `thunderagent engine` for the length of the block."""
-    sizes = ("--port", str(port), "--kv-tokens", str(kv_tokens))
-    async with command("engine", *sizes, "--profile", profile, "--grace-s", "0", *options) as process:
+    async with command("engine", *_engine_options(kv_tokens, port, profile), *options) as process:
         yield process
+
+
+@contextmanager
+def shared_engine(*, kv_tokens: int = 16_000) -> Iterator[str]:
+    """Run an engine that takes no time, and yield its URL: for a fixture that many tests share.
+
+    Such a fixture must not be a coroutine: pytest-asyncio ends it with each test, as it does its loop's factory.
+    """
+    command = [sys.executable, "-m", "thunderagent", "engine", *_engine_options(kv_tokens)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=_environment()) as process:
+        try:
+            assert process.stdout is not None
+            yield _url_in(process.stdout.readline())
+        finally:
+            process.kill()
+
+
+def _engine_options(kv_tokens: int, port: int = 0, profile: str = "instant") -> tuple[str, ...]:
+    return ("--port", str(port), "--kv-tokens", str(kv_tokens), "--profile", profile, "--grace-s", "0")
 
 
 # --- the proxy

@@ -22,6 +22,7 @@ from tests.integration.support import (
     head_bytes,
     metrics_of,
     running_proxy,
+    shared_engine,
     stream_head,
     until,
     word,
@@ -30,6 +31,8 @@ from tests.integration.support import (
 from thunderagent.cli import main
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from tests.integration.support import Call
 
 SLOW_POLLS = {"poll_interval_s": 30.0}
@@ -185,23 +188,29 @@ async def kill(process: CommandProcess) -> None:
     await process.process.wait()
 
 
+@pytest.fixture(scope="module")
+def short_engine_urls() -> Iterator[list[str]]:
+    """Run two engines of short memory."""
+    with shared_engine(kv_tokens=1500) as one, shared_engine(kv_tokens=1500) as other:
+        yield [one, other]
+
+
 @pytest.mark.parametrize("policy", ["breakeven", "thunderagent", "passthrough", "sticky", "cap"])
 async def test_a_load_leaves_no_program_and_its_log_replays(
-    policy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    policy: str, short_engine_urls: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Short memory on two engines: every program finishes, and `thunderagent replay` decides the same again."""
     log = tmp_path / "events"
-    async with engine(kv_tokens=1500) as one, engine(kv_tokens=1500) as other:
-        config = {"policy": policy, "event_log": log}
+    config = {"policy": policy, "event_log": log}
+    if policy == "thunderagent":
+        config |= {"policy_args": {"delta_s": "0.01", "half_life_s": "10"}, "tick_s": 0.01}
+    async with running_proxy(*short_engine_urls, **config) as proxy:
+        spec = replace(LOAD, tool_mean_s=0.05, programs=16)
+        result = await run_programs(spec, proxy.url, 32, is_proxy=True)
+        assert (result.finished_program_count, result.failed_turn_count) == (32, 0)
         if policy == "thunderagent":
-            config |= {"policy_args": {"delta_s": "0.01", "half_life_s": "10"}, "tick_s": 0.01}
-        async with running_proxy(one.url, other.url, **config) as proxy:
-            spec = replace(LOAD, tool_mean_s=0.05, programs=16)
-            result = await run_programs(spec, proxy.url, 32, is_proxy=True)
-            assert (result.finished_program_count, result.failed_turn_count) == (32, 0)
-            if policy == "thunderagent":
-                decisions = {decision for decision, _ in (await metrics_of(proxy.url))["thunderagent_decisions_total"]}
-                assert decisions >= {"hold", "pause", "restore"}
+            decisions = {decision for decision, _ in (await metrics_of(proxy.url))["thunderagent_decisions_total"]}
+            assert decisions >= {"hold", "pause", "restore"}
     assert main(["replay", str(log)]) == 0
     said = capsys.readouterr().out
     assert "every decision is the same" in said
