@@ -612,12 +612,12 @@ async def engine(
 
 
 @contextmanager
-def shared_engine(*, kv_tokens: int = 16_000) -> Iterator[str]:
+def shared_engine(*options: str, kv_tokens: int = 16_000) -> Iterator[str]:
     """Run an engine that takes no time, and yield its URL: for a fixture that many tests share.
 
     Such a fixture must not be a coroutine: pytest-asyncio ends it with each test, as it does its loop's factory.
     """
-    command = [sys.executable, "-m", "thunderagent", "engine", *_engine_options(kv_tokens)]
+    command = [sys.executable, "-m", "thunderagent", "engine", *_engine_options(kv_tokens), *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=_environment()) as process:
         try:
             assert process.stdout is not None

@@ -20,13 +20,13 @@ from tests.integration.support import (
     answers,
     ask,
     chunk,
-    engine,
     event,
     events_of,
     fake_replica,
     get,
     post,
     running_proxy,
+    shared_engine,
     stream_head,
     streams,
     turn,
@@ -34,7 +34,7 @@ from tests.integration.support import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from tests.integration.support import Answer, Call
 
@@ -188,18 +188,25 @@ APIS: dict[str, tuple[str, str, Any, str, Callable[[Answer, bool], list[Any]]]] 
 }
 
 
+@pytest.fixture(scope="module")
+def large_engine_urls() -> Iterator[dict[str, str]]:
+    """Run an engine of each kind that has room for all programs."""
+    with shared_engine(kv_tokens=200_000) as one, shared_engine("--kind", "sglang", kv_tokens=200_000) as other:
+        yield {"vllm": one, "sglang": other}
+
+
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("api", APIS)
-async def test_a_group_without_ids_on_the_embedded_engine(api: str, streamed: bool) -> None:
+async def test_a_group_without_ids_on_the_embedded_engine(
+    large_engine_urls: dict[str, str], api: str, streamed: bool
+) -> None:
     """Eight identical first prompts are eight programs, and each next turn joins its own, in every API.
 
     The engine answers the same prompt in the same words, so the answers differ in their lengths.
     """
     path, field, prompt, limit, said = APIS[api]
-    async with (
-        engine("--kind", "sglang" if api == "generate" else "vllm", kv_tokens=200_000) as served,
-        running_proxy(served.url, infer_programs=True) as proxy,
-    ):
+    url = large_engine_urls["sglang" if api == "generate" else "vllm"]
+    async with running_proxy(url, infer_programs=True) as proxy:
 
         async def take_turn(prompt: list[Any], limit_tokens: int) -> Answer:
             where, _, name = limit.rpartition(".")
