@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING
 
 from tests.integration.support import (
     CHAT,
+    FakeReplica,
     Gate,
     Wire,
     answers,
     ask,
     chunk,
     fake_replica,
+    head_bytes,
     post,
     running_proxy,
     stream_head,
@@ -30,7 +32,7 @@ from tests.integration.support import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.integration.support import FakeReplica, RunningProxy
+    from tests.integration.support import Call, RunningProxy
 
 TURNS_COUNT = 5
 
@@ -109,7 +111,7 @@ async def superseded(replica: FakeReplica, proxy: RunningProxy) -> None:
 
 async def test_no_turn_waits_for_the_garbage_collector() -> None:
     """Whatever became of it; and no poll's answer does."""
-    config = {"retry_budget_ratio": 0.0, "retries_count": 1, "breaker_failure_count": 0}
+    config = {"retry_budget_ratio": 0.0, "retries_count": 1, "breaker_failure_count": 0, "poll_deadline_s": 20.0}
     async with fake_replica() as replica, running_proxy(replica.url, **config) as proxy:
         for way in (answered, refused, broken_before_the_first_byte, broken_in_mid_stream, left, superseded):
             await way(replica, proxy)  # whatever is made once
@@ -124,3 +126,28 @@ async def test_no_turn_waits_for_the_garbage_collector() -> None:
                 await asyncio.sleep(0.1)
             assert not found, way.__name__
         await post(proxy.url, "/programs/release", {"all": True})
+
+
+class Stalling(FakeReplica):
+    """A replica whose metrics stop in the middle."""
+
+    async def answer_call(self, call: Call) -> None:
+        if call.target == "/metrics":
+            self.polls_count += 1
+            call.write(head_bytes("HTTP/1.1 200 OK", [("content-length", "100")]), b"vllm:")
+        else:
+            await super().answer_call(call)
+
+
+async def test_no_poll_without_an_end_waits_for_the_garbage_collector() -> None:
+    """Nor does its connection, which the answer holds."""
+    replica = Stalling(answers())
+    await replica.start()
+    try:
+        async with running_proxy(replica.url, poll_deadline_s=0.1):
+            await until(lambda: replica.polls_count > 4)  # whatever is made once
+            with collecting() as found:
+                await until(lambda count=replica.polls_count: replica.polls_count > count + 8)
+            assert not found
+    finally:
+        await replica.end()

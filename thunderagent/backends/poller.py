@@ -245,16 +245,20 @@ class Poller:
     async def _get(self, client: httpx.AsyncClient, url: httpx.URL) -> str | _Failure:
         """Return the body of a 2xx answer, or how the request failed. Expected failures end here."""
         deadline_s = self._settings.deadline_s
+        response: httpx.Response | None = None
         try:
-            async with asyncio.timeout(deadline_s):
-                response = await client.get(url)
-                del response.stream  # it was read; it and the response hold each other, and the body, for a collection
+            async with asyncio.timeout(deadline_s), client.stream("GET", url) as response:
+                await response.aread()
         except TimeoutError:
             return _Failure(f"no answer within {deadline_s:g} s", is_silence=True)
         except httpx.HTTPError as error:
             if _is_refusal(error):
                 return _Failure("connection refused", is_refusal=True)
             return _Failure(f"{type(error).__name__}: {error}")
+        finally:
+            if response is not None:  # it and its stream hold each other, body and connection, for a collection
+                del response.stream
+        assert response is not None
         if not response.is_success:
             return _Failure(f"{url.path} answered {response.status_code}")
         return response.text
