@@ -169,14 +169,14 @@ async def test_a_connection_that_is_not_made_in_time_is_a_504_or_a_failover() ->
 
 
 async def test_a_replica_that_fails_turn_after_turn_gets_none_for_a_while() -> None:
-    """Then one; and when that is answered, all of its share again."""
-    async with two_replicas(**BREAKS) as (broken, healthy, proxy):
+    """Its breaker says for how long."""
+    async with two_replicas(**{**BREAKS, "breaker_backoff_s": 60.0}) as (broken, healthy, proxy):
         await trip(proxy, broken)
         failures_count = len(broken.calls)
         assert failures_count == 3
         report = await breaker_of(proxy, broken)
         assert report["up"] is True
-        assert 0 < report["breaker_retry_in_s"] <= 0.2
+        assert 0 < report["breaker_retry_in_s"] <= 60
         assert (await metrics_of(proxy.url))["thunderagent_replica_tripped"] == {
             (broken.replica_id,): 1,
             (healthy.replica_id,): 0,
@@ -184,6 +184,12 @@ async def test_a_replica_that_fails_turn_after_turn_gets_none_for_a_while() -> N
         for number in range(10):
             assert (await ask(proxy.url, f"meanwhile-{number}")).header("X-Replica-ID") == healthy.replica_id
         assert len(broken.calls) == failures_count
+
+
+async def test_a_replica_whose_while_is_over_gets_one_turn() -> None:
+    """And when that is answered, all of its share again."""
+    async with two_replicas(**BREAKS) as (broken, _, proxy):
+        await trip(proxy, broken)
         broken.behaviour = answers()
         await until(lambda: len(proxy.runtime.scheduler.open_replicas) == 2)
         assert (await breaker_of(proxy, broken))["breaker"] == "half_open"

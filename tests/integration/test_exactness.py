@@ -406,11 +406,13 @@ async def test_a_stream_split_at_every_byte(
     asked_for = respelt(b"".join([*shown, USAGE_EVENT, DONE]), spelling)
     plain = respelt(b"".join([*shown, DONE]), spelling)
     body = turn("a", stream=True, **({"stream_options": {"include_usage": True}} if asks_for_usage else {}))
-    for cut in range(1, len(asked_for)):
-        replica.behaviour = streams(*pieces_at(asked_for, cut))
-        answer = await post(proxy.url, CHAT, body)
-        assert answer.whole
-        assert answer.body == (asked_for if asks_for_usage else plain), cut
+    async with Wire.open(proxy.url) as wire:
+        for cut in range(1, len(asked_for)):
+            replica.behaviour = streams(*pieces_at(asked_for, cut))
+            wire.send("POST", CHAT, [JSON_TYPE], json.dumps(body).encode())
+            answer = await wire.answer()
+            assert answer.whole
+            assert answer.body == (asked_for if asks_for_usage else plain), cut
     program = proxy.runtime.scheduler.table.get("a")
     assert program is not None
     assert program.prompt_tokens_total == USAGE["prompt_tokens"] * (len(asked_for) - 1)

@@ -442,9 +442,10 @@ async def test_first_polls_are_spread_over_the_interval(engines: Callable[[], En
     began_s = asyncio.get_running_loop().time()
     async with polling(*replicas, interval_s=0.8) as (_, recorder):
         await recorder.until(lambda: len(recorder.up_s) == len(replicas))
-    assert recorder.up_s["r0"] == min(recorder.up_s.values())
-    assert recorder.up_s["r0"] - began_s < 0.3
-    assert max(recorder.up_s.values()) - min(recorder.up_s.values()) > 0.4
+    after_s = [up_s - began_s for up_s in recorder.up_s.values()]
+    assert sum(each_s > 0.4 for each_s in after_s) >= 3, after_s  # a busy machine only makes them later
+    async with polling(endpoint(engine, "r0"), interval_s=60.0) as (_, recorder):
+        await recorder.until_heard("up", "r0")
 
 
 def test_the_same_id_twice_is_an_error() -> None:
