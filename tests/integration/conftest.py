@@ -17,10 +17,14 @@ if TYPE_CHECKING:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep what lies here on one process where there are several: its tests watch sockets, processes and times."""
+    """Keep what lies here on one process where there are several: its tests watch sockets, processes and times.
+
+    But for long ones that watch their own alone: with them that process would end last.
+    """
     for item in items:
         if "tests/integration/" in item.path.as_posix():
-            item.add_marker(pytest.mark.xdist_group("integration"))
+            group = "apart" if item.path.name in {"test_demo.py", "test_openapi.py"} else "integration"
+            item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.hookimpl(optionalhook=True)  # pytest-asyncio has it since 1.4; before, the loop is asyncio's own
