@@ -302,6 +302,7 @@ class Runtime:
             self._abortable_ids.discard(turn_id)
             if timer is not None:
                 timer.cancel()
+            del waiter  # or a refusal in it, whose traceback holds this frame, would wait for a collection
         return self._begin(grant, self.now_s() - arrived_s)
 
     def new_turn_id(self) -> int:

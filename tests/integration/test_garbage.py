@@ -109,11 +109,42 @@ async def superseded(replica: FakeReplica, proxy: RunningProxy) -> None:
         assert (await other.answer()).status == 200
 
 
+async def released_while_held(replica: FakeReplica, proxy: RunningProxy) -> None:  # noqa: ARG001 - it gets nothing
+    proxy.runtime.suspend_grants("test")
+    async with Wire.open(proxy.url) as wire:
+        send(wire, "a")
+        await until(lambda: proxy.runtime.scheduler.ledger.waiting_count)
+        await post(proxy.url, "/programs/release", {"program_id": "a"})
+        assert (await wire.answer()).status == 410
+    proxy.runtime.continue_grants("test")
+
+
+async def left_while_held(replica: FakeReplica, proxy: RunningProxy) -> None:  # noqa: ARG001 - it gets nothing
+    proxy.runtime.suspend_grants("test")
+    async with Wire.open(proxy.url) as wire:
+        send(wire, "a")
+        await until(lambda: proxy.runtime.scheduler.ledger.waiting_count)
+    await until(lambda: not proxy.runtime.scheduler.ledger.waiting_count)
+    proxy.runtime.continue_grants("test")
+
+
+WAYS = (
+    answered,
+    refused,
+    broken_before_the_first_byte,
+    broken_in_mid_stream,
+    left,
+    superseded,
+    released_while_held,
+    left_while_held,
+)
+
+
 async def test_no_turn_waits_for_the_garbage_collector() -> None:
     """Whatever became of it; and no poll's answer does."""
     config = {"retry_budget_ratio": 0.0, "retries_count": 1, "breaker_failure_count": 0, "poll_deadline_s": 20.0}
     async with fake_replica() as replica, running_proxy(replica.url, **config) as proxy:
-        for way in (answered, refused, broken_before_the_first_byte, broken_in_mid_stream, left, superseded):
+        for way in WAYS:
             await way(replica, proxy)  # whatever is made once
             with collecting() as found:
                 polls_count = replica.polls_count

@@ -60,7 +60,7 @@ class Pause:
 
 
 class _PatientConnection(ResponseHandler):
-    """A connection whose silence does not count while its replica is paused."""
+    """A connection whose silence does not count while its replica is paused, and that nothing stays of once closed."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, pause: Pause) -> None:
         super().__init__(loop=loop)
@@ -73,6 +73,17 @@ class _PatientConnection(ResponseHandler):
             self._read_timeout_handle = self._loop.call_later(left_s, self._on_read_timeout)
         else:
             super()._on_read_timeout()
+
+    def close(self) -> None:
+        """Close it, and let go of an answer whose head came when nobody waited for it any more.
+
+        The answer's body holds this connection, which holds the answer: both would wait for a collection, which is
+        rare. If somebody does wait, because the whole pool is closed, that fails as if the replica had closed it.
+        """
+        super().close()
+        if self._buffer:
+            self._buffer.clear()
+            self.set_exception(aiohttp.ServerDisconnectedError())
 
 
 class PatientConnector(aiohttp.TCPConnector):

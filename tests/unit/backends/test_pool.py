@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager
+import gc
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING
 
 import aiohttp
 import pytest
 from multidict import CIMultiDict
 
-from thunderagent.backends.limits import Pause
+from thunderagent.backends.limits import PatientConnector, Pause
 from thunderagent.backends.pool import LARGE_BODY_BYTES, Pool
 
 if TYPE_CHECKING:
@@ -44,7 +45,8 @@ class Server:
 @asynccontextmanager
 async def pool_of(behaviour: Behaviour) -> AsyncIterator[tuple[Server, Pool]]:
     server = Server(behaviour)
-    pool = Pool(aiohttp.TCPConnector(limit=0), Pause(asyncio.get_running_loop()))
+    pause = Pause(asyncio.get_running_loop())
+    pool = Pool(PatientConnector(pause, limit=0), pause)
     async with await asyncio.start_server(server.serve, "127.0.0.1", 0) as listening:
         server.url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
         try:
@@ -178,6 +180,66 @@ async def test_a_client_that_leaves_while_a_large_body_goes_out_ends_that_at_onc
         assert pool.requests_count == 0
         cancelled.set()
         assert await got_bytes < len(8 * LARGE_BODY)
+
+
+@pytest.mark.parametrize("later_rounds_count", range(4))
+async def test_an_answer_that_comes_as_its_client_leaves_waits_for_no_collection(later_rounds_count: int) -> None:
+    """Whether it came in the same round of the event loop or one before: its head is in the connection then."""
+    writers: list[asyncio.StreamWriter] = []
+
+    async def behaviour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async for _ in heads(reader):
+            writers.append(writer)
+            begun.set()
+
+    begun = asyncio.Event()
+    async with pool_of(behaviour) as (server, pool):
+        gc.collect()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        try:
+            asking = asyncio.create_task(ask(pool, server.url))
+            await begun.wait()
+            writers[0].write(OK)
+            for _ in range(later_rounds_count):
+                await asyncio.sleep(0)
+            asking.cancel()
+            with suppress(asyncio.CancelledError):
+                await asking
+            del asking
+            await asyncio.sleep(0.01)
+            gc.collect()
+            left = [type(each).__name__ for each in gc.garbage]
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
+        assert "_PatientConnection" not in left
+        assert pool.requests_count == 0
+
+
+async def test_an_answer_that_comes_as_the_pool_is_closed_fails_as_if_the_replica_had_closed_it() -> None:
+    async def behaviour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async for _ in heads(reader):
+            writers.append(writer)
+            begun.set()
+
+    writers: list[asyncio.StreamWriter] = []
+    begun = asyncio.Event()
+    failures: list[Exception] = []
+    for rounds_count in range(3):
+        begun.clear()
+        async with pool_of(behaviour) as (server, pool):
+            asking = asyncio.create_task(ask(pool, server.url))
+            await begun.wait()
+            writers[-1].write(OK)
+            for _ in range(rounds_count):
+                await asyncio.sleep(0)
+            closing = asyncio.create_task(pool.close())
+            try:
+                assert await asking == b"{}"
+            except aiohttp.ServerDisconnectedError as error:
+                failures.append(error)
+            await closing
+    assert failures
 
 
 async def test_what_comes_before_the_answer_is_passed_over() -> None:
