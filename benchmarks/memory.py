@@ -31,8 +31,8 @@ from benchmarks.simulated import save_plot
 SAMPLE_PERIOD_S = 10.0
 FORGET_LIMIT_S = 60.0
 LIMITS = ("--idle-limit-s", "10", "--forget-limit-s", str(FORGET_LIMIT_S))
-MADE_ANSWERS_COUNT = 100_000
-"""Ids of responses that the proxy remembers, which it does on purpose: they are filled before the hour."""
+MADE_ANSWERS_COUNT = 106_250
+"""Ids of responses that the proxy remembers at most, which it does on purpose: they are filled before the hour."""
 
 REPLICAS_COUNT = 2
 Z_95 = 1.96

@@ -109,7 +109,7 @@ async def superseded(replica: FakeReplica, proxy: RunningProxy) -> None:
         assert (await other.answer()).status == 200
 
 
-async def released_while_held(replica: FakeReplica, proxy: RunningProxy) -> None:  # noqa: ARG001 - it gets nothing
+async def released_while_held(replica: FakeReplica, proxy: RunningProxy) -> None:
     proxy.runtime.suspend_grants("test")
     async with Wire.open(proxy.url) as wire:
         send(wire, "a")
@@ -119,7 +119,7 @@ async def released_while_held(replica: FakeReplica, proxy: RunningProxy) -> None
     proxy.runtime.continue_grants("test")
 
 
-async def left_while_held(replica: FakeReplica, proxy: RunningProxy) -> None:  # noqa: ARG001 - it gets nothing
+async def left_while_held(replica: FakeReplica, proxy: RunningProxy) -> None:
     proxy.runtime.suspend_grants("test")
     async with Wire.open(proxy.url) as wire:
         send(wire, "a")
