@@ -12,6 +12,7 @@ from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -65,6 +66,8 @@ log = structlog.get_logger("thunderagent")
 
 ENGINE_READY_S = 20.0
 GARBAGE_PERIOD_S = 30.0
+FULL_COLLECTION_AFTER_COUNT = 30
+"""Of so many collections of garbage one is of all of it, which is each quarter of an hour."""
 CLOSE_S = 2.0
 """How long connections get to close after the grace period."""
 
@@ -120,10 +123,14 @@ def calm_garbage_collector() -> None:
 
 
 async def collect_garbage() -> None:
-    """Take out the young garbage now and then: with so high a threshold it would wait for an hour, and memory grow."""
-    while True:
+    """Take out the garbage now and then: with so high a threshold nothing else does, and memory would grow.
+
+    That is the young garbage as a rule. What outlived such a collection and became garbage later waits for a full one,
+    which comes seldom, because it looks at everything.
+    """
+    for number in count(1):
         await asyncio.sleep(GARBAGE_PERIOD_S)
-        gc.collect(1)
+        gc.collect(1 if number % FULL_COLLECTION_AFTER_COUNT else 2)
 
 
 def build_runtime(config: ServeConfig) -> tuple[Runtime, EventLogWriter | None]:

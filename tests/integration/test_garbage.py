@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import weakref
 from collections import Counter
 from contextlib import contextmanager
 from types import FrameType
@@ -28,13 +29,22 @@ from tests.integration.support import (
     word,
     writes,
 )
+from thunderagent.serving import collect_garbage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    import pytest
+
     from tests.integration.support import Call, RunningProxy
 
 TURNS_COUNT = 5
+
+
+class Ring:
+    """Something that a reference count never frees."""
+
+    itself: Ring
 
 
 @contextmanager
@@ -182,3 +192,22 @@ async def test_no_poll_without_an_end_waits_for_the_garbage_collector() -> None:
             assert not found
     finally:
         await replica.end()
+
+
+async def test_what_is_old_when_it_becomes_garbage_is_taken_out_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("thunderagent.serving.GARBAGE_PERIOD_S", 0.001)
+    ring = Ring()
+    ring.itself = ring
+    is_there = weakref.ref(ring)
+    gc.collect()
+    gc.disable()  # a test makes more objects than a proxy, and would have Python collect by itself
+    try:
+        del ring
+        gc.collect(1)
+        assert is_there() is not None, "it is old"
+        async with asyncio.TaskGroup() as group:
+            collecting = group.create_task(collect_garbage())
+            await until(lambda: is_there() is None)
+            collecting.cancel()
+    finally:
+        gc.enable()
