@@ -19,6 +19,7 @@ its root on, where the root lies there, is taken for the former and adds no copi
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from itertools import islice
 from typing import Final
 
@@ -55,7 +56,7 @@ class KvBlocks:
         """Know of nothing."""
         self._blocks: dict[BlockHash, _Block] = {}
         self._children: dict[BlockHash, set[_Block]] = {}
-        self._chains: dict[str, list[_Block]] = {}
+        self._chains: OrderedDict[str, list[_Block]] = OrderedDict()
         """Ends of chains by program, the newest last; programs in the order of their last new block."""
         self._changed: dict[str, None] = {}
         self._reported_tokens: dict[str, int] = {}
