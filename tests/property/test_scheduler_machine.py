@@ -87,6 +87,12 @@ POLICY_SETTINGS = {
         "victims": "largest",
         "priority": "age",
     },
+    "breakeven, by area": {
+        "policy": "breakeven",
+        "reserve_tokens": 100,
+        "order": "least-area",
+        "order.bound_ratio": 0.5,
+    },
     "breakeven, fair tenants": {"policy": "breakeven", "reserve_tokens": 100, "fair_tenants": True},
     "breakeven, controlled": {
         "policy": "breakeven",

@@ -12,6 +12,7 @@ from thunderagent.programs.policies.cap import Cap
 from thunderagent.programs.policies.concur import Concur
 from thunderagent.programs.policies.continuum import Continuum
 from thunderagent.programs.policies.infercept import InferCept
+from thunderagent.programs.policies.least_area import LeastArea
 from thunderagent.programs.policies.mars import Mars
 from thunderagent.programs.policies.mars_admission import MarsAdmission
 from thunderagent.programs.policies.mars_priority import MarsOrder, MarsPriority
@@ -46,6 +47,7 @@ ADMISSIONS: dict[str, Callable[..., Admission]] = {"concur": Concur, "mars": Mar
 ORDERS: dict[str, Callable[..., Order]] = {
     "atlas": Atlas,
     "fcfs": Fcfs,
+    "least-area": LeastArea,
     "mars": MarsOrder,
     "orbit-judge": OrbitJudge,
     "orbit-step": OrbitStep,

@@ -1,0 +1,183 @@
+"""`least-area`: the index, what it learns, and the bound on waiting."""
+
+from __future__ import annotations
+
+from math import inf
+
+import pytest
+
+from tests.builders import Driver
+from thunderagent.errors import ConfigurationError
+from thunderagent.policy_loader import load_policy
+from thunderagent.programs.policies.least_area import FIRST_GROWTH_TOKENS, REMEMBERED_COUNT, LeastArea
+from thunderagent.programs.policies.parts import Composed
+from thunderagent.programs.policies.passthrough import Passthrough
+
+
+def driver_with(order: LeastArea) -> Driver:
+    """Nobody is held: what is learned does not depend on who goes first."""
+    return Driver(Composed(Passthrough(), order=order), replicas={"r0": 10_000_000})
+
+
+def live(driver: Driver, program_id: str, turns_count: int, first_tokens: int = 100, grown_tokens: int = 0) -> None:
+    """Run a program from its first turn to its end."""
+    for turn in range(turns_count):
+        driver.takes_turn(program_id, first_tokens + turn * grown_tokens)
+    driver.releases(program_id)
+
+
+def taught(lengths: list[int], **turn: int) -> LeastArea:
+    """Return an order that saw programs of these lengths."""
+    order = LeastArea()
+    driver = driver_with(order)
+    for number, turns_count in enumerate(lengths):
+        live(driver, f"p{number}", turns_count, **turn)
+    return order
+
+
+def one_at_a_time(bound_ratio: float = 8.0) -> Driver:
+    """Return a scheduler that lets one program in after another."""
+    settings = {"n": 1, "order": "least-area", "order.bound_ratio": bound_ratio}
+    return Driver(load_policy("cap", settings), replicas={"r0": 1_000_000})
+
+
+def test_larger_programs_have_larger_areas() -> None:
+    """Before anything was learned, too; in proportion where turns add nothing."""
+    assert LeastArea().area(0, 100) < LeastArea().area(0, 10_000) < LeastArea().area(0, 100_000)
+    order = taught([10] * 50)
+    assert order.area(0, 8000) == pytest.approx(8 * order.area(0, 1000), rel=0.01)
+
+
+def test_where_all_are_of_a_length_nearness_to_the_end_counts() -> None:
+    """With the same claim the one that has more turns behind it is through for less."""
+    order = taught([16] * 200)
+    assert order.area(14, 5000) < order.area(8, 5000) < order.area(0, 5000)
+    assert order.area(0, 5000) == pytest.approx(16 * 5000, rel=0.2)
+
+
+def test_who_outlived_the_short_ones_falls_back() -> None:
+    """Nine of ten take two turns, and the others a hundred: after three turns there are many more to come."""
+    order = taught(([2] * 9 + [100]) * 20)
+    assert order.area(3, 5000) > 5 * order.area(0, 5000)
+    assert order.area(95, 5000) < order.area(3, 5000)
+
+
+def test_an_area_is_known_however_many_turns_there_were() -> None:
+    """Also beyond the last interval."""
+    assert 0 < LeastArea().area(5000, 100) < inf
+
+
+def test_programs_that_still_run_say_nothing_of_later_turns() -> None:
+    """Passing an interval counts at once: with ten that are beyond it, an end there is no more than one in eleven."""
+    order = LeastArea()
+    driver = driver_with(order)
+    live(driver, "short", 2)
+    eager = order.area(0, 5000)
+    for number in range(10):
+        for _ in range(5):
+            driver.takes_turn(f"long{number}", 100)
+    assert order.area(0, 5000) > 1.5 * eager
+    assert order._ended[1] == 1
+    assert (order._passed[1], order._passed[3], order._passed[5]) == (10, 10, 0)
+
+
+def test_it_learns_what_a_turn_adds() -> None:
+    """From the contexts of the same program, not from those of others; a guess until then."""
+    order = LeastArea()
+    assert order._grown_tokens / order._grown_count == FIRST_GROWTH_TOKENS
+    driver = driver_with(order)
+    for number in range(60):
+        live(driver, f"p{number}", 20, first_tokens=50_000, grown_tokens=300)
+    assert order._grown_tokens / order._grown_count == pytest.approx(300, rel=0.05)
+
+
+def test_it_forgets_programs_that_ended() -> None:
+    """Nothing is kept of them but what was counted."""
+    order = taught([3] * 20)
+    assert (order._contexts_tokens, order._waiting_since_s, order._overdue) == ({}, {}, {})
+
+
+def test_what_was_seen_long_ago_weighs_little() -> None:
+    """A load of long programs is learned although a thousand short ones came before."""
+    order = taught([1] * int(REMEMBERED_COUNT) + [2] * 300)
+    assert order._ended[0] == pytest.approx(REMEMBERED_COUNT / 2, abs=1)
+    assert order._ended[1] == pytest.approx(300, abs=1)
+
+
+def test_the_smallest_of_those_that_wait_goes_first() -> None:
+    """Whoever came first."""
+    driver = one_at_a_time()
+    driver.arrives("holder", 10)
+    large, small = driver.arrives("large", 50_000), driver.arrives("small", 500)
+    driver.releases("holder")
+    assert not driver.held(small)
+    assert driver.held(large)
+
+
+def test_nobody_waits_for_those_that_come_later_for_longer_than_the_bound() -> None:
+    """A large program among small ones that never cease to come: it is let in soon after the bound, and not before."""
+    driver = one_at_a_time(bound_ratio=5.0)
+    for number in range(8):  # the median residence is a second
+        turn_id = driver.arrives(f"first{number}", 500)
+        driver.passes(1.0)
+        driver.finishes(turn_id, 500)
+        driver.releases(f"first{number}")
+    driver.arrives("small0", 500)
+    large = driver.arrives("large", 50_000)
+    arrived_s = driver.now_s
+    for number in range(1, 40):
+        driver.arrives(f"small{number}", 500)
+        driver.passes(1.0)
+        driver.releases(f"small{number - 1}")
+        if not driver.held(large):
+            break
+    waited_s = driver.now_s - arrived_s
+    assert not driver.held(large)
+    assert 4.0 < waited_s < 12.0
+
+
+def test_without_a_bound_it_waits_as_long_as_small_ones_come() -> None:
+    """That is what the bound is for."""
+    driver = one_at_a_time(bound_ratio=inf)
+    driver.arrives("small0", 500)
+    large = driver.arrives("large", 50_000)
+    for number in range(1, 40):
+        driver.arrives(f"small{number}", 500)
+        driver.passes(1.0)
+        driver.releases(f"small{number - 1}")
+    assert driver.held(large)
+
+
+def test_of_those_that_waited_too_long_the_one_goes_first_that_waits_for_longest() -> None:
+    """Whatever their sizes."""
+    driver = one_at_a_time(bound_ratio=0.0)
+    driver.arrives("holder", 10)
+    large = driver.arrives("large", 50_000)
+    driver.passes(1.0)
+    small = driver.arrives("small", 500)
+    driver.passes(1.0)
+    driver.releases("holder")
+    driver.releases("nobody")
+    assert not driver.held(large)
+    assert driver.held(small)
+
+
+def test_of_two_alike_the_one_goes_first_that_began() -> None:
+    """It counts half, so that it goes before a new one with little less; before one with much less it does not."""
+    for new_tokens, began_goes_first in ((900, True), (100, False)):
+        driver = Driver(load_policy("cap", {"n": 1, "order": "least-area"}), replicas={"r0": 1_000_000})
+        driver.takes_turn("began", 1000)
+        driver.ticks(301.0)  # its tool takes longer than the idle limit
+        driver.arrives("holder", 10)
+        new, again = driver.arrives("new", new_tokens), driver.arrives("began", 1000)
+        driver.releases("holder")
+        assert driver.held(new) == began_goes_first
+        assert driver.held(again) != began_goes_first
+
+
+@pytest.mark.parametrize("name", ["bound_ratio", "begun_ratio"])
+def test_a_negative_ratio_is_refused(name: str) -> None:
+    """And one that is no number."""
+    for ratio in (-1.0, float("nan")):
+        with pytest.raises(ConfigurationError, match=f"{name} must not be negative"):
+            LeastArea(**{name: ratio})
