@@ -34,7 +34,7 @@ def is_alive(pid: int) -> bool:
 def test_the_demo_runs_both_policies_to_their_ends_and_leaves_a_plot(tmp_path: Path) -> None:
     """One command, no terminal: plain lines, a table, a plot, the figures, and what to do next."""
     with demo(tmp_path) as process:
-        output, errors = process.communicate(timeout=55)
+        output, errors = process.communicate(timeout=100)
     assert process.returncode == 0, errors
     assert "\x1b" not in output  # no control sequences where there is no terminal
     for words in ("passthrough", "breakeven", "turns/min", "makespan", "simulated", "serve --backends"):
