@@ -28,8 +28,8 @@ lies in memory of its history need not be computed again, and the longer it wait
 
 **The bound.** Who has waited for longer than `bound_ratio` times the median time that programs take in all, as learned,
 goes before everybody else, whoever waits for longest first. So those that come later are let in before it for no longer
-than that. Only then does a rank change while a program waits; whether it is so is looked at whenever a turn or a
-program ends, and so before there is room.
+than that. Only then does a rank change while a program waits, whatever is learned meanwhile; whether it is so is looked
+at whenever a turn or a program ends, and so before there is room.
 """
 
 from __future__ import annotations
@@ -85,8 +85,10 @@ class LeastArea:
     _contexts_tokens: dict[str, int] = field(init=False, repr=False, default_factory=dict)
     _grown_tokens: float = field(init=False, repr=False, default=FIRST_GROWTH_TOKENS)
     _grown_count: float = field(init=False, repr=False, default=1.0)
-    _waiting_since_s: dict[str, float] = field(init=False, repr=False, default_factory=dict)
-    """Of those that may wait, whoever waits for longest first."""
+    _passed_counts: dict[str, int] = field(init=False, repr=False, default_factory=dict)
+    """How many turns of each program are known to have been passed: one that is tried again is passed once."""
+    _waits: dict[str, tuple[float, float]] = field(init=False, repr=False, default_factory=dict)
+    """Since when and in which rank programs wait, whoever waits for longest first."""
     _overdue: dict[str, float] = field(init=False, repr=False, default_factory=dict)
     name: ClassVar[str] = "least-area"
 
@@ -102,9 +104,14 @@ class LeastArea:
             since_s = program.waiting_since_s
             if self._overdue.get(program.program_id) == since_s:
                 return since_s
-            if self._waiting_since_s.get(program.program_id) != since_s:
-                self._waiting_since_s.pop(program.program_id, None)
-                self._waiting_since_s[program.program_id] = since_s
+            wait = self._waits.get(program.program_id)
+            if wait is None or wait[0] != since_s:
+                self._waits.pop(program.program_id, None)
+                wait = self._waits[program.program_id] = since_s, self._rank_now(program)
+            return wait[1]
+        return self._rank_now(program)
+
+    def _rank_now(self, program: ProgramView) -> float:
         area = self.area(program.turn_count, program.claim_tokens)
         return NOT_OVERDUE_RANK + (self.begun_ratio * area if program.turn_count else area)
 
@@ -136,20 +143,23 @@ class LeastArea:
         """Learn how long programs are and how they grow, and look who has waited for too long."""
         if isinstance(signal, GpuSubmit):
             self._submitted(view, signal.program_id)
-        elif isinstance(signal, GpuEnd):
-            self._turn_ended(view, signal.program_id)
+        elif isinstance(signal, GpuEnd) and signal.finished:
+            self._turn_finished(view, signal.program_id)
         elif isinstance(signal, ProgramEnd):
-            for known in (self._contexts_tokens, self._waiting_since_s, self._overdue):
+            for known in (self._contexts_tokens, self._passed_counts, self._waits, self._overdue):
                 known.pop(signal.program_id, None)
             self._program_ended(signal.turn_count)
         if isinstance(signal, GpuEnd | ProgramEnd):
             self._look_for_overdue(view)
 
     def _submitted(self, view: View, program_id: str) -> None:
-        self._waiting_since_s.pop(program_id, None)
+        self._waits.pop(program_id, None)
         self._overdue.pop(program_id, None)
         program = view.program(program_id)
-        interval = None if program is None else _INTERVAL_OF.get(program.turn_count)
+        if program is None or program.turn_count <= self._passed_counts.get(program_id, 0):
+            return
+        self._passed_counts[program_id] = program.turn_count
+        interval = _INTERVAL_OF.get(program.turn_count)
         if interval is not None:
             self._passed[interval] += 1
 
@@ -160,7 +170,7 @@ class LeastArea:
             self._ended = [count / 2 for count in self._ended]
             self._passed = [count / 2 for count in self._passed]
 
-    def _turn_ended(self, view: View, program_id: str) -> None:
+    def _turn_finished(self, view: View, program_id: str) -> None:
         program = view.program(program_id)
         if program is None:
             return
@@ -174,11 +184,11 @@ class LeastArea:
     def _look_for_overdue(self, view: View) -> None:
         """Rank those anew who waited for too long. Cost: O(1), and O(log n) for each of them."""
         before_s = view.now_s - self.bound_ratio * view.median_residence_s
-        while self._waiting_since_s:
-            program_id, since_s = next(iter(self._waiting_since_s.items()))
+        while self._waits:
+            program_id, (since_s, _) = next(iter(self._waits.items()))
             if not since_s < before_s:
                 return
-            del self._waiting_since_s[program_id]
+            del self._waits[program_id]
             program = view.program(program_id)
             if program is not None and program.status is Status.PAUSED:
                 self._overdue[program_id] = since_s

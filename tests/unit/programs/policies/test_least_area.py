@@ -9,7 +9,13 @@ import pytest
 from tests.builders import Driver
 from thunderagent.errors import ConfigurationError
 from thunderagent.policy_loader import load_policy
-from thunderagent.programs.policies.least_area import FIRST_GROWTH_TOKENS, REMEMBERED_COUNT, LeastArea
+from thunderagent.programs.policies.cap import Cap
+from thunderagent.programs.policies.least_area import (
+    FIRST_GROWTH_TOKENS,
+    NOT_OVERDUE_RANK,
+    REMEMBERED_COUNT,
+    LeastArea,
+)
 from thunderagent.programs.policies.parts import Composed
 from thunderagent.programs.policies.passthrough import Passthrough
 
@@ -94,7 +100,33 @@ def test_it_learns_what_a_turn_adds() -> None:
 def test_it_forgets_programs_that_ended() -> None:
     """Nothing is kept of them but what was counted."""
     order = taught([3] * 20)
-    assert (order._contexts_tokens, order._waiting_since_s, order._overdue) == ({}, {}, {})
+    assert (order._contexts_tokens, order._passed_counts, order._waits, order._overdue) == ({}, {}, {}, {})
+
+
+def test_a_turn_that_fails_teaches_nothing() -> None:
+    """Tried five times, a turn is passed once when the next one comes, and adds what it adds in the end."""
+    order = LeastArea()
+    driver = driver_with(order)
+    driver.takes_turn("p", 1000)
+    for _ in range(5):
+        driver.fails(driver.arrives("p", 1500))
+    assert order._passed[0] == 1
+    assert order._grown_tokens / order._grown_count == FIRST_GROWTH_TOKENS
+
+
+def test_a_rank_stays_while_a_program_waits_whatever_is_learned() -> None:
+    """The queue's order is that of the ranks when the waits began: asked again, they are the same."""
+    order = LeastArea()
+    driver = Driver(Composed(Cap(n=1), order=order), replicas={"r0": 1_000_000})
+    driver.arrives("holder", 10)
+    driver.arrives("a", 5000)
+    driver.arrives("b", 500)
+    waiting = list(driver.scheduler.queue.reasoning)
+    before = [order.restore_rank(program) for program in waiting]
+    order._ended[0] += 500
+    order._grown_tokens *= 100
+    assert [order.restore_rank(program) for program in waiting] == before == sorted(before)
+    assert order.area(0, 500) != pytest.approx(before[0] - NOT_OVERDUE_RANK)
 
 
 def test_what_was_seen_long_ago_weighs_little() -> None:
