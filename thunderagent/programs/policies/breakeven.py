@@ -265,7 +265,7 @@ class BreakEven:
         if not make_room or view.first_bound_before(program, replica) is not None:
             return False
         expired = view.first_expired_few(replica, MOST_EXPIRED_COUNT)
-        going = _enough(expired, missing_tokens)
+        going = _enough(expired, missing_tokens, grown_tokens)
         if not going and len(expired) == account.active_count:
             going = expired  # it would be alone
         for each in going:
@@ -317,11 +317,14 @@ class BreakEven:
                 break
 
 
-def _enough(expired: Sequence[ProgramView], tokens: float) -> Sequence[ProgramView]:
-    """Return the first of them whose claims are `tokens` together; nobody if those of all are less."""
-    claimed_tokens = 0
+def _enough(expired: Sequence[ProgramView], tokens: float, grown_tokens: float) -> Sequence[ProgramView]:
+    """Return the first of them who leave room for `tokens` together; nobody if all of them do not.
+
+    With each go its claim and what it would grow by.
+    """
+    claimed_tokens = 0.0
     for count, program in enumerate(expired, start=1):
-        claimed_tokens += program.claim_tokens
+        claimed_tokens += program.claim_tokens + min(program.growth_tokens, grown_tokens)
         if claimed_tokens >= tokens:
             return expired[:count]
     return ()

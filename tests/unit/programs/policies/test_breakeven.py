@@ -94,6 +94,17 @@ def test_an_expired_program_stays_while_nobody_needs_its_room() -> None:
     assert driver.home("a") == driver.home("b") == "r0"
 
 
+def test_with_the_expired_goes_what_they_would_grow_by() -> None:
+    """What is foreseen for all is missing; the first that goes takes its own part of that away."""
+    driver = driver_with(hold_ratio=0.0, foresight_ratio=1e9, replicas={"r0": 18_000})
+    opens(driver, a=1000, b=1000, c=1000)
+    working = driver.arrives("w", 500)
+    turn = driver.arrives("n", 2000)
+    assert not driver.held(turn)
+    assert not driver.held(working)
+    assert [driver.home(name) for name in "abc"] == [None, "r0", "r0"]
+
+
 @pytest.mark.parametrize("someone_works", [False, True])
 def test_all_who_expired_go_for_one_that_fits_only_alone(someone_works: bool) -> None:
     """Together they claim less than is foreseen to be missing; but if they went, nobody would be there."""
