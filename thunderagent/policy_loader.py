@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any, cast
 
 from thunderagent.errors import ConfigurationError
 from thunderagent.programs.policies import PARTS, POLICIES
 from thunderagent.programs.policies.base import Policy
-from thunderagent.programs.policies.parts import Composed, GlobalPolicy
+from thunderagent.programs.policies.parts import Admission, Composed, EnginePriority, GlobalPolicy, Order, Victims
 from thunderagent.programs.policies.several import Several
 
 Setting = bool | int | float | str
@@ -37,6 +38,15 @@ defaults of the public ports to NVIDIA Dynamo: programs pause from 0.95 of the c
 restored up to 0.95 less a hysteresis of 0.10; acting programs count in full, and each reserves 100 tokens."""
 
 
+_PROTOCOLS: Mapping[str, type] = {
+    "policy": Policy,
+    "admission": Admission,
+    "order": Order,
+    "victims": Victims,
+    "priority": EnginePriority,
+    "control": GlobalPolicy,
+}
+
 _TRUTHS = {"true": True, "false": False}
 
 
@@ -60,7 +70,8 @@ def load_policy(name: str, settings: Mapping[str, Setting]) -> Policy:
     the policy that was for its own part (`part_settings` of the policy) is for the one in its place, unless that was
     given its own.
 
-    Raises `ConfigurationError` that names what exists where the policy, a part or a setting is unknown.
+    Raises `ConfigurationError` that names what exists where the policy, a part or a setting is unknown, and what is
+    missing where a class is of another kind, or a value.
     """
     policy_name, preset = PRESETS.get(name, (name, {}))
     settings = preset | dict(settings)
@@ -81,7 +92,8 @@ def load_policy(name: str, settings: Mapping[str, Setting]) -> Policy:
                     f"{chosen[kind]}, which was chosen instead, has no such setting"
                 )
             of_parts[kind].setdefault(key, settings[key])
-    policy = cast("Policy", _made(f"policy {name}", factory, settings))
+    of_chosen = [f"{kind}.{key}" for kind, part_name in chosen.items() for key in _settings_of_part(kind, part_name)]
+    policy = cast("Policy", _made("policy", name, factory, settings, of_chosen))
     if not chosen:
         return policy
     parts = {}
@@ -100,31 +112,65 @@ def _part(kind: str, name: str, settings: Mapping[str, Setting]) -> object:
     names = name.split("+") if kind == "control" else [name]
     factories = {each: PARTS[kind].get(each) or _imported(kind, each) for each in names}
     if len(names) == 1:
-        return _made(f"{kind} {name}", factories[name], settings)
+        return _made(kind, name, factories[name], settings)
     known = {each: set(_settings_of(factory)) for each, factory in factories.items()}
     if unknown := sorted(set(settings) - set().union(*known.values())):
         raise ConfigurationError(f"none of {name} has a setting {unknown[0]!r}")
     made = [
-        _made(f"{kind} {each}", factory, {key: value for key, value in settings.items() if key in known[each]})
+        _made(kind, each, factory, {key: value for key, value in settings.items() if key in known[each]})
         for each, factory in factories.items()
     ]
     return Several(cast("list[GlobalPolicy]", made))
 
 
-def _settings_of(factory: Callable[..., object]) -> list[str]:
-    return [field.name for field in fields(factory) if field.init] if is_dataclass(factory) else []
+def _settings_of(factory: Callable[..., object]) -> dict[str, str]:
+    """Return the settings by their names, each with its type as it is written; none if that is no dataclass."""
+    made = factory.func if isinstance(factory, partial) else factory
+    if not is_dataclass(made):
+        return {}
+    return {
+        field.name: field.type.__name__ if isinstance(field.type, type) else str(field.type)
+        for field in fields(made)
+        if field.init
+    }
 
 
-def _made(what: str, factory: Callable[..., object], settings: Mapping[str, Setting]) -> object:
-    if is_dataclass(factory):
-        known = _settings_of(factory)
+def _made(
+    kind: str,
+    name: str,
+    factory: Callable[..., object],
+    settings: Mapping[str, Setting],
+    of_chosen: Sequence[str] = (),
+) -> object:
+    """Make a policy or a part; `of_chosen` are the settings of parts that were chosen beside it."""
+    what = f"{kind} {name}"
+    known = _settings_of(factory)
+    if known or is_dataclass(factory):
         if unknown := sorted(set(settings) - set(known)):
             has = f"it has: {', '.join(known)}" if known else "it has none"
+            if meant := [each for each in of_chosen if each.endswith(f".{unknown[0]}")]:
+                has = f"did you mean {' or '.join(meant)}?"
             raise ConfigurationError(f"{what} has no setting {unknown[0]!r}; {has}")
+        for key, value in settings.items():
+            if wanted := _wanted_instead(known[key], value):
+                raise ConfigurationError(f"{what}: {key} must be {wanted}, not {value!r}")
     try:
-        return factory(**settings)
+        made = factory(**settings)
     except TypeError as error:
         raise ConfigurationError(f"{what} does not take these settings: {error}") from error
+    members = [member for member in vars(_PROTOCOLS[kind]) if not member.startswith("_")]
+    if missing := [member for member in members if not hasattr(made, member)]:
+        raise ConfigurationError(f"{name} is no {kind}: it has no {', '.join(missing)}")
+    return made
+
+
+def _wanted_instead(type_words: str, value: Setting) -> str:
+    """Say what a setting of that type must be, if the value is none; of other types than numbers and truths nothing."""
+    types = {word.strip() for word in type_words.split("|")} - {"None"}
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if types <= {"int", "float"}:
+        return "" if is_number else "a number"
+    return "true or false" if types == {"bool"} and value not in (0, 1) else ""
 
 
 def _imported(kind: str, name: str) -> Callable[..., object]:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.builders import Driver
 from thunderagent.errors import ConfigurationError
-from thunderagent.policy_loader import PRESETS, load_policy, parse_setting
+from thunderagent.policy_loader import PRESETS, Setting, load_policy, parse_setting
 from thunderagent.programs.policies import PARTS, POLICIES
 from thunderagent.programs.policies.mars import Mars
 from thunderagent.programs.policies.mars_admission import MarsAdmission
@@ -103,10 +103,81 @@ def test_a_setting_that_does_not_exist_is_named_with_those_that_do() -> None:
         load_policy("cap", {"name": "x"})
 
 
-def test_a_setting_of_the_wrong_kind_is_refused() -> None:
-    """A word where a number belongs."""
-    with pytest.raises(ConfigurationError, match="policy cap does not take these settings"):
-        load_policy("cap", {"n": "six"})
+def test_a_setting_of_a_part_that_was_chosen_is_named_with_its_kind() -> None:
+    """Where it was forgotten."""
+    with pytest.raises(ConfigurationError, match=r"policy breakeven has no setting 'n'; did you mean admission\.n\?"):
+        load_policy("breakeven", {"admission": "window", "n": 3})
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("cap", {"n": "six"}, "policy cap: n must be a number, not 'six'"),
+        ("breakeven", {"hold_ratio": "abc"}, "policy breakeven: hold_ratio must be a number, not 'abc'"),
+        ("breakeven", {"hold_ratio": True}, "policy breakeven: hold_ratio must be a number, not True"),
+        ("breakeven", {"share_prefixes": "yes"}, "policy breakeven: share_prefixes must be true or false, not 'yes'"),
+        ("thunderagent", {"restore_ratio": "x"}, "policy thunderagent: restore_ratio must be a number, not 'x'"),
+        ("mars", {"tool_cpu_count": "x"}, "policy mars: tool_cpu_count must be a number, not 'x'"),
+        ("cap", {"control": "balance", "control.gap_ratio": "x"}, "control balance: gap_ratio must be a number"),
+        ("cap", {"control": "balance+migrate", "control.wait_s": "x"}, "control migrate: wait_s must be a number"),
+        ("cap", {"order": "least-area", "order.bound_ratio": "x"}, "order least-area: bound_ratio must be a number"),
+        ("cap", {"order": "atlas", "order.level_count": "x"}, "order atlas: level_count must be a number, not 'x'"),
+        ("own_package.scheduling:LastReplica", {"limit_tokens": "x"}, "limit_tokens must be a number, not 'x'"),
+    ],
+)
+@pytest.mark.usefixtures("own_module")
+def test_a_setting_of_the_wrong_kind_is_refused(name: str, settings: dict[str, Setting], message: str) -> None:
+    """A word where a number belongs, in a policy, in a part, in an operator's own class."""
+    with pytest.raises(ConfigurationError, match=message):
+        load_policy(name, settings)
+
+
+ONLY_A_CONTROL = """
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Srtf:
+    period_s: float = 1.0
+    name: str = "srtf"
+
+    def decide(self, view):
+        pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("policy", "parts", "message"),
+    [
+        ("srtf:Srtf", {}, "srtf:Srtf is no policy: it has no claim_rules, tick_s, pause_rank, restore_rank, hold_s, "),
+        ("cap", {"admission": "srtf:Srtf"}, "srtf:Srtf is no admission: it has no rank, next$"),
+        ("cap", {"order": "srtf:Srtf"}, "srtf:Srtf is no order: it has no restore_rank$"),
+        ("cap", {"victims": "srtf:Srtf"}, "srtf:Srtf is no victims: it has no pause_rank$"),
+        ("cap", {"priority": "srtf:Srtf"}, "srtf:Srtf is no priority: it has no engine_priority$"),
+        (
+            "cap",
+            {"control": "own_package.scheduling:LastReplica"},
+            "LastReplica is no control: it has no period_s, decide$",
+        ),
+        (
+            "cap",
+            {"control": "balance+own_package.scheduling:LastReplica"},
+            "scheduling:LastReplica is no control: it has no",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("own_module")
+def test_a_class_of_another_kind_is_refused(
+    policy: str, parts: dict[str, Setting], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the start, before a turn meets it; what its kind asks for and it has not is named."""
+    (tmp_path / "srtf.py").write_text(ONLY_A_CONTROL)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "srtf", raising=False)
+    with pytest.raises(ConfigurationError, match=message):
+        load_policy(policy, parts)
+    assert load_policy("cap", {"control": "srtf:Srtf"}).name == "cap+control=srtf"
+    monkeypatch.delitem(sys.modules, "srtf")
 
 
 @pytest.mark.parametrize(
