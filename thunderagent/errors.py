@@ -132,6 +132,13 @@ class NotFoundError(RequestError):
     code = "not_found"
 
 
+class MethodNotAllowedError(RequestError):
+    """The path is one of the proxy's, but not with that method; the answer's `Allow` says with which."""
+
+    status = 405
+    code = "method_not_allowed"
+
+
 class PerReplicaOnlyError(RequestError):
     """An engine control call that each replica needs in words of its own was sent for all of them."""
 

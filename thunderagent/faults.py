@@ -6,6 +6,14 @@ from pydantic import ValidationError
 
 
 def faults_of(error: ValidationError, whole: str = "body") -> list[str]:
-    """Return a line for each fault, with its place and without what stands there; `whole` is the place of them all."""
-    found = error.errors(include_url=False, include_context=False, include_input=False)
-    return [f"{'.'.join(map(str, each['loc'])) or whole}: {each['msg']}" for each in found]
+    """Return a line for each fault, with its place and without what stands there; `whole` is the place of them all.
+
+    A sentence of our own about the whole stands for itself.
+    """
+    lines = []
+    for each in error.errors(include_url=False, include_context=False, include_input=False):
+        is_own = each["type"] == "value_error"
+        place = ".".join(map(str, each["loc"])) or ("" if is_own else whole)
+        words = each["msg"].removeprefix("Value error, ") if is_own else each["msg"]
+        lines.append(f"{place}: {words}" if place else words)
+    return lines

@@ -18,6 +18,7 @@ from tests.integration.support import (
     answers,
     ask,
     cap,
+    exchange,
     fake_replica,
     get,
     post,
@@ -67,6 +68,41 @@ async def test_a_route_sends_programs_of_a_class_to_a_replica() -> None:
         assert report == {"policy": None, "routes": [answer.json()], "provision": None}
         await say(proxy, "route", program_class="coder", replicas=[])
         assert (await get(proxy.url, "/control")).json()["routes"] == []
+
+
+@pytest.mark.parametrize(
+    ("replicas", "message"),
+    [
+        ({"r0": 1, "r1": 0}, "replicas: the weight of r1 must be a number over 0"),
+        ({"r0": "3"}, "replicas: the weight of r0 must be a number over 0"),
+        (5, "replicas: must be a list of replica ids, or an object with their weights"),
+    ],
+)
+async def test_a_route_that_cannot_be_is_refused_in_one_sentence(replicas: object, message: str) -> None:
+    """What is wrong with it, and not with all that it might have been."""
+    async with running_proxy(up=0) as proxy:
+        answer = await post(proxy.url, "/control/route", {"all": True, "replicas": replicas})
+        assert (answer.status, answer.error["code"], answer.error["message"]) == (400, "invalid_request", message)
+        answer = await post(proxy.url, "/control/route", {"replicas": []})
+        assert answer.error["message"] == "name one of program_id, group_id, program_class, tenant, or all"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("GET", "/control/route", "POST"),
+        ("PUT", "/control/route?x=1", "POST"),
+        ("POST", "/control", "GET, HEAD"),
+        ("PUT", "/programs", "GET, HEAD, POST"),
+    ],
+)
+async def test_a_path_with_another_method_says_which_it_takes(method: str, path: str, allowed: str) -> None:
+    """405, where 404 would say that there is no such path."""
+    async with running_proxy(up=0) as proxy:
+        answer = await exchange(proxy.url, method, path)
+        assert (answer.status, answer.error["code"]) == (405, "method_not_allowed")
+        assert answer.header("Allow") == allowed
+        assert (await exchange(proxy.url, method, "/control/routes")).status == 404
 
 
 async def test_who_waits_for_the_replica_of_its_route_is_told_of() -> None:

@@ -7,11 +7,17 @@ from typing import Protocol
 from urllib.parse import unquote
 
 import structlog
-from aiohttp import web
+from aiohttp import hdrs, web
 from prometheus_client import CollectorRegistry
 
 from thunderagent.backends.client import ReplicaClient
-from thunderagent.errors import BodyTooLargeError, KeyNeededError, NotFoundError, ThunderAgentError
+from thunderagent.errors import (
+    BodyTooLargeError,
+    KeyNeededError,
+    MethodNotAllowedError,
+    NotFoundError,
+    ThunderAgentError,
+)
 from thunderagent.proxy.access import CATCH_ALL
 from thunderagent.proxy.admin import Admin
 from thunderagent.proxy.admin_port import AdminPort
@@ -169,12 +175,26 @@ def _by_inner_path(
         if request.method == "GET" and path == "/v1/models":
             return await models.handle(request)
         if path_id is None and path.split("/")[1] in own_parts | {"p"}:
-            raise NotFoundError(f"there is no {request.path}")
+            raise await _no_route(request)
         if path_id is not None and (command := command_of(path)) is not None:
             return await control.tell_one(request, raw_path, replicas.serving(path_id), command)
         return await turns.forward(request)
 
     return handle
+
+
+async def _no_route(request: web.Request) -> ThunderAgentError:
+    """Return the error for a path under which no route of ours is; of one with other methods, with these."""
+    methods: set[str] = set()
+    for resource in request.app.router.resources():
+        methods |= (await resource.resolve(request))[1]
+    methods.discard(hdrs.METH_ANY)  # that is CATCH_ALL
+    if not methods:
+        return NotFoundError(f"there is no {request.path}")
+    allowed = ", ".join(sorted(methods))
+    error = MethodNotAllowedError(f"{request.path} takes {allowed}, not {request.method}")
+    error.answer_headers = {"Allow": allowed}
+    return error
 
 
 def answering_errors(handler: Handler) -> Handler:

@@ -6,10 +6,11 @@ is configured for that.
 
 from __future__ import annotations
 
+from math import inf
 from typing import Annotated, Protocol, Self
 
 from aiohttp import web
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from thunderagent.programs.control import MOST_PRIORITY
 from thunderagent.proxy.bodies import read_model, report_response
@@ -63,6 +64,18 @@ class RouteRequest(_Body):
     replicas: list[Name] | dict[Name, Weight] = Field(
         description="ids of replicas; with weights, as an object; none takes the route back"
     )
+
+    @field_validator("replicas", mode="before")
+    @classmethod
+    def _ids_or_weights(cls, value: object) -> object:
+        """Say it once, and not what it would have to be as a list, and what as an object."""
+        if isinstance(value, dict):
+            for replica_id, weight in value.items():
+                if type(weight) not in (int, float) or not 0 < weight < inf:
+                    raise ValueError(f"the weight of {replica_id} must be a number over 0")
+        elif not isinstance(value, list):
+            raise ValueError("must be a list of replica ids, or an object with their weights")  # noqa: TRY004
+        return value
 
     @model_validator(mode="after")
     def _one_scope(self) -> Self:
