@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, NoReturn, get_args, get_origin
 
 import structlog
 import uvloop
@@ -58,6 +58,13 @@ LIST_FIELDS = {"policy_args": "policy-arg", "tenant_weights": "tenant-weight"}
 """Fields that are given one item at a time, by an option of another name."""
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong, and not every option before it: of `serve` these are pages."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"thunderagent: error: {message}; see {self.prog} --help\n")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return the exit status: 0, 1 if it failed, 2 if it was asked wrongly."""
     args = build_parser().parse_args(argv)
@@ -73,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="thunderagent",
         description="A program-aware reverse proxy for LLM agents in front of many vLLM and SGLang replicas.",
         epilog="Try `thunderagent serve` without options: it starts simulated engines.",
@@ -269,7 +276,8 @@ def _add_serve_options(parser: argparse.ArgumentParser) -> None:
         if name in LIST_FIELDS:
             parser.add_argument(f"--{option}", dest=name, action="append", metavar="NAME=VALUE", help=help_text)
         elif get_origin(field.annotation) is Literal:
-            parser.add_argument(f"--{option}", dest=name, choices=get_args(field.annotation), help=help_text)
+            choices = [choice for choice in get_args(field.annotation) if choice]
+            parser.add_argument(f"--{option}", dest=name, choices=choices, help=help_text)
         else:
             metavar = "X" if name.endswith(("_per_s", "_ratio")) else _metavar(field.annotation)
             parser.add_argument(f"--{option}", dest=name, metavar=metavar, help=help_text)

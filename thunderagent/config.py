@@ -44,6 +44,9 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+")
 JUDGE_ON_REPLICAS = "replicas"
 """As judge_url: the judge is the replicas themselves."""
 
+ORBIT_JUDGE = "orbit-judge"
+"""The part that goes by what a judge says."""
+
 HOST_FIELD = "{host}"
 """In an address of KV events it stands for a replica's host, so that one address is for all replicas."""
 
@@ -473,10 +476,14 @@ class ServeConfig(BaseSettings):
     def _addresses_have_backends(self) -> Self:
         for_all = len(self.kv_events) == 1 and HOST_FIELD in self.kv_events[0]
         if self.kv_events and not for_all and len(self.kv_events) != len(self.backends):
-            raise ValueError(f"kv_events names {len(self.kv_events)} addresses for {len(self.backends)} backends")
+            raise ValueError(
+                f"kv_events needs an address for each of backends, so {len(self.backends)}, not {len(self.kv_events)}; "
+                f"or one for all replicas, tcp://{HOST_FIELD}:PORT"
+            )
         if self.kv_events_replay and len(self.kv_events_replay) != len(self.kv_events):
             raise ValueError(
-                f"kv_events_replay names {len(self.kv_events_replay)} addresses, kv_events {len(self.kv_events)}"
+                f"kv_events_replay needs an address for each of kv_events, so {len(self.kv_events)}, "
+                f"not {len(self.kv_events_replay)}"
             )
         return self
 
@@ -501,8 +508,20 @@ class ServeConfig(BaseSettings):
                 raise ValueError(f"judge_url: {self.judge_url!r} is no URL with http or https, nor {JUDGE_ON_REPLICAS}")
             if not self.judge_model:
                 raise ValueError("judge_url: name the judge_model to ask there")
-        elif not self.judge_url and self.judge_ends_hopeless:
-            raise ValueError("judge_ends_hopeless goes with judge_url")
+        elif not self.judge_url and ORBIT_JUDGE in (self.order, self.priority, *self.policy_args.values()):
+            raise ValueError(f"{ORBIT_JUDGE} goes with judge_url; nobody judges without, and it is orbit-step")
+        return self
+
+    @model_validator(mode="after")
+    def _nothing_is_without_effect(self) -> Self:
+        for prefix, switch in (("judge_", "judge_url"), ("provision_", "provision")):
+            given = [
+                name
+                for name, field in type(self).model_fields.items()
+                if name.startswith(prefix) and name != switch and getattr(self, name) != field.default
+            ]
+            if given and not getattr(self, switch):
+                raise ValueError(f"{', '.join(given)} {'goes' if len(given) == 1 else 'go'} with {switch}")
         return self
 
     @field_validator("tenant_weights")

@@ -54,7 +54,9 @@ class ProxyFleet:
 def build_provisioning(config: ServeConfig, runtime: Runtime, replicas: Replicas, discovery: Discovery) -> Provisioning:
     """Make what carries out decisions about replicas, and have it hear them. Raises `ConfigurationError`."""
     if config.provision_min > config.provision_max:
-        raise ConfigurationError(f"provision_min is {config.provision_min}, over provision_max {config.provision_max}")
+        raise ConfigurationError(
+            f"provision_min is {config.provision_min}, over provision_max, which is {config.provision_max}: set both"
+        )
     settings = ProvisionSettings(
         min_count=config.provision_min if config.provision else 0,
         max_count=config.provision_max,

@@ -154,7 +154,14 @@ def build_runtime(config: ServeConfig) -> tuple[Runtime, EventLogWriter | None]:
         judge_confidence_ratio=config.judge_confidence_ratio,
         judge_ends_hopeless=config.judge_ends_hopeless,
     )
-    scheduler = Scheduler(load_policy(config.policy, policy_settings), settings)
+    policy = load_policy(config.policy, policy_settings)
+    if getattr(getattr(policy, "base", policy), "holds_nobody", False):
+        for kind in ("order", "victims"):
+            if kind in policy_settings:
+                log.warning(
+                    "part_without_effect", part=f"{kind} {policy_settings[kind]}", why=f"{config.policy} holds nobody"
+                )
+    scheduler = Scheduler(policy, settings)
     event_log = None
     if config.event_log is not None:
         event_log = EventLogWriter(

@@ -138,17 +138,18 @@ async def test_no_turn_is_delayed_by_a_judge(engine: RealEngine, run_proxy: RunP
     A busy machine makes single turns slow at any proxy, so the best round of each counts: what a judge costs turns, it
     costs them in every round, for it is asked after every turn, as far as its rate goes.
     """
-    part = ("--order", "orbit-judge", "--priority", "orbit-judge", "--poll-interval-s", "2")
+    polls = ("--poll-interval-s", "2")
     exact = ("--policy-arg", "reserve_tokens=0", "--policy-arg", "growth_quantile=0")  # so that none is ever held
+    parts = ("--order", "orbit-judge", "--priority", "orbit-judge")
     asking = ("--judge-model", "j", "--judge-every-turns", "1", "--judge-rate-per-s", "20", "--judge-timeout-s", "60")
     async with AsyncExitStack() as stack:
         relay = await stack.enter_async_context(Relay(engine.url).running())
-        options: dict[str, tuple[str, ...]] = {NONE: ()}
+        options: dict[str, tuple[str, ...]] = {NONE: ("--order", "orbit-step", "--priority", "orbit-step")}
         for name, behaviour in JUDGES.items():
             judge = await stack.enter_async_context(fake_replica(behaviour))
-            options[name] = ("--judge-url", f"{judge.url}/v1", *asking)
+            options[name] = (*parts, "--judge-url", f"{judge.url}/v1", *asking)
         proxies = await asyncio.gather(
-            *(stack.enter_async_context(run_proxy((relay,), *part, *exact, *judged)) for judged in options.values())
+            *(stack.enter_async_context(run_proxy((relay,), *polls, *exact, *judged)) for judged in options.values())
         )
         urls = {name: proxy.url for name, proxy in zip(options, proxies, strict=True)}
         client = Client(relay)

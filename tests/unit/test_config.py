@@ -79,7 +79,17 @@ def test_lists_come_from_every_source(tmp_path: Path, monkeypatch: pytest.Monkey
         ({"backends": "dns+http://a:1/path"}, "backends: .*is given as dns\\+http://NAME:PORT"),
         ({"data_parallel_ranks": "some"}, "data_parallel_ranks: .*'some' is no number"),
         ({"kubernetes_replicas": "app=vllm:8000"}, "kubernetes_replicas: .*is not NAMESPACE/SELECTOR:PORT"),
-        ({"kv_events": "tcp://a:1"}, "kv_events names 1 addresses for 0 backends"),
+        ({"kv_events": "tcp://a:1"}, "^kv_events needs an address for each of backends, so 0, not 1; or one for all"),
+        (
+            {"kv_events": "tcp://{host}:1", "kv_events_replay": "tcp://a:1,tcp://a:2"},
+            "^kv_events_replay needs an address for each of kv_events, so 1, not 2$",
+        ),
+        ({"judge_model": "m", "judge_fail_turns": 3}, "^judge_model, judge_fail_turns go with judge_url$"),
+        ({"judge_api_key": "k"}, "^judge_api_key goes with judge_url$"),
+        ({"order": "orbit-judge"}, "^orbit-judge goes with judge_url"),
+        ({"policy_args": ["priority=orbit-judge"]}, "^orbit-judge goes with judge_url"),
+        ({"provision_image": "i"}, "^provision_image goes with provision$"),
+        ({"provision_min": 2, "provision_command": "c"}, "^provision_command, provision_min go with provision$"),
         ({"backends": 5}, "backends: "),
         ({"policy_args": ["n"]}, "policy_args: .*'n' is not name=value"),
         ({"policy_args": ["=6"]}, "policy_args: .*'=6' is not name=value"),
@@ -103,10 +113,12 @@ def test_a_wrong_value_names_its_field(given: dict[str, object], message: str) -
         {"kubernetes_replicas": "inference/app.kubernetes.io/name=vllm,tier in (gpu, big):http"},
         {"kv_events": "tcp://{host}:5557"},
         {"embedded_engines": 0},
+        {"judge_fail_turns": "10", "judge_model": "", "provision_port": "8000", "provision_image": ""},
+        {"judge_url": "replicas", "order": "orbit-judge"},
     ],
 )
-def test_the_ways_to_name_replicas_are_taken(given: dict[str, object]) -> None:
-    """Names, ranks, pods; an address of KV events for all; and none at all."""
+def test_what_goes_together_is_taken(given: dict[str, object]) -> None:
+    """Names, ranks, pods; an address of KV events for all; none at all. What is as by default goes with anything."""
     ServeConfig.load(**given)
 
 

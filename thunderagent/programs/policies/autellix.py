@@ -42,6 +42,7 @@ class Autellix:
     short_tokens: int = 2048
     priority: Plas = field(init=False, repr=False, default_factory=Plas)
     name: ClassVar[str] = "autellix"
+    holds_nobody: ClassVar[bool] = True
     claim_rules: ClassVar[ClaimRules] = ClaimRules()
     tick_s: ClassVar[float] = 1.0
 

@@ -21,7 +21,8 @@ events always make it hear the same. What it hears are signals (`signals.py`), b
 proposals are for `next` and `balance`. Ranks must not change while a program stays in its phase; a part that must
 change one calls `view.rank_anew` from there.
 
-A policy that needs parts that belong together, as MARS does, has an attribute for each itself.
+A policy that needs parts that belong together, as MARS does, has an attribute for each itself. One that never holds a
+program for want of memory may say `holds_nobody = True`: no order and no victims have any effect with it.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ class Passthrough:
     """Grant every turn at once on the replica with the fewest turns in flight."""
 
     name: ClassVar[str] = "passthrough"
+    holds_nobody: ClassVar[bool] = True
     claim_rules: ClassVar[ClaimRules] = ClaimRules()
     tick_s: ClassVar[float] = 1.0
 

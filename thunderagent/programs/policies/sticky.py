@@ -34,6 +34,7 @@ class Sticky:
     """Grant every turn at once on the replica that the program's id hashes to."""
 
     name: ClassVar[str] = "sticky"
+    holds_nobody: ClassVar[bool] = True
     claim_rules: ClassVar[ClaimRules] = ClaimRules()
     tick_s: ClassVar[float] = 1.0
 
