@@ -196,8 +196,8 @@ class Driver:
     ) -> list[Decision]:
         return self.send(TurnFinished(self.now_s, turn_id, prompt, output, cached, tool))
 
-    def fails(self, turn_id: int) -> list[Decision]:
-        return self.send(TurnFailed(self.now_s, turn_id))
+    def fails(self, turn_id: int, *, refused: bool = False) -> list[Decision]:
+        return self.send(TurnFailed(self.now_s, turn_id, refused))
 
     def is_abandoned(self, turn_id: int) -> list[Decision]:
         return self.send(TurnAbandoned(self.now_s, turn_id))

@@ -190,8 +190,8 @@ def run_serve(args: argparse.Namespace) -> int:
     for name, nearest in unknown_variables(os.environ).items():
         log.warning("unknown_setting", variable=name, nearest=nearest or None)
 
-    def announce(url: str) -> None:
-        print(f"thunderagent ready at {url}: policy {config.policy}", flush=True)
+    def announce(url: str, policy_name: str) -> None:
+        print(f"thunderagent ready at {url}: policy {policy_name}", flush=True)
 
     try:
         uvloop.run(serve(config, ready=announce), loop_factory=Loop)

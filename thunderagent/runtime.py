@@ -39,7 +39,7 @@ from thunderagent.errors import (
 )
 from thunderagent.event_log import EventLogWriter
 from thunderagent.programs.control import NOT_THERE
-from thunderagent.programs.decisions import Decision, Grant, Hold, Reason, Reject, SetPriority
+from thunderagent.programs.decisions import Decision, Grant, Hold, Reason, Reject, SetPriority, SetRoute
 from thunderagent.programs.events import (
     Event,
     GrantsContinued,
@@ -151,7 +151,7 @@ class Lease:
 
     def refused(self) -> None:
         """End the lease: the engine answered that it will not do the turn."""
-        self._end("refused", TurnFailed(self._runtime.now_s(), self.turn_id))
+        self._end("refused", TurnFailed(self._runtime.now_s(), self.turn_id, refused=True))
 
     def abandoned(self) -> None:
         """End the lease: the client left."""
@@ -577,14 +577,23 @@ class Runtime:
             waiter = self._waiters.get(decision.turn_id)
             if waiter is not None and not waiter.done():
                 waiter.set_exception(_refusal(decision))
-        if isinstance(decision, Hold | SetPriority):  # a policy may say one of each program
-            log.debug(_WORDS[type(decision)], program_id=decision.program_id, reason=decision.reason.value)
+        word, reason = _WORDS[type(decision)], decision.reason.value
+        if isinstance(decision, Hold):
+            log.debug(word, program_id=decision.program_id, reason=reason)
+        elif isinstance(decision, SetPriority):
+            # a policy may say one of each program
+            write = log.info if decision.reason is Reason.OPERATOR else log.debug
+            of = {"program_id": decision.program_id, "replica_id": decision.replica_id}
+            write(word, **of, priority=decision.priority, reason=reason)
+        elif isinstance(decision, SetRoute):
+            of = {"scope": decision.scope, "name": decision.name}
+            log.info(word, **of, replicas=dict(decision.targets), reason=reason)
         else:
             log.info(
-                _WORDS[type(decision)],
+                word,
                 program_id=getattr(decision, "program_id", None),
                 replica_id=getattr(decision, "replica_id", None),
-                reason=decision.reason.value,
+                reason=reason,
             )
 
 

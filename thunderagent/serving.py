@@ -72,8 +72,10 @@ CLOSE_S = 2.0
 """How long connections get to close after the grace period."""
 
 
-async def serve(config: ServeConfig, *, ready: Callable[[str], None] = lambda _: None) -> None:
-    """Serve until SIGTERM or SIGINT, or until cancelled; `ready` is called with the URL once it listens.
+async def serve(config: ServeConfig, *, ready: Callable[[str, str], None] = lambda *_: None) -> None:
+    """Serve until SIGTERM or SIGINT, or until cancelled.
+
+    `ready` is called with the URL, and the policy's name with those of its parts, once it listens.
 
     A shutdown goes: not ready, grant nothing new, let turns in flight end up to the grace period, flush the event
     log, close. Raises `ConfigurationError` before anything was started, `OSError` if the address cannot be used.
@@ -97,7 +99,7 @@ async def serve(config: ServeConfig, *, ready: Callable[[str], None] = lambda _:
             urls = await stack.enter_async_context(embedded_engines(config))
         url = await stack.enter_async_context(proxy(config, runtime, urls))
         calm_garbage_collector()
-        ready(url)
+        ready(url, runtime.scheduler.policy.name)
         await stop.wait()
         log.info("shutting_down", leases_count=runtime.leases_count, grace_s=config.grace_s)
         await runtime.close()
@@ -153,6 +155,7 @@ def build_runtime(config: ServeConfig) -> tuple[Runtime, EventLogWriter | None]:
         judge_fail_turns_count=config.judge_fail_turns,
         judge_confidence_ratio=config.judge_confidence_ratio,
         judge_ends_hopeless=config.judge_ends_hopeless,
+        provisions_replicas=bool(config.provision),
     )
     policy = load_policy(config.policy, policy_settings)
     if getattr(getattr(policy, "base", policy), "holds_nobody", False):

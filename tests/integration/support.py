@@ -554,7 +554,7 @@ async def command(name: str, *options: str, settings: Mapping[str, str] | None =
             async with asyncio.timeout(30):
                 line = (await process.stdout.readline()).decode()
             assert " ready at http://" in line, line + log_path.read_text()
-            yield CommandProcess(process, _url_in(line), log_path)
+            yield CommandProcess(process, _url_in(line), log_path, line)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
@@ -577,6 +577,8 @@ class CommandProcess:
     process: Process
     url: str
     _log_path: Path
+    ready_line: str
+    """What it wrote first to standard output."""
 
     @property
     def log(self) -> str:

@@ -20,6 +20,7 @@ from tests.integration.support import (
     metrics_of,
     post,
     running_proxy,
+    serve,
     until,
 )
 
@@ -223,7 +224,7 @@ async def test_who_is_not_admitted_is_in_the_queue_and_says_so() -> None:
         assert (queue["waiting_count"], queue["outside_count"]) == (1, 1)
         assert [(each["program_id"], each["hold_reason"]) for each in queue["waiting"]] == [("second", "admission")]
         waits = (await get(proxy.url, "/programs/second")).json()["waiting"]
-        assert waits["what_must_happen"] == "passthrough+admission=window must admit it: 1 programs are admitted"
+        assert waits["what_must_happen"] == ("a place must become free: 1 program is admitted (admission window)")
         assert (await get(proxy.url, "/summary")).json()["longest_held_s"] >= 0
         gate.open()
         await first
@@ -340,3 +341,10 @@ async def test_a_head_request_is_answered_without_a_body(target: str) -> None:
         replica.behaviour = answers({"data": [{"id": "m"}]})
         answer = await exchange(proxy.url, "HEAD", target)
         assert (answer.status, answer.body) == (200, b"")
+
+
+async def test_the_ready_line_names_the_policy_with_its_parts() -> None:
+    """As the report of the replicas does."""
+    async with fake_replica() as replica, serve("--backends", replica.url, "--control", "reassign") as server:
+        assert server.ready_line == f"thunderagent ready at {server.url}: policy breakeven+control=reassign\n"
+        assert (await get(server.url, "/replicas")).json()["policy"] == "breakeven+control=reassign"

@@ -203,6 +203,16 @@ async def test_outcomes_tell_how_often_it_was_right(engine_url: str) -> None:
         assert (odd.status, odd.error["code"]) == (400, "invalid_request")
 
 
+async def test_nothing_is_said_of_a_judge_before_its_first_verdict(engine_url: str) -> None:
+    """Outcomes alone tell nothing of it."""
+    async with running_proxy(engine_url) as proxy:
+        await ask(proxy.url, "a")
+        await post(proxy.url, "/programs/release", {"program_id": "a", "outcome": "failure"})
+        families = await metrics_of(proxy.url)
+        assert families["thunderagent_program_outcomes_total"]["failure",] == 1
+        assert not families.get("thunderagent_judge_recall_ratio")
+
+
 LARGE_TURN = turn("large", content="word " * 100_000)
 ROUNDS_COUNT, BLOCKS_COUNT, BLOCK_TURNS_COUNT = 6, 6, 15
 DELAY_LIMIT_S = 0.005

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -145,6 +146,44 @@ async def test_who_has_priority_goes_first() -> None:
         await waiting[1]
         await post(proxy.url, "/programs/release", {"program_id": "c"})
         await waiting[0]
+
+
+async def test_what_was_said_of_a_program_can_be_read_back() -> None:
+    """In its own report, in the list, and in the queue: its priority, its route's replica, its group and class."""
+    gate = Gate()
+    async with fake_replica(gate) as replica, running_proxy(replica.url, **cap(1)) as proxy:
+        first = asyncio.create_task(ask(proxy.url, "first"))
+        await replica.call(0)
+        opened = {"program_id": "a", "group_id": "g", "program_class": "coder"}
+        assert (await post(proxy.url, "/programs", opened)).status == 200
+        waiting = asyncio.create_task(ask(proxy.url, "a"))
+        await until(lambda: proxy.runtime.held_count == 1)
+        here = id_of(replica.url)
+        await say(proxy, "route", program_class="coder", replicas=[here])
+        await say(proxy, "set_priority", program_id="a", priority=-3)
+        await say(proxy, "set_priority", program_id="a", priority=7, replica_id=here)
+        (listed,) = (await get(proxy.url, "/programs?search=a")).json()["programs"]
+        (queued,) = (await get(proxy.url, "/queue")).json()["waiting"]
+        for report in (listed, queued, (await get(proxy.url, "/programs/a")).json()):
+            assert (report["priority"], report["priority_by_replica"]) == (-3, {here: 7})
+            assert (report["bound_to"], report["group_id"], report["program_class"]) == (here, "g", "coder")
+        other = (await get(proxy.url, "/programs/first")).json()
+        assert (other["priority"], other["priority_by_replica"], other["bound_to"]) == (0, {}, None)
+        gate.open()
+        await first
+        await post(proxy.url, "/programs/release", {"program_id": "first"})
+        assert (await waiting).status == 200
+
+
+async def test_replicas_that_nobody_ends_are_not_said_to_end() -> None:
+    """Two replicas with nothing to do under `reassign`, and no `--provision`."""
+    quick = {"control.patience_s": "0", "control.period_s": "0.01"}
+    settings = {"control": "reassign", "policy_args": quick, "tick_s": 0.01}
+    async with fake_replica() as one, fake_replica() as two, running_proxy(one.url, two.url, **settings) as proxy:
+        asked: Counter[str] = Counter()
+        proxy.runtime.observe(lambda event, _: asked.update([type(event).__name__]))
+        await until(lambda: asked["Tick"] > 5)
+        assert proxy.runtime.decision_counts == {}
 
 
 async def test_a_program_moves_to_another_replica() -> None:

@@ -10,6 +10,7 @@ from math import inf
 from pathlib import Path
 
 import pytest
+import structlog.testing
 
 from thunderagent.errors import NoReplicaError, ProgramReleasedError, ShuttingDownError
 from thunderagent.event_log import EventLogWriter, read_events
@@ -326,6 +327,33 @@ async def test_decisions_are_counted_by_kind_and_reason() -> None:
             (Hold, Reason.NO_ROOM): 1,
             (Release, Reason.RELEASED): 1,
         }
+
+
+async def test_what_an_operator_says_is_logged_with_what_it_names() -> None:
+    """Whose route and where it leads; whose priority and which."""
+    async with running(replicas=("r0", "r1")) as (runtime, _):
+        with await runtime.lease("a", program_class="coder") as lease, structlog.testing.capture_logs() as lines:
+            lease.finished(10)
+            runtime.set_route("class", "coder", (("r0", 3.0), ("r1", 1.0)))
+            runtime.set_priority("a", -5)
+        assert lines == [
+            {
+                "event": "set_route",
+                "log_level": "info",
+                "scope": "class",
+                "name": "coder",
+                "replicas": {"r0": 3.0, "r1": 1.0},
+                "reason": "operator",
+            },
+            {
+                "event": "set_priority",
+                "log_level": "info",
+                "program_id": "a",
+                "replica_id": None,
+                "priority": -5,
+                "reason": "operator",
+            },
+        ]
 
 
 async def test_it_says_what_it_is() -> None:

@@ -102,10 +102,11 @@ class TurnFinished:
 
 @dataclass(frozen=True, slots=True)
 class TurnFailed:
-    """The replica failed the turn, or refused it; the lease comes back and nothing is learned from it."""
+    """The replica failed the turn, or `refused` it; the lease comes back and nothing is learned from it."""
 
     now_s: float
     turn_id: int
+    refused: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -150,7 +150,8 @@ class Knowledge:
         program.tool_runs = False
         if program.turn_count:
             self._residences_s.add(now_s - program.opened_s)
-            self.goodput.program_ended(program.last_ended_s - program.opened_s, program.ideal_s_total)
+            if program.last_ended_s is not None:
+                self.goodput.program_ended(program.last_ended_s - program.opened_s, program.ideal_s_total)
             self.growth.program_ended(program.larger_tokens_total, program.turn_count)
 
     def measure_claim(self, program: Program, rules: ClaimRules) -> None:

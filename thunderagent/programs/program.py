@@ -307,8 +307,8 @@ class Program:
         self.held_s_total = 0.0
         self.ideal_s_total = 0.0
         """What its finished turns would have taken alone, and its tools as long as they took."""
-        self.last_ended_s = opened_s
-        """When its last turn finished."""
+        self.last_ended_s: float | None = None
+        """When its last turn finished; None as long as none did."""
         self.story_entries: deque[tuple[float, str, str, str | None, int, float | None]] = deque(maxlen=STORY_ENTRIES)
 
     def __repr__(self) -> str:

@@ -151,6 +151,8 @@ class SchedulerSettings:
     """A verdict of failure counts as one if the judge is as sure of it."""
     judge_ends_hopeless: bool = False
     """Whether a program whose level becomes the lowest is ended."""
+    provisions_replicas: bool = True
+    """Whether somebody starts and ends replicas where a global policy wants it; else its proposals are refused."""
 
 
 class Scheduler:
@@ -300,6 +302,11 @@ class Scheduler:
     def has_admission(self) -> bool:
         """Whether programs may have to wait outside the paused queue."""
         return self._admission is not None
+
+    @property
+    def admission_name(self) -> str:
+        """The word for what lets programs into the paused queue; empty where all are let in."""
+        return self._admission.name if self._admission is not None else ""
 
     def listen(self, listener: Callable[[Signal], None]) -> Callable[[], None]:
         """Have `listener` called with each signal as it is made; return what ends that."""
@@ -662,7 +669,8 @@ class Scheduler:
         """End a turn from which nothing is learned: held or in flight, failed or left by its client."""
         turn = self.turns.get(event.turn_id)
         if turn is not None:
-            self._drop_turn(turn, "failed" if isinstance(event, TurnFailed) else "abandoned")
+            how = "abandoned" if isinstance(event, TurnAbandoned) else "refused" if event.refused else "failed"
+            self._drop_turn(turn, how)
             self._balance(Moment.TURN_ENDED)
 
     def _drop_turn(self, turn: Turn, outcome: str) -> None:

@@ -275,14 +275,18 @@ class SchedulerView:
         return True
 
     def propose_kill_replica(self, replica: ReplicaView, reason: Reason = Reason.CONTROL) -> bool:
-        """See `View`. Accepted for an open replica beside which there is another one."""
+        """See `View`. Accepted for an open replica beside which there is another one, where somebody ends replicas."""
         if self.replica(replica.replica_id) is None or len(self.replicas) < 2:
+            return False
+        if not self._scheduler.settings.provisions_replicas:
             return False
         self._scheduler.control.kill_replica(replica.replica_id, reason)
         return True
 
     def propose_provision(self, reason: Reason = Reason.CONTROL) -> bool:
-        """See `View`. Always accepted."""
+        """See `View`. Accepted where somebody starts replicas."""
+        if not self._scheduler.settings.provisions_replicas:
+            return False
         self._scheduler.control.provision(reason)
         return True
 

@@ -317,10 +317,11 @@ class StateCollector:
         ):
             ratios = GaugeMetricFamily(
                 f"thunderagent_judge_{name}_ratio",
-                f"Part of the {what} that was predicted to fail within so many turns; absent before the first.",
+                f"Part of the {what} that was predicted to fail within so many turns; absent before the first, and "
+                "before a judge's first verdict.",
                 labels=["turns"],
             )
-            for turn_count in TURN_EDGES_COUNT:
+            for turn_count in TURN_EDGES_COUNT if any(record.level_counts.values()) else ():
                 if (ratio := record.predicted_ratio(outcome, turn_count)) is not None:
                     ratios.add_metric([str(turn_count)], ratio)
             yield ratios

@@ -34,7 +34,12 @@ class ProgramReport(Report):
     idle: bool
     parent_id: str = Field(description="the program that waits for it; empty if none was named")
     tenant: str
+    group_id: str = Field(description="empty if it is in none; so is the next")
+    program_class: str
     replica_id: str | None = Field(description="where it is active, or was when it was paused")
+    bound_to: str | None = Field(description="the replica that a route sends it to; null without a route")
+    priority: int = Field(description="as it was told: lower goes first")
+    priority_by_replica: dict[str, int] = Field(description="the same for the engine of one replica alone")
     claim_tokens: int
     context_tokens: int
     branches_count: int
@@ -138,7 +143,12 @@ def program_fields(program: Program, now_s: float) -> dict[str, Any]:
         "idle": program.idle,
         "parent_id": program.parent_id,
         "tenant": program.tenant,
+        "group_id": program.group_id,
+        "program_class": program.program_class,
         "replica_id": program.replica_id,
+        "bound_to": program.bound_to,
+        "priority": program.priority,
+        "priority_by_replica": program.priority_by_replica or {},
         "claim_tokens": program.claim_tokens,
         "context_tokens": program.context_tokens,
         "branches_count": len(program.branches),

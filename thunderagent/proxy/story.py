@@ -196,8 +196,14 @@ def _waiting(scheduler: Scheduler, program: Program, now_s: float) -> WaitingRep
         if suspended_for
         else _what_must_happen([room for room in rooms if room.replica_id in granting], program, ahead_count)
         if program.admitted
-        else f"{scheduler.policy.name} must admit it: {scheduler.admitted_count} programs are admitted",
+        else _who_must_admit(scheduler),
     )
+
+
+def _who_must_admit(scheduler: Scheduler) -> str:
+    count = scheduler.admitted_count
+    admitted = "1 program is admitted" if count == 1 else f"{count:,} programs are admitted"
+    return f"a place must become free: {admitted} (admission {scheduler.admission_name})"
 
 
 def _suspended_for(scheduler: Scheduler, program: Program) -> list[str]:

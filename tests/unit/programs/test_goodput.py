@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.builders import Driver
+from thunderagent.programs.events import ToolEnded, ToolStarted
 from thunderagent.programs.goodput import ENOUGH_TOKENS, REFRESH_COUNT, Goodput
 
 
@@ -55,5 +56,22 @@ def test_a_program_without_a_finished_turn_is_not_judged() -> None:
     """Nobody waited for it."""
     driver = Driver()
     driver.is_abandoned(driver.arrives("a", 10))
+    driver.releases("a")
+    assert driver.scheduler.knowledge.goodput.program_count == 0
+
+
+@pytest.mark.parametrize("announced", [False, True])
+def test_a_tool_alone_judges_no_program(announced: bool) -> None:
+    """Its only turn was refused; that a tool ran afterwards is its client's word."""
+    driver = Driver()
+    if announced:
+        driver.opens("a")
+        driver.passes(5.0)
+    driver.fails(driver.arrives("a", 10), refused=True)
+    driver.send(ToolStarted(driver.now_s, "a", "make"))
+    driver.passes(4.0)
+    driver.send(ToolEnded(driver.now_s, "a"))
+    driver.is_abandoned(driver.arrives("a", 10))
+    assert driver.program("a").ideal_s_total > 0
     driver.releases("a")
     assert driver.scheduler.knowledge.goodput.program_count == 0

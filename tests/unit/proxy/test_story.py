@@ -22,6 +22,9 @@ PLAIN = BreakEven(reserve_tokens=0, growth_quantile=0, foresight_ratio=0, low_ra
 """Claims are contexts, and nothing is kept free, so that figures are round."""
 
 
+PLACE = "a place must become free: 1 program is admitted (admission window)"
+
+
 def story_of(driver: Driver, program_id: str) -> ProgramStoryReport:
     runtime = Runtime(driver.scheduler, clock=lambda: driver.now_s)
     return program_story(runtime, driver.program(program_id))
@@ -176,8 +179,11 @@ def test_who_is_not_admitted_must_be_while_anything_grants() -> None:
     driver.routes("class", "to-r0", r0=1)
     driver.suspends("weights", "r0")
     driver.arrives("bound", 100, program_class="to-r0")
-    assert waiting_of(driver, "bound").what_must_happen.startswith("passthrough+admission=window must admit it")
+    assert waiting_of(driver, "bound").what_must_happen.startswith(PLACE)
     assert waiting_of(driver, "bound").reason == "admission"
+    driver.scheduler.admitted_count += 1  # several are said as several
+    assert waiting_of(driver, "bound").what_must_happen.startswith("a place must become free: 2 programs are admitted")
+    driver.scheduler.admitted_count -= 1
     driver.suspends("sleep", "r1")
     assert waiting_of(driver, "bound").what_must_happen.endswith("suspended for: weights, sleep")
 
@@ -299,3 +305,11 @@ def test_turns_that_have_not_ended_are_told() -> None:
     }
     (turn,) = story_of(driver, "b").turns
     assert (turn.replica_id, turn.arrived_ago_s, turn.granted_ago_s, turn.started_ago_s) == (None, 2.0, None, None)
+
+
+def test_a_turn_that_the_engine_refused_is_told_as_that() -> None:
+    """Not as one that its replica failed."""
+    driver = Driver()
+    driver.fails(driver.arrives("a", 100), refused=True)
+    driver.fails(driver.arrives("a", 100))
+    assert [entry.what for entry in story_of(driver, "a").story][-2:] == ["refused", "failed"]

@@ -419,10 +419,13 @@ class View(Protocol):
         """End a program: its held turns are rejected."""
 
     def propose_kill_replica(self, replica: ReplicaView, reason: Reason = Reason.CONTROL) -> bool:
-        """Have a replica drain and end, unless it is the last one. Whether it can be ended is not known here."""
+        """Have a replica drain and end, unless it is the last one, or nobody ends any.
+
+        Whether this one can be ended is not known here.
+        """
 
     def propose_provision(self, reason: Reason = Reason.CONTROL) -> bool:
-        """Have one more replica started. Whether there may be more is not known here."""
+        """Have one more replica started, unless nobody starts any. Whether there may be more is not known here."""
 
     def propose_pause(self, program: ProgramView, reason: Reason) -> bool:
         """Take an acting program's claim away."""

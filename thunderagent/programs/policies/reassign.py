@@ -9,10 +9,10 @@ tenants or classes of programs. One is *short* if `waiting_count` programs wait 
 one that has it to spare goes over to the one that is shortest: both routes change, nothing starts or ends.
 
 Where no route can help, the same is asked of all replicas together: if so many wait for each, one more is started; if
-there is one to spare, the one with the smallest demand drains and ends, of equal ones the last to come. Whether there
-may be more or fewer is for who starts and ends them: one that is still there after it was to end is not asked for
-again. Each must hold for `patience_s`, and after a change nothing changes for `rest_s`, so that
-what was started can serve before it is asked again. The numbers are ours.
+there is one to spare, the one with the smallest demand drains and ends, of equal ones the last to come. Where nobody
+starts and ends replicas, this does nothing; whether there may be more or fewer is for who does: one that is still there
+after it was to end is not asked for again. Each must hold for `patience_s`, and after a change nothing changes for
+`rest_s`, so that what was started can serve before it is asked again. The numbers are ours.
 """
 
 from __future__ import annotations
@@ -67,8 +67,9 @@ class Reassign:
         if change != self._called_for:
             self._called_for, self._since_s = change, view.now_s
         if change is not None and view.now_s - self._since_s >= self.patience_s:
-            self._carry_out(view, change, routes)
-            self._called_for, self._rests_until_s = None, view.now_s + self.rest_s
+            if self._carry_out(view, change, routes):
+                self._rests_until_s = view.now_s + self.rest_s
+            self._called_for = None
 
     def _between(self, view: View, routes: dict[tuple[str, str], RouteView]) -> Change | None:
         """Return the move of a replica from a route that has one to spare to the one that is shortest."""
@@ -106,17 +107,19 @@ class Reassign:
             return spare if not spare.account.turn_count and not spare.account.demand_tokens else None
         return spare if demand_tokens <= self.spare_ratio * others_tokens else None
 
-    def _carry_out(self, view: View, change: Change, routes: dict[tuple[str, str], RouteView]) -> None:
+    def _carry_out(self, view: View, change: Change, routes: dict[tuple[str, str], RouteView]) -> bool:
         if change.taker in routes and change.giver in routes:
             giver, taker = dict(routes[change.giver].targets), dict(routes[change.taker].targets)
             taker[change.replica_id] = giver.pop(change.replica_id)
             view.propose_route(*change.giver, giver, Reason.OVERLOAD)
             view.propose_route(*change.taker, taker, Reason.OVERLOAD)
-        elif (spare := view.replica(change.replica_id)) is not None:
-            self._ended_ids[spare.replica_id] = None
-            view.propose_kill_replica(spare, Reason.SPARE)
-        else:
-            view.propose_provision(Reason.OVERLOAD)
+            return True
+        if (spare := view.replica(change.replica_id)) is not None:
+            ends = view.propose_kill_replica(spare, Reason.SPARE)
+            if ends:
+                self._ended_ids[spare.replica_id] = None
+            return ends
+        return view.propose_provision(Reason.OVERLOAD)
 
 
 def _open(view: View, route: RouteView) -> list[ReplicaView]:

@@ -7,7 +7,7 @@ const LANE = 26;
 const ABOVE = 20;
 const AXIS = 22;
 const GUTTER = 8;
-const ENDS = new Set(["finished", "failed", "abandoned", "rejected"]);
+const ENDS = new Set(["finished", "failed", "refused", "abandoned", "rejected"]);
 const DECISIONS = new Set(["restore", "pause", "mark", "unmark"]);
 
 /** What of a story has a beginning and an end, and what happened at one time; in seconds before now. */

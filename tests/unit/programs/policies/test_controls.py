@@ -8,13 +8,18 @@ from tests.builders import Driver, of_kind, restored_on
 from thunderagent.errors import ConfigurationError
 from thunderagent.policy_loader import load_policy
 from thunderagent.programs.decisions import EndReplica, Grant, Mark, Pause, Provision, Reason, Restore, SetRoute
+from thunderagent.programs.events import ReplicaKilled
+from thunderagent.programs.scheduler import SchedulerSettings
 
 
-def driven(control: str, settings: dict[str, float] | None = None, **replicas: int | None) -> Driver:
+def driven(
+    control: str, settings: dict[str, float] | None = None, *, provisions: bool = True, **replicas: int | None
+) -> Driver:
     """A policy that lets in what fits, under a global one."""
     given = {f"control.{name}": value for name, value in (settings or {}).items()}
     policy = load_policy("ttl", {"ttl_s": 10_000.0, "reserve_tokens": 0, "control": control, **given})
-    return Driver(policy, replicas=replicas or {"r0": 1000, "r1": 1000})
+    scheduler_settings = SchedulerSettings(provisions_replicas=provisions)
+    return Driver(policy, settings=scheduler_settings, replicas=replicas or {"r0": 1000, "r1": 1000})
 
 
 def crowd(driver: Driver, replica_id: str, **sizes: int) -> None:
@@ -149,6 +154,23 @@ def test_reassign_starts_a_replica_when_all_are_full_and_ends_one_to_spare() -> 
         driver.releases(("a0", "a1", "b0", "b1", "b2", "b3")[number])
     seen = [decision for _ in range(40) for decision in driver.ticks(1.0)]
     assert seen == [EndReplica("r1", Reason.SPARE), EndReplica("r0", Reason.SPARE)], "r1 stayed, so the other is asked"
+
+
+def test_reassign_asks_for_nothing_where_nobody_starts_or_ends_replicas() -> None:
+    """Nothing is decided, and no rest begins: routes change as soon as they are called for."""
+    driver = driven("reassign", QUICK, provisions=False, r0=1000, r1=1000, r2=1000)
+    assert [decision for _ in range(3) for decision in driver.ticks(1.0)] == []
+    view = driver.scheduler.view
+    assert not view.propose_provision()
+    assert not view.propose_kill_replica(view.replicas[0])
+    driver.routes("tenant", "rich", r0=1, r1=1)
+    driver.routes("tenant", "poor", r2=1)
+    driver.arrives("x", 1000, tenant="poor")
+    for number in range(2):
+        driver.arrives(f"p{number}", 900, tenant="poor")
+    decisions = [decision for _ in range(3) for decision in driver.ticks(1.0)]
+    assert len([decision for decision in decisions if isinstance(decision, SetRoute)]) == 2
+    assert driver.send(ReplicaKilled(driver.now_s, "r0")) == [EndReplica("r0", Reason.OPERATOR)], "an operator may"
 
 
 def test_reassign_ends_nothing_that_is_used_where_no_capacity_is_known() -> None:
