@@ -30,6 +30,7 @@ from thunderagent.programs.scheduler import Scheduler
 from thunderagent.proxy.discovery import Discovery, DiscoverySettings
 from thunderagent.proxy.event_feed import KINDS, SIGNAL_KINDS
 from thunderagent.proxy.judge import Judge, JudgeCollector
+from thunderagent.proxy.judge.prompt import DEFAULT_PROMPT
 from thunderagent.proxy.metrics import StateCollector, TurnMetrics
 from thunderagent.proxy.rate_limit import RateLimits
 from thunderagent.proxy.replica_routes import SourceCollector
@@ -210,6 +211,11 @@ def test_the_configuration_file_of_the_page_is_one(tmp_path: Path) -> None:
     path.write_text(code_blocks("configuration.md", "toml")[0])
     config = ServeConfig.load(path)
     assert config.policy_args == {"hold_ratio": "1.5", "pass_count": "8", "share_prefixes": "False"}
+
+
+def test_the_judge_s_prompt_of_the_page_is_the_default() -> None:
+    """To the letter."""
+    assert DEFAULT_PROMPT in code_blocks("judge.md", "text")
 
 
 def test_the_templates_of_the_page_are_some(tmp_path: Path) -> None:
