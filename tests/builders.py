@@ -231,9 +231,9 @@ class Driver:
         """Let a client say that its tool begins now."""
         return self.send(ToolStarted(self.now_s, program_id, tool))
 
-    def tool_ends(self, program_id: str) -> list[Decision]:
-        """Let a client say that its tool is through."""
-        return self.send(ToolEnded(self.now_s, program_id))
+    def tool_ends(self, program_id: str, *, inferred: bool = False) -> list[Decision]:
+        """Let a client say that its tool is through, or let that be inferred."""
+        return self.send(ToolEnded(self.now_s, program_id, inferred))
 
     def sandbox_is_ready(self, program_id: str, sandbox_id: str = "box", prepare_s: float = 1.5) -> list[Decision]:
         return self.send(SandboxReady(self.now_s, program_id, sandbox_id, prepare_s))

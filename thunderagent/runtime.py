@@ -392,9 +392,9 @@ class Runtime:
         self.dispatch(ToolStarted(self.now_s(), program_id, tool))
         return self.scheduler.table.get(program_id) is not None
 
-    def tool_ended(self, program_id: str) -> bool:
-        """Say that a program's tool is through; False if there is no program of that id."""
-        self.dispatch(ToolEnded(self.now_s(), program_id))
+    def tool_ended(self, program_id: str, *, inferred: bool = False) -> bool:
+        """Say that a program's tool is through, `inferred` if its client did not; False if there is no such program."""
+        self.dispatch(ToolEnded(self.now_s(), program_id, inferred))
         return self.scheduler.table.get(program_id) is not None
 
     def replica_polled(

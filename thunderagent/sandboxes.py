@@ -59,7 +59,7 @@ class RuntimePrograms:
 
     def tool_ended(self, program_id: str) -> None:
         """See `Programs`."""
-        self.runtime.tool_ended(program_id)
+        self.runtime.tool_ended(program_id, inferred=True)
 
     def sandbox_ready(self, program_id: str, sandbox_id: str, prepare_s: float) -> None:
         """See `Programs`."""

@@ -197,9 +197,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     def tool_starts(self, program_id: str | None, tool: str) -> None:
         self.send(ToolStarted(self.now_s, program_id or "nobody", tool))
 
-    @rule(program_id=PROGRAMS)
-    def tool_ends(self, program_id: str | None) -> None:
-        self.send(ToolEnded(self.now_s, program_id or "nobody"))
+    @rule(program_id=PROGRAMS, inferred=st.booleans())
+    def tool_ends(self, program_id: str | None, *, inferred: bool) -> None:
+        self.send(ToolEnded(self.now_s, program_id or "nobody", inferred))
 
     @rule(elapsed_s=st.floats(0, 30))
     def time_passes(self, elapsed_s: float) -> None:

@@ -41,6 +41,7 @@ def every_event() -> Driver:
     driver.opens("c", group="g")
     driver.tool_starts("c", "make")
     driver.tool_ends("c")
+    driver.tool_ends("c", inferred=True)
     driver.is_judged("c", will_succeed=False)
     driver.sandbox_is_ready("c")
     driver.sandbox_fails("c", "it exited with 1")

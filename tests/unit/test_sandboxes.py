@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.builders import Driver
+from tests.builders import Driver, of_kind
+from thunderagent.programs.decisions import Pause
+from thunderagent.programs.policies.ttl import Ttl
 from thunderagent.runtime import Runtime
 from thunderagent.sandboxes import RuntimePrograms
 
@@ -37,6 +39,17 @@ def test_a_command_begins_and_ends_a_tool(called: str, command: str, tool: str) 
     driver.passes(5.0)
     driver.arrives("p", 110)
     assert view.mean_tool_s == 2.0
+
+
+def test_a_command_that_ended_does_not_hold_its_program_for_ever() -> None:
+    """Nobody said that its turn comes next: the client may think, or ask a person."""
+    driver = Driver(Ttl(ttl_s=10.0, reserve_tokens=0))
+    programs = programs_of(driver)
+    driver.takes_turn("p", 100)
+    programs.tool_began("p", "ls")
+    programs.tool_ended("p")
+    assert driver.ticks(9.9) == []
+    assert of_kind(Pause, driver.ticks(0.1)) == ["p"]
 
 
 def test_a_command_beside_a_turn_or_of_nobody_changes_nothing() -> None:

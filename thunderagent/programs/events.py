@@ -271,10 +271,15 @@ class ToolStarted:
 
 @dataclass(frozen=True, slots=True)
 class ToolEnded:
-    """A program's client says that its tool is through: its next turn will come at once, or another tool begins."""
+    """A program's tool is through.
+
+    Its client says so, and its next turn will come at once, or another tool begins. Where that is only `inferred`, as
+    from a command that ended, the client may do anything next.
+    """
 
     now_s: float
     program_id: str
+    inferred: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1105,13 +1105,14 @@ class Scheduler:
         self._put(program)
 
     def _tool_ended(self, event: ToolEnded) -> None:
-        """Hold on to a program that will be back at once."""
+        """Hold on to a program that will be back at once; where nobody said so, as long as at the begin of its tool."""
         program = self.table.get(event.program_id)
         if program is None or not program.tool_runs:
             return
         self._lift(program)
         self._tool_returned(program)
-        program.hold_until_s = inf
+        hold_s = self.policy.hold_s(self._view, program) if event.inferred else inf
+        program.hold_until_s = self._now_s + hold_s
         self._put(program)
 
     def _program_judged(self, event: ProgramJudged) -> None:

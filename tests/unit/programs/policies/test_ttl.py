@@ -35,6 +35,19 @@ def test_a_turn_within_the_time_stays_and_begins_it_again() -> None:
     assert of_kind(Pause, driver.ticks(1.0)) == ["a"]
 
 
+def test_the_end_of_a_tool_begins_it_again_where_the_client_did_not_say_that() -> None:
+    """Whom a client promised back is held as long as it takes; a command that ended promises nothing."""
+    driver = driver_with()
+    for program_id in ("promised", "inferred"):
+        driver.takes_turn(program_id, 400)
+    driver.passes(9.0)
+    driver.tool_ends("promised")
+    driver.tool_ends("inferred", inferred=True)
+    assert driver.ticks(9.9) == []
+    assert of_kind(Pause, driver.ticks(0.1)) == ["inferred"]
+    assert driver.ticks(100.0) == []
+
+
 def test_the_end_of_a_claim_lets_in_who_waits_the_oldest_first() -> None:
     """A large old program is not passed by a small young one."""
     driver = driver_with()
