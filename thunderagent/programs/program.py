@@ -143,6 +143,7 @@ class Branch:
 
     __slots__ = (
         "context_tokens",
+        "goes_on",
         "last_turn_id",
         "parent_id",
         "prefix",
@@ -161,6 +162,8 @@ class Branch:
         """Where its prompt may part from those of others."""
         self.tokens_per_byte_ratio: float | None = None
         self.side_turn_count = 0
+        self.goes_on = False
+        """Its last finished turn called a tool: it will have another, whatever the branch that waits for it does."""
         self.last_turn_id = -1
         self.parent_id = MAIN_BRANCH
         """The branch that waits for it, as far as its client says."""
@@ -406,8 +409,9 @@ class Program:
         """Return and drop side branches that are not used again, after `ended`, a turn of this program.
 
         When it finished: all that its branch waits for, or one of these, and that had no turn since it arrived, because
-        a parent goes on when its sub-agents are through; the main branch waits for all. In any case all idle ones but
-        the `IDLE_BRANCHES_COUNT` last used, because a client may name every branch and have no main one.
+        a parent goes on when its sub-agents are through; the main branch waits for all. Not those whose tool runs: a
+        parent may also go on beside them. In any case all idle ones but the `IDLE_BRANCHES_COUNT` last used, because a
+        client may name every branch and have no main one.
         """
         busy = {turn.branch_id for turns in (self.in_flight, self.held) for turn in turns.values()}
         idle = [name for name in self.branches if name != MAIN_BRANCH and name not in busy]
@@ -416,8 +420,9 @@ class Program:
         waiting = {name: self._who_waits_for(name) for name in idle} if finished else {}
         forgotten = []
         for position, name in enumerate(idle):
-            done = finished and self.branches[name].last_turn_id < ended.turn_id and ended.branch_id in waiting[name]
-            if done or position < excess_count:
+            branch = self.branches[name]
+            through = finished and not branch.goes_on and branch.last_turn_id < ended.turn_id
+            if (through and ended.branch_id in waiting[name]) or position < excess_count:
                 forgotten.append(self.branches.pop(name))
         return forgotten
 

@@ -52,6 +52,10 @@ from thunderagent.tools.template import Template
 log = structlog.get_logger("thunderagent.sandboxes")
 
 
+Run = tuple[str, str, str]
+"""A command that runs: the driver, the handle of the sandbox, and the engine's name for the command."""
+
+
 class Programs(Protocol):
     """What the manager asks and tells the scheduler."""
 
@@ -143,8 +147,8 @@ class Manager:
         """Drivers and handles of what was reclaimed since the last look, which may have seen it still."""
         self._removing: set[tuple[str, str]] = set()
         """Those of what nobody knows and is being removed."""
-        self._commands: dict[str, set[tuple[str, str]]] = {}
-        """What began to run in sandboxes of a program since its last turn: drivers, and names there. None is empty."""
+        self._commands: dict[str, set[Run]] = {}
+        """What began to run in sandboxes of a program since its last turn. None is empty."""
         self._preparing: dict[str, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
         self._contacts = {kind: Contact(d, self, self.settings.contact) for kind, d in drivers.items()}
@@ -271,6 +275,7 @@ class Manager:
         return True
 
     def _leave(self, sandbox: Sandbox, program_id: str, why: str) -> None:
+        self._all_ran(sandbox, program_id)
         self.table.leave(sandbox, program_id, why)
         if sandbox.stage is Stage.GONE:  # nothing was made of it: no plan will tell
             self._tell(sandbox)
@@ -295,6 +300,8 @@ class Manager:
                 self._seen.discard(decision.program_id)
                 self._program_ended(decision.program_id, f"its program ended: {decision.reason.value}")
             elif isinstance(decision, Grant | Restore) and decision.program_id is not None:
+                if isinstance(decision, Grant):  # what runs on beside a turn is no tool that is waited for
+                    self._commands.pop(decision.program_id, None)
                 self._admitted(decision.program_id)
 
     def _program_ended(self, program_id: str, why: str) -> None:
@@ -303,7 +310,6 @@ class Manager:
             self._leave(sandbox, program_id, why)
 
     def _admitted(self, program_id: str) -> None:
-        self._commands.pop(program_id, None)  # what runs on beside a turn is no tool that is waited for
         sandboxes = self.table.of_program(program_id)
         if not sandboxes:
             return
@@ -570,6 +576,8 @@ class Manager:
         if sandbox is None or sandbox.stage not in (Stage.READY, Stage.IN_USE):
             return
         program_ids = list(sandbox.program_ids)
+        for program_id in program_ids:
+            self._all_ran(sandbox, program_id)
         again = self.table.died(self._clock(), sandbox, why)
         log.warning("sandbox_died", sandbox_id=sandbox.sandbox_id, program_ids=program_ids, why=why, again=again)
         if not sandbox.given:
@@ -591,19 +599,31 @@ class Manager:
         Its tool begins with the first of several, and is through with the last.
         """
         sandbox = self.table.with_handle(kind, command.handle)
-        if sandbox is None or sandbox.stage is not Stage.IN_USE or len(sandbox.program_ids) != 1:
+        if sandbox is None:
             return
-        (program_id,) = sandbox.program_ids
-        runs, run = self._commands.get(program_id, set()), (kind, command.run_id)
-        if not command.ended:
-            if not runs:
+        run = (kind, command.handle, command.run_id)
+        if command.ended:
+            for program_id in list(sandbox.program_ids):
+                self._ran(program_id, {run})
+        elif sandbox.stage is Stage.IN_USE and len(sandbox.program_ids) == 1:
+            (program_id,) = sandbox.program_ids
+            if program_id not in self._commands:
                 self._programs.tool_began(program_id, command.words)
-            self._commands[program_id] = {*runs, run}
-        elif run in runs:
-            runs.discard(run)
-            if not runs:
-                del self._commands[program_id]
-                self._programs.tool_ended(program_id)
+            self._commands.setdefault(program_id, set()).add(run)
+
+    def _all_ran(self, sandbox: Sandbox, program_id: str) -> None:
+        """Take what runs of a program in a sandbox that goes as through: nobody will tell of its end."""
+        if sandbox.place is not None:
+            place = (sandbox.template.driver, sandbox.place.handle)
+            self._ran(program_id, {run for run in self._commands.get(program_id, ()) if run[:2] == place})
+
+    def _ran(self, program_id: str, ended: set[Run]) -> None:
+        runs = self._commands.get(program_id, set())
+        if runs and runs <= ended:
+            del self._commands[program_id]
+            self._programs.tool_ended(program_id)
+        else:
+            runs -= ended
 
     def handles(self, kind: str) -> list[str]:
         """Return the handles of those that are there; not of those elsewhere, which nobody can look at."""

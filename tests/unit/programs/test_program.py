@@ -130,6 +130,18 @@ def test_branches_that_ended_before_the_branch_that_waits_for_them_are_forgotten
     assert set(program.branches) == {MAIN_BRANCH, "agent", "later"}
 
 
+def test_a_branch_whose_tool_runs_is_not_forgotten_when_the_branch_that_waits_for_it_goes_on() -> None:
+    """A parent may work beside its sub-agents: only an answer that calls no tool says that one is through."""
+    driver = Driver()
+    driver.takes_turn("p", 50)
+    driver.takes_turn("p", 600, branch="sub", tool="bash:make")
+    driver.takes_turn("p", 60)
+    assert driver.program("p").claim_tokens == 660
+    driver.takes_turn("p", 650, branch="sub")
+    driver.takes_turn("p", 70)
+    assert driver.program("p").claim_tokens == 70
+
+
 def test_branches_that_wait_for_each_other_in_a_ring_end_with_the_main_branch() -> None:
     """A client may say what makes no sense: nothing loops, and nothing stays for ever."""
     program = a_program(main=100, one=200, two=300, itself=400)

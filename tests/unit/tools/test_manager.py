@@ -22,7 +22,7 @@ from thunderagent.errors import (
     SandboxRefusedError,
     SandboxSetupError,
 )
-from thunderagent.programs.decisions import Grant, Reason, Release
+from thunderagent.programs.decisions import Grant, Reason, Release, Restore
 from thunderagent.programs.events import Tick
 from thunderagent.tools.base import Owner, Usage
 from thunderagent.tools.contact import ContactSettings
@@ -310,6 +310,42 @@ async def test_a_command_that_runs_on_beside_a_turn_is_no_tool() -> None:
         await world.until(lambda: len(world.programs.tools) > 2)
         await asyncio.sleep(0.01)
         assert world.programs.tools == [("p", "python -m server"), ("p", "ls"), ("p", None)]
+
+
+async def test_a_command_goes_on_when_its_program_gets_its_claim_back() -> None:
+    """No turn came yet: its end is still that of the tool."""
+    async with running() as world:
+        handle = (await world.has_ready("p"))["handle"]
+        world.admits("p")
+        world.driver.runs(handle, "e-1", "pytest")
+        await world.until(lambda: world.programs.tools)
+        world.manager.observe(Tick(0.0), [Restore("p", "r0", Reason.FITS)])
+        await world.has_ready("p")  # nor is one more sandbox a turn
+        world.driver.ran(handle, "e-1")
+        await world.until(lambda: len(world.programs.tools) > 1)
+        assert world.programs.tools == [("p", "pytest"), ("p", None)]
+
+
+@pytest.mark.parametrize("how", ["reclaimed", "dies"])
+async def test_a_command_ends_with_its_sandbox(how: str) -> None:
+    """Nobody tells of its end: the tool is through with the last that runs elsewhere, and the next is its own."""
+    async with running() as world:
+        one, other, third = [await world.has_ready("p") for _ in range(3)]
+        world.admits("p")
+        for each in (one, other):
+            world.driver.runs(each["handle"], "e-1", "sleep 1000")
+        await world.until(lambda: len(world.manager._commands.get("p", ())) == 2)
+        for each, tools in ((one, [("p", "sleep 1000")]), (other, [("p", "sleep 1000"), ("p", None)])):
+            if how == "dies":
+                world.driver.kill(each["handle"])
+            else:
+                world.manager.reclaim("p", each["sandbox_id"])
+            await world.until(lambda box=each["sandbox_id"]: world.stage_of(box) in ("failed", "gone"))
+            assert world.programs.tools == tools
+        world.driver.runs(third["handle"], "e-2", "ls")
+        world.driver.ran(third["handle"], "e-2")
+        await world.until(lambda: len(world.programs.tools) == 4)
+        assert world.programs.tools[2:] == [("p", "ls"), ("p", None)]
 
 
 async def test_commands_of_sandboxes_that_are_shared_are_nobodys_tool() -> None:
