@@ -28,6 +28,11 @@ SIDE_TURN_RATIO = 0.5
 IDLE_BRANCHES_COUNT = 16
 """How many side branches without a turn keep their claim; the rest, longest unused first, are taken for ended."""
 
+PARENT_TURNS_COUNT = 8
+"""So many turns of the branch that waits for it may finish beside one whose tool runs; it was left, if there are more.
+
+As one is whose last answer calls the tool that hands in its result."""
+
 
 @dataclass(frozen=True, slots=True)
 class StoryEntry:
@@ -143,9 +148,9 @@ class Branch:
 
     __slots__ = (
         "context_tokens",
-        "goes_on",
         "last_turn_id",
         "parent_id",
+        "parent_turns_count",
         "prefix",
         "prompt_tokens",
         "side_turn_count",
@@ -162,8 +167,8 @@ class Branch:
         """Where its prompt may part from those of others."""
         self.tokens_per_byte_ratio: float | None = None
         self.side_turn_count = 0
-        self.goes_on = False
-        """Its last finished turn called a tool: it will have another, whatever the branch that waits for it does."""
+        self.parent_turns_count = 0
+        """So many turns of who waits for it may still finish before it is taken for ended, as its tool runs."""
         self.last_turn_id = -1
         self.parent_id = MAIN_BRANCH
         """The branch that waits for it, as far as its client says."""
@@ -181,6 +186,10 @@ class Branch:
         self.side_turn_count = 0
         self.context_tokens = prompt_tokens + output_tokens
         self.prompt_tokens = prompt_tokens
+
+    def turn_finished(self, tool: str) -> None:
+        """Note whether it goes on by itself: it does if its answer called a tool."""
+        self.parent_turns_count = PARENT_TURNS_COUNT if tool else 0
 
 
 MAIN_BRANCH = ""
@@ -409,9 +418,9 @@ class Program:
         """Return and drop side branches that are not used again, after `ended`, a turn of this program.
 
         When it finished: all that its branch waits for, or one of these, and that had no turn since it arrived, because
-        a parent goes on when its sub-agents are through; the main branch waits for all. Not those whose tool runs: a
-        parent may also go on beside them. In any case all idle ones but the `IDLE_BRANCHES_COUNT` last used, because a
-        client may name every branch and have no main one.
+        a parent goes on when its sub-agents are through; the main branch waits for all. Those whose tool runs are taken
+        for that only after `PARENT_TURNS_COUNT` such turns: a parent may also go on beside them. In any case all idle
+        ones but the `IDLE_BRANCHES_COUNT` last used, because a client may name every branch and have no main one.
         """
         busy = {turn.branch_id for turns in (self.in_flight, self.held) for turn in turns.values()}
         idle = [name for name in self.branches if name != MAIN_BRANCH and name not in busy]
@@ -421,8 +430,11 @@ class Program:
         forgotten = []
         for position, name in enumerate(idle):
             branch = self.branches[name]
-            through = finished and not branch.goes_on and branch.last_turn_id < ended.turn_id
-            if (through and ended.branch_id in waiting[name]) or position < excess_count:
+            done = finished and branch.last_turn_id < ended.turn_id and ended.branch_id in waiting[name]
+            if done and branch.parent_turns_count:
+                branch.parent_turns_count -= 1
+                done = False
+            if done or position < excess_count:
                 forgotten.append(self.branches.pop(name))
         return forgotten
 

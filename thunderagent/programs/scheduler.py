@@ -632,7 +632,7 @@ class Scheduler:
             self._signal_end(turn, whole_tokens, whole_tokens - min(prompt_tokens, cached_tokens), finished=True)
         if branch is not None:
             branch.learn(prompt_tokens, output_tokens)
-            branch.goes_on = bool(event.tool)
+            branch.turn_finished(event.tool)
         program.prompt_tokens_total += prompt_tokens
         program.output_tokens_total += output_tokens
         program.cached_tokens_total += event.cached_tokens or 0

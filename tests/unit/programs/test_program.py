@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from thunderagent.programs.program import IDLE_BRANCHES_COUNT, MAIN_BRANCH, STORY_ENTRIES, Branch, Program, Turn
+from tests.builders import Driver
+from thunderagent.programs.program import (
+    IDLE_BRANCHES_COUNT,
+    MAIN_BRANCH,
+    PARENT_TURNS_COUNT,
+    STORY_ENTRIES,
+    Branch,
+    Program,
+    Turn,
+)
 
 
 def a_program(**context_tokens: int) -> Program:
@@ -140,6 +149,18 @@ def test_a_branch_whose_tool_runs_is_not_forgotten_when_the_branch_that_waits_fo
     driver.takes_turn("p", 650, branch="sub")
     driver.takes_turn("p", 70)
     assert driver.program("p").claim_tokens == 70
+
+
+def test_a_branch_that_called_a_tool_and_did_not_come_back_is_forgotten_at_last() -> None:
+    """Some hand in their result by a tool, and some are left in the middle: they claim nothing for ever."""
+    driver = Driver()
+    driver.takes_turn("p", 50)
+    driver.takes_turn("p", 600, branch="sub", tool="submit")
+    for _ in range(PARENT_TURNS_COUNT):
+        driver.takes_turn("p", 60)
+        assert driver.program("p").claim_tokens == 660
+    driver.takes_turn("p", 60)
+    assert driver.program("p").claim_tokens == 60
 
 
 def test_branches_that_wait_for_each_other_in_a_ring_end_with_the_main_branch() -> None:
