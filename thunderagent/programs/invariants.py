@@ -96,6 +96,7 @@ def _check_program(scheduler: Scheduler, program: Program) -> None:
     assert program.status is not Status.TERMINATED, f"terminated, but in the table\n{story}"
     claim_tokens = program.measure_claim() + program.reserve_tokens
     assert program.claim_tokens == claim_tokens, f"claim is stale\n{story}"
+    assert program.turn_count >= len(program.in_flight), f"turns miscounted\n{story}"
     if program.status is Status.ACTIVE:
         assert homes == [program.replica_id], f"active on {homes}\n{story}"
         assert program.admitted, f"active, but not admitted\n{story}"

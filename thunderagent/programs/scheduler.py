@@ -403,7 +403,7 @@ class Scheduler:
             program.lost_turn_ids.remove(event.supersedes_id)
             program.turn_count -= 1  # both are one turn
         elif earlier is not None and earlier.program is program:
-            program.turn_count -= earlier.account_id is not None
+            program.turn_count -= earlier.account_id is not None or earlier.turn_id in program.lost
         if earlier is not None and earlier.program is program:
             turn.waiting_since_s = earlier.waiting_since_s
         elif event.waiting_since_s is not None:
@@ -684,7 +684,7 @@ class Scheduler:
         self._lift(program)
         if self._emits:
             self._signal_lost(turn)
-        if turn.turn_id not in program.held:
+        if outcome != "superseded" and turn.turn_id not in program.held:
             program.lost_turn_ids.append(turn.turn_id)
         self._end_turn(program, turn)
         if len(program.branches) > 1:

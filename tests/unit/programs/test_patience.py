@@ -121,6 +121,32 @@ def test_a_turn_that_was_lost_and_is_tried_again_counts_once() -> None:
     assert driver.program("b").turn_count == 1
 
 
+@pytest.mark.parametrize("heard", ["before", "after", "never"])
+def test_a_turn_whose_replica_was_lost_and_is_tried_again_counts_once(heard: str) -> None:
+    """Whether its client tries again before or after somebody says that it failed."""
+    driver = Driver(replicas={"r0": 1000, "r1": 1000})
+    first = driver.arrives("a", 10)
+    driver.goes_down(driver.granted_on[first])
+    if heard == "before":
+        driver.fails(first)
+    driver.arrives("a", 10, instead_of=first)
+    if heard == "after":
+        driver.fails(first)
+    assert driver.program("a").turn_count == 1
+
+
+def test_a_turn_that_two_take_the_place_of_is_taken_off_once() -> None:
+    """Both of them run, so both count."""
+    driver = Driver()
+    first = driver.arrives("a", 10)
+    driver.arrives("a", 10, instead_of=first)
+    third = driver.arrives("a", 10, instead_of=first)
+    assert driver.program("a").turn_count == 2
+    driver.finishes(third, 10)
+    driver.arrives("a", 10, instead_of=first)
+    assert driver.program("a").turn_count == 3
+
+
 def test_without_a_replica_nobody_is_let_in_until_one_comes() -> None:
     driver = Driver(Sticky(), replicas={}, settings=SETTINGS)
     turn_id = driver.arrives("a", 100, patience_s=4.0)
