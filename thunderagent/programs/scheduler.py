@@ -277,9 +277,17 @@ class Scheduler:
             self._restore_children()
         if self.tenants is not None:
             self.tenants.event_ended()
-        waiting = bool(self.queue.waiting_count) and not self._limits_clock.halted
-        self.knowledge.restore_pace.settle(self._now_s, waiting=waiting)
+        self.knowledge.restore_pace.settle(self._now_s, waiting=self._somebody_may_be_restored())
         return decisions
+
+    def _somebody_may_be_restored(self) -> bool:
+        """Say whether a program with a turn waits for room or admission, and not for a replica that grants nothing."""
+        queue, granting = self.queue, self._granting_replicas
+        if not granting or not queue.waiting_count:
+            return False
+        if queue.reasoning or queue.outside:
+            return True
+        return any(replica.replica_id in queue.bound for replica in granting)
 
     @property
     def view(self) -> SchedulerView:

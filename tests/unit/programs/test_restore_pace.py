@@ -9,7 +9,7 @@ from thunderagent.policy_loader import load_policy
 from thunderagent.programs.lifecycle import Phase, Status
 from thunderagent.programs.policies.base import SandboxSums
 from thunderagent.programs.policies.cap import Cap
-from thunderagent.programs.restore_pace import HALF_LIFE_S, RestorePace
+from thunderagent.programs.restore_pace import HALF_LIFE_S, LONGEST_INTERVAL_S, RestorePace
 from thunderagent.programs.scheduler import SchedulerSettings
 
 
@@ -42,6 +42,38 @@ def test_the_pace_of_long_ago_is_forgotten() -> None:
         pace.settle(now_s, waiting=True)
         pace.restored()
     assert pace.interval_s == pytest.approx(50.0, rel=0.2)
+
+
+@pytest.mark.parametrize("waited_s", [4 * 3600.0, 100 * 86400.0])
+def test_what_is_expected_of_a_queue_that_stands_still_has_an_end(waited_s: float) -> None:
+    """Not at once, either, because nothing is left of what was seen; and one restore says more than all that."""
+    pace = RestorePace()
+    pace.settle(0.0, waiting=True)
+    pace.settle(10.0, waiting=True)
+    pace.restored()
+    for share in range(1, 1001):
+        pace.settle(10.0 + waited_s * share / 1000, waiting=True)
+    assert pace.interval_s == LONGEST_INTERVAL_S
+    for _ in range(100):
+        pace.restored()
+    assert pace.interval_s < LONGEST_INTERVAL_S / 10
+
+
+def test_waiting_for_a_replica_that_grants_nothing_says_nothing() -> None:
+    """While its weights are exchanged, say: others go where they may go as fast as before."""
+    driver = Driver(Cap(n=1), replicas={"r0": 1000, "r1": 1000})
+    driver.routes("class", "to-r0", r0=1)
+    for number in range(3):
+        driver.arrives(f"p{number}", 10)
+    for number in range(3):
+        driver.passes(10.0)
+        driver.releases(f"p{number}")
+    driver.suspends("weights", "r0")
+    driver.arrives("bound", 10, program_class="to-r0")
+    assert driver.scheduler.queue.waiting_count == 1
+    for _ in range(60):
+        driver.ticks(60.0)
+    assert driver.scheduler.knowledge.restore_pace.interval_s == pytest.approx(10.0, rel=0.2)
 
 
 def test_those_that_wait_are_expected_one_after_the_other() -> None:
