@@ -132,7 +132,8 @@ class SchedulerSettings:
     idle_limit_s: float | None = None
     """A program whose tool runs longer gives its claim back; its next turn is simply placed again.
 
-    None is what was learned of its tool: long beyond the time in which nearly all return, and 300 s at least."""
+    None is what was learned of its tool: long beyond the time in which nearly all return, and 300 s at least, but never
+    more than half of the forget limit."""
     forget_limit_s: float = 1800.0
     """A program that was not heard of for longer is dropped from the table."""
     no_replica_limit_s: float = 60.0
@@ -1531,10 +1532,17 @@ class Scheduler:
         elif since_s is not None and now_s - since_s > settings.no_replica_limit_s:
             self._reject_all_held()
 
+    @property
+    def _most_idle_limit_s(self) -> float:
+        """The longest idle limit that is learned: a claim goes well before its program would be forgotten."""
+        return self.settings.forget_limit_s / 2
+
     def _watch_for_idleness(self, program: Program) -> None:
         """Look at an acting program with a claim when the idle limit may be over at the soonest."""
         limit_s = self.settings.idle_limit_s
-        program.idle_at_s = program.limits_since_s + (LEAST_IDLE_LIMIT_S if limit_s is None else limit_s)
+        if limit_s is None:
+            limit_s = min(LEAST_IDLE_LIMIT_S, self._most_idle_limit_s)
+        program.idle_at_s = program.limits_since_s + limit_s
         self.table.acting_with_claim.add(program, program.idle_at_s)
 
     def _enforce_program_limits(self) -> None:
@@ -1545,7 +1553,8 @@ class Scheduler:
                 with_claim.discard(program)  # until grants go on there
                 continue
             if settings.idle_limit_s is None:
-                idle_at_s = program.limits_since_s + self.knowledge.idle_limit_s(program.tool)
+                learned_s = self.knowledge.idle_limit_s(program.tool)
+                idle_at_s = program.limits_since_s + min(learned_s, self._most_idle_limit_s)
                 if idle_at_s >= clock_s:
                     program.idle_at_s = idle_at_s
                     with_claim.add(program, idle_at_s)

@@ -435,6 +435,20 @@ def test_the_idle_limit_is_learned_for_each_tool() -> None:
     assert of_kind(Pause, driver.ticks(1.0)) == [f"p{number}" for number in range(1, 10)]
 
 
+@pytest.mark.parametrize(("forget_limit_s", "limit_s"), [(1800.0, 900.0), (200.0, 100.0)])
+def test_a_learned_idle_limit_takes_the_claim_well_before_the_program_is_forgotten(
+    forget_limit_s: float, limit_s: float
+) -> None:
+    """However long its tool took before, and though the least limit is longer: others wait for the memory."""
+    driver = Driver(Passthrough(), settings=SchedulerSettings(forget_limit_s=forget_limit_s))
+    for _ in range(12):
+        driver.takes_turn("a", 10, tool="build")
+        driver.passes(1200.0)
+    driver.takes_turn("a", 10, tool="build")
+    assert driver.ticks(limit_s) == []
+    assert driver.ticks(1.0) == [Pause("a", "r0", Reason.IDLE)]
+
+
 def test_an_idle_limit_that_is_set_is_not_learned() -> None:
     """Whatever a tool takes, 50 s are 50 s."""
     driver = by_load()
