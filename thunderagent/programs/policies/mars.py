@@ -137,14 +137,28 @@ class Mars:
         replicas = view.replicas if by_time else view.changed_replicas
         for replica in replicas:
             self._relieve(view, replica)
-        while replicas and any(
-            self._restore(view, program, replicas) for program in view.first_waiting_few(PASS_COUNT + 1)
-        ):
+        while replicas and self._restore_one(view, replicas):
             pass
 
-    def _restore(self, view: View, program: ProgramView, replicas: Sequence[ReplicaView]) -> bool:
-        replica, reason = self._find(view, program, replicas, view.replica(program.replica_id))
-        return replica is not None and view.propose_restore(program, replica, reason)
+    def _restore_one(self, view: View, replicas: Sequence[ReplicaView]) -> bool:
+        """Restore one of the first few that may go anywhere, or the first of those that wait for a replica alone.
+
+        That one may be behind a program that fits nowhere, and would keep all others from its replica if it waited. It
+        passes that program as others do, but not for longer than programs take: it would take its room each time.
+        """
+        for program in view.first_waiting_few(PASS_COUNT + 1):
+            placement = self._find(view, program, replicas, view.replica(program.replica_id))
+            if placement.replica is not None and view.propose_restore(program, placement.replica, placement.reason):
+                return True
+        head = view.first_waiting()
+        if head is not None and view.now_s - head.waiting_since_s > view.median_residence_s:
+            return False
+        for replica in replicas:
+            for program in view.first_waiting_for(replica, 1):
+                placement = self._find(view, program, [replica], None)
+                if placement.replica is not None and view.propose_restore(program, replica, placement.reason):
+                    return True
+        return False
 
     def _find(
         self, view: View, program: ProgramView, candidates: Sequence[ReplicaView], home: ReplicaView | None

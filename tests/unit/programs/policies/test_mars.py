@@ -6,6 +6,7 @@ import pytest
 
 from tests.builders import Driver, of_kind
 from thunderagent.errors import ConfigurationError
+from thunderagent.policy_loader import load_policy
 from thunderagent.programs.decisions import Grant, Mark, Pause, Reason
 from thunderagent.programs.policies.mars import Mars
 from thunderagent.programs.signals import Signal, WindowUpdate
@@ -40,6 +41,22 @@ def test_room_is_made_of_who_expired() -> None:
     third = driver.arrives("c", 60_000)
     driver.ticks(1.0)
     assert driver.home("a") is None or driver.held(third)
+
+
+def test_one_that_is_bound_passes_the_first_that_waits_as_others_do() -> None:
+    """Behind one that fits nowhere it would keep its replica from all others, though there is room for all of them."""
+    settings = {"reserve_tokens": 0, "growth_quantile": 0.0, "admission": "window", "admission.n": 100}
+    driver = Driver(load_policy("mars", settings), replicas={"r0": 40_000, "r1": 40_000})
+    driver.routes("class", "to-r0", r0=1)
+    assert [driver.granted_on[driver.arrives(f"run-{tokens}", tokens)] for tokens in (20_000, 39_500)] == ["r0", "r1"]
+    driver.passes(1.0)
+    large = driver.arrives("large", 30_000)
+    driver.ticks(100.0)
+    bound = driver.arrives("bound", 4000, program_class="to-r0")
+    small = driver.arrives("small", 4000)
+    driver.ticks(1.0)
+    assert driver.held(large)
+    assert [driver.granted_on.get(turn_id) for turn_id in (bound, small)] == ["r0", "r0"]
 
 
 def test_memory_is_taken_from_the_largest_at_its_tool() -> None:
