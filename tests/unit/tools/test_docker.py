@@ -379,6 +379,20 @@ async def test_probes_of_the_engine_are_not_taken_for_commands(tmp_path: Path, c
     assert [change.run_id for change in told if isinstance(change, Command)] == run_ids
 
 
+async def test_containers_whose_end_was_missed_are_not_remembered(tmp_path: Path) -> None:
+    """When contact was lost, what was known of given containers goes: each is asked about again."""
+    streams = [http(event("exec_start: sh -c true", name, execID="e-1", **{PROGRAM_LABEL: "p-1"})) for name in "ab"]
+    answers = [http(b'{"Id": "%s", "Config": {}}' % name) for name in (b"a", b"b")]
+    with engine(tmp_path, streams[0], answers[0], streams[1], answers[1]) as url:
+        driver = DockerDriver(Owner("me", "run"), url=url, concurrency_count=2)
+        for name in "ab":
+            changes = driver.watch()
+            assert isinstance(await anext(changes), Command)
+            await changes.aclose()
+            assert set(driver._probed) == {name}
+        await driver.close()
+
+
 async def test_an_answer_that_is_none_is_an_error_of_the_engine(tmp_path: Path) -> None:
     """Cut off, or not what was asked for: nothing of the library's leaves the driver."""
     with engine(tmp_path, http(b'{"not": "a list"}'), b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n[") as url:

@@ -96,9 +96,9 @@ class DockerDriver:
         self._preparing: set[str] = set()
         self._made: dict[str, _Made] = {}
         self._adopted: set[str] = set()
-        # Whose end was told of lately: nobody could know yet that one still in preparation was meant.
         self._probed: dict[str, bool] = {}
-        """Given containers in which commands ran, and whether they have a health check."""
+        """Given containers in which commands ran since a watch began, and whether they have a health check."""
+        # Whose end was told of lately: nobody could know yet that one still in preparation was meant.
         self._ended: deque[str] = deque(maxlen=_ENDED_COUNT)
         self._stop_deadlines_s: dict[str, float] = {}
         self._reaper_pipe: int | None = None
@@ -261,6 +261,7 @@ class DockerDriver:
         return self._watch(time.time())
 
     async def _watch(self, since_s: float) -> AsyncGenerator[Change | Command, None]:
+        self._probed.clear()  # the end of some may have been missed
         async with contextlib.aclosing(changes(self._engine, since_s)) as told:
             async for change in told:
                 if isinstance(change, tuple):
