@@ -181,7 +181,7 @@ class Control:
         Who goes first of all is asked about first: room may be something that all replicas share, as places are.
         """
         scheduler = self._scheduler
-        everywhere = moment is not Moment.TURN_ENDED
+        everywhere = moment is not Moment.TURN_ENDED or scheduler.place_is_free
         asked = {
             replica.replica_id: replica
             for replica in scheduler.granting_replicas

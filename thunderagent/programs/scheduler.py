@@ -209,6 +209,8 @@ class Scheduler:
         self._no_replica_since_s: float | None = None
         self._tokens_per_byte_ratio = FIRST_TOKENS_PER_BYTE_RATIO
         self._decisions: list[Decision] = []
+        self._active_before_count = 0
+        """Active programs before this event."""
         self._now_s = 0.0
         self._view = SchedulerView(self)
         self.control = Control(self)
@@ -271,6 +273,7 @@ class Scheduler:
         if self.tenants is not None:
             self.tenants.now_s = self._now_s
         decisions = self._decisions = []
+        self._active_before_count = self.active_count
         self._handlers[type(event)](event)
         if self.impatient:
             self._grant_impatient()
@@ -306,6 +309,11 @@ class Scheduler:
     def terminate(self, program: Program, reason: Reason) -> None:
         """End a program."""
         self._terminate(program, reason)
+
+    @property
+    def place_is_free(self) -> bool:
+        """Whether a program lost its claim in this event and no other got one: places may be shared by all replicas."""
+        return self.active_count < self._active_before_count
 
     @property
     def has_admission(self) -> bool:

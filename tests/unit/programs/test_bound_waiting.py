@@ -164,6 +164,22 @@ def test_places_that_replicas_share_go_to_who_is_first_of_all_that_are_bound() -
         driver.releases(name)
 
 
+def test_a_place_that_the_end_of_a_turn_frees_elsewhere_goes_to_who_is_bound_and_first() -> None:
+    """Not to one that came later and may go anywhere, though nothing changed where the first one waits."""
+    driver = Driver(load_policy("cap", {"n": 1}), replicas={"r0": 1000, "r1": 1000, "r2": 1000})
+    for replica_id in ("r0", "r1"):
+        driver.routes("class", f"to-{replica_id}", **{replica_id: 1})
+    running = driver.arrives("running", 100, program_class="to-r1")
+    driver.passes(1.0)
+    bound = driver.arrives("bound", 10, program_class="to-r0")
+    driver.passes(1.0)
+    later = driver.arrives("later", 10)
+    driver.drains("r1")
+    driver.finishes(running, 100)
+    assert driver.granted_on.get(bound) == "r0"
+    assert driver.held(later)
+
+
 def test_a_replica_with_room_is_not_closed_for_one_that_waits_for_another() -> None:
     """Who waits for one replica is in nobody's way elsewhere."""
     driver = driven(("ttl", {"reserve_tokens": 0}))
