@@ -443,11 +443,14 @@ def test_an_address_that_is_none_is_a_configuration_error(address: str, is_repla
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"kv_events": "tcp://a:1"}, "names 1 addresses for 0 backends"),
-        ({"kv_events": "tcp://a:1,tcp://b:1", "backends": "http://a"}, "names 2 addresses for 1 backends"),
+        ({"kv_events": "tcp://a:1"}, "kv_events needs an address for each of backends, so 0, not 1"),
+        (
+            {"kv_events": "tcp://a:1,tcp://b:1", "backends": "http://a"},
+            "kv_events needs an address for each of backends, so 1, not 2",
+        ),
         (
             {"kv_events_replay": ["tcp://a:1"], "backends": "http://a"},
-            "kv_events_replay names 1 addresses, kv_events 0",
+            "kv_events_replay needs an address for each of kv_events, so 0, not 1",
         ),
         ({"kv_events": 5}, "kv_events: "),
     ],
