@@ -52,7 +52,7 @@ async def chromium() -> AsyncIterator[Browser]:
     try:
         from playwright.async_api import async_playwright  # noqa: PLC0415 - an extra
     except ImportError as error:
-        raise BrowserError("no playwright: pip install 'thunderagent[e2e]'") from error
+        raise BrowserError("no playwright: pip install '.[e2e]' in a checkout") from error
     path = await asyncio.to_thread(ensure_chromium)
     options = ["--disable-dev-shm-usage", *(["--no-sandbox"] if os.geteuid() == 0 else [])]
     async with async_playwright() as playwright:

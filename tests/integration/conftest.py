@@ -23,7 +23,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     for item in items:
         if "tests/integration/" in item.path.as_posix():
-            group = "apart" if item.path.name in {"test_demo.py", "test_openapi.py"} else "integration"
+            group = (
+                "apart"
+                if item.path.name in {"test_demo.py", "test_openapi.py", "test_primitives.py", "test_shutdown.py"}
+                else "integration"
+            )
             item.add_marker(pytest.mark.xdist_group(group))
 
 
