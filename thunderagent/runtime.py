@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
@@ -333,6 +333,13 @@ class Runtime:
                 waiter.set_exception(TurnAbortedError("the trainer aborted this turn while it was held"))
                 aborted_count += 1
         return aborted_count
+
+    def unanswered_count(self, replica_ids: Collection[str], since_s: float) -> int:
+        """Count the turns on some replicas that were granted since then and have no first byte yet."""
+        return sum(
+            turn.account_id in replica_ids and turn.started_s is None and turn.granted_s >= since_s
+            for turn in self.scheduler.turns.values()
+        )
 
     def open_program(
         self, program_id: str, group_id: str = "", parent_id: str = "", tenant: str = "", program_class: str = ""

@@ -530,6 +530,47 @@ async def test_an_abort_does_not_wait_for_a_call_that_waits_for_it() -> None:
         await post(proxy.url, "/resume")
 
 
+async def test_an_abort_that_overtakes_a_turn_on_its_way_is_told_again() -> None:
+    """The engine has not read the turn yet when it is told to abort all: it aborts nothing, and then generates."""
+    async with replicas_behind(1, **cap(1)) as (proxy, (replica,)):
+        gate = Gate([], [http_json(generate_answer([7, 8]))])
+        replica.behaviour = gate
+        on_its_way = asyncio.create_task(post(proxy.url, "/generate", generate("a")))
+        await replica.call()
+        waiting = asyncio.create_task(post(proxy.url, "/generate", generate("b")))
+        await held(proxy, 1)
+        told_count = 0
+
+        async def abort(call: Call) -> None:
+            nonlocal told_count
+            told_count += 1
+            await answers({"status": "aborted"})(call)
+            if told_count == 3:
+                gate.open()
+
+        replica.behaviour = abort
+        assert (await post(proxy.url, "/abort_requests", {})).json() == {"status": "aborted"}
+        assert told_count == 3
+        assert (await on_its_way).json()["choices"][0]["finish_reason"] == "abort"
+        assert (await waiting).json()["meta_info"]["finish_reason"]["type"] == "abort"
+        assert [call.target for call in replica.calls] == ["/generate", *["/abort_requests"] * 3]
+
+
+async def test_an_abort_is_told_once_where_all_turns_are_surely_known() -> None:
+    """Their first bytes have come: no abort can have been before them, and what they wait for is their own matter."""
+    async with replicas_behind(1) as (proxy, (replica,)):
+        gate = Gate([stream_head(), chunk(word("a"))], [chunk(DONE), LAST_CHUNK])
+        replica.behaviour = gate
+        async with Wire.open(proxy.url) as wire:
+            wire.send("POST", "/v1/chat/completions", (), json.dumps(turn("a", stream=True)).encode())
+            assert (await wire.head()).status == 200
+            await wire.chunk()
+            replica.behaviour = answers({"status": "aborted"})
+            assert (await post(proxy.url, "/abort_requests", {})).status == 200
+            assert [call.target for call in replica.calls[1:]] == ["/abort_requests"]
+            gate.open()
+
+
 async def test_the_same_prompt_with_what_came_so_far_is_the_same_program_s_next_turn() -> None:
     """It counts once in the claim, and the time in between is no tool's."""
     abort = {**generate_answer([7, 8]), "usage": None}

@@ -23,7 +23,7 @@ import asyncio
 import contextlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -52,6 +52,12 @@ log = structlog.get_logger("thunderagent.control")
 
 SHOWN_BYTES = 2000
 """So much of what a replica said is repeated in an answer that is not its own."""
+
+OVERTAKING_S = 1.0
+"""An abort may overtake a turn that was granted no longer ago than this: its body is yet to be sent, or to be read."""
+
+ABORT_AGAIN_AFTER_S = (0.02, 0.05, 0.1, 0.2, 0.4)
+"""As long as such a turn is there, its engine is told again, after each of these times."""
 
 REPLIES_HEADER = "X-Control-Replies"
 
@@ -168,18 +174,33 @@ class Control:
                 log.info("held_turns_aborted", path=request.path, turns_count=aborted_count)
 
             async def tell(engine: Sequence[str]) -> list[Reply]:
-                reply = await self.call(engine[0], request, path, body, names_rank=False)
+                recently_s = self._runtime.now_s() - OVERTAKING_S
+                send = partial(self.call, engine[0], request, path, body, names_rank=False)
+                reply = await send()
                 replies = [reply._replace(replica_id=replica_id) for replica_id in engine]
                 for each in (
                     replies if reply.done else ()
                 ):  # at once: the caller may leave before the others are through
                     self._did(each, command, asked)
+                if aborts and command.is_abort and reply.done:
+                    await self._abort_overtaken(engine, recently_s, send)
                 return replies
 
             replies = [reply for told in await asyncio.gather(*map(tell, engines)) for reply in told]
         if not command.reads:
             log.info("engines_told", path=request.path, replies={reply.replica_id: reply.status for reply in replies})
         return replies
+
+    async def _abort_overtaken(
+        self, engine: Sequence[str], since_s: float, abort: Callable[[], Awaitable[Reply]]
+    ) -> None:
+        """Have turns aborted that reached an engine after it was told to abort all, while nothing more is granted."""
+        pauses_s = iter(ABORT_AGAIN_AFTER_S)
+        while self._runtime.unanswered_count(engine, since_s) and (pause_s := next(pauses_s, None)):
+            await asyncio.sleep(pause_s)
+            if turns_count := self._runtime.unanswered_count(engine, since_s):
+                log.info("abort_told_again", replica_id=engine[0], turns_count=turns_count)
+                await abort()
 
     async def call(
         self, replica_id: str, request: web.Request, path: str, body: bytes, *, names_rank: bool = True
