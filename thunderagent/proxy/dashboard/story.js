@@ -179,5 +179,20 @@ function factsOf(program) {
     ["Held in all", duration(program.held_s_total)],
     ["Age", duration(program.age_s)],
     ["Branches", whole(program.branches_count)],
+    ...toldOf(program).filter(([, text]) => text),
+  ];
+}
+
+/** What clients, operators and judges said of it; most programs have nothing of the kind. */
+function toldOf(program) {
+  const priorities = [program.priority || "", ...Object.entries(program.priority_by_replica).map(([id, priority]) => `${priority} on ${id}`)];
+  return [
+    ["Tenant", program.tenant],
+    ["Class", program.program_class],
+    ["Group", program.group_id],
+    ["Parent", program.parent_id],
+    ["Routed to", program.bound_to],
+    ["Priority", priorities.filter(Boolean).join(", ")],
+    ["Expected success", program.judged?.level],
   ];
 }
