@@ -17,7 +17,8 @@ session, agent instance and agent type, here stand program, replica and a scope 
 
 Control has two levels (section 4). An event of an operator, or a global policy that is asked once in a period what
 should be changed (`GlobalPolicy` in `policies/parts.py`), only sets routes and priorities and moves programs; every
-turn is then placed and ordered as it comes, by the scheduler and its policy, without asking again.
+turn is then placed and ordered as it comes, by the scheduler and its policy, without asking again. What it is told in a
+period is bounded (`NEWLY_WAITING_COUNT`), so that no event waits for long until it has decided.
 
 Each primitive has a reason why it cannot be done (`why_not_...`), empty if it can: the view refuses by it, and the
 admin API says it.
@@ -25,7 +26,7 @@ admin API says it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from math import inf, isfinite
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +55,11 @@ MOST_PRIORITY = 1_000_000
 NOT_THERE = "there is no "
 """How a reason begins that names a program or a replica which is not known."""
 
+NEWLY_WAITING_COUNT = 8192
+"""Of so many programs that began to wait a global policy hears in one period at most; of the others in the next ones.
+
+No event is handled while it decides, so it is not to look at a burst in one go. A second's turns are fewer."""
+
 PRIORITY_STEP = 2**32
 """By so much one step of a program's priority outdoes what a policy gives engines, in the numbers that they get."""
 
@@ -69,16 +75,13 @@ class Control:
         self._changes_count = 0
         self.routes = Routes()
         self._open: set[str] = set()
-        self.newly_waiting: dict[Program, None] = {}
-        """Programs whose turns were held since the global policy was asked last; nobody without one."""
+        self._untold: dict[Program, None] = {}
+        """Programs whose turns were held, and of which the global policy did not hear yet; nobody without one."""
+        self.newly_waiting: Sequence[Program] = ()
+        """Of whom it hears, while it is asked."""
 
     def __repr__(self) -> str:
         return f"<Control: {len(self.routes)} routes, policy {self._policy.name if self._policy else None}>"
-
-    @property
-    def has_policy(self) -> bool:
-        """Whether a global policy is asked."""
-        return self._policy is not None
 
     @property
     def policy_name(self) -> str | None:
@@ -96,6 +99,11 @@ class Control:
             ProvisionAsked: self._provision_asked,
         }
 
+    @property
+    def untold_count(self) -> int:
+        """Programs of which the global policy is still to hear that they began to wait; some may wait no longer."""
+        return len(self._untold)
+
     def decide(self) -> bool:
         """Ask the global policy if its time has come; return whether it changed anything."""
         policy, now_s = self._policy, self._scheduler.now_s
@@ -103,9 +111,31 @@ class Control:
             return False
         before_count = self._changes_count
         self._due_s = next_due_s(self._due_s, now_s, policy.period_s)
+        self.newly_waiting = self._take_untold()
         policy.decide(self._scheduler.view)
-        self.newly_waiting.clear()
+        self.newly_waiting = ()
         return self._changes_count != before_count
+
+    def begins_to_wait(self, program: Program) -> None:
+        """Note that a program's turn is held, for the global policy to hear."""
+        if self._policy is not None:
+            self._untold[program] = None
+
+    def _take_untold(self) -> Sequence[Program]:
+        """Take out who began to wait first and waits still, at most `NEWLY_WAITING_COUNT`."""
+        told: list[Program] = []
+        for program in list(self._untold):
+            if len(told) == NEWLY_WAITING_COUNT:
+                break
+            del self._untold[program]
+            if waits(program):
+                told.append(program)
+        return told
+
+    def program_ended(self, program: Program) -> None:
+        """Forget a program."""
+        self._untold.pop(program, None)
+        self.routes.program_ended(program)
 
     # --- route ------------------------------------------------------------------------------------------------------
 
@@ -331,6 +361,11 @@ class Control:
 
     def _provision_asked(self, event: ProvisionAsked) -> None:  # noqa: ARG002 - its time was taken in already
         self.provision(Reason.OPERATOR)
+
+
+def waits(program: Program) -> bool:
+    """Say whether a program waits to be let in, with a turn."""
+    return program.status is Status.PAUSED and bool(program.held)
 
 
 def engine_priority(program: Program, replica_id: str, policy_priority: int | None) -> int | None:

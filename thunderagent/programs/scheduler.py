@@ -501,8 +501,7 @@ class Scheduler:
         self._put(program)
         program.hold_reason = reason
         self.impatient.add(turn)
-        if self.control.has_policy:
-            self.control.newly_waiting[program] = None
+        self.control.begins_to_wait(program)
         program.note(self._now_s, "hold", reason, None)
         self._decisions.append(Hold(turn.turn_id, program.program_id, reason))
 
@@ -1053,8 +1052,7 @@ class Scheduler:
                 target, reason = self._cheapest(program, candidates), Reason.PARENT
             if target is None:
                 program.hold_reason = reason
-                if self.control.has_policy:
-                    self.control.newly_waiting[program] = None
+                self.control.begins_to_wait(program)
             else:
                 self.restore(program, candidates[0] if program.bound_to is not None else target, reason)
 
@@ -1217,7 +1215,7 @@ class Scheduler:
         self._leave_group(program)
         self.families.leave(program)
         self.queue.remove(program)
-        self.control.routes.program_ended(program)
+        self.control.program_ended(program)
         for turn in program.held.values():
             del self.turns[turn.turn_id]
             self._wait_ends(program, turn)

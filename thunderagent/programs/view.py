@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import inf
 from typing import TYPE_CHECKING
 
+from thunderagent.programs.control import waits
 from thunderagent.programs.decisions import Reason
 from thunderagent.programs.lifecycle import Phase, Status
 from thunderagent.programs.policies.base import ProgramView, ReplicaView, RouteView, SandboxSums
@@ -205,8 +206,7 @@ class SchedulerView:
 
     def newly_waiting(self) -> Sequence[ProgramView]:
         """See `View`."""
-        noted = self._scheduler.control.newly_waiting
-        return [program for program in noted if program.held and program.status is Status.PAUSED]
+        return [program for program in self._scheduler.control.newly_waiting if waits(program)]
 
     def first_to_pause_few(self, replica: ReplicaView, count: int) -> Sequence[ProgramView]:
         """See `View`."""

@@ -10,7 +10,7 @@ import pytest
 
 from tests.builders import Driver, of_kind, restored_on
 from thunderagent.policy_loader import load_policy
-from thunderagent.programs.control import PRIORITY_STEP, engine_priority
+from thunderagent.programs.control import NEWLY_WAITING_COUNT, PRIORITY_STEP, engine_priority
 from thunderagent.programs.decisions import (
     EndReplica,
     Grant,
@@ -23,7 +23,7 @@ from thunderagent.programs.decisions import (
     SetPriority,
     SetRoute,
 )
-from thunderagent.programs.events import ProvisionAsked, ReplicaKilled
+from thunderagent.programs.events import ProvisionAsked, ReplicaKilled, TurnArrived
 from thunderagent.programs.policies.base import Moment, View
 from thunderagent.programs.policies.parts import Composed
 from thunderagent.programs.program import Program
@@ -494,6 +494,37 @@ def test_a_global_policy_hears_who_waits_anew() -> None:
     driver.ticks(1.0)
     driver.ticks(1.0)
     assert heard == [["b"], ["d"], []]
+
+
+def test_a_global_policy_hears_of_a_burst_in_parts() -> None:
+    """So many in one period, who came first first; the others in the next one, but for who waits no longer."""
+    heard: list[list[str]] = []
+    control = Doing(lambda view: heard.append([program.program_id for program in view.newly_waiting()]))
+    driver = controlled(control, r0=1000)
+    driver.takes_turn("a", 900)
+    heard.clear()
+    names = [f"b{number}" for number in range(NEWLY_WAITING_COUNT + 4)]
+    for turn_id, name in enumerate(names, 1000):  # checked once for all: that costs as much for each
+        driver.scheduler.handle(TurnArrived(driver.now_s, turn_id, name, prompt_bytes=4000))
+    driver.is_abandoned(1000)
+    driver.releases("b2")
+    driver.is_abandoned(1000 + NEWLY_WAITING_COUNT + 2)
+    driver.ticks(1.0)
+    driver.ticks(1.0)
+    driver.ticks(1.0)
+    assert heard == [[names[1], *names[3:-2]], [names[-1]], []]
+
+
+def test_who_ends_is_not_kept_for_a_global_policy() -> None:
+    """However long its period is."""
+    driver = controlled(Doing(period_s=3600.0), r0=1000)
+    driver.takes_turn("a", 900)
+    driver.ticks(1.0)
+    driver.arrives("b", 800)
+    driver.arrives("c", 800)
+    assert driver.scheduler.control.untold_count == 2
+    driver.releases("b")
+    assert driver.scheduler.control.untold_count == 1
 
 
 def test_what_a_view_tells_of_waiting_and_running() -> None:

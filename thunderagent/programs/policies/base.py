@@ -383,7 +383,10 @@ class View(Protocol):
         """Return the first `count` of those. Cost: O(count log n)."""
 
     def newly_waiting(self) -> Sequence[ProgramView]:
-        """Return who waits since the global policy was asked last, or a little longer. Only for a global policy."""
+        """Return who began to wait since the global policy was asked last, once each, who came first first.
+
+        At most `control.NEWLY_WAITING_COUNT`: of the others it hears when it is asked the next times. Only for it.
+        """
 
     def first_to_pause_few(self, replica: ReplicaView, count: int) -> Sequence[ProgramView]:
         """Return the first `count` acting programs there by pause rank. Cost: O(count log n)."""
