@@ -42,6 +42,7 @@ from thunderagent.programs.events import (
 from thunderagent.programs.lifecycle import Status
 from thunderagent.programs.policies.base import Moment
 from thunderagent.programs.policies.parts import GlobalPolicy, next_due_s
+from thunderagent.programs.policies.several import Several
 from thunderagent.programs.routes import Routes, Scope, Targets, is_for
 
 if TYPE_CHECKING:
@@ -70,23 +71,19 @@ class Control:
     def __init__(self, scheduler: Scheduler) -> None:
         """Begin with nothing said."""
         self._scheduler = scheduler
-        self._policy: GlobalPolicy | None = getattr(scheduler.policy, "control", None)
-        self._due_s = -inf
+        policy: GlobalPolicy | Several | None = getattr(scheduler.policy, "control", None)
+        self.policy_name = None if policy is None else policy.name
+        """The word for the global policy; None without one."""
+        policies = policy.policies if isinstance(policy, Several) else (policy,) if policy is not None else ()
+        self._asked = [_Asked(each) for each in policies]
         self._changes_count = 0
         self.routes = Routes()
         self._open: set[str] = set()
-        self._untold: dict[Program, None] = {}
-        """Programs whose turns were held, and of which the global policy did not hear yet; nobody without one."""
         self.newly_waiting: Sequence[Program] = ()
-        """Of whom it hears, while it is asked."""
+        """Of whom a global policy hears, while it is asked."""
 
     def __repr__(self) -> str:
-        return f"<Control: {len(self.routes)} routes, policy {self._policy.name if self._policy else None}>"
-
-    @property
-    def policy_name(self) -> str | None:
-        """The word for the global policy; None without one."""
-        return None if self._policy is None else self._policy.name
+        return f"<Control: {len(self.routes)} routes, policy {self.policy_name}>"
 
     def handlers(self) -> dict[type[Any], Callable[[Any], None]]:
         """Return what takes in each event of an operator."""
@@ -101,40 +98,29 @@ class Control:
 
     @property
     def untold_count(self) -> int:
-        """Programs of which the global policy is still to hear that they began to wait; some may wait no longer."""
-        return len(self._untold)
+        """Programs of which a global policy is still to hear that they began to wait; some may wait no longer."""
+        return max((len(asked.untold) for asked in self._asked), default=0)
 
     def decide(self) -> bool:
-        """Ask the global policy if its time has come; return whether it changed anything."""
-        policy, now_s = self._policy, self._scheduler.now_s
-        if policy is None or now_s < self._due_s:
-            return False
-        before_count = self._changes_count
-        self._due_s = next_due_s(self._due_s, now_s, policy.period_s)
-        self.newly_waiting = self._take_untold()
-        policy.decide(self._scheduler.view)
-        self.newly_waiting = ()
+        """Ask the global policies whose time has come; return whether they changed anything."""
+        now_s, before_count = self._scheduler.now_s, self._changes_count
+        for asked in self._asked:
+            if now_s >= asked.due_s:
+                asked.due_s = next_due_s(asked.due_s, now_s, asked.policy.period_s)
+                self.newly_waiting = asked.take_untold()
+                asked.policy.decide(self._scheduler.view)
+                self.newly_waiting = ()
         return self._changes_count != before_count
 
     def begins_to_wait(self, program: Program) -> None:
-        """Note that a program's turn is held, for the global policy to hear."""
-        if self._policy is not None:
-            self._untold[program] = None
-
-    def _take_untold(self) -> Sequence[Program]:
-        """Take out who began to wait first and waits still, at most `NEWLY_WAITING_COUNT`."""
-        told: list[Program] = []
-        for program in list(self._untold):
-            if len(told) == NEWLY_WAITING_COUNT:
-                break
-            del self._untold[program]
-            if waits(program):
-                told.append(program)
-        return told
+        """Note that a program's turn is held, for global policies to hear."""
+        for asked in self._asked:
+            asked.untold[program] = None
 
     def program_ended(self, program: Program) -> None:
         """Forget a program."""
-        self._untold.pop(program, None)
+        for asked in self._asked:
+            asked.untold.pop(program, None)
         self.routes.program_ended(program)
 
     # --- route ------------------------------------------------------------------------------------------------------
@@ -361,6 +347,30 @@ class Control:
 
     def _provision_asked(self, event: ProvisionAsked) -> None:  # noqa: ARG002 - its time was taken in already
         self.provision(Reason.OPERATOR)
+
+
+class _Asked:
+    """A global policy, when it is asked next, and of whom it is still to hear."""
+
+    __slots__ = ("due_s", "policy", "untold")
+
+    def __init__(self, policy: GlobalPolicy) -> None:
+        """Have `policy` asked at the next tick."""
+        self.policy = policy
+        self.due_s = -inf
+        self.untold: dict[Program, None] = {}
+        """Programs whose turns were held since it heard of them, if it ever did."""
+
+    def take_untold(self) -> Sequence[Program]:
+        """Take out who began to wait first and waits still, at most `NEWLY_WAITING_COUNT`."""
+        told: list[Program] = []
+        for program in list(self.untold):
+            if len(told) == NEWLY_WAITING_COUNT:
+                break
+            del self.untold[program]
+            if waits(program):
+                told.append(program)
+        return told
 
 
 def waits(program: Program) -> bool:

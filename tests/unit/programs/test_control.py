@@ -26,6 +26,7 @@ from thunderagent.programs.decisions import (
 from thunderagent.programs.events import ProvisionAsked, ReplicaKilled, TurnArrived
 from thunderagent.programs.policies.base import Moment, View
 from thunderagent.programs.policies.parts import Composed
+from thunderagent.programs.policies.several import Several
 from thunderagent.programs.program import Program
 from thunderagent.programs.routes import Route, Routes, Scope
 
@@ -494,6 +495,22 @@ def test_a_global_policy_hears_who_waits_anew() -> None:
     driver.ticks(1.0)
     driver.ticks(1.0)
     assert heard == [["b"], ["d"], []]
+
+
+def test_each_of_several_global_policies_hears_who_waits_since_itself_was_asked() -> None:
+    """One that is asked less often misses nobody of whom another heard meanwhile."""
+    heard: dict[float, list[list[str]]] = {1.0: [], 2.0: []}
+
+    def hearing(period_s: float) -> Doing:
+        lists = heard[period_s]
+        return Doing(lambda view: lists.append([program.program_id for program in view.newly_waiting()]), period_s)
+
+    driver = controlled(Several([hearing(1.0), hearing(2.0)]), r0=1000)
+    driver.takes_turn("a", 900)
+    for name in ("b", "c", "d", "e"):
+        driver.arrives(name, 800)
+        driver.ticks(1.0)
+    assert heard == {1.0: [[], ["b"], ["c"], ["d"], ["e"]], 2.0: [[], ["b", "c"], ["d", "e"]]}
 
 
 def test_a_global_policy_hears_of_a_burst_in_parts() -> None:

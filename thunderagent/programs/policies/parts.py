@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Protocol
 from thunderagent.programs.policies.base import ClaimRules, Moment, Placement, Policy, ProgramView, ReplicaView, View
 
 if TYPE_CHECKING:
+    from thunderagent.programs.policies.several import Several
     from thunderagent.programs.ranked_set import Rank
     from thunderagent.programs.signals import Signal
 
@@ -128,13 +129,13 @@ class Composed:
         order: Order | None = None,
         victims: Victims | None = None,
         priority: EnginePriority | None = None,
-        control: GlobalPolicy | None = None,
+        control: GlobalPolicy | Several | None = None,
     ) -> None:
         """Ask `base` what no part is for."""
         self.base = base
         self.admission: Admission | None = admission or getattr(base, "admission", None)
         self.priority: EnginePriority | None = priority or getattr(base, "priority", None)
-        self.control: GlobalPolicy | None = control or getattr(base, "control", None)
+        self.control: GlobalPolicy | Several | None = control or getattr(base, "control", None)
         given = {"admission": admission, "order": order, "victims": victims, "priority": priority, "control": control}
         self.name = "+".join([base.name, *(f"{kind}={part.name}" for kind, part in given.items() if part is not None)])
         self.restore_rank = base.restore_rank if order is None else order.restore_rank
