@@ -191,6 +191,7 @@ def test_a_prompt_is_a_file_with_both_places(tmp_path: Path) -> None:
         ('{"prediction": "success", "confidence": 80}', Failure.WRONG_SHAPE),
         ('{"prediction": "success", "confidence": NaN}', Failure.WRONG_SHAPE),
         ('{"prediction": "success", "confidence": -1e999}', Failure.WRONG_SHAPE),
+        ('{"prediction": "success", "confidence": 1%s}' % ("0" * 400), Failure.WRONG_SHAPE),
         (json.dumps(VERDICT) + "x" * READ_CHARS, Failure.NO_JSON),
     ],
 )

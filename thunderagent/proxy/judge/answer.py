@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Iterator
 from enum import StrEnum
-from math import isfinite
 from typing import Any, NamedTuple
 
 import msgspec
@@ -122,7 +121,7 @@ def _opinion(value: dict[str, Any]) -> Opinion | Failure:
         return Failure.WRONG_SHAPE
     if isinstance(confidence, bool) or not isinstance(confidence, int | float):
         return Failure.WRONG_SHAPE
-    if not isfinite(confidence) or not 0 <= confidence <= 1:
+    if not 0 <= confidence <= 1:  # nor NaN, nor an integer that no float holds
         return Failure.WRONG_SHAPE
     reasoning = value.get("reasoning")
     said = reasoning if isinstance(reasoning, str) else ""
