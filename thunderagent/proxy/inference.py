@@ -118,7 +118,7 @@ def prompt_of(body: bytes, dialect: Dialect) -> Prompt | None:
         outline = Outline.of(body, dialect.token_id_fields)
         fields = _decode_fields(outline.text)
         kind, row = _row_of(fields, outline)
-    except (*UNREADABLE, UnicodeEncodeError):
+    except (*UNREADABLE, UnicodeEncodeError, TypeError):  # the last: a `type` that is a list or an object
         return None
     if not row:
         return None

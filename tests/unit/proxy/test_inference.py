@@ -154,6 +154,8 @@ def test_what_is_remembered_is_bounded() -> None:
         b"\xff",
         b'{"messages":[]}',
         b'{"messages":[1]}',
+        b'{"messages":[{"role":"user","content":[{"type":["text"]}]}]}',
+        b'{"messages":[{"role":"user","content":[{"type":{}}]}]}',
         b'{"prompt":[[1],[2]]}',
         b'{"prompt":["a","b"]}',
         b'{"prompt":[1.5]}',
