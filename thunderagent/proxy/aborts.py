@@ -112,7 +112,7 @@ def _prompts(prompt: Raw) -> tuple[list[int], bool]:
         prompts = _decode_list(prompt)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return [0], False
-    return [_prompts(each)[0][0] for each in prompts], bool(prompts)
+    return [_prompts(each)[0][0] for each in prompts] or [0], bool(prompts)
 
 
 def _sampling_count(fields: _Fields) -> int:
