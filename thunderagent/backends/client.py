@@ -137,6 +137,7 @@ class ReplicaClient:
         if self._settings.outgoing is not None:
             self._settings.outgoing.mend(headers)
         if "@" in base_url:  # its name and password are sent, and no other
+            headers = headers.copy()  # as above
             headers.popall("Authorization", None)
         limits = self._limits_of(silence_timeout_s)
         total_timeout_s = self._settings.total_timeout_s if silence_timeout_s is None else None

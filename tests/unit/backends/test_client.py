@@ -26,9 +26,11 @@ class Server:
         self.go_on = asyncio.Event()
         self.asked = asyncio.Event()
         self.ranks: list[str] = []
+        self.logins: list[str] = []
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         self.ranks = request.headers.getall("X-data-parallel-rank", [])
+        self.logins = request.headers.getall("Authorization", [])
         self.asked.set()
         if request.path == "/slow":
             await self.go_on.wait()
@@ -103,3 +105,16 @@ async def test_a_rank_is_named_in_place_of_what_the_client_sent() -> None:
         await client.read("r", response)
         assert server.ranks == ["3"]
         assert headers.getall("X-data-parallel-rank") == ["0", "1"]
+
+
+async def test_a_login_in_a_url_takes_the_place_of_the_client_s_there_alone() -> None:
+    """Another replica, which the request is tried on next, gets what the client sent."""
+    async with serving() as (server, client, url):
+        headers = CIMultiDict([("Authorization", "Bearer of-the-client")])
+        for base_url, sent in (
+            (url.replace("://", "://name:word@"), "Basic bmFtZTp3b3Jk"),
+            (url, "Bearer of-the-client"),
+        ):
+            response = await client.send("r", base_url, "GET", "/whole", headers, None)
+            await client.read("r", response)
+            assert server.logins == [sent]
