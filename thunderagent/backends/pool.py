@@ -246,9 +246,9 @@ class Pool:
             )
             writer = StreamWriter(protocol, self._loop)
             await writer.write_headers(line, headers)
+            protocol.start_timeout()
             if body is None or len(body) <= LARGE_BODY_BYTES:
                 await (writer.write(body, drain=False) if body else writer.write_eof())
-                protocol.start_timeout()
             else:  # a task, because an engine may answer, and refuse, before it has read the whole body
                 sending = self._loop.create_task(_send_pieces(writer, protocol, body))
             while True:
@@ -280,7 +280,7 @@ async def _send_pieces(writer: StreamWriter, protocol: ResponseHandler, body: by
     with suppress(ConnectionError):
         for start in range(0, len(body), PIECE_BYTES):
             await writer.write(view[start : start + PIECE_BYTES])
-        protocol.start_timeout()
+            protocol.start_timeout()  # it took some, or all, so it is not silent
 
 
 def _let_go(connection: Connection, sending: asyncio.Task[None] | None, *, keep: bool) -> None:

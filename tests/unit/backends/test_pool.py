@@ -182,6 +182,34 @@ async def test_a_client_that_leaves_while_a_large_body_goes_out_ends_that_at_onc
         assert await got_bytes < len(8 * LARGE_BODY)
 
 
+async def test_a_replica_that_takes_no_more_of_a_large_body_times_out() -> None:
+    """It neither reads nor answers, so nothing else would end the request; one that reads slowly has its time."""
+
+    async def behaviour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        if not stops:
+            for _ in range(16):
+                await asyncio.sleep(0.05)
+                await reader.readexactly(len(body) // 16)
+            writer.write(OK)
+            await writer.drain()
+        await ended.wait()
+
+    ended, body = asyncio.Event(), 8 * LARGE_BODY  # more than sockets hold
+    limits = aiohttp.ClientTimeout(total=None, sock_connect=5, sock_read=0.5)
+    async with pool_of(behaviour) as (server, pool):
+        for stops in (False, True):
+            async with asyncio.timeout(5):
+                asking = pool.request("POST", server.url, "/v1/x", CIMultiDict(), body, limits)
+                if stops:
+                    with pytest.raises(aiohttp.SocketTimeoutError):
+                        await asking
+                else:
+                    assert await (await asking).read() == b"{}"
+        assert pool.requests_count == 0
+        ended.set()
+
+
 @pytest.mark.parametrize("later_rounds_count", range(4))
 async def test_an_answer_that_comes_as_its_client_leaves_waits_for_no_collection(later_rounds_count: int) -> None:
     """Whether it came in the same round of the event loop or one before: its head is in the connection then."""
