@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shlex
 import signal
 import sys
 from collections import Counter
@@ -35,6 +36,7 @@ from thunderagent.provision.kubernetes import KubernetesProvisioner, Workload
 
 if TYPE_CHECKING:
     from tests.integration.support import Answer
+    from thunderagent.provision.base import Launched
 
 ENGINE = f"{sys.executable} -m thunderagent engine --port {{port}} --kv-tokens 16000 --profile instant --grace-s 0"
 
@@ -441,6 +443,49 @@ async def test_what_a_command_writes_is_kept_if_that_is_wanted(tmp_path: Path) -
     assert not Path(f"/proc/{launched.handle}").exists()
     await driver.end(launched.handle, launched.url)
     await driver.close()
+
+
+STUBBORN = "import os, signal, time; signal.signal(15, signal.SIG_IGN); print(os.getpid(), flush=True); time.sleep(60)"
+"""It says its process id, and does not heed SIGTERM."""
+
+
+async def stubborn(code: str, folder: Path, *, end_limit_s: float) -> tuple[CommandProvisioner, Launched, Path]:
+    """Start a command of Python; return with it the folder in /proc of the stubborn process of it."""
+    command = f"{sys.executable} -c {shlex.quote(code)} {{port}}"
+    driver = CommandProvisioner(command, "http://127.0.0.1:{port}", end_limit_s=end_limit_s, log_folder=folder)
+    launched = await driver.start()
+    log = folder / f"replica-{launched.url.rpartition(':')[2]}.log"
+    await until(lambda: log.read_text().endswith("\n"))
+    return driver, launched, Path(f"/proc/{int(log.read_text())}")
+
+
+async def test_what_an_engine_started_ends_with_it(tmp_path: Path) -> None:
+    """Although it does not heed SIGTERM, and the engine itself does."""
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {STUBBORN!r}])"
+    driver, launched, child = await stubborn(code, tmp_path, end_limit_s=30)
+    assert child.name != launched.handle
+    await driver.end(launched.handle, launched.url)
+    await until(lambda: not is_running(child))
+
+
+async def test_a_shutdown_ends_a_process_that_takes_its_time_to_end(tmp_path: Path) -> None:
+    """Whoever waited for that is cancelled: the process must not outlive the proxy."""
+    driver, launched, process = await stubborn(STUBBORN, tmp_path, end_limit_s=0.5)
+    ending = asyncio.create_task(driver.end(launched.handle, launched.url))
+    await asyncio.sleep(0.1)
+    assert is_running(process)
+    ending.cancel()
+    await asyncio.wait([ending])
+    await driver.close()
+    await until(lambda: not is_running(process))
+
+
+def is_running(process: Path) -> bool:
+    """Say whether a process is there and did not end: whoever should know of its end may not have asked yet."""
+    try:
+        return (process / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 # --- replicas that are pods

@@ -58,7 +58,8 @@ class CommandProvisioner:
             await asyncio.sleep(LOOK_S)
             for handle, process in list(self._running.items()):
                 if process.returncode is not None:
-                    self._forget(handle)
+                    del self._running[handle]
+                    _end_rest(process)
                     status = process.returncode
                     how = f"signal {-status}" if status < 0 else f"status {status}"
                     on_lost(handle, f"its process ended by itself, with {how}")
@@ -85,32 +86,26 @@ class CommandProvisioner:
 
     async def end(self, handle: str, url: str) -> None:  # noqa: ARG002 - see `Provisioner`
         """See `Provisioner`. One that has ended is no error."""
-        process = self._forget(handle, kills=False)
+        process = self._running.pop(handle, None)
         if process is None:
             return
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            with contextlib.suppress(ProcessLookupError):  # it ended just now
-                os.killpg(process.pid, number)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._end_limit_s):
-                    await process.wait()
-                    break
-        _close_input(process)
+        try:
+            for number in (signal.SIGTERM, signal.SIGKILL):
+                _tell_group(process, number)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._end_limit_s):
+                        await process.wait()
+                        break
+        except asyncio.CancelledError:
+            self._running[handle] = process  # a shutdown: `close` ends it
+            raise
+        _end_rest(process)
 
     async def close(self) -> None:
         """See `Provisioner`."""
         async with asyncio.TaskGroup() as group:
             for handle in list(self._running):
                 group.create_task(self.end(handle, ""))
-
-    def _forget(self, handle: str, *, kills: bool = True) -> Process | None:
-        """Return a process that is ours no longer; what one that ended by itself had started ends with it."""
-        process = self._running.pop(handle, None)
-        if process is not None and kills:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            _close_input(process)
-        return process
 
     @contextlib.contextmanager
     def _log(self, port: int):  # type: ignore[no-untyped-def]
@@ -121,6 +116,13 @@ class CommandProvisioner:
             yield file
 
 
-def _close_input(process: Process) -> None:
+def _tell_group(process: Process, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it ended just now
+        os.killpg(process.pid, number)
+
+
+def _end_rest(process: Process) -> None:
+    """End what a process that ended had started, and let go of it."""
+    _tell_group(process, signal.SIGKILL)
     if process.stdin is not None:
         process.stdin.close()
