@@ -577,6 +577,20 @@ async def test_of_a_stateful_set_only_the_last_pod_ends() -> None:
         await driver.start()
 
 
+async def test_replicas_that_start_at_once_are_all_counted() -> None:
+    """Each is one more than there were with those before it: as many as there should be at least begin together."""
+    api = KubernetesApi()
+    await api.start()
+    try:
+        workload, selection = Workload.read("default/deployment/engine"), PodSelection.read("default/app=vllm:http")
+        driver = KubernetesProvisioner(workload, selection, ClusterAccess(api_url=api.url))
+        api.sizes["default", "deployments", "engine"] = 0
+        await asyncio.gather(*(driver.start() for _ in range(3)))
+        assert api.sizes["default", "deployments", "engine"] == 3
+    finally:
+        await api.stop()
+
+
 @pytest.mark.parametrize("text", ["", "engine", "default/job/engine", "default/deployment/"])
 def test_a_workload_that_is_none_is_refused(text: str) -> None:
     """With how it is written."""

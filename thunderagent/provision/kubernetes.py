@@ -7,6 +7,7 @@ it is always the one with the highest number, so no other can be ended.
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 
 from thunderagent.backends.discovery.base import PodSelection
@@ -52,6 +53,8 @@ class KubernetesProvisioner:
         self._workload = workload
         self._selection = selection
         self._access = access
+        self._resizing = asyncio.Lock()
+        """Held from where the size is read to where it is set: several may start and end at a time."""
 
     def __repr__(self) -> str:
         return f"<KubernetesProvisioner {self._workload}>"
@@ -70,7 +73,7 @@ class KubernetesProvisioner:
     async def start(self) -> Launched:
         """See `Provisioner`."""
         try:
-            async with connected(self._access) as cluster:
+            async with self._resizing, connected(self._access) as cluster:
                 await self._resize(cluster, await self._size(cluster) + 1)
         except DiscoveryError as error:
             raise ProvisionError(error.message) from error
@@ -87,7 +90,7 @@ class KubernetesProvisioner:
     async def end(self, handle: str, url: str) -> None:  # noqa: ARG002 - as above
         """See `Provisioner`."""
         try:
-            async with connected(self._access) as cluster:
+            async with self._resizing, connected(self._access) as cluster:
                 pod, size_count = await self._endable(cluster, url)
                 if self._workload.kind == "deployment":
                     cost = {"metadata": {"annotations": {DELETION_COST: LOWEST_COST}}}
