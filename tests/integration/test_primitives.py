@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.integration.kubernetes_api import KubernetesApi
+from tests.integration.kubernetes_api import Behaviour, KubernetesApi
 from tests.integration.support import (
     Gate,
     RunningProxy,
@@ -544,6 +544,44 @@ async def test_replicas_are_pods_of_a_deployment_that_is_scaled() -> None:
         finally:
             await asyncio.gather(*tasks)
             await api.stop()
+
+
+async def test_a_pod_that_ends_is_not_ended_twice() -> None:
+    """The workload would lose another one for it, as a pod that stops still has its address."""
+    api, gate = KubernetesApi(), Gate()
+    await api.start()
+    api.images["engine"] = Behaviour(stops_at_once=False)
+    api.sizes["default", "deployments", "engine"] = 2
+    config = {
+        "provision": "kubernetes",
+        "provision_workload": "default/deployment/engine",
+        "provision_max": 2,
+        "kubernetes_replicas": "default/app=vllm:http",
+        "kubernetes_url": api.url,
+    }
+    try:
+        async with fake_replica(gate) as one, fake_replica(answers()) as two:
+            api.on_scale = lambda before, after: api.delete("pods", "engine-a", {})
+            await pod(api, "engine-a", one.url)
+            await pod(api, "engine-b", two.url)
+            async with running_proxy(up=2, **config) as proxy:
+                await until(lambda: api.requests["apps", "deployments/scale", "get"] > 0)
+                await say(proxy, "route", all=True, replicas=[id_of(one.url)])
+                turn = asyncio.create_task(ask(proxy.url, "a"))
+                await until(lambda: proxy.runtime.leases_count == 1)
+                assert (await say(proxy, "kill", replica_id=id_of(one.url))).status == 202
+                await until(lambda: proxy.runtime.scheduler.replicas[id_of(one.url)].draining)
+                again = await say(proxy, "kill", replica_id=id_of(one.url))
+                assert (again.status, again.error["code"]) == (409, "control_refused")
+                assert (await get(proxy.url, "/control")).json()["provision"]["started_count"] == 1
+                gate.open()
+                assert (await turn).status == 200
+                await until(lambda: id_of(one.url) not in proxy.runtime.scheduler.replicas)
+                await until(lambda: api.sizes["default", "deployments", "engine"] == 1)
+                await asyncio.sleep(0.5)
+                assert api.sizes["default", "deployments", "engine"] == 1
+    finally:
+        await api.stop()
 
 
 async def test_of_a_stateful_set_only_the_last_pod_ends() -> None:

@@ -88,6 +88,7 @@ class Provisioning:
         self._something = asyncio.Event()
         self._own: dict[str, _Own] = {}
         """By their handles."""
+        self._ending_urls: set[str] = set()
         self._elsewhere_count = 0
         """Replicas of a driver that does not say where they are."""
         self._starting_count = 0
@@ -136,8 +137,7 @@ class Provisioning:
 
     def check_end(self, replica_id: str) -> None:
         """Raise `ProvisionLimitError` or `ControlRefusedError` if a replica must not be ended."""
-        own = self._own_at(self._fleet.url_of(replica_id) or "")
-        if own is not None and own.is_ending:
+        if self._fleet.url_of(replica_id) in self._ending_urls:
             raise ControlRefusedError(f"replica {replica_id} ends already")
         if self.owns(replica_id) and self.count <= self._settings.min_count:
             raise ProvisionLimitError(f"there are {self.count} started replicas, as few as there may be")
@@ -277,6 +277,7 @@ class Provisioning:
             own.is_ending = True
         else:
             self._elsewhere_count -= 1
+        self._ending_urls.add(launched.url)
         log.info("replica_ending", by=driver.name, url=launched.url)
         group.create_task(self._end(driver, launched), name="a replica that ends")
 
@@ -298,6 +299,7 @@ class Provisioning:
         else:
             log.info("replica_ended", by=driver.name, url=launched.url)
         self._own.pop(launched.handle, None)
+        self._ending_urls.discard(launched.url)
         self._something.set()
 
     def _failed(self, what: str, error: ProvisionError) -> None:
