@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, get_args
 import msgspec
 
 from thunderagent.errors import RequestError, TooManyListenersError
-from thunderagent.programs.decisions import Decision
+from thunderagent.programs.decisions import Decision, Reject
 from thunderagent.programs.events import (
     Event,
     ProgramsReleased,
@@ -203,6 +203,8 @@ class EventFeed:
             self._append(Message(event.now_s, program_id, None, event))
         for decision in decisions:
             self._append(Message(event.now_s, getattr(decision, "program_id", None), kind, decision))
+            if type(decision) is Reject and decision.turn_id == getattr(event, "turn_id", None):
+                self._program_ids.pop(decision.turn_id, None)  # refused as it came: nothing else is heard of it
 
     def _program_of(self, event: Event) -> str | None:
         program_id: str | None = getattr(event, "program_id", None)

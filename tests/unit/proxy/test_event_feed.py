@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from thunderagent.errors import RequestError, TooManyListenersError
+from thunderagent.errors import ProgramHopelessError, ProgramReleasedError, RequestError, TooManyListenersError
 from thunderagent.policy_loader import load_policy
 from thunderagent.programs.events import (
     Event,
@@ -246,3 +246,21 @@ def test_every_kind_is_named() -> None:
     """Kinds are of events and decisions, in small letters."""
     assert {"turn_arrived", "programs_released", "replica_down", "hold", "pause", "restore", "unmark"} <= KINDS
     assert not {"tick", "turn_progressed", "replica_polled"} & KINDS
+
+
+async def test_of_a_turn_that_is_refused_as_it_comes_nothing_is_kept() -> None:
+    """Nothing else is heard of it; its client may try again and again while somebody listens for days."""
+    world = World()
+    with world.feed.listen(kinds={"reject", "turn_abandoned"}) as listener:
+        world.runtime.scheduler.hopeless_ids["p"] = None
+        with pytest.raises(ProgramHopelessError):
+            await world.runtime.lease("p")
+        await world.runtime.lease("q")
+        held = asyncio.create_task(world.runtime.lease("r"))
+        await asyncio.sleep(0)
+        world.tell(ProgramReleased(0.0, "r"))
+        with pytest.raises(ProgramReleasedError):
+            await held
+        said = [(message["kind"], message["program_id"]) for message in await heard(listener)]
+        assert said == [("reject", "p"), ("reject", "r"), ("turn_abandoned", "r")]
+        assert set(world.feed._program_ids.values()) == {"q"}
