@@ -12,6 +12,7 @@ from tests.integration.support import (
     CHAT,
     JSON_TYPE,
     FakeReplica,
+    Gate,
     Header,
     RunningProxy,
     answers,
@@ -301,6 +302,22 @@ async def test_a_release_that_names_nothing_is_refused(
     assert answer.status == 400, answer.body
     assert answer.error["type"] == "invalid_request_error"
     assert len(proxy.runtime.scheduler.table) == 1
+
+
+async def test_the_last_turn_of_an_earlier_run_ends_no_later_one() -> None:
+    """Ids come back: it was released while that turn ran, and has begun anew."""
+    gate = Gate()
+    async with fake_replica(gate) as replica, running_proxy(replica.url) as proxy:
+        last = asyncio.create_task(post(proxy.url, CHAT, turn("a"), ("X-Program-Final", "1")))
+        await until(lambda: proxy.runtime.leases_count == 1)
+        assert (await exchange(proxy.url, "DELETE", "/programs/a")).json()["released"] is True
+        replica.behaviour = answers()
+        assert (await ask(proxy.url, "a")).status == 200
+        gate.open()
+        assert (await last).status == 200
+        program = proxy.runtime.scheduler.table.get("a")
+        assert program is not None
+        assert program.turn_count == 1
 
 
 @pytest.mark.parametrize("header", ["X-Program-Final", "X-Dynamo-Session-Final"])

@@ -102,6 +102,7 @@ class Record:
         "chosen_id",
         "completions",
         "dialect",
+        "generation",
         "held_s",
         "held_stream",
         "maker_id",
@@ -129,6 +130,8 @@ class Record:
         self.chain: Chain | None = None
         self.completions: Completions | None = None
         """What is answered, where the program was inferred: its next prompt begins so."""
+        self.generation: int | None = None
+        """Of its program, when the answer was whole; None if that had ended by then."""
         self.outcome = "abandoned"
         self.status: int | None = None
         self.replica_id: str | None = None
@@ -239,14 +242,17 @@ class Turns:
             self._attempts.end(attempt, self._runtime.now_s(), answered=record.outcome == "finished")
             self._write_line(record)
             if record.outcome == "finished":
-                self._turn_is_through(turn)
+                self._turn_is_through(record)
 
-    def _turn_is_through(self, turn: TurnRequest) -> None:
-        """End a program with its last turn; else let the judge know of it."""
+    def _turn_is_through(self, record: Record) -> None:
+        """End a program with its last turn; else let the judge know of it. One that has begun anew is another."""
+        turn = record.turn
         if turn.program_id is None:
             return
+        if record.generation is None and self._runtime.scheduler.table.get(turn.program_id) is not None:
+            return
         if turn.is_final:
-            self._runtime.release(turn.program_id, outcome=turn.outcome)
+            self._runtime.release(turn.program_id, record.generation, turn.outcome)
         elif self._judge is not None and turn.has_whole_prompt:
             self._judge.turn_seen(turn.program_id, turn.body)
 
@@ -568,6 +574,9 @@ class Turns:
         """End the lease of a turn whose answer is whole; an engine's 4xx or 5xx is an answer too."""
         if record.status is not None and record.status < 400:
             record.outcome = "finished"
+            known = self._runtime.scheduler.turns.get(lease.turn_id)
+            if known is not None and known.program is not None:
+                record.generation = known.program.generation
             lease.finished(*record.usage, record.tool)
             self._remember(record)
         else:
