@@ -16,6 +16,7 @@ import structlog
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field
 
+from thunderagent.errors import ReplicaRemovedError
 from thunderagent.proxy.bodies import read_model
 from thunderagent.proxy.identity import check_program_id
 from thunderagent.proxy.replicas import Replicas
@@ -106,6 +107,11 @@ class Leases:
             parent_id=wanted.parent_id,
             tenant=wanted.tenant,
         )
+        try:
+            url = self._replicas.url_of(lease.replica_id)
+        except ReplicaRemovedError:  # since the grant; nobody could end this lease
+            lease.failed()
+            raise
         lease_id = uuid.uuid4().hex
         self._held[lease_id] = _Held(lease, self._watch(lease_id))
         return web.json_response(
@@ -113,7 +119,7 @@ class Leases:
                 "lease_id": lease_id,
                 "program_id": lease.program_id,
                 "replica_id": lease.replica_id,
-                "url": self._replicas.url_of(lease.replica_id),
+                "url": url,
                 "held_s": round(lease.held_s, 4),
                 "reason": lease.reason,
                 "limit_s": self._limit_s,
