@@ -320,6 +320,20 @@ async def test_replicas_are_started_and_ended_by_command() -> None:
     await until(lambda: not Path(f"/proc/{pid}").exists())
 
 
+async def test_a_started_replica_is_known_by_its_url_however_that_is_written() -> None:
+    """Else it would never count as up, and would be ended in the middle of its turns."""
+    config = by_command(provision_min=1, provision_max=2, provision_url="http://127.0.0.1:{port}/")
+    async with running_proxy(up=1, **config) as proxy:
+        async with asyncio.timeout(5):
+            while (await get(proxy.url, "/control")).json()["provision"]["starting_count"]:
+                await asyncio.sleep(0.02)
+        (replica_id,) = engines_of(proxy)
+        await say(proxy, "provision")
+        await proxy.up(2)
+        assert (await say(proxy, "kill", replica_id=replica_id)).json()["engine_ends"] is True
+        await until(lambda: not process_ids(replica_id), within_s=20)
+
+
 async def test_a_turn_in_flight_ends_before_its_replica_does() -> None:
     """Kill drains first."""
     async with running_proxy(up=1, **by_command(provision_min=1, provision_max=2)) as proxy:
@@ -416,6 +430,9 @@ async def test_a_server_that_is_told_to_end_leaves_no_process() -> None:
         ("engine", "http://127.0.0.1:{port}", r"need \{port\}"),
         ("engine {port}", "http://127.0.0.1:8000", r"need \{port\}"),
         ("engine '{port}", "http://127.0.0.1:{port}", "No closing quotation"),
+        ("engine {port}", "127.0.0.1:{port}", "provision_url: .* is no http or https URL"),
+        ("engine {port}", "http://127.0.0.1:{port}/v1", "provision_url: .* without /v1"),
+        ("engine {port}", "http://127.0.0.1:{port}#dp=2", "provision_url: .* data_parallel_ranks"),
     ],
 )
 def test_a_command_that_is_none_is_refused(command: str, url: str, why: str) -> None:

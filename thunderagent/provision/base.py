@@ -7,6 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from thunderagent.backends.discovery import wanted_of
+from thunderagent.errors import ConfigurationError, DiscoveryError
+
 
 @dataclass(frozen=True, slots=True)
 class Launched:
@@ -59,3 +62,14 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
     return port
+
+
+def url_on(port: int, pattern: str) -> str:
+    """Return the URL of a replica on a port, as the proxy writes it. Raises `ConfigurationError` for what is none."""
+    try:
+        wanted = wanted_of(pattern.replace("{port}", str(port)))
+    except DiscoveryError as error:
+        raise ConfigurationError(f"provision_url: {error.message}") from error
+    if wanted.ranks_count is not None:
+        raise ConfigurationError("provision_url: how many ranks its replicas have says data_parallel_ranks")
+    return wanted.url

@@ -16,8 +16,9 @@ import signal
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from pathlib import Path
 
+from thunderagent.backends.discovery.base import replica_id_of
 from thunderagent.errors import ConfigurationError, ProvisionError
-from thunderagent.provision.base import Launched, OnLost, free_port
+from thunderagent.provision.base import Launched, OnLost, free_port, url_on
 
 LOOK_S = 0.1
 """How often it is looked whether processes still run."""
@@ -39,6 +40,7 @@ class CommandProvisioner:
             raise ConfigurationError("provision_command: needs a command, with {port} where its port belongs")
         if "{port}" not in command or "{port}" not in url:
             raise ConfigurationError("provision_command and provision_url: need {port}, so that each has its own")
+        url_on(1, url)
         self._url = url
         self._end_limit_s = end_limit_s
         self._log_folder = log_folder
@@ -67,8 +69,8 @@ class CommandProvisioner:
     async def start(self) -> Launched:
         """See `Provisioner`."""
         port = free_port()
-        url = self._url.replace("{port}", str(port))
-        replica_id = url.partition("://")[2].rstrip("/")
+        url = url_on(port, self._url)
+        replica_id = replica_id_of(url)
         words = [word.replace("{port}", str(port)).replace("{replica_id}", replica_id) for word in self._words]
         try:
             with self._log(port) as log:

@@ -15,8 +15,9 @@ from typing import Any
 
 import structlog
 
+from thunderagent.backends.discovery.base import replica_id_of
 from thunderagent.errors import ConfigurationError, ProvisionError, SandboxError
-from thunderagent.provision.base import Launched, OnLost, free_port
+from thunderagent.provision.base import Launched, OnLost, free_port, url_on
 from thunderagent.tools.docker.engine import Engine
 
 log = structlog.get_logger("thunderagent.provision")
@@ -60,6 +61,7 @@ class DockerProvisioner:
         """Run `image` at a Docker engine. Raises `ConfigurationError` for what cannot be run."""
         if not image.image:
             raise ConfigurationError("provision_image: needs an image")
+        url_on(1, image.url)
         if image.gpus not in ("", "all") and not image.gpus.isdigit():
             raise ConfigurationError(f"provision_gpus: all or a number, not {image.gpus!r}")
         try:
@@ -100,8 +102,8 @@ class DockerProvisioner:
     async def start(self) -> Launched:
         """See `Provisioner`."""
         port = free_port()
-        url = self._image.url.replace("{port}", str(port))
-        replica_id = url.partition("://")[2].rstrip("/")
+        url = url_on(port, self._image.url)
+        replica_id = replica_id_of(url)
         words = [word.replace("{port}", str(port)).replace("{replica_id}", replica_id) for word in self._words]
         with _mapped():
             created = await self._engine.ask(lambda client: self._create(client, words, port))
