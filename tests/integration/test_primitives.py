@@ -334,6 +334,22 @@ async def test_a_started_replica_is_known_by_its_url_however_that_is_written() -
         await until(lambda: not process_ids(replica_id), within_s=20)
 
 
+@pytest.mark.parametrize("query", ["", "?force=1"])
+async def test_a_started_replica_that_is_removed_ends(query: str) -> None:
+    """Nobody else could end it, and it would take the place of another one."""
+    async with running_proxy(up=0, **by_command(provision_max=1)) as proxy:
+        await say(proxy, "provision")
+        await until(lambda: len(engines_of(proxy)) == 1, within_s=20)
+        (replica_id,) = engines_of(proxy)
+        assert (await exchange(proxy.url, "DELETE", f"/replicas/{replica_id}{query}")).status in (200, 202)
+        await until(lambda: not process_ids(replica_id), within_s=10)
+        async with asyncio.timeout(5):
+            while (await get(proxy.url, "/control")).json()["provision"]["started_count"]:
+                await asyncio.sleep(0.02)
+        assert (await say(proxy, "provision")).status == 202
+        await until(lambda: len(engines_of(proxy)) == 1, within_s=20)
+
+
 async def test_a_turn_in_flight_ends_before_its_replica_does() -> None:
     """Kill drains first."""
     async with running_proxy(up=1, **by_command(provision_min=1, provision_max=2)) as proxy:

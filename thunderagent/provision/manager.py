@@ -25,7 +25,7 @@ import structlog
 
 from thunderagent.errors import ControlRefusedError, ProvisionError, ProvisionLimitError, ProvisionOffError
 from thunderagent.programs.decisions import Decision, EndReplica, Provision, Reason
-from thunderagent.programs.events import Event
+from thunderagent.programs.events import Event, ReplicaRemoved
 from thunderagent.provision.base import Launched, Provisioner
 
 log = structlog.get_logger("thunderagent.provision")
@@ -69,6 +69,7 @@ class _Own:
 
     launched: Launched
     started_s: float
+    was_known: bool = False
     was_up: bool = False
     is_ending: bool = False
 
@@ -142,8 +143,10 @@ class Provisioning:
         if self.owns(replica_id) and self.count <= self._settings.min_count:
             raise ProvisionLimitError(f"there are {self.count} started replicas, as few as there may be")
 
-    def observe(self, event: Event, decisions: Sequence[Decision]) -> None:  # noqa: ARG002 - an observer's signature
-        """Note what the scheduler decided about replicas."""
+    def observe(self, event: Event, decisions: Sequence[Decision]) -> None:
+        """Note what the scheduler decided about replicas, and look whether one that was removed was started here."""
+        if type(event) is ReplicaRemoved and self._own:
+            self._something.set()
         wanted = [decision for decision in decisions if isinstance(decision, Provision | EndReplica)]
         if wanted:
             self._todo += wanted
@@ -199,7 +202,11 @@ class Provisioning:
             self._begin_start(self._driver, group, "there should be more")
         for own in self._own.values():
             own.was_up = own.was_up or self._fleet.is_up(own.launched.url)
-            if not own.was_up and not own.is_ending and now_s - own.started_s > self._settings.ready_limit_s:
+            if own.is_ending:
+                continue
+            if own.was_known and not self._fleet.knows(own.launched.url):  # an operator removed it
+                self._begin_end(self._driver, group, own.launched)
+            elif not own.was_up and now_s - own.started_s > self._settings.ready_limit_s:
                 log.error("replica_not_ready", url=own.launched.url, ready_limit_s=self._settings.ready_limit_s)
                 self.failure = f"{own.launched.url} did not answer within {self._settings.ready_limit_s:g} s"
                 self._tries_again_s = now_s + self._settings.cooldown_s
@@ -251,8 +258,9 @@ class Provisioning:
             self.failure = ""
             log.info("replica_started", by=driver.name, url=launched.url)
             if driver.names_urls:
-                self._own[launched.handle] = _Own(launched, self._now_s())
+                own = self._own[launched.handle] = _Own(launched, self._now_s())
                 self._tell()
+                own.was_known = self._fleet.knows(launched.url)
             else:
                 self._elsewhere_count += 1
         finally:
