@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shlex
 import signal
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from aiohttp import web
 
 from tests.integration.kubernetes_api import Behaviour, KubernetesApi
 from tests.integration.support import (
@@ -32,6 +34,7 @@ from thunderagent.backends.discovery.base import PodSelection
 from thunderagent.backends.discovery.kubernetes import ClusterAccess
 from thunderagent.errors import ConfigurationError, ProvisionError
 from thunderagent.provision.command import CommandProvisioner
+from thunderagent.provision.docker import DockerProvisioner, ReplicaImage
 from thunderagent.provision.kubernetes import KubernetesProvisioner, Workload
 
 if TYPE_CHECKING:
@@ -519,6 +522,44 @@ def is_running(process: Path) -> bool:
         return (process / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+# --- replicas that are containers
+
+
+async def test_a_shutdown_removes_a_container_that_takes_its_time_to_stop() -> None:
+    """Whoever waited for that is cancelled: the container must not stay."""
+    said: list[str] = []
+    stops = asyncio.Event()
+
+    async def engine(request: web.Request) -> web.Response:
+        path = re.sub(r"^/v[0-9.]+", "", request.path)
+        said.append(f"{request.method} {path}")
+        if path.endswith("/stop") and said.count(said[-1]) == 1:
+            await stops.wait()
+        if request.method == "GET":
+            return web.json_response({"ApiVersion": "1.44", "MinAPIVersion": "1.24", "Version": "26", "Os": "linux"})
+        is_created = path == "/containers/create"
+        return web.json_response({"Id": "c1", "Warnings": []}, status=201) if is_created else web.Response(status=204)
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", engine)
+    runner = web.AppRunner(app, shutdown_timeout=0)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = "tcp://{}:{}".format(*runner.addresses[0])
+        driver = DockerProvisioner(ReplicaImage("image"), owner="o", docker_url=url, end_limit_s=1.0)
+        launched = await driver.start()
+        ending = asyncio.create_task(driver.end(launched.handle, launched.url))
+        await until(lambda: "POST /containers/c1/stop" in said)
+        ending.cancel()
+        await asyncio.wait([ending])
+        asyncio.get_running_loop().call_later(0.2, stops.set)
+        await driver.close()
+        assert said.count("DELETE /containers/c1") == 1
+    finally:
+        await runner.cleanup()
 
 
 # --- replicas that are pods

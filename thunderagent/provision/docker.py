@@ -143,10 +143,14 @@ class DockerProvisioner:
     async def end(self, handle: str, url: str) -> None:  # noqa: ARG002 - see `Provisioner`
         """See `Provisioner`."""
         self._handles.discard(handle)
-        with _mapped():
-            with contextlib.suppress(SandboxError):  # stopped by itself, or not in time: it is removed all the same
-                await self._engine.ask(lambda client: client.stop(handle, timeout=int(self._end_limit_s)))
-            await self._engine.remove(handle)
+        try:
+            with _mapped():
+                with contextlib.suppress(SandboxError):  # stopped by itself, or not in time: it is removed all the same
+                    await self._engine.ask(lambda client: client.stop(handle, timeout=int(self._end_limit_s)))
+                await self._engine.remove(handle)
+        except asyncio.CancelledError:
+            self._handles.add(handle)  # a shutdown: `close` ends it
+            raise
 
     async def close(self) -> None:
         """See `Provisioner`."""
