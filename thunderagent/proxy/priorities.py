@@ -46,8 +46,8 @@ class EnginePriorities:
         self._learned: dict[str, _Learned] = {}
         self._to_ask: asyncio.Queue[str] = asyncio.Queue()
 
-    def replica_up(self, replica_id: str) -> None:
-        """Begin anew with a replica: another engine may run there now."""
+    def forget(self, replica_id: str) -> None:
+        """Begin anew with a replica that comes up, as another engine may run there now, or let go of one that went."""
         self._learned.pop(replica_id, None)
 
     def for_engine(self, replica_id: str, priority: int) -> tuple[Priorities, int] | None:

@@ -202,6 +202,7 @@ class Replicas:
         for follower in self._followers:
             follower.remove(replica_id)
         self._notices.forget(replica_id)
+        self.priorities.forget(replica_id)
         self._runtime.replica_removed(replica_id)
         await self._connections.remove(replica_id)
 
@@ -289,7 +290,7 @@ class Replicas:
         known.why_down = ""
         known.is_up = True
         self._notices.replica_up(replica_id)
-        self.priorities.replica_up(replica_id)
+        self.priorities.forget(replica_id)
         if known.draining_since_s is None:
             self._runtime.replica_up(replica_id)
 

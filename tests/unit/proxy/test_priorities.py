@@ -22,7 +22,7 @@ def test_a_refusal_is_remembered_until_the_replica_comes_up_again() -> None:
     assert how.put(CHAT, b'{"a": 1}', CIMultiDict(), priority) == b'{"priority":7,"a": 1}'
     priorities.refused("r0")
     assert priorities.for_engine("r0", 7) is None
-    priorities.replica_up("r0")
+    priorities.forget("r0")
     assert priorities.for_engine("r0", 7) is not None
     assert priorities.for_engine("gone", 7) is None
     priorities.refused("gone")

@@ -6,6 +6,7 @@ import pytest
 
 from thunderagent.backends import backend_of
 from thunderagent.backends.base import ReplicaReading
+from thunderagent.backends.client import ClientSettings, open_client
 from thunderagent.backends.poller import ReplicaEndpoint
 from thunderagent.programs.decisions import Decision
 from thunderagent.programs.events import Event, ReplicaPolled
@@ -98,3 +99,14 @@ def test_what_an_engine_does_not_say_stays_unknown() -> None:
     assert heard(reading(0, 0), reading(10, 5))[1:] == [polled(0.5, 10, None)]
     assert heard(reading(0, None, 0), reading(10, None, 0))[1:] == [polled(None, 10, 0)]
     assert heard(reading(None, None, 0), reading(None, None, 3))[1:] == [polled(None, None, 3)]
+
+
+async def test_nothing_is_kept_of_priorities_on_a_replica_that_was_removed() -> None:
+    """Pods come and go, each under an address of its own."""
+    replicas = Replicas(Overheard(), [])
+    async with open_client(ClientSettings()) as client:
+        replicas.attach(client)
+        replicas.add(ReplicaEndpoint("r0", "http://r0", backend_of("vllm")))
+        assert replicas.priorities.for_engine("r0", 7) is not None
+        await replicas.remove("r0")
+    assert not replicas.priorities._learned
