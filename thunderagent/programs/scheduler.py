@@ -448,6 +448,8 @@ class Scheduler:
     def _place(self, program: Program, turn: Turn, avoid_replica_id: str | None, earlier: Turn | None) -> None:
         """Ask the policy where a program may go on whose first turn in a while has come."""
         self._lift(program)
+        self.table.acting_ends(program)
+        program.advance(Trigger.TURN_ARRIVED)  # ranked, when the policy compares it, as one that waits
         program.held[turn.turn_id] = turn
         if earlier is not None and program.held.pop(earlier.turn_id, None) is not None:
             del self.turns[earlier.turn_id]  # else it would be granted with the one that takes its place
@@ -483,8 +485,6 @@ class Scheduler:
         home = program.replica_id if program.status is Status.ACTIVE else None
         if home == target.replica_id:
             del program.held[turn.turn_id]
-            self.table.acting_ends(program)
-            program.advance(Trigger.TURN_ARRIVED)
             self._begin_flight(program, turn)
             if program.acting_since_s > target.flushed_s:
                 turn.kept_since_s = program.acting_since_s
@@ -533,12 +533,10 @@ class Scheduler:
         self._decisions.append(Hold(turn.turn_id, program.program_id, Reason.SUSPENDED))
 
     def _to_paused_reasoning(self, program: Program, turn: Turn, reason: Reason) -> None:
-        """Make a program whose claim was lifted PAUSED and REASONING, whatever it was."""
+        """Make a program whose claim was lifted, and one of whose turns is held, PAUSED."""
         if program.status is Status.ACTIVE:
             self._leave_replica(program, Trigger.PAUSE, reason)
-        self.table.acting_ends(program)
         program.idle = False
-        program.advance(Trigger.TURN_ARRIVED)
         self.ledger.wait_begins(turn.arrived_s)
 
     def _begin_flight(self, program: Program, turn: Turn) -> None:

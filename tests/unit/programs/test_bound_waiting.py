@@ -224,6 +224,20 @@ def test_pins_make_room_for_who_waits_for_their_replica_alone() -> None:
     assert driver.home("pinned") is None
 
 
+def test_a_turn_that_arrives_waits_for_nobody_who_would_go_after_it() -> None:
+    """The older program goes at once, though a younger one waits for the only replica with room."""
+    driver = Driver(load_policy("ttl", {"ttl_s": 1.0, "reserve_tokens": 0}), replicas={"r0": 1000})
+    driver.takes_turn("old", 100)
+    driver.ticks(5.0)
+    driver.arrives("busy", 600)
+    driver.routes("class", "to-r0", r0=1)
+    bound = driver.arrives("young", 500, program_class="to-r0")
+    driver.passes(1.0)
+    back = driver.arrives("old", 110)
+    assert driver.held(bound)
+    assert driver.granted_on[back] == "r0"
+
+
 def test_of_equal_ranks_goes_first_who_waits_for_longer() -> None:
     """Wherever they stand: who is bound does not wait behind one that came later and may go anywhere."""
     queue = PausedQueue(lambda _: 0.0)

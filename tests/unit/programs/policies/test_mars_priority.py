@@ -104,6 +104,20 @@ def test_the_order_is_the_begin_of_the_wait_and_a_time_for_each_level() -> None:
     assert all(turn_id in driver.granted_on for turn_id in (large, small, late))
 
 
+def test_who_comes_back_from_a_long_tool_passes_nobody_that_waited_meanwhile() -> None:
+    """It waits from now on, and not since its tool began: also when it is asked whether it may go at once."""
+    driver = Driver(load_policy("ttl", {"order": "mars", "ttl_s": 1.0, "reserve_tokens": 0}), replicas={"r0": 1000})
+    driver.takes_turn("back", 300)
+    driver.ticks(5.0)
+    driver.arrives("busy", 600)
+    driver.passes(5.0)
+    head = driver.arrives("head", 500)
+    driver.passes(5.0)
+    back = driver.arrives("back", 310)
+    assert driver.held(head)
+    assert driver.held(back)
+
+
 @pytest.mark.parametrize(
     ("part", "wrong"),
     [
