@@ -32,6 +32,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from thunderagent.errors import ConfigurationError
+from thunderagent.programs.lifecycle import Phase
 from thunderagent.programs.policies.base import ProgramView, View
 from thunderagent.programs.signals import GpuEnd, GpuFirstToken, GpuSubmit, ProgramEnd, Signal, ToolEnd, ToolStart
 
@@ -105,10 +106,9 @@ class Plas:
         return self.level(program.program_id)
 
     def restore_rank(self, program: ProgramView) -> float:
-        """Return the level, and inside a level when the turn came."""
-        attained = self._attained.get(program.program_id)
-        came_s = None if attained is None else attained.came_s
-        return self.level(program.program_id) * LEVEL_S + (program.opened_s if came_s is None else came_s)
+        """Return the level, and inside a level when the turn came; of one at its tool, when the program did."""
+        came_s = program.waiting_since_s if program.phase is Phase.REASONING else program.opened_s
+        return self.level(program.program_id) * LEVEL_S + came_s
 
     def observe(self, view: View, signal: Signal) -> None:
         """Count service and waiting."""

@@ -139,6 +139,19 @@ def test_as_an_order_it_serves_the_lower_level_first_and_inside_it_who_came_firs
     assert [held[each.turn_id] for each in decisions if isinstance(each, Grant)] == ["little", "new", "much"]
 
 
+def test_who_comes_back_after_a_failed_turn_waits_like_others() -> None:
+    """From when its turn comes, although no tool ended: not since its program came."""
+    driver = Driver(load_policy("ttl", {"ttl_s": 1.0, "reserve_tokens": 0, "order": "plas"}), replicas={"r0": 1000})
+    driver.fails(driver.arrives("failed", 300))
+    driver.ticks(5.0)
+    driver.arrives("busy", 600)
+    head = driver.arrives("head", 500)
+    driver.passes(5.0)
+    back = driver.arrives("failed", 310)
+    assert driver.held(head)
+    assert driver.held(back)
+
+
 @pytest.mark.parametrize(
     "settings", [{"level_count": 0}, {"level_count": 1.5}, {"first_tokens": 0}, {"ratio": 1.0}, {"starved_ratio": 0.0}]
 )
