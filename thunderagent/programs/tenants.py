@@ -119,12 +119,8 @@ class Tenants:
             self._left.clear()
 
     def level_token_s(self, name: str) -> float:
-        """Return what a tenant is taken to have had until now."""
-        tenant = self._tenants.get(name)
-        if tenant is None:
-            return self._least_level()
-        tenant.settle(self.now_s)
-        return tenant.level_token_s
+        """Return what a tenant is taken to have had until now, or would be if it began to want something."""
+        return self._get(name).level_token_s if name in self._tenants else self._least_level()
 
     def jain_ratio(self) -> float | None:
         """Return Jain's index of those that had to wait; None if there are not two of them."""

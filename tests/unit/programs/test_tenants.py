@@ -104,6 +104,22 @@ def test_nobody_saves_up_and_nobody_begins_anew() -> None:
     assert not {tenant.name for tenant in tenants} & {"new"}
 
 
+def test_who_left_ahead_and_was_caught_up_with_comes_back_level() -> None:
+    """It is remembered until somebody leaves, by then with less than all others: it would pass the first that waits."""
+    policy = load_policy("ttl", {"reserve_tokens": 0})
+    driver = Driver(policy, replicas={"r0": 1000}, settings=SchedulerSettings(fair_tenants=True))
+    early = driver.arrives("early", 600, tenant="early")
+    driver.arrives("steady", 400, tenant="steady")
+    driver.passes(10.0)
+    driver.finishes(early, 600)
+    driver.releases("early")
+    driver.passes(990.0)
+    head = driver.arrives("new", 700, tenant="new")
+    back = driver.arrives("back", 50, tenant="early")
+    assert driver.held(head)
+    assert driver.held(back)
+
+
 def test_inside_a_tenant_the_policy_s_order_counts() -> None:
     """And lists show one of each in turn."""
     driver = fair(1)
