@@ -227,9 +227,12 @@ class SchedulerView:
         return [replica for replica in replicas if route is None or route.names(replica.replica_id)]
 
     def routes(self) -> Sequence[RouteView]:
-        """See `View`."""
-        routes = self._scheduler.control.routes
-        return [RouteView(scope.value, name, dict(route.targets)) for scope, name, route in routes]
+        """See `View`. Replicas that were removed are left out: `propose_route` would refuse them."""
+        known, routes = self._scheduler.replicas, self._scheduler.control.routes
+        return [
+            RouteView(scope.value, name, {each: weight for each, weight in route.targets if each in known})
+            for scope, name, route in routes
+        ]
 
     def propose_route(
         self, scope: str, name: str, replicas: Mapping[str, float], reason: Reason = Reason.CONTROL

@@ -239,7 +239,7 @@ class RouteView(NamedTuple):
     scope: str
     name: str
     targets: Mapping[str, float]
-    """Replicas by their ids, with weights; they need not be open."""
+    """Replicas by their ids, with weights; they need not be open, but none was removed."""
 
 
 class SandboxSums(NamedTuple):

@@ -142,6 +142,21 @@ def test_reassign_gives_a_replica_to_who_is_short_of_them() -> None:
     assert driver.ticks(1.0) == []
 
 
+def test_reassign_moves_a_replica_of_a_route_that_names_one_which_was_removed() -> None:
+    """The giver really gives it: it is in one of the two routes, and not in both."""
+    driver = driven("reassign", QUICK, r0=1000, r1=1000, r2=1000, gone=1000)
+    driver.routes("tenant", "rich", r0=1, r1=1, gone=1)
+    driver.routes("tenant", "poor", r2=1)
+    driver.is_removed("gone")
+    for name in ("x", "p0", "p1"):
+        driver.arrives(name, 900, tenant="poor")
+    decisions = [decision for _ in range(3) for decision in driver.ticks(1.0)]
+    assert [(d.name, dict(d.targets)) for d in decisions if isinstance(d, SetRoute)] == [
+        ("rich", {"r0": 1}),
+        ("poor", {"r2": 1, "r1": 1}),
+    ]
+
+
 def test_reassign_starts_a_replica_when_all_are_full_and_ends_one_to_spare() -> None:
     """Each only after it has been so for a while, and then not again for a while."""
     driver = driven("reassign", QUICK, r0=1000, r1=1000)
