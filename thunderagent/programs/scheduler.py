@@ -987,7 +987,7 @@ class Scheduler:
         program.destination = None
         self.admitted_count += not program.admitted
         program.admitted = True
-        if program.held and program.waiting_since_s < self._now_s:
+        if program.held and next(iter(program.held.values())).arrived_s < self._now_s:  # not one that was tried again
             self.knowledge.restore_pace.restored()
         program.advance(Trigger.RESTORE)
         program.replica_id = replica.replica_id

@@ -44,6 +44,20 @@ def test_the_pace_of_long_ago_is_forgotten() -> None:
     assert pace.interval_s == pytest.approx(50.0, rel=0.2)
 
 
+def test_a_turn_that_is_placed_at_once_is_no_restore_however_old_its_first_attempt() -> None:
+    driver = Driver(Cap(n=1), replicas={"r0": 1000})
+    pace = driver.scheduler.knowledge.restore_pace
+    driver.arrives("first", 10)
+    driver.arrives("second", 10)
+    driver.passes(10.0)
+    driver.releases("first")
+    interval_s = pace.interval_s
+    assert interval_s == pytest.approx(10.0, rel=0.1)
+    driver.releases("second")
+    driver.arrives("again", 10, waiting_since_s=driver.now_s - 30.0)
+    assert pace.interval_s == interval_s
+
+
 @pytest.mark.parametrize("waited_s", [4 * 3600.0, 100 * 86400.0])
 def test_what_is_expected_of_a_queue_that_stands_still_has_an_end(waited_s: float) -> None:
     """Not at once, either, because nothing is left of what was seen; and one restore says more than all that."""
