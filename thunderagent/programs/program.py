@@ -274,7 +274,7 @@ class Program:
         self.hold_until_s = inf
         self.group: Group | None = None
         self.limits_since_s = 0.0
-        """When it began to act, on the clock of the limits, which stands still while nothing is granted."""
+        """When it was heard of last, on the clock of the limits, which stands still while nothing is granted."""
         self.parent_id = ""
         self.tenant = ""
         self.program_class = ""

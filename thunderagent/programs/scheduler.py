@@ -745,11 +745,10 @@ class Scheduler:
         if program.phase is Phase.REASONING and not program.in_flight and not program.held:
             program.advance(Trigger.TURNS_ENDED)
             program.acting_since_s = self._now_s
-            program.limits_since_s = self._limits_clock.at(self._now_s)
+            self._limits_begin(program)
             if tool_begins:
                 self._tool_began(program)
             program.hold_until_s = self._now_s + self.policy.hold_s(self._view, program)
-            self.table.acting_begins(program)
             # Its only turns were held and left: there is no memory to restore it to until another turn comes.
             program.idle = program.status is Status.PAUSED and program.context_tokens == 0
         self._measure_claim(program)
@@ -1081,14 +1080,13 @@ class Scheduler:
             return
         program = self._open(event.program_id)
         program.announced = program.idle = True
-        program.limits_since_s = self._limits_clock.at(self._now_s)
+        self._limits_begin(program)
         self._join_group(program, event.group_id)
         self.families.join(program, event.parent_id)
         program.tenant = event.tenant
         program.program_class = event.program_class
         if self.control.routes:
             self.control.bind(program)
-        self.table.acting_begins(program)
         self._measure_claim(program)
         program.note(self._now_s, "opened", "", None)
 
@@ -1114,6 +1112,7 @@ class Scheduler:
             self.knowledge.tool_is_another(program)
         program.tool = event.tool or program.tool
         program.acting_since_s = self._now_s
+        self._limits_begin(program)
         self._tool_began(program)
         program.hold_until_s = self._now_s + self.policy.hold_s(self._view, program)
         self._put(program)
@@ -1124,6 +1123,7 @@ class Scheduler:
         if program is None or not program.tool_runs:
             return
         self._lift(program)
+        self._limits_begin(program)
         self._tool_returned(program)
         hold_s = self.policy.hold_s(self._view, program) if event.inferred else inf
         program.hold_until_s = self._now_s + hold_s
@@ -1391,8 +1391,7 @@ class Scheduler:
             program.advance(Trigger.TURN_ARRIVED)
         elif was_reasoning:
             program.acting_since_s = self._now_s
-            program.limits_since_s = self._limits_clock.at(self._now_s)
-            self.table.acting_begins(program)
+            self._limits_begin(program)
         self._put(program)
 
     def _replica_draining(self, event: ReplicaDraining) -> None:
@@ -1456,7 +1455,7 @@ class Scheduler:
             self._put(program)
         for program in replica.acting:
             if program not in self.table.acting_with_claim:  # the idle limit was over, and passed it by
-                program.limits_since_s = self._limits_clock.at(self._now_s)
+                self._limits_begin(program)
                 self._watch_for_idleness(program)
 
     def _replica_flushed(self, event: ReplicaFlushed) -> None:
@@ -1540,6 +1539,11 @@ class Scheduler:
     def _most_idle_limit_s(self) -> float:
         """The longest idle limit that is learned: a claim goes well before its program would be forgotten."""
         return self.settings.forget_limit_s / 2
+
+    def _limits_begin(self, program: Program) -> None:
+        """Measure the idle and the forget limit from now on, of a program that acts."""
+        program.limits_since_s = self._limits_clock.at(self._now_s)
+        self.table.acting_begins(program)
 
     def _watch_for_idleness(self, program: Program) -> None:
         """Look at an acting program with a claim when the idle limit may be over at the soonest."""

@@ -49,7 +49,7 @@ class ProgramTable:
         self._acting.pop(program, None)
 
     def acting_begins(self, program: Program) -> None:
-        """Note that a program's tool runs from now on."""
+        """Note that a program's tool runs, and that it was heard of now."""
         self._acting[program] = None
         self._acting.move_to_end(program)
 
@@ -58,5 +58,5 @@ class ProgramTable:
         self._acting.pop(program, None)
 
     def longest_acting(self) -> Program | None:
-        """Return the program whose tool has run longest, or None."""
+        """Return the program whose tool runs and that was not heard of for longest, or None."""
         return next(iter(self._acting), None)

@@ -6,7 +6,7 @@ import pytest
 
 from tests.builders import Driver, of_kind
 from thunderagent.policy_loader import load_policy
-from thunderagent.programs.decisions import Grant, Hold, Pause, Reason, Reject, Restore
+from thunderagent.programs.decisions import Grant, Hold, Pause, Reason, Reject, Release, Restore
 from thunderagent.programs.policies.cap import Cap
 from thunderagent.programs.scheduler import SchedulerSettings
 
@@ -319,6 +319,19 @@ def test_the_idle_limit_spares_the_programs_of_a_paused_replica() -> None:
 
 
 # --- What is learned
+
+
+def test_a_program_whose_limit_began_anew_keeps_nobody_else_from_being_forgotten() -> None:
+    """It acts for longer than the other one, but was heard of later: its replica granted nothing meanwhile."""
+    driver = Driver(settings=LIMITS, replicas={"r0": 1000, "r1": 1000})
+    driver.takes_turn("paused", 10)
+    driver.takes_turn("gone", 10)
+    assert (driver.home("paused"), driver.home("gone")) == ("r0", "r1")
+    driver.suspends(replica_id="r0")
+    driver.ticks(20.0)
+    driver.goes_on(replica_id="r0")
+    assert of_kind(Release, driver.ticks(11.0)) == ["gone"]
+    assert driver.home("paused") is None
 
 
 def test_a_flush_forgets_what_lay_there_and_nothing_else() -> None:
