@@ -394,9 +394,9 @@ class Runtime:
             self.dispatch(ProgramsReleased(self.now_s(), tuple(live_ids)))
         return live_ids
 
-    def tool_started(self, program_id: str, tool: str = "") -> bool:
-        """Say that a program's tool begins now; False if there is no program of that id."""
-        self.dispatch(ToolStarted(self.now_s(), program_id, tool))
+    def tool_started(self, program_id: str, tool: str = "", *, inferred: bool = False) -> bool:
+        """Say that a program's tool begins now, `inferred` if its client did not; False if there is no such program."""
+        self.dispatch(ToolStarted(self.now_s(), program_id, tool, inferred))
         return self.scheduler.table.get(program_id) is not None
 
     def tool_ended(self, program_id: str, *, inferred: bool = False) -> bool:

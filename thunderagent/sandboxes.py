@@ -53,9 +53,8 @@ class RuntimePrograms:
 
     def tool_began(self, program_id: str, command: str) -> None:
         """See `Programs`. What its answer called is the better name, as it is what later calls are foretold by."""
-        program = self.runtime.scheduler.table.get(program_id)
-        word = first_word(command) if program is not None and not program.tool else ""
-        self.runtime.tool_started(program_id, f"bash:{word}"[:MAX_KEY_CHARS] if word else "")
+        word = first_word(command)
+        self.runtime.tool_started(program_id, f"bash:{word}"[:MAX_KEY_CHARS] if word else "", inferred=True)
 
     def tool_ended(self, program_id: str) -> None:
         """See `Programs`."""

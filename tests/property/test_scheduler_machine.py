@@ -193,9 +193,9 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert replica.up, f"granted on a replica that is down: {decision}"
                 assert not replica.suspended_for, f"granted though nothing is: {decision}"
 
-    @rule(program_id=PROGRAMS, tool=TOOLS)
-    def tool_starts(self, program_id: str | None, tool: str) -> None:
-        self.send(ToolStarted(self.now_s, program_id or "nobody", tool))
+    @rule(program_id=PROGRAMS, tool=TOOLS, inferred=st.booleans())
+    def tool_starts(self, program_id: str | None, tool: str, inferred: bool) -> None:
+        self.send(ToolStarted(self.now_s, program_id or "nobody", tool, inferred))
 
     @rule(program_id=PROGRAMS, inferred=st.booleans())
     def tool_ends(self, program_id: str | None, *, inferred: bool) -> None:

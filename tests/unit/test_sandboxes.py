@@ -41,6 +41,23 @@ def test_a_command_begins_and_ends_a_tool(called: str, command: str, tool: str) 
     assert view.mean_tool_s == 2.0
 
 
+def test_each_command_is_learned_under_its_own_name() -> None:
+    """Also a later one of the same tool phase; a name that the client says itself stays."""
+    driver = Driver()
+    programs = programs_of(driver)
+    driver.takes_turn("p", 100)
+    seen = []
+    for command in ("ls", "make test", ""):
+        programs.tool_began("p", command)
+        seen.append(driver.program("p").tool)
+        programs.tool_ended("p")
+    assert seen == ["bash:ls", "bash:make", "bash:make"]
+    assert len(driver.scheduler.knowledge.tool_times) == 2
+    driver.tool_starts("p", "browser")
+    programs.tool_began("p", "curl")
+    assert driver.program("p").tool == "browser"
+
+
 def test_a_command_that_ended_does_not_hold_its_program_for_ever() -> None:
     """Nobody said that its turn comes next: the client may think, or ask a person."""
     driver = Driver(Ttl(ttl_s=10.0, reserve_tokens=0))

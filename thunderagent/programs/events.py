@@ -262,11 +262,16 @@ class ResidencyReported:
 
 @dataclass(frozen=True, slots=True)
 class ToolStarted:
-    """A program's client says that its tool begins now: sharper than the end of the turn that called it."""
+    """A program's tool begins now: sharper than the end of the turn that called it.
+
+    Its client says so, or it is `inferred`, as from a command that began: then `tool` is a name only for want of a
+    better one, as that which the answer called.
+    """
 
     now_s: float
     program_id: str
     tool: str = ""
+    inferred: bool = False
 
 
 @dataclass(frozen=True, slots=True)

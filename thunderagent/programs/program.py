@@ -247,6 +247,7 @@ class Program:
         "story_entries",
         "tenant",
         "tool",
+        "tool_named",
         "tool_runs",
         "turn_count",
         "verdicts",
@@ -265,6 +266,8 @@ class Program:
         self.announced = False
         """Opened by its client's word; no turn of it came yet."""
         self.tool = ""
+        self.tool_named = False
+        """Whether its answer or its client called the tool so: a name that is inferred takes its place only if not."""
         self.tool_runs = False
         """Whether it acts because a turn of it finished: only then it is at a tool."""
         self.away_s = 0.0

@@ -650,7 +650,7 @@ class Scheduler:
         program.prompt_tokens_total += prompt_tokens
         program.output_tokens_total += output_tokens
         program.cached_tokens_total += event.cached_tokens or 0
-        program.tool = event.tool
+        program.tool, program.tool_named = event.tool, bool(event.tool)
         self._end_turn(program, turn)
         if len(program.branches) > 1:
             self._forget_branches(program, turn, finished=True)
@@ -1110,7 +1110,8 @@ class Scheduler:
         self._lift(program)
         if program.tool_runs:
             self.knowledge.tool_is_another(program)
-        program.tool = event.tool or program.tool
+        if event.tool and not (event.inferred and program.tool_named):
+            program.tool, program.tool_named = event.tool, not event.inferred
         program.acting_since_s = self._now_s
         self._limits_begin(program)
         self._tool_began(program)
