@@ -154,6 +154,7 @@ def _made(
         for key, value in settings.items():
             if wanted := _wanted_instead(known[key], value):
                 raise ConfigurationError(f"{what}: {key} must be {wanted}, not {value!r}")
+        settings = {key: int(value) if known[key] == "int" else value for key, value in settings.items()}  # 1e3 is one
     try:
         made = factory(**settings)
     except TypeError as error:
@@ -168,8 +169,10 @@ def _wanted_instead(type_words: str, value: Setting) -> str:
     """Say what a setting of that type must be, if the value is none; of other types than numbers and truths nothing."""
     types = {word.strip() for word in type_words.split("|")} - {"None"}
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if types <= {"int", "float"}:
-        return "" if is_number else "a number"
+    if types <= {"int", "float"} and not is_number:
+        return "a number"
+    if types == {"int"} and float(value) % 1:
+        return "a whole number"
     return "true or false" if types == {"bool"} and value not in (0, 1) else ""
 
 

@@ -122,6 +122,13 @@ def test_a_setting_of_a_part_that_was_chosen_is_named_with_its_kind() -> None:
         ("cap", {"control": "balance+migrate", "control.wait_s": "x"}, "control migrate: wait_s must be a number"),
         ("cap", {"order": "least-area", "order.bound_ratio": "x"}, "order least-area: bound_ratio must be a number"),
         ("cap", {"order": "atlas", "order.level_count": "x"}, "order atlas: level_count must be a number, not 'x'"),
+        ("breakeven", {"pass_count": 1.5}, "policy breakeven: pass_count must be a whole number, not 1.5"),
+        (
+            "cap",
+            {"control": "balance", "control.moves_count": 2.5},
+            "control balance: moves_count must be a whole number",
+        ),
+        ("continuum", {"reserve_tokens": float("inf")}, "reserve_tokens must be a whole number, not inf"),
         ("own_package.scheduling:LastReplica", {"limit_tokens": "x"}, "limit_tokens must be a number, not 'x'"),
     ],
 )
@@ -187,6 +194,10 @@ def test_settings_are_read_as_whole_numbers_numbers_or_words(text: str, setting:
     """A whole number stays one: `n=6` is not 6.0."""
     assert parse_setting(text) == setting
     assert type(parse_setting(text)) is type(setting)
+
+
+def test_a_whole_number_may_be_written_as_any_number() -> None:
+    assert repr(load_policy("ttl", {"reserve_tokens": 1e3})) == repr(load_policy("ttl", {"reserve_tokens": 1000}))
 
 
 def test_a_preset_is_a_policy_with_settings_that_can_still_be_given() -> None:
