@@ -59,7 +59,8 @@ class Growth:
     @property
     def tokens_per_s(self) -> float:
         """How fast a program grows while it is not paused; infinite until some turns were seen."""
-        return self._grown_tokens / self._cycle_s if self._growths.total >= ENOUGH_TURNS_COUNT else inf
+        enough = self._growths.total >= ENOUGH_TURNS_COUNT and self._cycle_s > 0
+        return self._grown_tokens / self._cycle_s if enough else inf
 
     @property
     def whole_tokens(self) -> float:

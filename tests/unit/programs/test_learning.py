@@ -63,6 +63,14 @@ def test_a_first_turn_says_nothing_of_growth() -> None:
     assert 40 / BIN <= growth.output_tokens(0.5, 999) <= 40 * BIN
 
 
+def test_turns_that_took_no_time_tell_nothing_of_how_fast_programs_grow() -> None:
+    """As with a coarse clock: nothing is divided by zero."""
+    growth = Growth()
+    for _ in range(ENOUGH_TURNS_COUNT):
+        growth.turn_finished(100, 10, 0.0)
+    assert growth.tokens_per_s == inf
+
+
 def test_a_turn_that_made_its_program_smaller_is_no_growth() -> None:
     """A compaction does not make programs shrink in the mean."""
     growth = Growth()
