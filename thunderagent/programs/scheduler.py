@@ -1354,9 +1354,7 @@ class Scheduler:
             self._empty(replica, Reason.REPLICA_REMOVED)
             del self.replicas[event.replica_id]
         self.ledger.close(event.replica_id)
-        self.knowledge.capacity_tokens = max(
-            (account.capacity_tokens or 0 for account in self.ledger.accounts.values()), default=0
-        )
+        self._learn_largest_capacity()
         if replica is not None:
             self._replicas_changed()
 
@@ -1491,10 +1489,14 @@ class Scheduler:
             replica.control.preempted(event.preemption_count * mean_tokens)
         if event.capacity_tokens is not None and event.capacity_tokens != account.capacity_tokens:
             self.ledger.settle(account, self._now_s)
-            self.knowledge.capacity_tokens = max(self.knowledge.capacity_tokens, event.capacity_tokens)
             account.capacity_tokens = replica.residency.capacity_tokens = event.capacity_tokens
+            self._learn_largest_capacity()
             if replica.open_to_programs:
                 self._replicas_changed()
+
+    def _learn_largest_capacity(self) -> None:
+        capacities_tokens = [account.capacity_tokens or 0 for account in self.ledger.accounts.values()]
+        self.knowledge.capacity_tokens = max(capacities_tokens, default=0)
 
     def _residency_reported(self, event: ResidencyReported) -> None:
         replica = self.replicas.get(event.replica_id)

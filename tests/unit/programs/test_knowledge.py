@@ -150,6 +150,14 @@ def test_the_break_even_is_the_time_to_prefill_the_largest_memory() -> None:
     assert driver.scheduler.knowledge.break_even_s == pytest.approx(5.0)
 
 
+def test_the_largest_memory_may_become_smaller() -> None:
+    """An engine that is started anew with less memory says so in its next poll."""
+    driver = driver_with(50_000)
+    driver.comes_up("r1", 100_000)
+    driver.comes_up("r1", 40_000)
+    assert driver.scheduler.knowledge.capacity_tokens == 50_000
+
+
 def test_prefill_is_learned_from_what_was_not_cached() -> None:
     """10,000 tokens, of which 8,000 were cached, in two tenths of a second."""
     driver = driver_with()
