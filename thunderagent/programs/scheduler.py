@@ -899,7 +899,7 @@ class Scheduler:
             account.acting.remove(program.claim_tokens, program.acting_since_s, self._now_s)
             replica.acting.discard(program)
             replica.expiring.discard(program)
-            self.table.acting_with_claim.discard(program)
+            self.table.acting_with_limit.discard(program)
 
     def _put(self, program: Program) -> None:
         """Put a program where its status and phase say: into its replica's account, or into the paused queue."""
@@ -908,6 +908,8 @@ class Scheduler:
                 self.queue.remove(program)
             else:
                 self.queue.put(program)
+            if self._admission is not None and program.admitted and program.phase is Phase.ACTING:
+                self._watch_for_idleness(program)  # it has no claim, but keeps others out
             return
         replica = self.replicas[program.replica_id or ""]
         account = replica.account
@@ -1065,6 +1067,7 @@ class Scheduler:
     def _wait_outside(self, program: Program) -> None:
         program.admitted = False
         self.admitted_count -= 1
+        self.table.acting_with_limit.discard(program)
 
     def rank_anew(self, program: Program) -> None:
         """Ask the policy again in which place a program stands. For the view."""
@@ -1453,7 +1456,7 @@ class Scheduler:
             self._measure_claim(program)
             self._put(program)
         for program in replica.acting:
-            if program not in self.table.acting_with_claim:  # the idle limit was over, and passed it by
+            if program not in self.table.acting_with_limit:  # the idle limit was over, and passed it by
                 self._limits_begin(program)
                 self._watch_for_idleness(program)
 
@@ -1554,24 +1557,27 @@ class Scheduler:
         if limit_s is None:
             limit_s = min(LEAST_IDLE_LIMIT_S, self._most_idle_limit_s)
         program.idle_at_s = program.limits_since_s + limit_s
-        self.table.acting_with_claim.add(program, program.idle_at_s)
+        self.table.acting_with_limit.add(program, program.idle_at_s)
 
     def _enforce_program_limits(self) -> None:
         clock_s, settings = self._limits_clock.at(self._now_s), self.settings
-        with_claim = self.table.acting_with_claim
-        while (program := with_claim.first()) and clock_s > program.idle_at_s:
-            if self.replicas[program.replica_id or ""].suspended_for:
-                with_claim.discard(program)  # until grants go on there
+        with_limit = self.table.acting_with_limit
+        while (program := with_limit.first()) and clock_s > program.idle_at_s:
+            if program.status is Status.ACTIVE and self.replicas[program.replica_id or ""].suspended_for:
+                with_limit.discard(program)  # until grants go on there
                 continue
             if settings.idle_limit_s is None:
                 learned_s = self.knowledge.idle_limit_s(program.tool)
                 idle_at_s = program.limits_since_s + min(learned_s, self._most_idle_limit_s)
                 if idle_at_s >= clock_s:
                     program.idle_at_s = idle_at_s
-                    with_claim.add(program, idle_at_s)
+                    with_limit.add(program, idle_at_s)
                     continue
             program.idle = True
-            self.pause(program, Reason.IDLE)
+            if program.status is Status.ACTIVE:
+                self.pause(program, Reason.IDLE)
+            else:
+                self._put(program)
             if self._admission is not None:
                 self._wait_outside(program)
         while (program := self.table.longest_acting()) and clock_s - program.limits_since_s > settings.forget_limit_s:

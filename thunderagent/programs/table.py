@@ -10,19 +10,19 @@ from thunderagent.programs.ranked_set import RankedSet
 
 
 class ProgramTable:
-    """Live programs by id; those whose tools run, longest first; and of these the ones that hold a claim.
+    """Live programs by id; those whose tools run, longest first; and of these the ones that the idle limit is for.
 
     Generations are drawn from one counter, so that the generation of an id that was forgotten long ago never comes
     back, and no memory is kept for ids that are gone.
     """
 
-    __slots__ = ("_acting", "_generation", "_programs", "acting_with_claim")
+    __slots__ = ("_acting", "_generation", "_programs", "acting_with_limit")
 
     def __init__(self) -> None:
         """Begin empty."""
         self._programs: dict[str, Program] = {}
         self._acting: OrderedDict[Program, None] = OrderedDict()
-        self.acting_with_claim: RankedSet[Program] = RankedSet()
+        self.acting_with_limit: RankedSet[Program] = RankedSet()
         self._generation = 0
 
     def __len__(self) -> int:
@@ -46,7 +46,7 @@ class ProgramTable:
     def remove(self, program: Program) -> None:
         """Drop a program that was terminated."""
         del self._programs[program.program_id]
-        self._acting.pop(program, None)
+        self.acting_ends(program)
 
     def acting_begins(self, program: Program) -> None:
         """Note that a program's tool runs, and that it was heard of now."""
@@ -56,6 +56,7 @@ class ProgramTable:
     def acting_ends(self, program: Program) -> None:
         """Note that a turn of the program is with us again."""
         self._acting.pop(program, None)
+        self.acting_with_limit.discard(program)
 
     def longest_acting(self) -> Program | None:
         """Return the program whose tool runs and that was not heard of for longest, or None."""

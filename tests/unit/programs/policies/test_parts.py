@@ -93,6 +93,37 @@ def test_the_idle_limit_takes_the_place_too() -> None:
     assert again in driver.granted_on
 
 
+def test_the_idle_limit_takes_the_place_of_one_that_has_no_claim_any_more() -> None:
+    """Who was paused and never comes back keeps nobody out for longer than who was not; who comes back is still in."""
+    policy = load_policy("ttl", {"ttl_s": 1.0, "admission": "window", "admission.n": 2})
+    driver = Driver(policy, settings=SchedulerSettings(idle_limit_s=10.0))
+    driver.takes_turn("gone", 100)
+    driver.takes_turn("back", 100)
+    driver.ticks(5.0)
+    assert (driver.home("gone"), driver.home("back")) == (None, None)
+    waits = driver.arrives("next", 100)
+    back = driver.arrives("back", 110)
+    driver.ticks(4.9)
+    assert driver.held(waits)
+    driver.ticks(0.2)
+    assert {waits, back} <= set(driver.granted_on)
+    assert driver.held(driver.arrives("gone", 110))
+
+
+def test_the_idle_limit_takes_the_place_of_one_whose_client_left_before_its_first_answer() -> None:
+    """It was let in and waited for room: it never had a claim."""
+    policy = load_policy("ttl", {"reserve_tokens": 0, "admission": "window", "admission.n": 2})
+    driver = Driver(policy, settings=SchedulerSettings(idle_limit_s=10.0))
+    driver.arrives("busy", 600)
+    gone = driver.arrives("gone", 600)
+    waits = driver.arrives("next", 10)
+    driver.is_abandoned(gone)
+    driver.ticks(9.0)
+    assert driver.held(waits)
+    driver.ticks(2.0)
+    assert waits in driver.granted_on
+
+
 def test_a_child_of_who_is_in_is_let_in() -> None:
     """Its parent may wait for it: outside it would wait for ever. So is one whose client would give up."""
     driver = Driver(load_policy("passthrough", {"admission": "window", "admission.n": 1}))
