@@ -1,4 +1,4 @@
-"""Two real vLLM engines for the whole session, and the proxy as a process in front of them."""
+"""Two real vLLM engines for the whole session, the proxy as a process in front of them, and a real Docker engine."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ import pytest_asyncio
 
 from benchmarks.processes import Server, thunderagent
 from benchmarks.real_engine import RealEngine, RealEngineConfig, RealEngineError, ensure_model, ensure_vllm_environment
+from tests.real.docker_engine import DockerEngine, DockerEngineError, ensure_docker, import_busybox_image
 from tests.real.support import until_all_up
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Iterator
     from contextlib import AbstractAsyncContextManager
     from typing import NoReturn
 
@@ -102,6 +103,18 @@ async def proxy_of_one(engines: tuple[RealEngine, RealEngine], run_proxy: RunPro
     """Run a proxy in front of the first engine alone, so that two asks meet the same engine."""
     async with run_proxy(engines[:1], "--policy", "thunderagent") as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def docker_engine(require_real: Callable[[str], NoReturn]) -> Iterator[DockerEngine]:
+    """One engine for all tests of a file, with an image."""
+    try:
+        ensure_docker()
+        with DockerEngine() as engine:
+            import_busybox_image(engine)
+            yield engine
+    except DockerEngineError as error:
+        require_real(f"no Docker engine: {error}")
 
 
 def _engine_config(port: int) -> RealEngineConfig:

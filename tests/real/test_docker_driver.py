@@ -27,9 +27,7 @@ from aiohttp import web
 from tests.real.docker_engine import (
     IMAGE,
     DockerEngine,
-    DockerEngineError,
     busybox_root,
-    ensure_docker,
     import_busybox_image,
     reapers,
 )
@@ -58,24 +56,11 @@ from thunderagent.tools.template import Mount, Template
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-    from typing import NoReturn
 
 OWNER = Owner("proxy-1", "run-1")
 ECHO = ("nc", "-ll", "-p", "8000", "-e", "cat")
 STUBBORN = ("sh", "-c", "trap '' TERM; while :; do sleep 1; done")
 DEADLINE_S = 20.0
-
-
-@pytest.fixture(scope="module")
-def docker_engine(require_real: Callable[[str], NoReturn]) -> Iterator[DockerEngine]:
-    """One engine for all tests here, with an image."""
-    try:
-        ensure_docker()
-        with DockerEngine() as engine:
-            import_busybox_image(engine)
-            yield engine
-    except DockerEngineError as error:
-        require_real(f"no Docker engine: {error}")
 
 
 @pytest.fixture

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.integration.support import exposition, get, post, running_proxy, until
-from tests.real.docker_engine import IMAGE, DockerEngine, DockerEngineError, ensure_docker, import_busybox_image
+from tests.real.docker_engine import IMAGE, DockerEngine
 from thunderagent.errors import ConfigurationError, ProvisionError
 from thunderagent.provision.docker import OWNER_LABEL, DockerProvisioner, ReplicaImage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from typing import NoReturn
+    from collections.abc import Iterator
 
 # What the proxy asks of an engine before it sends turns: its health and its metrics.
 ENGINE = (
@@ -23,18 +22,6 @@ ENGINE = (
     "exec httpd -f -p 8000 -h /www' engine"
 )
 COMMAND = f"{ENGINE} '{exposition(16_000)}'"
-
-
-@pytest.fixture(scope="module")
-def docker_engine(require_real: Callable[[str], NoReturn]) -> Iterator[DockerEngine]:
-    """One engine for all tests here, with an image."""
-    try:
-        ensure_docker()
-        with DockerEngine() as engine:
-            import_busybox_image(engine)
-            yield engine
-    except DockerEngineError as error:
-        require_real(f"no Docker engine: {error}")
 
 
 @pytest.fixture
