@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import ClassVar
 
-from thunderagent.errors import ConfigurationError
 from thunderagent.programs.decisions import Reason
 from thunderagent.programs.policies.base import (
     ClaimRules,
@@ -32,6 +31,7 @@ from thunderagent.programs.policies.base import (
     restore_waiting,
 )
 from thunderagent.programs.policies.plas import Plas
+from thunderagent.programs.policies.setting_checks import check_not_negative
 from thunderagent.programs.signals import Signal
 
 
@@ -48,8 +48,7 @@ class Autellix:
 
     def __post_init__(self) -> None:
         """Refuse a negative length."""
-        if not self.short_tokens >= 0:
-            raise ConfigurationError(f"autellix: short_tokens must not be negative, not {self.short_tokens}")
+        check_not_negative("autellix", self, "short_tokens")
 
     def observe(self, view: View, signal: Signal) -> None:
         """Let PLAS count."""

@@ -57,6 +57,7 @@ from thunderagent.programs.policies.base import (
     home_of,
     largest_capacity_tokens,
 )
+from thunderagent.programs.policies.setting_checks import check_not_negative
 
 RESIDENT_RATIO = 0.1
 """A program is resident if so much of its claim is expected to lie in its replica's memory."""
@@ -88,9 +89,8 @@ class BreakEven:
 
     def __post_init__(self) -> None:
         """Refuse settings that mean nothing."""
-        for name in ("hold_ratio", "reserve_tokens", "foresight_ratio", "pass_count", "wait_ratio", "home_wait_ratio"):
-            if not getattr(self, name) >= 0:
-                raise ConfigurationError(f"breakeven: {name} must not be negative, not {getattr(self, name)}")
+        names = ("hold_ratio", "reserve_tokens", "foresight_ratio", "pass_count", "wait_ratio", "home_wait_ratio")
+        check_not_negative("breakeven", self, *names)
         if not 0 < self.low_ratio <= self.high_ratio:
             raise ConfigurationError(
                 f"breakeven: needs 0 < low_ratio <= high_ratio, not {self.low_ratio} and {self.high_ratio}"

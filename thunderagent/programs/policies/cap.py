@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from math import inf
 from typing import ClassVar
 
-from thunderagent.errors import ConfigurationError
 from thunderagent.programs.decisions import Reason
 from thunderagent.programs.lifecycle import Status
 from thunderagent.programs.policies.base import (
@@ -25,6 +24,7 @@ from thunderagent.programs.policies.base import (
     restore_waiting,
     without_bound_before,
 )
+from thunderagent.programs.policies.setting_checks import check_whole_from_one
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +38,7 @@ class Cap:
 
     def __post_init__(self) -> None:
         """Refuse a cap that lets nobody in."""
-        if self.n < 1 or self.n % 1:
-            raise ConfigurationError(f"cap: n must be a whole number, at least 1, not {self.n}")
+        check_whole_from_one("cap", self, "n")
 
     def pause_rank(self, program: ProgramView) -> float:
         """Return the age: unused, because nobody is paused for memory."""

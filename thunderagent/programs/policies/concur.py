@@ -31,6 +31,7 @@ from typing import ClassVar
 from thunderagent.errors import ConfigurationError
 from thunderagent.programs.decisions import Reason
 from thunderagent.programs.policies.base import Moment, ProgramView, View
+from thunderagent.programs.policies.setting_checks import check_whole_from_one
 from thunderagent.programs.ranked_set import RankedSet
 from thunderagent.programs.signals import ProgramEnd, Signal, ToolEnd, ToolStart, WindowUpdate
 
@@ -76,10 +77,7 @@ class Concur:
 
     def __post_init__(self) -> None:
         """Refuse settings that mean nothing."""
-        for setting in ("add_count", "first_count"):
-            value = getattr(self, setting)
-            if value < 1 or value % 1:
-                raise ConfigurationError(f"concur: {setting} must be a whole number, at least 1, not {value}")
+        check_whole_from_one("concur", self, "add_count", "first_count")
         if not 0 < self.cut_ratio < 1:
             raise ConfigurationError(f"concur: cut_ratio is between 0 and 1, not {self.cut_ratio}")
         if not 0 <= self.low_ratio <= self.high_ratio:

@@ -38,7 +38,6 @@ from dataclasses import dataclass, field
 from math import log, sqrt
 from typing import ClassVar
 
-from thunderagent.errors import ConfigurationError
 from thunderagent.programs.decisions import Reason
 from thunderagent.programs.lifecycle import Status
 from thunderagent.programs.policies.base import (
@@ -53,6 +52,7 @@ from thunderagent.programs.policies.base import (
 )
 from thunderagent.programs.policies.fitting import Fitting
 from thunderagent.programs.policies.program_age import ProgramAge
+from thunderagent.programs.policies.setting_checks import check_not_negative
 from thunderagent.programs.signals import GpuSubmit, ProgramEnd, Signal, ToolEnd, ToolStart
 
 FITTING = Fitting()
@@ -169,9 +169,7 @@ class Continuum:
 
     def __post_init__(self) -> None:
         """Refuse settings that mean nothing."""
-        for name in ("ttl_s", "cold_count", "prefill_token_s", "reserve_tokens"):
-            if not getattr(self, name) >= 0:
-                raise ConfigurationError(f"continuum: {name} must not be negative, not {getattr(self, name)}")
+        check_not_negative("continuum", self, "ttl_s", "cold_count", "prefill_token_s", "reserve_tokens")
 
     @property
     def name(self) -> str:

@@ -34,7 +34,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from thunderagent.errors import ConfigurationError
 from thunderagent.programs.decisions import Reason
 from thunderagent.programs.lifecycle import Phase
 from thunderagent.programs.policies.base import (
@@ -47,6 +46,7 @@ from thunderagent.programs.policies.base import (
     restore_waiting,
 )
 from thunderagent.programs.policies.fitting import Fitting
+from thunderagent.programs.policies.setting_checks import check_not_negative
 
 FITTING = Fitting()
 
@@ -73,9 +73,7 @@ class InferCept:
 
     def __post_init__(self) -> None:
         """Refuse settings that mean nothing."""
-        for name in ("prefill_token_s", "reserve_tokens"):
-            if not getattr(self, name) >= 0:
-                raise ConfigurationError(f"infercept: {name} must not be negative, not {getattr(self, name)}")
+        check_not_negative("infercept", self, "prefill_token_s", "reserve_tokens")
 
     @property
     def claim_rules(self) -> ClaimRules:

@@ -39,9 +39,9 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING, ClassVar
 
-from thunderagent.errors import ConfigurationError
 from thunderagent.programs.lifecycle import Phase, Status
 from thunderagent.programs.policies.base import ProgramView, View
+from thunderagent.programs.policies.setting_checks import check_not_negative
 from thunderagent.programs.signals import GpuEnd, GpuSubmit, ProgramEnd
 
 if TYPE_CHECKING:
@@ -94,9 +94,7 @@ class LeastArea:
 
     def __post_init__(self) -> None:
         """Refuse settings that mean nothing."""
-        for name in ("bound_ratio", "begun_ratio"):
-            if not getattr(self, name) >= 0:
-                raise ConfigurationError(f"{self.name}: {name} must not be negative, not {getattr(self, name)}")
+        check_not_negative(self.name, self, "bound_ratio", "begun_ratio")
 
     def restore_rank(self, program: ProgramView) -> float:
         """Return the index, or since when it waits if that is for too long."""

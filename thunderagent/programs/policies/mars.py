@@ -53,6 +53,7 @@ from thunderagent.programs.policies.base import (
 )
 from thunderagent.programs.policies.mars_admission import MarsAdmission
 from thunderagent.programs.policies.mars_priority import MarsOrder, MarsPriority, level_of
+from thunderagent.programs.policies.setting_checks import check_not_negative
 
 if TYPE_CHECKING:
     from thunderagent.programs.signals import Signal
@@ -85,8 +86,7 @@ class Mars:
 
     def __post_init__(self) -> None:
         """Make the parts, and refuse settings that mean nothing."""
-        if not (self.warm_ratio >= 0 and self.reserve_tokens >= 0):
-            raise ConfigurationError("mars: warm_ratio and reserve_tokens must not be negative")
+        check_not_negative("mars", self, "warm_ratio", "reserve_tokens")
         if not 0 <= self.growth_quantile < 1:
             raise ConfigurationError(f"mars: growth_quantile is from 0 to under 1, not {self.growth_quantile}")
         self.admission = MarsAdmission(tool_cpu_count=self.tool_cpu_count, window_max_count=self.window_max_count)

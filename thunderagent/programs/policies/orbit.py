@@ -25,8 +25,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from thunderagent.errors import ConfigurationError
 from thunderagent.programs.policies.base import ProgramView, View
+from thunderagent.programs.policies.setting_checks import check_whole_from_one
 
 MAX_LENGTH_TOKENS = 2**16 - 1
 MAX_LEVEL_COUNT = 2**15 - 1
@@ -41,10 +41,7 @@ class OrbitStep:
 
     def __post_init__(self) -> None:
         """Refuse a window without a turn."""
-        if self.window_count < 1 or self.window_count % 1:
-            raise ConfigurationError(
-                f"{self.name}: window_count must be a whole number, at least 1, not {self.window_count}"
-            )
+        check_whole_from_one(self.name, self, "window_count")
 
     def engine_priority(self, view: View, program: ProgramView) -> int:
         """Return the number of a turn that is granted now, which is counted already."""

@@ -34,6 +34,7 @@ from functools import partial
 from thunderagent.errors import ConfigurationError
 from thunderagent.programs.lifecycle import Phase
 from thunderagent.programs.policies.base import ProgramView, View
+from thunderagent.programs.policies.setting_checks import check_whole_from_one
 from thunderagent.programs.signals import GpuEnd, GpuFirstToken, GpuSubmit, ProgramEnd, Signal, ToolEnd, ToolStart
 
 LEVEL_S = 1e9
@@ -76,10 +77,7 @@ class Plas:
 
     def __post_init__(self) -> None:
         """Refuse settings that mean nothing."""
-        if self.level_count < 1 or self.level_count % 1:
-            raise ConfigurationError(
-                f"{self.name}: level_count must be a whole number, at least 1, not {self.level_count}"
-            )
+        check_whole_from_one(self.name, self, "level_count")
         if not (self.first_tokens > 0 and self.ratio > 1 and self.starved_ratio > 0):
             raise ConfigurationError(
                 f"{self.name}: needs first_tokens over 0, ratio over 1 and starved_ratio over 0, "

@@ -51,6 +51,7 @@ from thunderagent.programs.policies.base import (
     largest_capacity_tokens,
     without_bound_before,
 )
+from thunderagent.programs.policies.setting_checks import check_not_negative
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +79,7 @@ class ThunderAgent:
         """Refuse settings that mean nothing."""
         if not self.delta_s > 0:
             raise ConfigurationError(f"thunderagent: delta_s must be over 0, not {self.delta_s}")
-        if not self.half_life_s >= 0:
-            raise ConfigurationError(f"thunderagent: half_life_s must not be negative, not {self.half_life_s}")
-        if not self.reserve_tokens >= 0:
-            raise ConfigurationError(f"thunderagent: reserve_tokens must not be negative, not {self.reserve_tokens}")
+        check_not_negative("thunderagent", self, "half_life_s", "reserve_tokens")
         if not 0 < self.lambda_min <= self._restore_ratio:
             upper = "lambda_max" if self.restore_ratio is None else "restore_ratio"
             raise ConfigurationError(

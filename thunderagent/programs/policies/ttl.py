@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from thunderagent.errors import ConfigurationError
 from thunderagent.programs.decisions import Reason
 from thunderagent.programs.lifecycle import Phase
 from thunderagent.programs.policies.base import (
@@ -30,6 +29,7 @@ from thunderagent.programs.policies.base import (
     restore_waiting,
 )
 from thunderagent.programs.policies.fitting import Fitting
+from thunderagent.programs.policies.setting_checks import check_not_negative
 
 FITTING = Fitting()
 
@@ -44,10 +44,7 @@ class Ttl:
 
     def __post_init__(self) -> None:
         """Refuse settings that mean nothing."""
-        if not self.ttl_s >= 0:
-            raise ConfigurationError(f"ttl: ttl_s must not be negative, not {self.ttl_s}")
-        if not self.reserve_tokens >= 0:
-            raise ConfigurationError(f"ttl: reserve_tokens must not be negative, not {self.reserve_tokens}")
+        check_not_negative("ttl", self, "ttl_s", "reserve_tokens")
 
     @property
     def tick_s(self) -> float:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from thunderagent.errors import ConfigurationError
 from thunderagent.programs.policies.base import Moment, ProgramView, View
+from thunderagent.programs.policies.setting_checks import check_whole_from_one
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +18,7 @@ class Window:
 
     def __post_init__(self) -> None:
         """Refuse a window that lets nobody in."""
-        if self.n < 1 or self.n % 1:
-            raise ConfigurationError(f"window: n must be a whole number, at least 1, not {self.n}")
+        check_whole_from_one("window", self, "n")
 
     def rank(self, program: ProgramView) -> float:
         """Return the opening time."""
