@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import math
-import resource
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
@@ -25,8 +24,9 @@ from matplotlib.figure import Figure
 from benchmarks.comings import Comings, Engine
 from benchmarks.drip import DripEngine
 from benchmarks.machine import describe_machine, save_results
-from benchmarks.processes import thunderagent
+from benchmarks.processes import resident_mb, thunderagent
 from benchmarks.simulated import save_plot
+from thunderagent.serving import raise_file_limit
 
 SAMPLE_PERIOD_S = 10.0
 FORGET_LIMIT_S = 60.0
@@ -90,12 +90,6 @@ def slope_after(samples: Sequence[Sample], from_s: float, to_s: float) -> Slope:
     """Fit a line to the resident memory between two times."""
     measured = [each for each in samples if from_s <= each.at_s <= to_s]
     return slope_of([each.at_s for each in measured], [each.resident_mb for each in measured])
-
-
-def resident_mb(pid: int) -> float:
-    """Return a process's resident memory."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) / 1024
 
 
 def files_count(pid: int) -> int:
@@ -203,8 +197,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.warmup_minutes + 1 > args.minutes:
         parser.error("the load must be longer than its warm-up, by a minute at least")
-    hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
+    raise_file_limit()
     results = {"arguments": vars(args), **uvloop.run(measure(args)), "machine": describe_machine()}
     save_results(args.name, results)
     save_plot(args.name, plot(results))

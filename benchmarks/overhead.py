@@ -10,7 +10,6 @@ import argparse
 import asyncio
 import json
 import os
-import resource
 import socket
 import subprocess
 import sys
@@ -24,6 +23,8 @@ import uvloop
 
 from benchmarks.instant import chat_requests, drive, instant_engine
 from benchmarks.machine import describe_machine, save_results
+from benchmarks.processes import resident_mb
+from thunderagent.serving import raise_file_limit
 
 PROGRAMS_COUNT = 1000
 LARGE_BODY_BYTES = 400_000
@@ -151,12 +152,6 @@ async def held_turns(port: int) -> int:
     return int(json.loads(answer.partition(b"\r\n\r\n")[2])["turns_held_count"])
 
 
-def resident_mb(pid: int) -> float:
-    """Return a process's resident memory."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) / 1024
-
-
 async def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Run everything."""
     logs = Path(args.logs)
@@ -189,8 +184,7 @@ def main() -> None:
     parser.add_argument("--name", default="overhead", help="name of the result file")
     args = parser.parse_args()
     os.sched_setaffinity(0, {1})
-    hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
+    raise_file_limit()
     results = uvloop.run(measure(args))
     for name, value in {**results.get("memory", {}), **results["summary"]}.items():
         print(f"{name:28} {value:,.3f}")

@@ -1,4 +1,4 @@
-"""Run the commands of `thunderagent` as processes of their own, for as long as a block lasts."""
+"""Run the commands of `thunderagent` as processes of their own, for as long as a block lasts, and look at them."""
 
 from __future__ import annotations
 
@@ -70,6 +70,12 @@ async def stop(process: Process, grace_s: float = STOP_S) -> None:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         await process.wait()
+
+
+def resident_mb(pid: int) -> float:
+    """Return a process's resident memory."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) / 1024
 
 
 def tail(path: Path, lines_count: int = 25) -> str:

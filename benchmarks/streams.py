@@ -11,7 +11,6 @@ import argparse
 import asyncio
 import json
 import os
-import resource
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -27,7 +26,9 @@ import uvloop
 from benchmarks.drip import DripEngine, Plan, event_of, whole
 from benchmarks.load import percentile
 from benchmarks.machine import describe_machine, save_results
-from benchmarks.overhead import commands, free_port, resident_mb, target
+from benchmarks.overhead import commands, free_port, target
+from benchmarks.processes import resident_mb
+from thunderagent.serving import raise_file_limit
 
 CAPACITY_TOKENS = 1_000_000_000
 PROBES_PER_S = 5.0
@@ -397,8 +398,7 @@ def main() -> None:
     parser.add_argument("--name", default="streams", help="name of the result file")
     args = parser.parse_args()
     os.sched_setaffinity(0, {1})
-    hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
+    raise_file_limit()
     load = os.getloadavg()
     results = uvloop.run(measure(args))
     save_results(args.name, {"arguments": vars(args), **results, "load_average": load, "machine": describe_machine()})
