@@ -23,32 +23,29 @@ file to begin anew.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import shlex
 import sys
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from matplotlib.figure import Figure
 from rich import box
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks import mars
 from benchmarks.findings import OTHER_COLOUR
+from benchmarks.kept_runs import do_runs
 from benchmarks.machine import RESULTS, describe_machine, save_results
 from benchmarks.simulated import colour_of, save_plot, scenario_of
 from thunderagent.programs.events import TurnFinished
 from thunderagent.simulator.contestants import Contestant
 from thunderagent.simulator.intervals import Interval
 from thunderagent.simulator.plans import Workload
-from thunderagent.simulator.processes import GoOn, do_here, do_on_processes
+from thunderagent.simulator.processes import GoOn
 from thunderagent.simulator.report import RunResult
 from thunderagent.simulator.scenario import Loop, Scenario
 from thunderagent.simulator.workloads import Poisson, workload
@@ -200,32 +197,9 @@ def turns_per_min(ends_s: Sequence[float]) -> float:
     return 60 * count / ends_s[count - 1]
 
 
-def do_runs(
-    seeds: Sequence[int], jobs_count: int | None, console: Console, path: Path = RUNS, cases: Sequence[Case] = CASES
-) -> dict[str, dict[str, float]]:
-    """Do the runs that are not kept yet, a seed after the other; return all that are kept."""
-    kept: dict[str, dict[str, float]] = json.loads(path.read_text()) if path.exists() else {}
-    tasks = {
-        task.key: task
-        for task in (Task(case, name, seed) for seed in seeds for case in cases for name in CONTESTANTS)
-        if task.key not in kept
-    }
-    with Progress(console=console, transient=True) as bar:
-        shown = bar.add_task("combination", total=len(tasks))
-
-        def note(task: Task, figures: dict[str, float]) -> None:
-            kept[task.key] = figures
-            path.write_text(json.dumps(kept, indent=0) + "\n")
-            bar.advance(shown)
-
-        todo = deque(tasks.values())
-        if jobs_count == 1:
-            stopped_by = do_here(run_one, todo, note)
-        else:
-            stopped_by = do_on_processes(run_one, todo, note, jobs_count or 2)
-    if stopped_by:
-        console.print(f"[bold]not all runs are done: {stopped_by}[/]")
-    return kept
+def tasks(seeds: Sequence[int], cases: Sequence[Case] = CASES) -> list[Task]:
+    """Return all runs, a seed after the other; those of `sticky` on one replica have the key of `fcfs`."""
+    return [Task(case, name, seed) for seed in seeds for case in cases for name in CONTESTANTS]
 
 
 # --- figures --------------------------------------------------------------------------------------------------------
@@ -433,7 +407,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console()
     console.width = max(console.width, 150)  # what the tables take
     seeds = range(args.first_seed, args.first_seed + args.seeds)
-    found = Found(do_runs(seeds, args.jobs, console), seeds)
+    found = Found(do_runs(run_one, tasks(seeds), RUNS, args.jobs, console), seeds)
     if not found.seeds:
         return 1
     verdicts = judge(found)

@@ -12,8 +12,6 @@ anew.
 
 from __future__ import annotations
 
-import json
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
@@ -22,16 +20,16 @@ from typing import Any
 from matplotlib.figure import Figure
 from rich import box
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
+from benchmarks.kept_runs import do_runs
 from benchmarks.machine import RESULTS
 from benchmarks.simulated import Runner, save_plot
 from thunderagent.programs.goodput import ALPHA_RATIOS, in_time
 from thunderagent.simulator.contestants import Contestant
 from thunderagent.simulator.intervals import Interval
 from thunderagent.simulator.plans import ProgramPlan
-from thunderagent.simulator.processes import GoOn, do_here, do_on_processes
+from thunderagent.simulator.processes import GoOn
 from thunderagent.simulator.records import EngineConfig
 from thunderagent.simulator.report import RunResult
 from thunderagent.simulator.scenario import Scenario
@@ -220,28 +218,6 @@ def figures_of(result: RunResult) -> dict[str, float]:
     return {name: round(value, 4) for name, value in values.items()}
 
 
-def do_runs(seeds: Sequence[int], jobs_count: int | None, console: Console) -> dict[str, dict[str, float]]:
-    """Do the runs that are not kept yet, a seed after the other; return all that are kept."""
-    kept: dict[str, dict[str, float]] = json.loads(RUNS.read_text()) if RUNS.exists() else {}
-    tasks = [Task(point, policy, seed) for seed in seeds for point in POINTS for policy in POLICIES]
-    todo = deque(task for task in tasks if task.key not in kept)
-    with Progress(console=console, transient=True) as bar:
-        shown = bar.add_task("mars", total=len(todo))
-
-        def note(task: Task, figures: dict[str, float]) -> None:
-            kept[task.key] = figures
-            RUNS.write_text(json.dumps(kept, indent=0) + "\n")
-            bar.advance(shown)
-
-        if jobs_count == 1:
-            stopped_by = do_here(run_one, todo, note)
-        else:
-            stopped_by = do_on_processes(run_one, todo, note, jobs_count or 2)
-    if stopped_by:
-        console.print(f"[bold]not all runs are done: {stopped_by}[/]")
-    return kept
-
-
 # --- figures --------------------------------------------------------------------------------------
 
 
@@ -282,7 +258,8 @@ class Found:
 
 def figure(runner: Runner, console: Console) -> dict[str, Any]:
     """Do the runs, show them, and return the figures for the results."""
-    found = Found(do_runs(runner.seeds, runner.jobs_count, console), runner.seeds)
+    tasks = [Task(point, policy, seed) for seed in runner.seeds for point in POINTS for policy in POLICIES]
+    found = Found(do_runs(run_one, tasks, RUNS, runner.jobs_count, console), runner.seeds)
     if not found.seeds:
         return {}
     own = ("thunderagent", "breakeven")

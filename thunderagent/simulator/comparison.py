@@ -29,7 +29,7 @@ from thunderagent.simulator.clients import Supply
 from thunderagent.simulator.contestants import Contestant
 from thunderagent.simulator.intervals import Interval
 from thunderagent.simulator.plans import Workload
-from thunderagent.simulator.processes import PROCESS_BYTES, GoOn, do_here, do_on_processes
+from thunderagent.simulator.processes import PROCESS_BYTES, GoOn, do_all
 from thunderagent.simulator.report import RunResult, Sample
 from thunderagent.simulator.scenario import MEMORY_ADVICE, Scenario, available_bytes, estimate_bytes
 
@@ -291,11 +291,7 @@ def compare(
         report(planned)
 
     report(None)
-    do = partial(_run_one, plan)
-    if process_count == 1:
-        stopped_by = do_here(do, grid.todo, note)
-    else:
-        stopped_by = do_on_processes(do, grid.todo, note, process_count)
+    stopped_by = do_all(partial(_run_one, plan), grid.todo, note, process_count)
     return ComparisonResult(plan, tuple(grid.runs()), tuple(grid.sweeps()), len(grid.done), grid.all_count, stopped_by)
 
 

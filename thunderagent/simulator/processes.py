@@ -45,6 +45,18 @@ LOST_A_PROCESS = "a process ended by itself: was memory short?"
 """What ended the work: the system, or a task, ended a process."""
 
 
+def do_all(
+    do: Callable[[Task, GoOn], Result],
+    todo: deque[Task],
+    note: Callable[[Task, Result], None],
+    process_count: int,
+) -> str:
+    """Do all tasks, on so many processes or, with one, in this; return in words what ended that early, or nothing."""
+    if process_count == 1:
+        return do_here(do, todo, note)
+    return do_on_processes(do, todo, note, process_count)
+
+
 def do_here(do: Callable[[Task, GoOn], Result], todo: deque[Task], note: Callable[[Task, Result], None]) -> str:
     """Do all tasks in this process; return in words what ended that early, or nothing."""
     with _interrupts() as interrupts:

@@ -23,13 +23,14 @@ from benchmarks.combination import (
     Case,
     Found,
     Task,
-    do_runs,
     judge,
     plot,
     run_one,
     table,
+    tasks,
     turns_per_min,
 )
+from benchmarks.kept_runs import do_runs
 from benchmarks.policy import mean_context_tokens
 from thunderagent.simulator.contestants import Contestant
 from thunderagent.simulator.workloads import load_workloads
@@ -154,7 +155,7 @@ def test_runs_are_kept_and_not_done_twice(tmp_path: Path, monkeypatch: pytest.Mo
     case = replace(CASES[0], programs_count=6)
     monkeypatch.setattr(combination, "CONTESTANTS", {COMBINATION: CONTESTANTS[COMBINATION], FCFS: FCFS})
     path = tmp_path / "runs.json"
-    kept = do_runs((5,), 1, Console(quiet=True), path, (case,))
+    kept = do_runs(run_one, tasks((5,), (case,)), path, 1, Console(quiet=True))
     assert set(kept) == {Task(case, COMBINATION, 5).key, Task(case, FCFS, 5).key}
     figures = kept[Task(case, COMBINATION, 5).key]
     assert 0 < figures["whole_turns_per_min"] <= figures["turns_per_min"] * 1.5
@@ -162,7 +163,7 @@ def test_runs_are_kept_and_not_done_twice(tmp_path: Path, monkeypatch: pytest.Mo
     assert 0 <= figures["in_time_ratio"] <= 1
     changed = {key: values | {"mean_s": 1.0} for key, values in kept.items()}
     path.write_text(json.dumps(changed))
-    assert do_runs((5,), 1, Console(quiet=True), path, (case,)) == changed
+    assert do_runs(run_one, tasks((5,), (case,)), path, 1, Console(quiet=True)) == changed
 
 
 def test_runs_of_a_seed_are_the_same() -> None:

@@ -19,6 +19,7 @@ import pytest
 from thunderagent.simulator.processes import (
     INTERRUPTED,
     LOST_A_PROCESS,
+    do_all,
     do_here,
     do_on_processes,
     interrupts_ignored,
@@ -89,12 +90,6 @@ def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return __import__("tasks_to_do")
 
 
-def do_all(do: Any, todo: list[int], process_count: int, done: dict[int, Any]) -> str:
-    if process_count == 1:
-        return do_here(do, deque(todo), done.__setitem__)
-    return do_on_processes(do, deque(todo), done.__setitem__, process_count)
-
-
 @pytest.mark.parametrize("process_count", [1, 2])
 def test_all_is_done_and_more_may_come(tasks: ModuleType, process_count: int) -> None:
     """Who hears of a result may add tasks, even when none is left."""
@@ -105,34 +100,32 @@ def test_all_is_done_and_more_may_come(tasks: ModuleType, process_count: int) ->
         if task == 3:
             todo.append(4)
 
-    do = do_here if process_count == 1 else do_on_processes
-    rest = () if process_count == 1 else (process_count,)
-    assert do(tasks.square, todo, note, *rest) == ""
+    assert do_all(tasks.square, todo, note, process_count) == ""
     assert done == {1: 1, 2: 4, 3: 9, 4: 16}
 
 
 @pytest.mark.parametrize("process_count", [1, 2])
 def test_an_error_is_raised_here(tasks: ModuleType, process_count: int) -> None:
     with pytest.raises(ValueError, match="task 1 is out of order"):
-        do_all(tasks.broken, [1] * 5, process_count, {})
+        do_all(tasks.broken, deque([1] * 5), {}.__setitem__, process_count)
 
 
 @pytest.mark.parametrize("process_count", [1, 2])
 def test_an_error_of_ours_ends_all_and_keeps_what_is_done(tasks: ModuleType, process_count: int) -> None:
     """Its text says what ended the work."""
     done: dict[int, Any] = {}
-    assert do_all(tasks.impossible, [1, 2], process_count, done) == "task 2 is impossible"
+    assert do_all(tasks.impossible, deque([1, 2]), done.__setitem__, process_count) == "task 2 is impossible"
     assert done == {1: "first"}
 
 
 @pytest.mark.parametrize("process_count", [1, 2])
 def test_a_task_that_hears_an_interrupt_ends_all(tasks: ModuleType, process_count: int) -> None:
-    assert do_all(tasks.interrupted, [1, 2, 3], process_count, {}) == INTERRUPTED
+    assert do_all(tasks.interrupted, deque([1, 2, 3]), {}.__setitem__, process_count) == INTERRUPTED
 
 
 def test_a_process_that_dies_ends_all(tasks: ModuleType) -> None:
     done: dict[int, Any] = {}
-    assert do_all(tasks.deadly, [1, 2, 3], 2, done) == LOST_A_PROCESS
+    assert do_all(tasks.deadly, deque([1, 2, 3]), done.__setitem__, 2) == LOST_A_PROCESS
     assert done == {}
 
 
@@ -176,8 +169,7 @@ def test_ctrl_c_never_loses_what_is_just_noted(tasks: ModuleType, process_count:
         done[task] = result
 
     todo = deque([1, 2, 3, 4])
-    rest = () if process_count == 1 else (process_count,)
-    assert (do_here if process_count == 1 else do_on_processes)(tasks.square, todo, note, *rest) == INTERRUPTED
+    assert do_all(tasks.square, todo, note, process_count) == INTERRUPTED
     assert 1 <= len(done) <= 2
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
