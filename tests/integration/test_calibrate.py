@@ -16,6 +16,7 @@ import pytest
 from aiohttp import web
 
 from tests.integration.support import engine, until
+from tests.loopback import on_loopback
 from thunderagent.calibrate.measurement import Calibration, Settings, calibrate
 from thunderagent.cli import main
 from thunderagent.errors import CalibrationError
@@ -154,13 +155,8 @@ async def served(made_up: MadeUpEngine) -> AsyncIterator[str]:
             web.post("/v1/completions", made_up.complete),
         ]
     )
-    runner = web.AppRunner(app)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
+    async with on_loopback(app) as url:
+        yield url
 
 
 async def calibrated(made_up: MadeUpEngine, *, budget_s: float = 0.5, api_key: str | None = None) -> Calibration:

@@ -22,6 +22,7 @@ from tests.integration.support import (
     running_proxy,
     until,
 )
+from tests.loopback import on_loopback
 from thunderagent.proxy.dashboard import HEADERS
 from thunderagent.proxy.sse import server_sent, stream_events
 
@@ -192,25 +193,18 @@ async def test_a_silent_stream_is_kept_alive_and_ends_whole() -> None:
 
     app = web.Application()
     app.router.add_get("/", follow)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    host, port = runner.addresses[0][:2]
-    try:
-        async with Wire.open(f"http://{host}:{port}") as wire:
-            wire.send("GET", "/")
-            await wire.head()
-            assert [await wire.chunk() for _ in range(3)] == [b": first\n\n", *[b": still here\n\n"] * 2]
-            queue.put_nowait(server_sent(b"{}", kind="hold", event_id="a-1"))
-            while (chunk := await wire.chunk()) == b": still here\n\n":
-                pass
-            assert chunk == b"id: a-1\nevent: hold\ndata: {}\n\n"
-            queue.put_nowait(None)
-            while (chunk := await wire.chunk()) == b": still here\n\n":
-                pass
-            assert chunk == b""
-    finally:
-        await runner.cleanup()
+    async with on_loopback(app) as url, Wire.open(url) as wire:
+        wire.send("GET", "/")
+        await wire.head()
+        assert [await wire.chunk() for _ in range(3)] == [b": first\n\n", *[b": still here\n\n"] * 2]
+        queue.put_nowait(server_sent(b"{}", kind="hold", event_id="a-1"))
+        while (chunk := await wire.chunk()) == b": still here\n\n":
+            pass
+        assert chunk == b"id: a-1\nevent: hold\ndata: {}\n\n"
+        queue.put_nowait(None)
+        while (chunk := await wire.chunk()) == b": still here\n\n":
+            pass
+        assert chunk == b""
 
 
 async def test_programs_are_searched_and_sorted() -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from tests.integration.support import DEADLINE_S, Wire, ask, cap, exchange, fake_replica, get, post, running_proxy, turn
+from tests.loopback import on_loopback
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -52,16 +53,8 @@ async def elsewhere() -> AsyncIterator[Elsewhere]:
     service = Elsewhere()
     app = web.Application()
     app.add_routes([web.post("/prepare", service.prepare), web.post("/reclaim", service.reclaim)])
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    try:
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        host, port = runner.addresses[0][:2]
-        service.url = f"http://{host}:{port}"
+    async with on_loopback(app, shutdown_timeout=0.1) as service.url:
         yield service
-    finally:
-        await runner.cleanup()
 
 
 @asynccontextmanager

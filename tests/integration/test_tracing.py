@@ -35,6 +35,7 @@ from tests.integration.support import (
     until,
     word,
 )
+from tests.loopback import on_loopback
 from thunderagent.config import ServeConfig
 from thunderagent.errors import ConfigurationError
 
@@ -87,12 +88,8 @@ async def collector(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Collector]
     ours = Collector()
     app = web.Application()
     app.router.add_post("/{path:.*}", ours.take)
-    runner = web.AppRunner(app, access_log=None, keepalive_timeout=0.05)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    ours.url = "http://{}:{}".format(*runner.addresses[0][:2])
-    yield ours
-    await runner.cleanup()
+    async with on_loopback(app, access_log=None, keepalive_timeout=0.05) as ours.url:
+        yield ours
 
 
 @asynccontextmanager

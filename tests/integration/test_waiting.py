@@ -31,6 +31,7 @@ from tests.integration.support import (
     until,
     word,
 )
+from tests.loopback import on_loopback
 from thunderagent.errors import NoReplicaError
 from thunderagent.proxy.dialects import dialect_of
 from thunderagent.proxy.heartbeat import HeldStream
@@ -467,13 +468,8 @@ async def serving(routes: Sequence[web.RouteDef] = (), app: web.Application | No
     """Serve on loopback for the length of the block."""
     app = app or web.Application()
     app.add_routes(routes)
-    runner = web.AppRunner(app, handler_cancellation=True)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        yield "http://{}:{}".format(*runner.addresses[0])
-    finally:
-        await runner.cleanup()
+    async with on_loopback(app, handler_cancellation=True) as url:
+        yield url
 
 
 @pytest.mark.parametrize("status", ["400 Bad Request", "500 Internal Server Error"])

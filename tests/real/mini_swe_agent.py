@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Self
 from aiohttp import web
 
 from benchmarks.real_engine import ensure_environment
+from tests.loopback import on_loopback
 from tests.real.docker_engine import busybox_root
 
 if TYPE_CHECKING:
@@ -94,14 +95,8 @@ class ScriptedReplica:
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/chat/completions", self._chat)
-        runner = web.AppRunner(app, shutdown_timeout=0)
-        await runner.setup()
-        try:
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-            self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        async with on_loopback(app, shutdown_timeout=0) as self.url:
             yield self
-        finally:
-            await runner.cleanup()
 
     def turns_of(self, program_id: str) -> list[dict[str, Any]]:
         """Return the bodies of the turns that one program sent, in order."""

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from aiohttp import web
 
+from tests.loopback import on_loopback
+
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable
 
@@ -70,14 +72,8 @@ class ScriptedModel:
         app.router.add_post("/v1/responses", self._responses)
         app.router.add_post("/v1/messages", self._messages)
         app.router.add_post("/v1/messages/count_tokens", self._count_tokens)
-        runner = web.AppRunner(app, shutdown_timeout=0)
-        await runner.setup()
-        try:
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-            self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        async with on_loopback(app, shutdown_timeout=0) as self.url:
             yield self
-        finally:
-            await runner.cleanup()
 
     def _step(self, request: web.Request, tools: Iterable[tuple[str, Json]], results: list[str]) -> Step:
         """Call a tool unless there is a result already."""

@@ -24,6 +24,7 @@ import docker
 import pytest
 from aiohttp import web
 
+from tests.loopback import on_loopback
 from tests.real.docker_engine import (
     IMAGE,
     DockerEngine,
@@ -781,11 +782,5 @@ async def registry() -> AsyncIterator[tuple[str, list[str]]]:
 
     app = web.Application()
     app.router.add_route("*", "/v2/{path:.*}", cast("Callable[[web.Request], Awaitable[web.Response]]", answer))
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        yield f"127.0.0.1:{runner.addresses[0][1]}/tools:1", served
-    finally:
-        await runner.cleanup()
+    async with on_loopback(app) as url:
+        yield f"{url.removeprefix('http://')}/tools:1", served

@@ -10,6 +10,7 @@ import pytest
 from aiohttp import web
 from multidict import CIMultiDict
 
+from tests.loopback import on_loopback
 from thunderagent.backends import backend_of
 from thunderagent.backends.client import ClientSettings, ReplicaClient, open_client
 from thunderagent.backends.poller import ReplicaEndpoint
@@ -42,17 +43,13 @@ async def serving(rank_id: int | None = None) -> AsyncIterator[tuple[Server, Rep
     server = Server()
     app = web.Application()
     app.router.add_get("/{path:.*}", server.handle)
-    runner = web.AppRunner(app, shutdown_timeout=0)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    url = "http://{}:{}".format(*runner.addresses[0])
-    try:
-        async with open_client(ClientSettings()) as client:
-            client.add(ReplicaEndpoint("r", url, backend_of("vllm"), rank_id))
-            yield server, client, url
-    finally:
-        server.go_on.set()
-        await runner.cleanup()
+    async with on_loopback(app, shutdown_timeout=0) as url:
+        try:
+            async with open_client(ClientSettings()) as client:
+                client.add(ReplicaEndpoint("r", url, backend_of("vllm"), rank_id))
+                yield server, client, url
+        finally:
+            server.go_on.set()
 
 
 async def test_requests_are_counted_until_their_answers_are_read_or_closed() -> None:

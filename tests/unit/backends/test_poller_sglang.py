@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 from aiohttp import web
 
+from tests.loopback import on_loopback
 from thunderagent.backends import backend_of
 from thunderagent.backends.base import ReplicaReading
 from thunderagent.backends.poller import Poller, PollerSettings, ReplicaEndpoint
@@ -46,13 +47,9 @@ async def engine() -> AsyncIterator[Engine]:
     engine = Engine()
     app = web.Application()
     app.router.add_get("/{path:.*}", engine.answer)
-    runner = web.AppRunner(app, shutdown_timeout=0)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    engine.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    yield engine
-    engine.health_hangs = False
-    await runner.cleanup()
+    async with on_loopback(app, shutdown_timeout=0) as engine.url:
+        yield engine
+        engine.health_hangs = False
 
 
 @dataclass

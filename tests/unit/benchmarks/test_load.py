@@ -22,6 +22,7 @@ from benchmarks.load import (
     run_load,
     run_programs,
 )
+from tests.loopback import on_loopback
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -108,15 +109,8 @@ async def serving(engine: FakeEngine) -> AsyncIterator[str]:
     app = web.Application()
     app.router.add_post("/v1/chat/completions", engine.chat)
     app.router.add_post("/programs/release", engine.release)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    host, port = runner.addresses[0][:2]
-    try:
-        yield f"http://{host}:{port}"
-    finally:
-        await runner.cleanup()
+    async with on_loopback(app) as url:
+        yield url
 
 
 def test_a_program_depends_on_seed_and_index_only() -> None:

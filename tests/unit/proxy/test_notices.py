@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 from aiohttp import web
 
+from tests.loopback import on_loopback
 from thunderagent.backends import backend_of
 from thunderagent.backends.base import Notice
 from thunderagent.backends.client import ClientSettings, open_client
@@ -59,12 +60,9 @@ async def sending(timeout_s: float = 5.0, max_waiting_count: int = 100) -> Async
     engine = Engine()
     app = web.Application()
     app.router.add_post("/{path:.*}", engine.answer)
-    runner = web.AppRunner(app, shutdown_timeout=0)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    urls = {"a": f"http://127.0.0.1:{runner.addresses[0][1]}", "b": "http://127.0.0.1:9"}
-    sender = NoticeSender(urls.get, timeout_s, max_waiting_count=max_waiting_count)
-    async with open_client(ClientSettings()) as client:
+    async with on_loopback(app, shutdown_timeout=0) as engine_url, open_client(ClientSettings()) as client:
+        urls = {"a": engine_url, "b": "http://127.0.0.1:9"}
+        sender = NoticeSender(urls.get, timeout_s, max_waiting_count=max_waiting_count)
         for replica_id, url in urls.items():
             client.add(ReplicaEndpoint(replica_id, url, backend_of("sglang")))
         task = asyncio.create_task(sender.run(client))
@@ -76,7 +74,6 @@ async def sending(timeout_s: float = 5.0, max_waiting_count: int = 100) -> Async
             with contextlib.suppress(asyncio.CancelledError):
                 await task
             engine.hangs.clear()
-            await runner.cleanup()
 
 
 async def until(condition: object) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from aiohttp import web
 
+from tests.loopback import on_loopback
 from tests.unit.backends.discovery.fakes import following
 from thunderagent.backends.discovery.base import PodSelection, Wanted
 from thunderagent.backends.discovery.kubernetes import ClusterAccess, KubernetesSource
@@ -62,12 +63,8 @@ async def api() -> AsyncIterator[Api]:
     server = Api()
     app = web.Application()
     app.router.add_get("/api/v1/namespaces/inference/pods", server.answer)
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    server.url = "http://{}:{}".format(*runner.addresses[0])
-    yield server
-    await runner.cleanup()
+    async with on_loopback(app, handler_cancellation=True, shutdown_timeout=0) as server.url:
+        yield server
 
 
 def source(api: Api, port: str = "8000", **access: Any) -> KubernetesSource:

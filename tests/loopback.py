@@ -1,0 +1,23 @@
+"""Serve an aiohttp application to a test."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+
+@asynccontextmanager
+async def on_loopback(app: web.Application, **options: Any) -> AsyncIterator[str]:
+    """Serve on a free port for the length of the block; yield the URL. The options are those of aiohttp's runner."""
+    runner = web.AppRunner(app, **options)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield "http://{}:{}".format(*runner.addresses[0])
+    finally:
+        await runner.cleanup()
