@@ -9,11 +9,11 @@ import pytest
 import structlog
 import uvloop
 
-from tests.integration.support import shared_engine
+from tests.integration.support import FakeReplica, RunningProxy, fake_replica, running_proxy, shared_engine
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable, Iterator
+    from collections.abc import AsyncIterator, Callable, Iterator
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -50,3 +50,17 @@ def engine_url() -> Iterator[str]:
     """Run an embedded engine that takes no time."""
     with shared_engine() as url:
         yield url
+
+
+@pytest.fixture
+async def replica() -> AsyncIterator[FakeReplica]:
+    """Run a replica whose answers a test sets."""
+    async with fake_replica() as replica:
+        yield replica
+
+
+@pytest.fixture
+async def proxy(replica: FakeReplica) -> AsyncIterator[RunningProxy]:
+    """Run a proxy in front of it."""
+    async with running_proxy(replica.url) as proxy:
+        yield proxy

@@ -44,12 +44,6 @@ PAGE = Path(__file__).parents[2] / "docs" / "client.md"
 
 
 @pytest.fixture
-async def replica() -> AsyncIterator[FakeReplica]:
-    async with fake_replica() as replica:
-        yield replica
-
-
-@pytest.fixture
 async def proxy(replica: FakeReplica, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[RunningProxy]:
     """Run a proxy that the environment names, as it would on an agent's machine."""
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)

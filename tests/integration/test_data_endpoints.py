@@ -6,7 +6,7 @@ import asyncio
 import gzip
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
@@ -41,9 +41,6 @@ from tests.integration.support import (
     until,
     word,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
 
 RESPONSE_USAGE = {
     "input_tokens": 10,
@@ -121,18 +118,6 @@ APIS = {
     ),
 }
 EACH_API = pytest.mark.parametrize("api", APIS.values(), ids=APIS)
-
-
-@pytest.fixture
-async def replica() -> AsyncIterator[FakeReplica]:
-    async with fake_replica() as replica:
-        yield replica
-
-
-@pytest.fixture
-async def proxy(replica: FakeReplica) -> AsyncIterator[RunningProxy]:
-    async with running_proxy(replica.url) as proxy:
-        yield proxy
 
 
 def totals(proxy: RunningProxy, program_id: str = "a") -> tuple[int, int, int]:

@@ -38,7 +38,6 @@ from tests.integration.support import (
     event,
     events_of,
     exchange,
-    fake_replica,
     head_bytes,
     metrics_of,
     post,
@@ -49,22 +48,10 @@ from tests.integration.support import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import Callable, Sequence
 
 STREAM = (word("one"), word(" two", "stop"), DONE)
 USAGE_OPTION = b'"stream_options":{"include_usage":true}'
-
-
-@pytest.fixture
-async def replica() -> AsyncIterator[FakeReplica]:
-    async with fake_replica() as replica:
-        yield replica
-
-
-@pytest.fixture
-async def proxy(replica: FakeReplica) -> AsyncIterator[RunningProxy]:
-    async with running_proxy(replica.url) as proxy:
-        yield proxy
 
 
 def seen(answer: Answer) -> tuple[int, str, list[Header], bytes, bool]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -26,22 +26,6 @@ from tests.integration.support import (
     turn,
     until,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-
-@pytest.fixture
-async def replica() -> AsyncIterator[FakeReplica]:
-    async with fake_replica() as replica:
-        yield replica
-
-
-@pytest.fixture
-async def proxy(replica: FakeReplica) -> AsyncIterator[RunningProxy]:
-    async with running_proxy(replica.url) as proxy:
-        yield proxy
-
 
 BOTH = (("X-Session-ID", "by-session"), ("X-Program-ID", "by-program"))
 

@@ -50,7 +50,6 @@ from thunderagent.proxy.keys import Keyring, mint_key
 from thunderagent.security import check_security
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
     from pathlib import Path
 
 DATA_KEY, DATA_LINE = mint_key("app")
@@ -65,12 +64,6 @@ def bearer(key: str) -> Header:
 
 async def call(url: str, method: str, target: str, *headers: Header, body: bytes = b"") -> Answer:
     return await exchange(url, method, target, headers, body)
-
-
-@pytest.fixture
-async def replica() -> AsyncIterator[FakeReplica]:
-    async with fake_replica() as fake:
-        yield fake
 
 
 # --- keys
