@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
@@ -65,10 +65,6 @@ class RunReport:
     failed_turn_count: int
     costs_token_s: dict[str, float]
     end_s: tuple[float, ...]
-
-    def as_json(self) -> dict[str, Any]:
-        """Return it as JSON takes it."""
-        return asdict(self)
 
 
 def table(before: RunReport, after: RunReport) -> Table:

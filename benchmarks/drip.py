@@ -60,7 +60,6 @@ class DripEngine:
         self.connections_count = 0
         self.turns_count = 0
         """In hand now."""
-        self.answered_count = 0
         self.left_count = 0
         """Turns whose peer closed the connection before their end."""
 
@@ -138,6 +137,5 @@ class _Connection(asyncio.Protocol):
     def _end(self, plan: Plan) -> None:
         self._plan = self._timer = None
         self._engine.turns_count -= 1
-        self._engine.answered_count += 1
         if plan.breaks:
             self._transport.close()

@@ -143,16 +143,6 @@ def mix(regime: str, rate_per_s: float) -> Mix:
     return Mix(f"mars-{regime}", rate_per_s, weights)
 
 
-def volume_tokens(plan: ProgramPlan) -> int:
-    """Return how many tokens all prompts of a program have together."""
-    volume = context_tokens = 0
-    for turn in plan.turns:
-        context_tokens += turn.new_tokens
-        volume += context_tokens
-        context_tokens += turn.output_tokens
-    return volume
-
-
 def scenario_of(point: Point, policy: str, seed: int) -> Scenario:
     """Return one replica on a GPU, as the policy's authors have it, and 8 cores for tools."""
     timing = profile(PROFILES[point.gpu])

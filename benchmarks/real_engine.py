@@ -285,11 +285,6 @@ class RealEngine:
             os.killpg(process.pid, signal.SIGKILL)
         self._process = None
 
-    async def restart(self) -> None:
-        """Stop the engine if it runs, start it again on the same port, and wait until it is healthy."""
-        await self.stop()
-        await self.start()
-
     async def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes, so that a run does not profit from the one before.
 

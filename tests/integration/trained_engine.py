@@ -44,9 +44,6 @@ class TrainedEngine:
     def open_gate(self) -> None:
         self._gate.set()
 
-    def close_gate(self) -> None:
-        self._gate.clear()
-
     @property
     def running_count(self) -> int:
         return self._running_count

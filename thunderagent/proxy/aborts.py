@@ -71,11 +71,6 @@ def is_abortable(path: str, *, has_token_prompt: bool) -> bool:
     return path in (SGLANG_PATH, VLLM_PATH, SKYRL_PATH) or (path == COMPLETIONS_PATH and has_token_prompt)
 
 
-def is_body_abortable(path: str, body: bytes) -> bool:
-    """Say the same of a turn of which nothing is known but its body. Cost: one pass over it."""
-    return is_abortable(path, has_token_prompt=holds_token_ids(_read(body).prompt))
-
-
 def abort_answer(path: str, body: bytes) -> AbortAnswer:
     """Return what the engine would answer had it aborted this request before its first token."""
     path = path.partition("?")[0]

@@ -25,7 +25,7 @@ DEFAULT_RETRIES = RetrySettings()
 class RetryBudget:
     """Count turns and retries of this window and the one before. O(1) for each."""
 
-    __slots__ = ("_earlier", "_retries_count", "_settings", "_turns_count", "_window", "made_count", "refused_count")
+    __slots__ = ("_earlier", "_retries_count", "_settings", "_turns_count", "_window", "refused_count")
 
     def __init__(self, settings: RetrySettings) -> None:
         """Begin with nothing counted."""
@@ -33,7 +33,6 @@ class RetryBudget:
         self._window = 0
         self._turns_count = self._retries_count = 0
         self._earlier = 0, 0
-        self.made_count = 0
         self.refused_count = 0
         """Retries that one turn had left, and all together had not."""
 
@@ -54,7 +53,6 @@ class RetryBudget:
             self.refused_count += 1
             return False
         self._retries_count += 1
-        self.made_count += 1
         return True
 
     def _step(self, now_s: float) -> None:

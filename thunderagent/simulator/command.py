@@ -21,10 +21,8 @@ from thunderagent.simulator.report import RunResult
 from thunderagent.simulator.scenario import Loop, Scenario
 from thunderagent.simulator.timing import load_profiles, profile_from
 from thunderagent.simulator.tools import ToolSettings
-from thunderagent.simulator.traces import Limits, TraceWorkload, load_mooncake, load_recorded, load_weka
+from thunderagent.simulator.traces import FORMATS, Limits, TraceWorkload
 from thunderagent.simulator.workloads import workload, workload_names
-
-TRACE_LOADERS = {"recorded": load_recorded, "mooncake": load_mooncake, "weka": load_weka}
 
 DESCRIPTION = """\
 Simulate agent programs on engine replicas under a policy, in virtual time: an hour takes seconds.
@@ -76,7 +74,7 @@ def add_scenario_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--trace-format",
         default="recorded",
-        choices=sorted(TRACE_LOADERS),
+        choices=sorted(FORMATS),
         help="whose file it is; recorded: what `thunderagent record` writes (default: %(default)s)",
     )
     add(
@@ -202,7 +200,7 @@ def _bytes(option: str, gibibytes: float) -> int:
 def load_programs(args: argparse.Namespace, limit_tokens: int) -> Workload:
     """Return what programs do; what of a trace cannot be replayed is said on standard error."""
     if args.trace is not None:
-        trace = TRACE_LOADERS[args.trace_format](args.trace, Limits(context_tokens=limit_tokens))
+        trace = FORMATS[args.trace_format](args.trace, Limits(context_tokens=limit_tokens))
         print(f"{args.trace}: {trace}", file=sys.stderr)
         return TraceWorkload(args.trace.name, trace, in_order_of_arrival=args.loop == "open")
     try:

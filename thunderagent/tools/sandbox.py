@@ -170,11 +170,6 @@ class Sandbox:
         return f"<Sandbox {self.sandbox_id} from {self.template_name or 'a request'}: {self.stage}, of {owners}>"
 
     @property
-    def is_warm(self) -> bool:
-        """Whether it belongs to nobody."""
-        return not self.program_ids and self.stage is not Stage.RECLAIMING
-
-    @property
     def prepare_s(self) -> float | None:
         """How long its last preparation took; None before it was ready, and of one that was given."""
         return self.ready_s - self.begun_s if self.ready_s is not None and self.begun_s is not None else None
@@ -445,11 +440,8 @@ class SandboxTable:
 
     # --- the plan ---------------------------------------------------------------------------------------------------
 
-    def expected_prepare_s(self, template: Template) -> float:
+    def expected_prepare_s(self, digest: str) -> float:
         """Return what nine of ten preparations of a template took; of a new one those of all; 0 before the first."""
-        return self._expected_prepare_s(template.digest())
-
-    def _expected_prepare_s(self, digest: str) -> float:
         times_s = self._prepare_times_s.get(digest, self._prepare_guess_s)
         return times_s.quantile(PREPARE_QUANTILE, 0.0)
 
@@ -487,7 +479,7 @@ class SandboxTable:
 
     def _by_need(self, wanted: list[Sandbox], needed_in_s: Callable[[str], float]) -> Iterator[tuple[bool, Sandbox]]:
         """Yield those that are wanted with whether each is due: who is, by when it is needed; then who soon will be."""
-        prepare_s = {digest: self._expected_prepare_s(digest) for digest in {each.digest for each in wanted}}
+        prepare_s = {digest: self.expected_prepare_s(digest) for digest in {each.digest for each in wanted}}
         ranked: list[tuple[float, float, float, int, Sandbox]] = []
         for place, sandbox in enumerate(wanted):
             needed_s = min(map(needed_in_s, sandbox.program_ids), default=inf)

@@ -21,15 +21,25 @@ from benchmarks.mars import (
     mix,
     run_one,
     scenario_of,
-    volume_tokens,
 )
 from thunderagent.simulator.contestants import Contestant
+from thunderagent.simulator.plans import ProgramPlan
 
 
 def test_there_are_twenty_points() -> None:
     """Four regimes, at three loads on one GPU and at two on the other."""
     assert len(set(POINTS)) == 20
     assert sum(len(loads) for loads in LOADS.values()) * len(REGIMES) == 20
+
+
+def volume_tokens(plan: ProgramPlan) -> int:
+    """Return how many tokens all prompts of a program have together."""
+    volume = context_tokens = 0
+    for turn in plan.turns:
+        context_tokens += turn.new_tokens
+        volume += context_tokens
+        context_tokens += turn.output_tokens
+    return volume
 
 
 @pytest.mark.parametrize("regime", REGIMES)

@@ -408,19 +408,19 @@ def test_preparation_times_of_templates_are_not_remembered_for_ever() -> None:
     table = table_with(hands_count=10_000, sandbox_count=10_000)
     for number in range(TEMPLATES_LEARNED_COUNT + 5):
         ready(table, f"p{number}", Template(image="i", environment={"ID": str(number)}))
-        table.expected_prepare_s(Template(image=f"asked about {number}"))
+        table.expected_prepare_s(Template(image=f"asked about {number}").digest())
     assert len(table._prepare_times_s) == TEMPLATES_LEARNED_COUNT
 
 
 def test_preparation_times_are_learned_for_each_template() -> None:
     table = table_with()
     slow = Template(image="slow")
-    assert table.expected_prepare_s(slow) == 0.0
+    assert table.expected_prepare_s(slow.digest()) == 0.0
     for number in range(20):
         ready(table, f"p{number}", took_s=1.0)
         ready(table, f"q{number}", slow, took_s=30.0)
-    assert table.expected_prepare_s(PLAIN) == pytest.approx(1.0, rel=0.2)
-    assert table.expected_prepare_s(slow) == pytest.approx(30.0, rel=0.2)
+    assert table.expected_prepare_s(PLAIN.digest()) == pytest.approx(1.0, rel=0.2)
+    assert table.expected_prepare_s(slow.digest()) == pytest.approx(30.0, rel=0.2)
 
 
 # --- whatever happens
@@ -505,7 +505,8 @@ class TableMachine(RuleBasedStateMachine):
             assert sandbox.stage is not Stage.GONE
             if sandbox.stage is not Stage.RECLAIMING:
                 assert all(sandbox in table.of_program(program_id) for program_id in sandbox.program_ids)
-            assert sandbox.is_warm == (sandbox.sandbox_id in table._unowned)
+            is_unowned = not sandbox.program_ids and sandbox.stage is not Stage.RECLAIMING
+            assert is_unowned == (sandbox.sandbox_id in table._unowned)
             if sandbox.place is not None:
                 assert table.with_handle("docker", sandbox.place.handle) is sandbox
 

@@ -51,17 +51,6 @@ from thunderagent.programs.policies.setting_checks import check_not_negative
 FITTING = Fitting()
 
 
-def preserve_waste_token_s(context_tokens: float, elapsed_s: float) -> float:
-    """Return what it wastes to hold a context for so long [Eq. 2]."""
-    return elapsed_s * context_tokens
-
-
-def discard_waste_token_s(context_tokens: float, running_tokens: float, prefill_token_s: float) -> float:
-    """Return what it wastes to compute a context again in chunks, beside others that run [Eq. 4]."""
-    forward_s = prefill_token_s * context_tokens
-    return forward_s * context_tokens / 2 + forward_s * running_tokens
-
-
 @dataclass(frozen=True, slots=True)
 class InferCept:
     """Hold by minimal waste, `reserve_tokens` beside each program's context."""
