@@ -363,6 +363,7 @@ class AnyUse(RuleBasedStateMachine):
         self.engine = make_engine(blocks=9, max_num_batched_tokens=12, max_num_seqs=4, scheduling_policy="priority")
         self.ids = itertools.count()
         self.live: set[str] = set()
+        self.now_s = 0.0
 
     @rule(
         family=st.integers(0, 2),
@@ -373,13 +374,14 @@ class AnyUse(RuleBasedStateMachine):
     def submit(self, family: int, prompt_tokens: int, output_tokens: int, priority: int) -> None:
         request_id = str(next(self.ids))
         prompt, output = tokens(family * 100, prompt_tokens), tokens(family * 100 + prompt_tokens, output_tokens)
-        self.engine.submit(EngineRequest(request_id, prompt, output, priority), 0.0)
+        self.engine.submit(EngineRequest(request_id, prompt, output, priority), self.now_s)
         self.live.add(request_id)
 
     @rule(count=st.integers(1, 6))
     def step(self, count: int) -> None:
         for _ in range(count):
-            result = self.engine.step(0.0)
+            result = self.engine.step(self.now_s)
+            self.now_s += result.duration_s
             self.live -= {finished.request_id for finished in result.finished}
             assert result.work.prefill_tokens + result.work.decode_count <= 12
             assert bool(result.work.prefill_tokens + result.work.decode_count) == result.duration_s
