@@ -473,10 +473,7 @@ class Scheduler:
         if not candidates:
             self._hold(program, turn, Reason.SUSPENDED if self._open_replicas else Reason.NO_REPLICA)
             return
-        replica, reason = self.policy.place(self._view, program, candidates)
-        target = self.open_replica(replica)
-        if target is None and self._parent_holds_a_claim(program):
-            target, reason = self._cheapest(program, candidates), Reason.PARENT
+        target, reason = self._place_among(candidates, program)
         if target is None:
             self._hold(program, turn, reason)
             return
@@ -782,6 +779,14 @@ class Scheduler:
             assert turn.program is not None, f"{turn} is held for its program"
             self.restore(turn.program, self._cheapest(turn.program, self._open_to(turn.program)), Reason.PATIENCE)
 
+    def _place_among(self, candidates: Sequence[Replica], program: Program) -> tuple[Replica | None, Reason]:
+        """Return where a program may be active now, or its parent's claim lets it in; if nowhere, why."""
+        replica, reason = self.policy.place(self._view, program, candidates)
+        target = self.open_replica(replica)
+        if target is None and self._parent_holds_a_claim(program):
+            return self._cheapest(program, candidates), Reason.PARENT
+        return target, reason
+
     def _parent_holds_a_claim(self, program: Program) -> bool:
         """Say whether a program must be let in because its parent may wait for it.
 
@@ -1045,10 +1050,7 @@ class Scheduler:
             if not candidates:
                 program.hold_reason = Reason.SUSPENDED
                 continue
-            replica, reason = self.policy.place(self._view, program, candidates)
-            target = self.open_replica(replica)
-            if target is None and self._parent_holds_a_claim(program):
-                target, reason = self._cheapest(program, candidates), Reason.PARENT
+            target, reason = self._place_among(candidates, program)
             if target is None:
                 program.hold_reason = reason
                 self.control.begins_to_wait(program)
