@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import subprocess
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -331,11 +333,14 @@ def test_without_setup_a_command_needs_no_shell() -> None:
 def test_without_a_command_it_waits_and_stops_when_asked(tmp_path: Path) -> None:
     """A sandbox that only waits ends at once on SIGTERM, which the first process of a pod would not by itself."""
     script = start_command(Template(image="i"))
-    with subprocess.Popen(["setsid", *script], cwd=tmp_path) as process:
-        with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(0.3)
-        process.terminate()
-        assert process.wait(5) == 0
+    with subprocess.Popen(script, cwd=tmp_path, start_new_session=True) as process:
+        try:
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(0.3)
+            process.terminate()
+            assert process.wait(5) == 0
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)  # what it waited with; in a pod it ends with the first process
 
 
 def test_ready_is_set_up_and_says_so(tmp_path: Path) -> None:
