@@ -127,7 +127,7 @@ class ToolTimes:
     def hold_s(self, name: str, threshold_s: float) -> float:
         """Return how long after the begin of a tool it pays to hold: until G·threshold falls to 1.
 
-        `inf` if it never does. Cost: O(log intervals); now and then O(intervals²) to compute the rates.
+        `inf` if it never does. Cost: O(log intervals); now and then O(intervals) to compute the rates.
         """
         needed_per_s = 1.0 / threshold_s if threshold_s > 0 else inf
         first_below = bisect_right(self._refreshed(name).lowest, -needed_per_s)
@@ -174,14 +174,23 @@ class ToolTimes:
 
 
 def _return_rates(ratios: list[float]) -> list[float]:
-    """Return G at the start of each interval, within which who returns does so evenly."""
-    rates = []
-    for first in range(len(ratios)):
-        best = away_s = 0.0
-        still_away = 1.0
-        for ratio, length_s in zip(ratios[first:], _LENGTHS_S[first:], strict=True):
-            away_s += still_away * length_s * (1 - ratio / 2)
-            still_away *= 1 - ratio
-            best = max(best, (1 - still_away) / away_s)
-        rates.append(best)
+    """Return G at the start of each interval, within which who returns does so evenly. Cost: O(intervals).
+
+    From the last interval to the first: whoever holds on through one does so through what follows, too, if the rate is
+    higher there. So an interval becomes one stretch with those after it, as long as the next stretch has a higher rate.
+    """
+    rates: list[float] = []
+    ahead: list[tuple[float, float, float]] = []  # stretches, nearest last: rate, mean time away, part still away
+    for ratio, length_s in zip(reversed(ratios), reversed(_LENGTHS_S), strict=True):
+        away_s = length_s * (1 - ratio / 2)
+        still_away = 1 - ratio
+        rate_per_s = (1 - still_away) / away_s
+        while ahead and ahead[-1][0] > rate_per_s:
+            _, next_away_s, next_still_away = ahead.pop()
+            away_s += still_away * next_away_s
+            still_away *= next_still_away
+            rate_per_s = (1 - still_away) / away_s
+        ahead.append((rate_per_s, away_s, still_away))
+        rates.append(rate_per_s)
+    rates.reverse()
     return rates
