@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from heapq import heapify, heappop, heappush
 from typing import Generic, TypeVar
 
@@ -72,13 +72,20 @@ class RankedSet(Generic[T]):
             heappop(heap)
         return None
 
-    def lowest(self, count: int) -> list[T]:
-        """Return the `count` members with the lowest ranks, in order. Cost: O((count + dead there) log members)."""
+    def lowest(self, count: int, wanted: Callable[[T], bool] | None = None) -> list[T]:
+        """Return the `count` members with the lowest ranks, in order: those before the first that is not `wanted`.
+
+        Cost: O((as many as are returned + dead there) log members).
+        """
         heap, entry_of = self._heap, self._entry_of
         entries: list[tuple[Order, int, T]] = []
         while heap and len(entries) < count:
+            _, entry_id, member = heap[0]
+            living = entry_of.get(member) == entry_id
+            if living and wanted is not None and not wanted(member):
+                break
             entry = heappop(heap)
-            if entry_of.get(entry[2]) == entry[1]:
+            if living:
                 entries.append(entry)
         for entry in entries:
             heappush(heap, entry)

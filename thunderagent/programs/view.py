@@ -103,8 +103,9 @@ class SchedulerView:
 
     def first_expired_few(self, replica: ReplicaView, count: int) -> Sequence[ProgramView]:
         """See `View`."""
-        expiring = self._scheduler.replicas[replica.replica_id].expiring.lowest(count)
-        return [program for program in expiring if program.hold_until_s <= self._scheduler.now_s]
+        now_s = self._scheduler.now_s
+        expiring = self._scheduler.replicas[replica.replica_id].expiring
+        return expiring.lowest(count, lambda program: program.hold_until_s <= now_s)
 
     def last_marked(self, replica: ReplicaView) -> ProgramView | None:
         """See `View`."""

@@ -54,6 +54,26 @@ def test_it_is_a_sorted_list(steps: list[tuple[str, int, float]]) -> None:
         assert all((each in ranked) == (each in expected) for each in range(13))
 
 
+@given(STEPS, st.integers(0, 6), st.integers(-3, 3))
+def test_the_lowest_end_before_the_first_that_is_not_wanted(
+    steps: list[tuple[str, int, float]], count: int, highest: float
+) -> None:
+    """As many as were asked for, and none from the first on whose rank is too high; the set stays as it was."""
+    ranked, ranks = RankedSet[int](), dict[int, float]()
+    for name, member, rank in steps:
+        if name == "add":
+            ranked.add(member, rank)
+            ranks[member] = rank
+        else:
+            ranked.discard(member)
+            ranks.pop(member, None)
+    before = list(ranked)
+    assert ranked.lowest(count) == before[:count]
+    wanted = [member for member in before if ranks[member] <= highest]
+    assert ranked.lowest(count, lambda member: ranks[member] <= highest) == wanted[:count]
+    assert list(ranked) == before
+
+
 def test_the_dead_do_not_pile_up() -> None:
     """A member that is ranked anew a hundred thousand times takes no more memory than a few hundred entries."""
     ranked = RankedSet[str]()
