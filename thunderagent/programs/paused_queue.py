@@ -28,7 +28,17 @@ class PausedQueue:
     waits for longer. So whoever waits is passed only by those that its policy would have go first anyway.
     """
 
-    __slots__ = ("_bound_at", "_outside_rank", "_rank", "_tenants", "acting", "bound", "outside", "reasoning")
+    __slots__ = (
+        "_bound_at",
+        "_outside_rank",
+        "_place_of",
+        "_rank",
+        "_tenants",
+        "acting",
+        "bound",
+        "outside",
+        "reasoning",
+    )
 
     def __init__(
         self,
@@ -49,6 +59,8 @@ class PausedQueue:
         self.bound: dict[str, RankedSet[Program] | FairSet] = {}
         """Programs with a turn that wait for one replica, by its id; no set is empty."""
         self._bound_at: dict[Program, str] = {}
+        self._place_of: dict[Program, RankedSet[Program] | FairSet] = {}
+        """The one set that a program is in."""
 
     def __len__(self) -> int:
         return len(self.reasoning) + len(self.acting) + len(self.outside) + len(self._bound_at)
@@ -72,6 +84,11 @@ class PausedQueue:
         """Yield programs with a turn in order, those outside last. For reports: O(n log n)."""
         yield from self.for_room()
         yield from self.outside
+
+    @property
+    def bound_count(self) -> int:
+        """Programs with a turn that wait for one replica alone."""
+        return len(self._bound_at)
 
     @property
     def for_room_count(self) -> int:
@@ -100,14 +117,18 @@ class PausedQueue:
         self.remove(program)
         if program.phase is Phase.REASONING:
             if not program.admitted:
-                self.outside.add(program, (program.priority, self._outside_rank(program)))
+                place = self.outside
             elif program.bound_to is not None:
                 self._bound_at[program] = program.bound_to
-                self._set_at(program.bound_to).add(program, self._order(program))
+                place = self._set_at(program.bound_to)
             else:
-                self.reasoning.add(program, self._order(program))
+                place = self.reasoning
         elif program.admitted and program.bound_to is None and program.destination is None:
-            self.acting.add(program, self._order(program))
+            place = self.acting
+        else:
+            return
+        self._place_of[program] = place
+        self._rank_in(place, program)
 
     def _set_at(self, replica_id: str) -> RankedSet[Program] | FairSet:
         if replica_id not in self.bound:
@@ -116,28 +137,26 @@ class PausedQueue:
 
     def rank_anew(self, program: Program) -> None:
         """Put a program that is in here in its place again, because its priority changed."""
-        if program in self.reasoning:
-            self.reasoning.add(program, self._order(program))
-        elif (replica_id := self._bound_at.get(program)) is not None:
-            self.bound[replica_id].add(program, self._order(program))
-        elif program in self.acting:
-            self.acting.add(program, self._order(program))
-        elif program in self.outside:
-            self.outside.add(program, (program.priority, self._outside_rank(program)))
+        place = self._place_of.get(program)
+        if place is not None:
+            self._rank_in(place, program)
+
+    def _rank_in(self, place: RankedSet[Program] | FairSet, program: Program) -> None:
+        rank = self._outside_rank if place is self.outside else self._rank
+        place.add(program, (program.priority, rank(program)))
 
     def _order(self, program: Program) -> tuple[int, Rank]:
         return program.priority, self._rank(program)
 
     def remove(self, program: Program) -> None:
         """Take a program out if it is in."""
-        self.reasoning.discard(program)
-        self.acting.discard(program)
-        self.outside.discard(program)
+        place = self._place_of.pop(program, None)
+        if place is None:
+            return
+        place.discard(program)
         replica_id = self._bound_at.pop(program, None)
-        if replica_id is not None:
-            self.bound[replica_id].discard(program)
-            if not self.bound[replica_id]:
-                del self.bound[replica_id]
+        if replica_id is not None and not place:
+            del self.bound[replica_id]
 
     def comes_before_all_waiting(self, program: Program) -> bool:
         """Say whether a program with a turn would stand at the head of those that have one and may go anywhere.

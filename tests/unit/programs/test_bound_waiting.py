@@ -245,6 +245,7 @@ def test_of_equal_ranks_goes_first_who_waits_for_longer() -> None:
     programs["bound"].bound_to = "r0"
     queue.put(programs["bound"])
     queue.put(programs["free"])
+    assert queue.bound_count == 1
     assert queue.comes_before_all_waiting(programs["bound"])
     assert queue.first_bound_before(programs["free"], "r0") is programs["bound"]
     assert queue.first_bound_before(programs["free"], "r1") is None
