@@ -132,6 +132,11 @@ class SchedulerView:
         own = self._scheduler.table.get(program.program_id)
         return own is not None and self._scheduler.queue.comes_before_all_waiting(own)
 
+    @property
+    def bound_count(self) -> int:
+        """See `View`."""
+        return self._scheduler.queue.bound_count
+
     def first_bound_before(self, program: ProgramView, replica: ReplicaView) -> ProgramView | None:
         """See `View`."""
         queue = self._scheduler.queue

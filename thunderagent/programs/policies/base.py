@@ -332,6 +332,10 @@ class View(Protocol):
         If its route binds it to a replica: among those, and those that are bound to the same one.
         """
 
+    @property
+    def bound_count(self) -> int:
+        """Programs that wait for room on one replica alone."""
+
     def first_bound_before(self, program: ProgramView, replica: ReplicaView) -> ProgramView | None:
         """Return the first of those that wait for that replica alone, if it goes before `program`; else None."""
 
@@ -517,6 +521,8 @@ def largest_capacity_tokens(candidates: Sequence[ReplicaView]) -> float:
 
 def without_bound_before(view: View, program: ProgramView, candidates: Sequence[ReplicaView]) -> Sequence[ReplicaView]:
     """Return the candidates but for those for which a program waits that is bound there and goes before this one."""
+    if not view.bound_count:
+        return candidates
     return [replica for replica in candidates if view.first_bound_before(program, replica) is None]
 
 

@@ -56,6 +56,7 @@ from thunderagent.programs.policies.base import (
     View,
     home_of,
     largest_capacity_tokens,
+    least_loaded,
 )
 from thunderagent.programs.policies.setting_checks import check_not_negative
 
@@ -179,6 +180,8 @@ class BreakEven:
 
         Nor on one that is kept for a program that is bound to it.
         """
+        if reserved is None and not view.bound_count:
+            return self._find(view, program, candidates, home, make_room=make_room)
         others = [
             replica for replica in candidates if replica is not reserved and not self._is_kept(view, program, replica)
         ]
@@ -258,9 +261,11 @@ class BreakEven:
     ) -> bool:
         """Say whether a program fits, if need be after those went who expired; one that would be alone always does."""
         account = replica.account
+        if not account.active_count:
+            return True
         needed_tokens = view.claim_tokens_on(program, replica) + min(program.growth_tokens, grown_tokens)
         missing_tokens = needed_tokens - self._free_tokens(account, grown_tokens)
-        if not account.active_count or missing_tokens <= 0:
+        if missing_tokens <= 0:
             return True
         if not make_room or view.first_bound_before(program, replica) is not None:
             return False
@@ -278,9 +283,9 @@ class BreakEven:
         In t seconds it uses c·t + r·t²/2 of memory, and if it is to go then, c + r·t tokens are computed again, each of
         which is worth holding for the break-even time T: until t = (r·T - c + √(c² + r²·T²)) / r that does not pay.
         """
-        rate, claim_tokens = view.growth_tokens_per_s, program.claim_tokens
         if program.turn_count or not self.foresight_ratio:
             return 0.0
+        rate, claim_tokens = view.growth_tokens_per_s, program.claim_tokens
         if rate == inf:
             return inf
         grown_tokens = rate * self.foresight_ratio * view.break_even_s
@@ -288,15 +293,20 @@ class BreakEven:
 
     def _roomiest(self, candidates: Sequence[ReplicaView], grown_tokens: float) -> ReplicaView:
         """Return the replica with most room; among equals, as where no capacity is known, that with least on it."""
-        return max(candidates, key=lambda replica: self._order_of_room(replica.account, grown_tokens))
-
-    def _order_of_room(self, account: AccountView, grown_tokens: float) -> tuple[float, int, int]:
-        return self._free_tokens(account, grown_tokens), -account.turn_count, -account.demand_tokens
+        if len(candidates) == 1:
+            return candidates[0]
+        free_tokens = [self._free_tokens(replica.account, grown_tokens) for replica in candidates]
+        most_tokens = max(free_tokens)
+        return least_loaded(
+            [replica for replica, tokens in zip(candidates, free_tokens, strict=True) if tokens == most_tokens]
+        )
 
     def _free_tokens(self, account: AccountView, grown_tokens: float) -> float:
         """Return what nobody claims, nor will by growing; one program grows by `grown_tokens`, as far as foreseen."""
-        growth_tokens = min(account.growth_tokens, account.active_count * grown_tokens)
-        return self.low_ratio * account.limit_tokens - account.demand_tokens - growth_tokens
+        free_tokens = self.low_ratio * account.limit_tokens - account.demand_tokens
+        if grown_tokens:
+            free_tokens -= min(account.growth_tokens, account.active_count * grown_tokens)
+        return free_tokens
 
     # --- relieving --------------------------------------------------------------------------------------------------
 
