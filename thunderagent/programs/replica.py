@@ -76,4 +76,4 @@ class Replica:
     @property
     def grants(self) -> bool:
         """Whether a program may get a claim here now."""
-        return self.open_to_programs and not self.suspended_for
+        return self.up and not self.draining and not self.tripped and not self.suspended_for

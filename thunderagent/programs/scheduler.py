@@ -287,11 +287,9 @@ class Scheduler:
     def _somebody_may_be_restored(self) -> bool:
         """Say whether a program with a turn waits for room or admission, and not for a replica that grants nothing."""
         queue, granting = self.queue, self._granting_replicas
-        if not granting or not queue.waiting_count:
-            return False
         if queue.reasoning or queue.outside:
-            return True
-        return any(replica.replica_id in queue.bound for replica in granting)
+            return bool(granting)
+        return queue.bound_count > 0 and any(replica.replica_id in queue.bound for replica in granting)
 
     @property
     def view(self) -> SchedulerView:

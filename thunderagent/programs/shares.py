@@ -39,12 +39,14 @@ class Shares:
     def enter(self, program: Program, account: Account) -> None:
         """Count a program on the replica where it becomes active."""
         for branch in program.branches.values():
-            account.shared_tokens += self.tree.enter(branch.prefix, program.replica_id or "")
+            if branch.prefix:
+                account.shared_tokens += self.tree.enter(branch.prefix, program.replica_id or "")
 
     def leave(self, program: Program, account: Account, branches: Sequence[Branch] | None = None) -> None:
         """Count a program no longer that is paused or ends, or some of its branches that end."""
         for branch in program.branches.values() if branches is None else branches:
-            account.shared_tokens -= self.tree.leave(branch.prefix, program.replica_id or "")
+            if branch.prefix:
+                account.shared_tokens -= self.tree.leave(branch.prefix, program.replica_id or "")
 
     def tokens_on(self, program: Program, replica_id: str) -> int:
         """Return how many tokens of a program lie on a replica because others claim them there."""
