@@ -42,7 +42,9 @@ def do_runs(
 
         def note(run: AnyRun, figures: Figures) -> None:
             kept[run.key] = figures
-            path.write_text(json.dumps(kept, indent=0) + "\n")
+            whole = path.with_name(f"{path.name}.new")  # ended while it is written, all would be lost
+            whole.write_text(json.dumps(kept, indent=0) + "\n")
+            whole.replace(path)
             bar.advance(shown)
 
         stopped_by = do_all(do, todo, note, jobs_count or 2)
