@@ -220,7 +220,14 @@ BANNED = (
     Banned("node", "replica"),
     Banned("slot", "lease"),
     Banned("permit", "lease"),
-    Banned("resume", "restore"),
+    Banned(
+        "resume",
+        "restore",
+        allowed_names=(
+            ("resume_reading", "asyncio's word for going on"),
+            ("resume_parser", "aiohttp's parameter of it"),
+        ),
+    ),
     Banned("wake", "restore", allowed_modules=(("thunderagent.runtime", "it wakes waiting coroutines"),)),
     Banned("evict", "pause", allowed_modules=(("thunderagent.simulator.engine", "an engine evicts blocks"),)),
     Banned("park", "hold"),

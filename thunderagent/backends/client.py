@@ -78,10 +78,8 @@ class ReplicaClient:
         """Let requests be sent to a replica. No connection is made yet."""
         headers = () if endpoint.rank_id is None else ((endpoint.backend.rank_header, str(endpoint.rank_id)),)
         pause = Pause(asyncio.get_running_loop())
-        connector = PatientConnector(
-            pause, limit=0, keepalive_timeout=self._settings.keepalive_s, ssl=self._settings.ssl_context or True
-        )
-        self._pools[endpoint.replica_id] = Pool(connector, pause, headers)
+        connector = PatientConnector(pause, limit=0, ssl=self._settings.ssl_context or True)
+        self._pools[endpoint.replica_id] = Pool(connector, pause, headers, keepalive_s=self._settings.keepalive_s)
 
     async def remove(self, replica_id: str) -> None:
         """Close all connections to a replica at once; requests on them fail as if it had closed them."""

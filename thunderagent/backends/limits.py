@@ -4,9 +4,9 @@ An engine that is paused, sleeps, or gets new weights sends no byte for minutes,
 knows says when such a time begins and ends. Of silence the limit counts anew from its end, as if a byte had come then;
 of the whole answer that time is not counted.
 
-aiohttp (3.11 to 3.14) looks after silence by a timer of the connection, which begins anew with each byte. Only what it
-does when the timer is due is changed here, so an answer costs nothing more. Its own limit for the whole cannot be
-stopped, so that is one of ours.
+aiohttp (3.14) looks after silence by a timer of the connection, and makes a new one with each piece that comes. Here a
+connection has one timer: what comes is only noted, and when the timer is due it looks whether there was silence for so
+long. aiohttp's own limit for the whole cannot be stopped, so that is one of ours.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import Any
 
 import aiohttp
 from aiohttp.client_proto import ResponseHandler
-from aiohttp.connector import Connection
 
 LOOK_AGAIN_S = 1.0
 """While a replica is paused the limit for the whole is looked at so often, at most."""
@@ -65,14 +64,56 @@ class _PatientConnection(ResponseHandler):
     def __init__(self, loop: asyncio.AbstractEventLoop, pause: Pause) -> None:
         super().__init__(loop=loop)
         self._pause = pause
+        self._silent_since_s: float | None = None
+        """None while nothing is awaited; the timer may run on, and does nothing when it is due."""
+        self._timer_due_s = inf
+
+    def _reschedule_timeout(self) -> None:
+        """Count silence anew from now."""
+        limit_s = self.read_timeout
+        if not limit_s:
+            self._silent_since_s = None
+            return
+        self._silent_since_s = now_s = self._loop.time()
+        if now_s + limit_s < self._timer_due_s:
+            self._stop_timer()
+            self._start_timer(now_s, limit_s)
+
+    def _drop_timeout(self) -> None:
+        """Count no more; of a connection that is closed nothing stays."""
+        self._silent_since_s = None
+        if self.transport is None:
+            self._stop_timer()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        super().connection_lost(exc)
+        self._stop_timer()
+
+    def _start_timer(self, now_s: float, delay_s: float) -> None:
+        self._timer_due_s = now_s + delay_s
+        self._read_timeout_handle = self._loop.call_later(delay_s, self._on_read_timeout)
+
+    def _stop_timer(self) -> None:
+        self._timer_due_s = inf
+        if self._read_timeout_handle is not None:
+            self._read_timeout_handle.cancel()
+            self._read_timeout_handle = None
 
     def _on_read_timeout(self) -> None:
-        limit_s = self.read_timeout or 0.0
-        left_s = limit_s if self._pause.is_on else self._pause.ended_s + limit_s - self._loop.time()
+        self._stop_timer()
+        if self._silent_since_s is None:
+            return
+        now_s, limit_s = self._loop.time(), self.read_timeout or 0.0
+        left_s = limit_s if self._pause.is_on else max(self._silent_since_s, self._pause.ended_s) + limit_s - now_s
         if left_s > 0:
-            self._read_timeout_handle = self._loop.call_later(left_s, self._on_read_timeout)
+            self._start_timer(now_s, left_s)
         else:
             super()._on_read_timeout()
+
+    def resume_reading(self, resume_parser: bool = True) -> None:
+        """Go on reading, if it was paused; aiohttp (3.14) asks for that with every piece that is taken."""
+        if self._reading_paused or self._buffer_paused:
+            super().resume_reading(resume_parser)
 
     def close(self) -> None:
         """Close it, and let go of an answer whose head came when nobody waited for it any more.
@@ -115,14 +156,9 @@ class TotalLimit:
         """Stop: the answer is whole, or nobody waits for it."""
         self._timer.cancel()
 
-    def watch(self, content: aiohttp.StreamReader, connection: Connection | None) -> None:
-        """Go on with the body of an answer whose head came; None for a connection that was given back."""
-        if connection is None or content.is_eof():
-            self.end()
-            return
+    def watch(self, content: aiohttp.StreamReader) -> None:
+        """Go on with the body of an answer whose head came."""
         self._content = content
-        content.on_eof(self.end)
-        connection.add_callback(self.end)
 
     def _look(self) -> None:
         left_s = self._begun_s + self._limit_s - self._pause.clock_s()

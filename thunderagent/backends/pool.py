@@ -1,15 +1,16 @@
 """The connections to one replica: each carries one request at a time, and is kept for the next.
 
-aiohttp opens and keeps them, and parses what comes. Its session stays out: with every request it looks for cookies,
-redirects, proxies and middlewares, wraps the body, and starts a task to send it, which costs a turn more time than
-everything that the proxy itself does with it.
+aiohttp opens them, and parses what comes. Its session stays out: with every request it looks for cookies, redirects,
+proxies and middlewares, wraps the body, and starts a task to send it, which costs a turn more time than all that the
+proxy itself does with it. Idle connections are kept here, too, and not by its connector, which finds out anew for each
+request where it goes, and counts for limits that are none.
 """
 
 from __future__ import annotations
 
 import asyncio
 from base64 import b64encode
-from collections.abc import Callable
+from collections import deque
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -41,7 +42,18 @@ _IDEMPOTENT_METHODS = _BODILESS_METHODS | {"PUT", "DELETE"}
 class Answer:
     """An answer whose head is there; its body may still be on its way. Read it to its end, or close it."""
 
-    __slots__ = ("_body", "_connection", "_on_end", "_sending", "content", "headers", "reason", "status")
+    __slots__ = (
+        "_body",
+        "_connection",
+        "_limit",
+        "_pool",
+        "_sending",
+        "_target",
+        "content",
+        "headers",
+        "reason",
+        "status",
+    )
 
     def __init__(
         self,
@@ -49,9 +61,10 @@ class Answer:
         content: aiohttp.StreamReader,
         connection: Connection,
         sending: asyncio.Task[None] | None,
-        on_end: Callable[[], None],
+        pool: Pool,
+        target: _Target,
     ) -> None:
-        """Give `connection` back when `content` is whole, and then call `on_end`.
+        """Give `connection` back to `pool` when `content` is whole.
 
         `sending` may still send the request; it is given up when the answer ends.
         """
@@ -61,7 +74,9 @@ class Answer:
         self.content = content
         self._connection: Connection | None = connection
         self._sending = sending
-        self._on_end = on_end
+        self._pool = pool
+        self._target = target
+        self._limit: TotalLimit | None = None
         self._body: bytes | None = None
         content.on_eof(self._whole)
 
@@ -95,7 +110,11 @@ class Answer:
 
     def limit_total(self, limit: TotalLimit) -> None:
         """Have all of it come in time."""
-        limit.watch(self.content, self._connection)
+        if self._connection is None:
+            limit.end()
+        else:
+            self._limit = limit
+            limit.watch(self.content)
 
     def fail_when_closed(self) -> None:
         """Fail who reads a chunked body when its connection closes before the last chunk.
@@ -126,8 +145,9 @@ class Answer:
     def _end(self, *, keep: bool) -> None:
         assert self._connection is not None
         connection, self._connection = self._connection, None
-        _let_go(connection, self._sending, keep=keep)
-        self._on_end()
+        if self._limit is not None:
+            self._limit.end()
+        self._pool.answered(self._target, connection, self._sending, keep=keep)
 
 
 class _Target(NamedTuple):
@@ -137,16 +157,30 @@ class _Target(NamedTuple):
     """What the connector wants to know; it is never sent."""
     path: str
     headers: tuple[tuple[str, str], ...]
+    idle: deque[tuple[Connection, float]]
+    """The connections to there that no request is on, and since when, the longest first."""
 
 
 class Pool:
     """The connections to one replica, and how many requests are on them."""
 
     def __init__(
-        self, connector: aiohttp.TCPConnector, pause: Pause, rank_headers: tuple[tuple[str, str], ...] = ()
+        self,
+        connector: aiohttp.TCPConnector,
+        pause: Pause,
+        rank_headers: tuple[tuple[str, str], ...] = (),
+        *,
+        keepalive_s: float = 4.0,
     ) -> None:
-        """Connect with `connector`, which `close` closes; `rank_headers` replace the client's in every request."""
+        """Connect with `connector`, which `close` closes; `rank_headers` replace the client's in every request.
+
+        A connection that is idle for longer than `keepalive_s` gets no request, and is closed.
+        """
         self._connector = connector
+        self._keepalive_s = keepalive_s
+        self._idle: dict[tuple[object, ...], deque[tuple[Connection, float]]] = {}
+        """By host, port and scheme."""
+        self._idle_timer: asyncio.TimerHandle | None = None
         self.pause = pause
         """Whether the replica is paused."""
         self._targets: dict[str, _Target] = {}
@@ -156,7 +190,13 @@ class Pool:
 
     async def close(self) -> None:
         """Close all connections at once; requests on them fail as if the replica had closed them."""
-        await self._connector.close()
+        closing = self._connector.close()
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
+        for idle in self._idle.values():
+            while idle:
+                idle.popleft()[0].close()  # it was just closed; it has to hear of it
+        await closing
 
     async def request(
         self,
@@ -183,13 +223,44 @@ class Pool:
         except BaseException:
             if limit is not None:
                 limit.end()
-            self._request_ended()
+            self.requests_count -= 1
             raise
         answer.limit_total(limit)
         return answer
 
-    def _request_ended(self) -> None:
+    def answered(
+        self, target: _Target, connection: Connection, sending: asyncio.Task[None] | None, *, keep: bool
+    ) -> None:
+        """Take a connection back whose request ended. Called by `Answer` alone."""
         self.requests_count -= 1
+        protocol = connection.protocol
+        is_good = protocol is not None and protocol.is_connected() and not protocol.should_close
+        if not keep or not is_good or _sends(connection, sending):
+            _close(connection, sending)
+            return
+        target.idle.append((connection, self._loop.time()))
+        if self._idle_timer is None:
+            self._idle_timer = self._loop.call_later(self._keepalive_s, self._close_idle)
+
+    def _idle_connection(self, target: _Target) -> Connection | None:
+        """Return a connection that was kept, and is still good; None if there is none."""
+        oldest_s = self._loop.time() - self._keepalive_s
+        while target.idle:
+            connection, since_s = target.idle.popleft()
+            if since_s >= oldest_s and not connection.closed:
+                return connection
+            connection.close()
+        return None
+
+    def _close_idle(self) -> None:
+        """Close what was idle for too long."""
+        self._idle_timer = None
+        oldest_s = self._loop.time() - self._keepalive_s
+        for idle in self._idle.values():
+            while idle and (idle[0][1] <= oldest_s or idle[0][0].closed):
+                idle.popleft()[0].close()
+        if any(self._idle.values()):
+            self._idle_timer = self._loop.call_later(self._keepalive_s, self._close_idle)
 
     async def _exchange(
         self,
@@ -227,10 +298,12 @@ class Pool:
         body: bytes | None,
         timeout: aiohttp.ClientTimeout,  # noqa: ASYNC109
     ) -> Answer:
-        try:
-            connection = await self._connector.connect(target.request, [], timeout)
-        except TimeoutError as error:
-            raise aiohttp.ConnectionTimeoutError("the connection was not made in time") from error
+        connection = self._idle_connection(target)
+        if connection is None:
+            try:
+                connection = await self._connector.connect(target.request, [], timeout)
+            except TimeoutError as error:
+                raise aiohttp.ConnectionTimeoutError("the connection was not made in time") from error
         sending = None
         try:
             protocol = connection.protocol
@@ -254,12 +327,12 @@ class Pool:
             while True:
                 message, content = await protocol.read()
                 if message.code >= 200 or message.code == 101:  # others are about what is still to come
-                    return Answer(message, content, connection, sending, self._request_ended)
+                    return Answer(message, content, connection, sending, self, target)
         except HttpProcessingError as error:
-            _let_go(connection, sending, keep=False)
+            _close(connection, sending)
             raise aiohttp.ClientConnectionError(f"what it answered is no HTTP: {error.message}") from error
         except BaseException:
-            _let_go(connection, sending, keep=False)
+            _close(connection, sending)
             raise
 
     def _target(self, base_url: str) -> _Target:
@@ -270,7 +343,9 @@ class Pool:
             headers.append(("Authorization", f"Basic {b64encode(login.encode('latin1')).decode()}"))
         request = aiohttp.ClientRequest("GET", url, loop=self._loop)
         path = url.raw_path.rstrip("/")
-        self._targets[base_url] = target = _Target(request, path, tuple(headers))
+        self._targets[base_url] = target = _Target(
+            request, path, tuple(headers), self._idle.setdefault(request.connection_key, deque())
+        )
         return target
 
 
@@ -283,16 +358,20 @@ async def _send_pieces(writer: StreamWriter, protocol: ResponseHandler, body: by
             protocol.start_timeout()  # it took some, or all, so it is not silent
 
 
-def _let_go(connection: Connection, sending: asyncio.Task[None] | None, *, keep: bool) -> None:
-    """Let another request use a connection, or close it: without what was not sent yet, if there is any."""
+def _sends(connection: Connection, sending: asyncio.Task[None] | None) -> bool:
+    """Say whether something of a request was not sent yet."""
     transport = connection.transport
-    is_sent = transport is None or not transport.get_write_buffer_size()
-    if sending is not None and not sending.done():
+    return (sending is not None and not sending.done()) or (
+        transport is not None and transport.get_write_buffer_size() > 0
+    )
+
+
+def _close(connection: Connection, sending: asyncio.Task[None] | None) -> None:
+    """Close a connection: without what was not sent yet, if there is any."""
+    transport = connection.transport
+    is_sending = _sends(connection, sending)
+    if sending is not None:
         sending.cancel()
-        is_sent = False
-    if keep and is_sent:
-        connection.release()
-        return
-    if transport is not None and not is_sent:
+    if transport is not None and is_sending:
         transport.abort()
     connection.close()

@@ -43,10 +43,10 @@ class Server:
 
 
 @asynccontextmanager
-async def pool_of(behaviour: Behaviour) -> AsyncIterator[tuple[Server, Pool]]:
+async def pool_of(behaviour: Behaviour, *, keepalive_s: float = 4.0) -> AsyncIterator[tuple[Server, Pool]]:
     server = Server(behaviour)
     pause = Pause(asyncio.get_running_loop())
-    pool = Pool(PatientConnector(pause, limit=0), pause)
+    pool = Pool(PatientConnector(pause, limit=0), pause, keepalive_s=keepalive_s)
     async with await asyncio.start_server(server.serve, "127.0.0.1", 0) as listening:
         server.url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
         try:
@@ -62,8 +62,10 @@ async def ask(
     *,
     body: bytes | None = b"{}",
     total_timeout_s: float | None = None,
+    silence_timeout_s: float = 5,
 ) -> bytes:
-    answer = await pool.request(method, url, "/v1/x", CIMultiDict(), body, LIMITS, total_timeout_s)
+    limits = aiohttp.ClientTimeout(total=None, sock_connect=5, sock_read=silence_timeout_s)
+    answer = await pool.request(method, url, "/v1/x", CIMultiDict(), body, limits, total_timeout_s)
     try:
         content = await answer.read()
         assert await answer.read() == content, "it can be read once more"
@@ -124,6 +126,70 @@ async def test_only_what_may_be_done_twice_is_sent_again_when_its_connection_was
                 await ask(pool, server.url, method)
         assert server.connections_count == connections_count
         assert pool.requests_count == 0
+
+
+async def test_a_connection_that_is_idle_for_too_long_is_closed_and_gets_no_request() -> None:
+    ended = asyncio.Event()
+
+    async def behaviour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            async for _ in heads(reader):
+                writer.write(OK)
+        finally:
+            ended.set()
+
+    async with pool_of(behaviour, keepalive_s=0.1) as (server, pool):
+        for pause_s, connections_count in ((0.0, 1), (0.05, 1), (0.15, 2)):
+            await asyncio.sleep(pause_s)
+            assert await ask(pool, server.url) == b"{}"
+            assert server.connections_count == connections_count
+        ended.clear()
+        async with asyncio.timeout(1):
+            await ended.wait()
+        assert await ask(pool, server.url) == b"{}"
+        assert server.connections_count == 3
+
+
+async def test_a_connection_that_its_server_closed_meanwhile_gets_no_request() -> None:
+    async def behaviour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await heads(reader).__anext__()
+        writer.write(OK)
+
+    async with pool_of(behaviour) as (server, pool):
+        for connections_count in (1, 2, 3):
+            assert await ask(pool, server.url) == b"{}"
+            assert server.connections_count == connections_count
+            await asyncio.sleep(0.05)
+
+
+async def test_silence_counts_from_the_last_byte_and_only_while_something_is_awaited() -> None:
+    async def behaviour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async for _ in heads(reader):
+            for piece in (OK[:10], OK[10:20], OK[20:-1], OK[-1:]):
+                await asyncio.sleep(0.2)
+                writer.write(piece)
+
+    async with pool_of(behaviour) as (server, pool):
+        for _ in range(2):  # each takes longer in all than it may be silent, and so does the time between
+            assert await ask(pool, server.url, silence_timeout_s=0.6) == b"{}"
+            await asyncio.sleep(0.7)
+        assert server.connections_count == 1
+
+
+async def test_each_request_has_the_limit_for_silence_that_it_came_with() -> None:
+    async def behaviour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async for _ in heads(reader):
+            writer.write(OK)
+            await heads(reader).__anext__()
+            await asyncio.sleep(1)
+
+    async with pool_of(behaviour) as (server, pool):
+        assert await ask(pool, server.url, silence_timeout_s=5) == b"{}"
+        begun_s = asyncio.get_running_loop().time()
+        with pytest.raises(aiohttp.SocketTimeoutError):
+            await ask(pool, server.url, silence_timeout_s=0.1)
+        assert 0.09 <= asyncio.get_running_loop().time() - begun_s < 0.6
+        assert (server.connections_count, pool.requests_count) == (1, 0)
 
 
 async def test_who_answers_before_it_has_read_the_body_gets_no_other_request_on_that_connection() -> None:
