@@ -12,7 +12,7 @@ from thunderagent.config import ServeConfig
 from thunderagent.errors import ConfigurationError
 from thunderagent.provision.base import Provisioner
 from thunderagent.provision.command import CommandProvisioner
-from thunderagent.provision.manager import Provisioning, ProvisionSettings
+from thunderagent.provision.manager import HEARS, Provisioning, ProvisionSettings
 from thunderagent.proxy.discovery import Discovery
 from thunderagent.proxy.replicas import Replicas
 from thunderagent.runtime import Runtime
@@ -64,7 +64,7 @@ def build_provisioning(config: ServeConfig, runtime: Runtime, replicas: Replicas
         ready_limit_s=config.provision_ready_limit_s,
     )
     provisioning = Provisioning(_driver(config), ProxyFleet(replicas, discovery), settings, runtime.now_s)
-    runtime.observe(provisioning.observe)
+    runtime.observe(provisioning.observe, *HEARS)
     return provisioning
 
 

@@ -189,7 +189,8 @@ class Runtime:
         self.output_tokens_total = 0
         self.cached_tokens_total = 0
         self._event_log = event_log
-        self._observers: list[Observer] = []
+        self._observers: list[tuple[Observer, frozenset[type] | None]] = []
+        """And which kinds of events and decisions each is about; None is all."""
         self._turn_ids = count(1)
         self._waiters: dict[int, asyncio.Future[Grant]] = {}
         self._abortable_ids: set[int] = set()
@@ -350,15 +351,17 @@ class Runtime:
         self.dispatch(ProgramOpened(self.now_s(), program_id, group_id, parent_id, tenant, program_class))
         return True
 
-    def observe(self, observer: Observer) -> Callable[[], None]:
+    def observe(self, observer: Observer, *about: type) -> Callable[[], None]:
         """Have `observer` called with each event and what was decided on it, once that was carried out.
 
-        Return what ends that; idempotent.
+        If it says what it is `about`, it is called only with events of these kinds, or with such a decision: who waits
+        for something rare costs turns nothing. Return what ends that; idempotent.
         """
-        self._observers = [*self._observers, observer]
+        entry = observer, frozenset(about) or None
+        self._observers = [*self._observers, entry]
 
         def stop() -> None:
-            self._observers = [other for other in self._observers if other is not observer]
+            self._observers = [other for other in self._observers if other is not entry]
 
         return stop
 
@@ -524,8 +527,10 @@ class Runtime:
                     waiter.set_result(decision)
             else:
                 self._carry_out(decision)
-        for observer in self._observers:
-            observer(event, decisions)
+        kinds = {type(event), *map(type, decisions)}
+        for observer, about in self._observers:
+            if about is None or not about.isdisjoint(kinds):
+                observer(event, decisions)
         if self._event_log is not None:
             self._log_events(lambda event_log: event_log.write(event, decisions))
         return decisions

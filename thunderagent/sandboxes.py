@@ -17,7 +17,7 @@ from thunderagent.proxy.identity import check_program_id
 from thunderagent.proxy.tool_calls import MAX_KEY_CHARS, first_word
 from thunderagent.runtime import Runtime
 from thunderagent.tools.base import Driver, Owner
-from thunderagent.tools.manager import Manager, ManagerSettings
+from thunderagent.tools.manager import HEARS, Manager, ManagerSettings
 from thunderagent.tools.sandbox import Caps
 from thunderagent.tools.template import DriverKind, Template
 
@@ -104,7 +104,7 @@ def build_manager(config: ServeConfig, runtime: Runtime) -> Manager | None:
         ),
         clock=runtime.now_s,
     )
-    runtime.observe(manager.observe)
+    runtime.observe(manager.observe, *HEARS)
     return manager
 
 

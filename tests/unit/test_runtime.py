@@ -428,6 +428,26 @@ async def test_a_held_turn_is_let_in_when_it_is_due_not_at_the_next_tick() -> No
             assert 0.045 <= asyncio.get_running_loop().time() - begun_s < 0.5
 
 
+async def test_an_observer_hears_only_what_it_is_about() -> None:
+    async with running() as (runtime, _):
+        heard: dict[str, list[str]] = {"all": [], "events": [], "decisions": []}
+        runtime.observe(lambda event, _: heard["all"].append(type(event).__name__))
+        runtime.observe(lambda event, _: heard["events"].append(type(event).__name__), TurnFinished)
+        stop = runtime.observe(lambda event, _: heard["decisions"].append(type(event).__name__), Release)
+        (await runtime.lease("first")).finished()
+        runtime.release("first")
+        assert heard == {
+            "all": ["TurnArrived", "TurnFinished", "ProgramReleased"],
+            "events": ["TurnFinished"],
+            "decisions": ["ProgramReleased"],
+        }
+        stop()
+        stop()
+        (await runtime.lease("second")).finished()
+        runtime.release("second")
+        assert (len(heard["all"]), len(heard["decisions"])) == (6, 1)
+
+
 async def test_a_turn_that_leaves_takes_its_timer_along() -> None:
     async with running() as (runtime, clock):
         with await runtime.lease("first"):

@@ -30,6 +30,9 @@ from thunderagent.provision.base import Launched, Provisioner
 
 log = structlog.get_logger("thunderagent.provision")
 
+HEARS = (Provision, EndReplica, ReplicaRemoved)
+"""What `Provisioning.observe` is about."""
+
 LOOK_S = 0.1
 """How often it is looked what became of replicas that start or drain."""
 

@@ -23,7 +23,7 @@ class Tokens:
         """Begin with none; a token is forgotten when its program ends."""
         self._program_ids: dict[str, str] = {}
         self._tokens: dict[str, str] = {}
-        runtime.observe(self._heard)
+        runtime.observe(self._heard, Release)
 
     def token_of(self, program_id: str) -> str:
         """Return a live program's token, made now if it has none."""

@@ -82,7 +82,7 @@ class Breakers:
         self._settings = settings
         self._breakers: dict[str, _Breaker] = {}
         if settings.failure_count:
-            runtime.observe(self._heard)
+            runtime.observe(self._heard, *_FEWER)
 
     def __repr__(self) -> str:
         return f"<Breakers: {', '.join(f'{name} {each.state}' for name, each in self._breakers.items())}>"
@@ -196,7 +196,7 @@ class Breakers:
         breaker.probe = None
 
     def _heard(self, event: Event, decisions: Sequence[Decision]) -> None:  # noqa: ARG002 - an observer's signature
-        if self._breakers and type(event) in _FEWER and not self._runtime.scheduler.open_replicas:
+        if self._breakers and not self._runtime.scheduler.open_replicas:
             asyncio.get_running_loop().call_soon(self._try_early)  # an observer tells the scheduler nothing itself
         if type(event) not in _GONE:
             return

@@ -17,7 +17,7 @@ from thunderagent.backends.base import NOTHING_READ, NamedTurn, ReplicaReading
 from thunderagent.backends.client import ReplicaClient
 from thunderagent.backends.poller import ReplicaEndpoint
 from thunderagent.errors import NoReplicaError, ReplicaRemovedError
-from thunderagent.programs.decisions import Decision
+from thunderagent.programs.decisions import Decision, Release
 from thunderagent.programs.events import Event, GrantsContinued, GrantsSuspended, ReplicaDown, ReplicaUp
 from thunderagent.proxy.breaker import Breakers, BreakerSettings
 from thunderagent.proxy.notices import NoticeSender, TaggedPrograms
@@ -114,7 +114,7 @@ class Replicas:
         self._notices = NoticeSender(self._url_if_known, notice_timeout_s)
         self.priorities = EnginePriorities(self.known, notice_timeout_s)
         self._tagged = TaggedPrograms(self._program_ended)
-        runtime.observe(self._tagged.heard)
+        runtime.observe(self._tagged.heard, Release)
 
     def __repr__(self) -> str:
         return f"<Replicas {', '.join(self.known)}>"
@@ -123,11 +123,11 @@ class Replicas:
         """Let these hear of every replica that is added or removed from now on."""
         self._connections = connections
         self._followers.extend(followers)
-        self._runtime.observe(self._note_pauses)
+        self._runtime.observe(self._note_pauses, *_MAY_PAUSE)
 
     def _note_pauses(self, event: Event, decisions: Sequence[Decision]) -> None:  # noqa: ARG002 - an observer's signature
         """Let replicas be silent on which nothing is granted: their engines are paused, sleep, or get new weights."""
-        if type(event) in _MAY_PAUSE and self._connections is not None:
+        if self._connections is not None:
             for replica_id, replica in self._runtime.scheduler.replicas.items():
                 self._connections.set_paused(replica_id, paused=bool(replica.suspended_for))
 

@@ -51,6 +51,9 @@ from thunderagent.tools.template import Template
 
 log = structlog.get_logger("thunderagent.sandboxes")
 
+HEARS = (Grant, Restore, Release)
+"""What `Manager.observe` is about."""
+
 
 Run = tuple[str, str, str]
 """A command that runs: the driver, the handle of the sandbox, and the engine's name for the command."""

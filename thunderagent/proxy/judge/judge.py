@@ -104,7 +104,7 @@ class Judge:
         self.prompt_tokens_total = 0
         self.output_tokens_total = 0
         self.asked_s_total = 0.0
-        runtime.observe(self._heard)
+        runtime.observe(self._heard, Release)
 
     def __repr__(self) -> str:
         return f"<Judge: {len(self._waiting)} cases wait, {self.asking_count} are asked about>"
