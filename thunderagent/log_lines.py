@@ -1,7 +1,7 @@
-"""The log as JSON lines: those that are written in one step of the event loop go out together.
+"""The log as JSON lines: those of a hundredth of a second go out together.
 
-A busy proxy ends many turns in one step, and a system call for the line of each costs as much as all else about it.
-Nothing waits for longer than that step; what warns, or is worse, goes out at once with all before it.
+A busy proxy ends many turns in that time, and a system call for the line of each costs as much as all else about it.
+Nothing waits for longer; what warns, or is worse, goes out at once with all before it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from typing import BinaryIO
 
 import msgspec
 import structlog
+
+LINGER_S = 0.01
+"""For so long a line may wait for others."""
 
 
 class LineLogger:
@@ -30,7 +33,7 @@ class LineLogger:
         return f"<LineLogger: {len(self._lines)} lines to be written>"
 
     def info(self, line: bytes) -> None:
-        """Take a line that may wait until the event loop goes on."""
+        """Take a line that may wait for others."""
         with self._lock:
             self._lines.append(line)
             if len(self._lines) > 1:
@@ -40,7 +43,7 @@ class LineLogger:
         except RuntimeError:  # a thread's, or no loop runs yet
             self.flush()
         else:
-            loop.call_soon(self.flush)
+            loop.call_later(LINGER_S, self.flush)
 
     debug = msg = info
 
