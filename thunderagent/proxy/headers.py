@@ -37,4 +37,8 @@ def _without(headers: CIMultiDictProxy[str], dropped: frozenset[str]) -> CIMulti
     if "Connection" in headers:  # RFC 9110, 7.6.1: it may name further hop-by-hop headers
         named = ",".join(headers.getall("Connection")).lower().split(",")
         dropped = dropped | {name.strip() for name in named}
-    return CIMultiDict([(name, value) for name, value in headers.items() if name.lower() not in dropped])
+    kept = CIMultiDict(headers)
+    for name in dropped:
+        if name in kept:
+            del kept[name]
+    return kept

@@ -263,7 +263,7 @@ def identify(
     has_whole_prompt = fields.previous_response_id is None
     may_be_a_program = program_id is not None or rules.infers_programs
     prefix = prefix_of(fields, outline) if may_be_a_program and has_whole_prompt else ()
-    is_final = any(headers.get(name, "").lower() in ("1", "true") for name in FINAL_HEADERS)
+    is_final = any(name in headers and headers[name].lower() in ("1", "true") for name in FINAL_HEADERS)
     return TurnRequest(
         program_id,
         source,

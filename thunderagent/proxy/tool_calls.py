@@ -220,7 +220,7 @@ def _may_call(data: bytes) -> bool:
         b'"tool_' in data  # tool_calls and tool_use
         or b'_call"' in data  # function_call, custom_tool_call, local_shell_call and shell_call
         or b'"input_json_delta"' in data
-        or b"```" in data
+        or (b"`" in data and b"```" in data)  # the first search is many times faster, and enough as a rule
     )
 
 

@@ -258,3 +258,17 @@ def test_the_error_of_a_response_is_numbered_after_its_last_event() -> None:
         "param": None,
         "sequence_number": 2,
     }
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        [b"data: 1\n\n", b"data: 2\n\n"],
+        [b"data: 1\n\n", b"\ndata: 2\n\n", b"\n"],
+        [b"data: 1\r\n\r\n", b"data: 2\n\n", b"data: 3\r\r", b"data: 4\n\n"],
+        [b"data: 1\n\n", b"data: 2\n"],
+        [],
+    ],
+)
+def test_events_are_cut_at_each_blank_line_however_it_is_written(events: list[bytes]) -> None:
+    assert list(events_in(b"".join(events))) == events

@@ -16,10 +16,14 @@ def end_of_last_event(data: bytes, start: int) -> int:
 
 def events_in(whole: bytes) -> Iterator[bytes]:
     """Yield whole events one by one, each with its blank line; an odd line break may be left over as the last."""
-    start = 0
+    start, has_returns = 0, b"\r" in whole
     while start < len(whole):
-        blank_line = _BLANK_LINE.search(whole, start)
-        end = blank_line.end() if blank_line is not None else len(whole)
+        if has_returns:
+            blank_line = _BLANK_LINE.search(whole, start)
+            end = blank_line.end() if blank_line is not None else len(whole)
+        else:  # as engines write them; found several times faster
+            end = whole.find(b"\n\n", start) + 2
+            end = end if end > 1 else len(whole)
         yield whole[start:end]
         start = end
 
