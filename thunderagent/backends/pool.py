@@ -233,9 +233,7 @@ class Pool:
     ) -> None:
         """Take a connection back whose request ended. Called by `Answer` alone."""
         self.requests_count -= 1
-        protocol = connection.protocol
-        is_good = protocol is not None and protocol.is_connected() and not protocol.should_close
-        if not keep or not is_good or _sends(connection, sending):
+        if not keep or not _is_good(connection) or _sends(connection, sending):
             _close(connection, sending)
             return
         target.idle.append((connection, self._loop.time()))
@@ -247,7 +245,7 @@ class Pool:
         oldest_s = self._loop.time() - self._keepalive_s
         while target.idle:
             connection, since_s = target.idle.popleft()
-            if since_s >= oldest_s and not connection.closed:
+            if since_s >= oldest_s and _is_good(connection):
                 return connection
             connection.close()
         return None
@@ -356,6 +354,12 @@ async def _send_pieces(writer: StreamWriter, protocol: ResponseHandler, body: by
         for start in range(0, len(body), PIECE_BYTES):
             await writer.write(view[start : start + PIECE_BYTES])
             protocol.start_timeout()  # it took some, or all, so it is not silent
+
+
+def _is_good(connection: Connection) -> bool:
+    """Say whether a connection may have another request: it is open, and nothing came that nobody asked for."""
+    protocol = connection.protocol
+    return protocol is not None and protocol.is_connected() and not protocol.should_close
 
 
 def _sends(connection: Connection, sending: asyncio.Task[None] | None) -> bool:

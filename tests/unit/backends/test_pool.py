@@ -128,6 +128,26 @@ async def test_only_what_may_be_done_twice_is_sent_again_when_its_connection_was
         assert pool.requests_count == 0
 
 
+async def test_what_comes_unasked_on_an_idle_connection_is_nobody_s_answer() -> None:
+    """Else each later answer on it would go to the wrong client."""
+    came = asyncio.Event()
+
+    async def behaviour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        number = server.connections_count
+        async for _ in heads(reader):
+            writer.write(OK.replace(b"{}", b"%02d" % number))
+            await asyncio.sleep(0.05)
+            writer.write(OK.replace(b"{}", b"no"))
+            await writer.drain()
+            came.set()
+
+    async with pool_of(behaviour) as (server, pool):
+        assert await ask(pool, server.url) == b"01"
+        await came.wait()
+        await asyncio.sleep(0.05)
+        assert await ask(pool, server.url) == b"02"
+
+
 async def test_a_connection_that_is_idle_for_too_long_is_closed_and_gets_no_request() -> None:
     ended = asyncio.Event()
 
