@@ -147,6 +147,7 @@ async def test_the_engine_serves_in_the_order_of_the_priorities(
             for program_id, turns_count in TURNS.items():
                 for _ in range(turns_count):
                     await programs.turn(program_id)
+                await asyncio.sleep(0.2)  # ages are in tenths of a second, and these turns can be faster
             long = completion(words(20, seed=7), 3000, stream=True, priority=-(2**40))
             async with direct.stream("POST", COMPLETIONS, json=long) as busy:
                 words_of_it = busy.aiter_bytes()  # kept: a stream ends with whoever reads it
