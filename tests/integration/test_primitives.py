@@ -280,6 +280,17 @@ def by_command(**config: Any) -> dict[str, Any]:
     }
 
 
+def by_kubernetes(api: KubernetesApi, kind: str, **config: Any) -> dict[str, Any]:
+    return {
+        "provision": "kubernetes",
+        "provision_workload": f"default/{kind}/engine",
+        "provision_max": 2,
+        "kubernetes_replicas": "default/app=vllm:http",
+        "kubernetes_url": api.url,
+        **config,
+    }
+
+
 def engines_of(proxy: RunningProxy) -> list[str]:
     return [replica.replica_id for replica in proxy.runtime.scheduler.open_replicas]
 
@@ -592,14 +603,7 @@ async def test_replicas_are_pods_of_a_deployment_that_is_scaled() -> None:
 
         api.sizes["default", "deployments", "engine"] = 1
         api.on_scale = scaled
-        config = {
-            "provision": "kubernetes",
-            "provision_workload": "default/deployment/engine",
-            "provision_max": 2,
-            "kubernetes_replicas": "default/app=vllm:http",
-            "kubernetes_url": api.url,
-            "discovery_interval_s": 0.02,
-        }
+        config = by_kubernetes(api, "deployment", discovery_interval_s=0.02)
         try:
             await pod(api, "engine-a", one.url)
             async with running_proxy(up=1, **config) as proxy:
@@ -626,13 +630,7 @@ async def test_a_pod_that_ends_is_not_ended_twice() -> None:
     await api.start()
     api.images["engine"] = Behaviour(stops_at_once=False)
     api.sizes["default", "deployments", "engine"] = 2
-    config = {
-        "provision": "kubernetes",
-        "provision_workload": "default/deployment/engine",
-        "provision_max": 2,
-        "kubernetes_replicas": "default/app=vllm:http",
-        "kubernetes_url": api.url,
-    }
+    config = by_kubernetes(api, "deployment")
     try:
         async with fake_replica(gate) as one, fake_replica(answers()) as two:
             api.on_scale = lambda before, after: api.delete("pods", "engine-a", {})
@@ -719,14 +717,7 @@ async def test_a_replica_that_cannot_be_ended_stays() -> None:
             api.sizes["default", "statefulsets", "engine"] = 2
             await pod(api, "engine-0", one.url)
             await pod(api, "engine-1", two.url)
-            config = {
-                "provision": "kubernetes",
-                "provision_workload": "default/statefulset/engine",
-                "provision_max": 2,
-                "kubernetes_replicas": "default/app=vllm:http",
-                "kubernetes_url": api.url,
-            }
-            async with running_proxy(up=2, **config) as proxy:
+            async with running_proxy(up=2, **by_kubernetes(api, "statefulset")) as proxy:
                 await until(lambda: api.requests["apps", "statefulsets/scale", "get"] > 0)
                 await say(proxy, "kill", replica_id=id_of(one.url))
                 async with asyncio.timeout(10):
