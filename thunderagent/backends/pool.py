@@ -35,8 +35,9 @@ PIECE_BYTES = 256 * 1024
 _BODILESS_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
 """Without a body they have no Content-Length either."""
 
-_IDEMPOTENT_METHODS = _BODILESS_METHODS | {"PUT", "DELETE"}
-"""RFC 9110, 9.2.2: may be sent once more if the connection closed before an answer came."""
+
+class _StaleConnectionError(Exception):
+    """A connection that had carried other requests ended before a byte of this one's answer came."""
 
 
 class Answer:
@@ -158,7 +159,7 @@ class _Target(NamedTuple):
     path: str
     headers: tuple[tuple[str, str], ...]
     idle: deque[tuple[Connection, float]]
-    """The connections to there that no request is on, and since when, the longest first."""
+    """The connections to there that no request is on, and since when; the newest is last, and is taken first."""
 
 
 class Pool:
@@ -241,10 +242,13 @@ class Pool:
             self._idle_timer = self._loop.call_later(self._keepalive_s, self._close_idle)
 
     def _idle_connection(self, target: _Target) -> Connection | None:
-        """Return a connection that was kept, and is still good; None if there is none."""
+        """Return the connection that was idle for the shortest time and is still good; None if there is none.
+
+        The others grow old and are closed, so no more stay than are of use, and the engine is about to close few.
+        """
         oldest_s = self._loop.time() - self._keepalive_s
         while target.idle:
-            connection, since_s = target.idle.popleft()
+            connection, since_s = target.idle.pop()
             if since_s >= oldest_s and _is_good(connection):
                 return connection
             connection.close()
@@ -269,7 +273,7 @@ class Pool:
         body: bytes | None,
         timeout: aiohttp.ClientTimeout,  # noqa: ASYNC109
     ) -> Answer:
-        """Send a request, once more if a connection that was kept turns out to be closed, and nothing is done twice."""
+        """Send a request; once more, on a new connection, if one that was kept turns out to be dead."""
         target = self._targets.get(base_url) or self._target(base_url)
         line = f"{method} {target.path}{path.partition('#')[0]} HTTP/1.1"
         sent = CIMultiDict(target.headers)
@@ -278,25 +282,22 @@ class Pool:
             sent["Content-Length"] = str(len(body))
         elif method not in _BODILESS_METHODS:
             sent["Content-Length"] = "0"
-        try:
-            return await self._attempt(target, method, line, sent, body, timeout)
-        except aiohttp.ClientConnectorError:
-            raise
-        except (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError):
-            if method not in _IDEMPOTENT_METHODS:
-                raise
-        return await self._attempt(target, method, line, sent, body, timeout)
+        with suppress(_StaleConnectionError):
+            return await self._attempt(target, self._idle_connection(target), method, line, sent, body, timeout)
+        return await self._attempt(target, None, method, line, sent, body, timeout)
 
     async def _attempt(
         self,
         target: _Target,
+        connection: Connection | None,
         method: str,
         line: str,
         headers: CIMultiDict[str],
         body: bytes | None,
         timeout: aiohttp.ClientTimeout,  # noqa: ASYNC109
     ) -> Answer:
-        connection = self._idle_connection(target)
+        """Send it on a kept connection, or on a new one. Raises `_StaleConnectionError` only for a kept one."""
+        is_kept = connection is not None
         if connection is None:
             try:
                 connection = await self._connector.connect(target.request, [], timeout)
@@ -326,9 +327,15 @@ class Pool:
                 message, content = await protocol.read()
                 if message.code >= 200 or message.code == 101:  # others are about what is still to come
                     return Answer(message, content, connection, sending, self, target)
+                is_kept = False  # bytes came, so it was alive
         except HttpProcessingError as error:
             _close(connection, sending)
             raise aiohttp.ClientConnectionError(f"what it answered is no HTTP: {error.message}") from error
+        except (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError):
+            _close(connection, sending)
+            if is_kept:
+                raise _StaleConnectionError from None
+            raise
         except BaseException:
             _close(connection, sending)
             raise

@@ -108,24 +108,81 @@ async def test_a_request_says_what_it_was_given_and_no_more() -> None:
     assert b"Authorization: Basic YUBiOmM=\r\n" in seen[4]  # a@b:c
 
 
-@pytest.mark.parametrize(("method", "connections_count"), [("GET", 2), ("POST", 1)])
-async def test_only_what_may_be_done_twice_is_sent_again_when_its_connection_was_closed(
-    method: str, connections_count: int
+@pytest.mark.parametrize("method", ["GET", "POST"])
+async def test_a_request_is_sent_again_to_the_same_replica_if_its_kept_connection_dies_before_a_byte(
+    method: str,
 ) -> None:
+    """The engine closed it just then, and has not read the request. On a new connection a death is one."""
+    asked_count = 0
+
     async def behaviour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal asked_count
+        number = server.connections_count
         async for _ in heads(reader):
-            if server.connections_count == 1:
+            asked_count += 1
+            if number == 3 or asked_count == 2:
+                return
+            writer.write(OK)
+            if number == 2:
+                return  # it is seen to be closed before the next request
+
+    async with pool_of(behaviour) as (server, pool):
+        body = None if method == "GET" else b"{}"
+        for connections_count in (1, 2):
+            assert await ask(pool, server.url, method, body=body) == b"{}"
+            assert server.connections_count == connections_count
+        await asyncio.sleep(0.05)
+        with pytest.raises((aiohttp.ServerDisconnectedError, aiohttp.ClientOSError)):
+            await ask(pool, server.url, method, body=body)
+        assert (asked_count, pool.requests_count) == (4, 0), "a new connection gets no second try"
+
+
+async def test_a_kept_connection_that_dies_in_the_middle_of_an_answer_is_tried_once_only() -> None:
+    """`103 Early Hints` came, so the engine has the request."""
+    asked_count = 0
+
+    async def behaviour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal asked_count
+        async for _ in heads(reader):
+            asked_count += 1
+            if asked_count == 2:
+                writer.write(b"HTTP/1.1 103 Early Hints\r\n\r\n")
                 return
             writer.write(OK)
 
     async with pool_of(behaviour) as (server, pool):
-        if method == "GET":
-            assert await ask(pool, server.url, method, body=None) == b"{}"
-        else:
-            with pytest.raises(aiohttp.ServerDisconnectedError):
-                await ask(pool, server.url, method)
-        assert server.connections_count == connections_count
-        assert pool.requests_count == 0
+        assert await ask(pool, server.url) == b"{}"
+        with pytest.raises(aiohttp.ServerDisconnectedError):
+            await ask(pool, server.url)
+        assert (asked_count, server.connections_count) == (2, 1)
+
+
+async def test_the_newest_idle_connection_is_taken_so_that_the_others_grow_old() -> None:
+    """After a burst of three, one request at a time keeps one connection, and the other two are closed."""
+    open_count, together = 0, asyncio.Event()
+
+    async def behaviour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal open_count
+        open_count += 1
+        try:
+            async for _ in heads(reader):
+                await together.wait()
+                writer.write(OK)
+        finally:
+            open_count -= 1
+
+    async with pool_of(behaviour, keepalive_s=0.3) as (server, pool):
+        burst = [asyncio.create_task(ask(pool, server.url)) for _ in range(3)]
+        while open_count < 3:
+            await asyncio.sleep(0.01)
+        together.set()
+        await asyncio.gather(*burst)
+        async with asyncio.timeout(5):
+            while open_count > 1:
+                assert await ask(pool, server.url) == b"{}"
+                await asyncio.sleep(0.02)
+        assert await ask(pool, server.url) == b"{}"
+        assert server.connections_count == 3
 
 
 async def test_what_comes_unasked_on_an_idle_connection_is_nobody_s_answer() -> None:
