@@ -566,6 +566,25 @@ async def test_a_side_call_streams(replica: FakeReplica, proxy: RunningProxy) ->
         assert (await wire.body(answer)).body == b"two"
 
 
+async def test_side_calls_of_nobody_are_spread_by_what_is_in_flight_and_in_turn_where_that_is_equal() -> None:
+    """Twenty embeddings at once, and twenty one after another, are ten and ten."""
+    gate = asyncio.Event()
+
+    async def wait(call: Call) -> None:
+        await gate.wait()
+        await answers()(call)
+
+    async with fake_replica(wait) as one, fake_replica(wait) as other, running_proxy(one.url, other.url) as proxy:
+        asked = [asyncio.create_task(post(proxy.url, "/v1/embeddings", {"input": "x"})) for _ in range(20)]
+        await until(lambda: len(one.calls) + len(other.calls) == 20)
+        assert len(one.calls) == len(other.calls) == 10
+        gate.set()
+        assert {(await each).status for each in asked} == {200}
+        for _ in range(20):
+            await post(proxy.url, "/v1/embeddings", {"input": "x"})
+        assert len(one.calls) == len(other.calls) == 20
+
+
 @pytest.mark.parametrize("head", [(), (("content-encoding", "gzip"),)])
 async def test_a_side_call_that_streams_breaks_off_as_a_turn_does(
     replica: FakeReplica, proxy: RunningProxy, head: tuple[Header, ...]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import NamedTuple, Protocol
 
 import structlog
@@ -82,6 +83,8 @@ class KnownReplica:
     draining_since_s: float | None = None
     leaving_since_s: float | None = None
     """Since when no source has named it: it is removed when nothing is in flight there."""
+    served_last: int = 0
+    """The number of the latest request without a lease that went there."""
 
 
 class Replicas:
@@ -111,6 +114,7 @@ class Replicas:
         self.known = {endpoint.replica_id: KnownReplica(endpoint) for endpoint in endpoints}
         """By their ids, in the order in which they were added."""
         self._tags_programs = tags_programs
+        self._numbers = count(1)
         self._notices = NoticeSender(self._url_if_known, notice_timeout_s)
         self.priorities = EnginePriorities(self.known, notice_timeout_s)
         self._tagged = TaggedPrograms(self._program_ended)
@@ -215,7 +219,8 @@ class Replicas:
     def serving(self, program_id: str | None = None, avoid: Collection[str] = ()) -> str:
         """Return the replica that a request without a lease goes to: its program's, or the least busy one.
 
-        Never one to `avoid`, because it just failed. Raises `NoReplicaError` if no other is up.
+        Busy is what has turns or other requests in flight; among equals it is the turn of the one that had none for
+        longest. Never one to `avoid`, because it just failed. Raises `NoReplicaError` if no other is up.
         """
         scheduler = self._runtime.scheduler
         program = scheduler.table.get(program_id) if program_id is not None else None
@@ -225,7 +230,12 @@ class Replicas:
         usable = [replica for replica in scheduler.open_replicas if replica.replica_id not in avoid]
         if not usable:
             raise NoReplicaError("no replica is up")
-        return min(usable, key=lambda replica: replica.account.turn_count).replica_id
+        chosen_id = min(
+            (replica.replica_id for replica in usable),
+            key=lambda each_id: (self.in_flight_count(each_id), self.known[each_id].served_last),
+        )
+        self.known[chosen_id].served_last = next(self._numbers)
+        return chosen_id
 
     async def run(self, client: ReplicaClient) -> None:
         """Send notices to engines, and ask them about priorities, with `client` until cancelled."""
