@@ -412,6 +412,10 @@ class ServeConfig(BaseSettings):
     embedded_engines: int = Field(
         2, ge=0, le=16, description="simulated engines to start when there is no source of replicas; 0 starts without"
     )
+    demo: bool = Field(
+        default=False,
+        description="start the simulated engines on any address; without it they start on loopback only",
+    )
     embedded_kv_tokens: int = Field(16_000, ge=1024, description="KV pool of each simulated engine, in tokens")
     embedded_kind: Literal["vllm", "sglang"] = Field("vllm", description="engine kind that the simulated engines play")
 
@@ -424,6 +428,11 @@ class ServeConfig(BaseSettings):
     def has_replica_source(self) -> bool:
         """Whether replicas come from somewhere; else simulated engines are started."""
         return bool(self.backends or self.backends_file or self.kubernetes_replicas or self.provision)
+
+    @property
+    def simulates_engines(self) -> bool:
+        """Whether simulated engines are started: nothing else names a replica."""
+        return not self.has_replica_source and self.embedded_engines > 0
 
     @field_validator("data_parallel_ranks", mode="before")
     @classmethod

@@ -34,6 +34,11 @@ def build_keyring(config: ServeConfig) -> Keyring:
 def check_security(config: ServeConfig) -> None:
     """Raise `ConfigurationError` for whatever would fail once other things were started."""
     build_keyring(config)
+    if config.simulates_engines and not (config.demo or is_loopback(config.host)):
+        raise ConfigurationError(
+            f"backends: nobody named any, and simulated engines would answer whoever reaches {config.host!r} with "
+            "made-up words; set backends (THUNDERAGENT_BACKENDS=URL,URL), or demo to have simulated engines"
+        )
     ServerTls.of(config)
     backend_ssl_context(config)
     backend_api_key(config)

@@ -95,9 +95,9 @@ async def serve(config: ServeConfig, *, ready: Callable[[str, str], None] = lamb
             stack.callback(signal_log.close)
             runtime.listen(signal_log.write)
         urls = config.backends
-        if not config.has_replica_source and config.embedded_engines:
+        if config.simulates_engines:
             urls = await stack.enter_async_context(embedded_engines(config))
-        url = await stack.enter_async_context(proxy(config, runtime, urls))
+        url = await stack.enter_async_context(proxy(config, runtime, urls, simulated=config.simulates_engines))
         calm_garbage_collector()
         ready(url, runtime.scheduler.policy.name)
         await stop.wait()
@@ -176,11 +176,16 @@ def build_runtime(config: ServeConfig) -> tuple[Runtime, EventLogWriter | None]:
 
 @asynccontextmanager
 async def proxy(
-    config: ServeConfig, runtime: Runtime, urls: tuple[str, ...], *, further_sources: Sequence[Source] = ()
+    config: ServeConfig,
+    runtime: Runtime,
+    urls: tuple[str, ...],
+    *,
+    further_sources: Sequence[Source] = (),
+    simulated: bool = False,
 ) -> AsyncIterator[str]:
     """Run the proxy in front of the engines at `urls` and of every source for the length of the block; yield its URL.
 
-    `further_sources` come beside those of the configuration.
+    `further_sources` come beside those of the configuration. `simulated` has every answer and the dashboard say so.
     """
     keyring, tls, ssl_context = build_keyring(config), ServerTls.of(config), backend_ssl_context(config)
     api_key = backend_api_key(config)
@@ -264,6 +269,7 @@ async def proxy(
             admin_port=admin_port,
             provisioner=provisioning,
             judge=judge,
+            simulated=simulated,
         )
         loops: list[Callable[[], Coroutine[Any, Any, None]]] = [
             runtime.run,

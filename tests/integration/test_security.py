@@ -202,8 +202,20 @@ def test_nothing_is_open_to_a_network_by_mistake(host: str) -> None:
         check_security(ServeConfig.load(host=host))
     with pytest.raises(ConfigurationError, match="host: "):
         check_security(ServeConfig.load(host=host, admin_keys=(ADMIN_LINE,)))
-    check_security(ServeConfig.load(host=host, api_keys=(DATA_LINE,)))
-    check_security(ServeConfig.load(host=host, allow_open=True))
+    engines = {"backends": "http://engine:8000"}
+    check_security(ServeConfig.load(host=host, api_keys=(DATA_LINE,), **engines))
+    check_security(ServeConfig.load(host=host, allow_open=True, **engines))
+
+
+def test_simulated_engines_answer_no_network_unless_that_is_asked_for() -> None:
+    """`serve` as an image's default command, with its backends forgotten, must not be ready with made-up words."""
+    given: dict[str, Any] = {"host": "0.0.0.0", "allow_open": True}
+    with pytest.raises(ConfigurationError, match=r"backends: nobody named any.*THUNDERAGENT_BACKENDS.*demo"):
+        check_security(ServeConfig.load(**given))
+    check_security(ServeConfig.load(**given, demo=True))
+    check_security(ServeConfig.load(**given, embedded_engines=0))
+    check_security(ServeConfig.load(**given, backends="http://engine:8000"))
+    check_security(ServeConfig.load(**given, provision="command", provision_command="run-engine"))
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "[::1]", "localhost"])

@@ -152,7 +152,9 @@ async def test_embedded_engines_end_with_the_proxy(number: signal.Signals) -> No
         await process.ready()
         engines = children_of(process.process.pid)
         assert len(engines) == 2
-        assert (await ask(process.url, "a", max_tokens=4)).status == 200
+        answer = await ask(process.url, "a", max_tokens=4)
+        assert (answer.status, answer.header("X-ThunderAgent-Engines")) == (200, "simulated")
+        assert (await get(process.url, "/summary")).json()["engines_are_simulated"] is True
         assert "engines_are_simulated" in process.log
         assert "warning" in process.log
         process.process.send_signal(number)

@@ -53,6 +53,9 @@ log = structlog.get_logger("thunderagent.proxy")
 
 CLIENT_CLOSED_REQUEST = 499
 
+ENGINES_HEADER = "X-ThunderAgent-Engines"
+"""In every answer of a proxy whose engines are simulated."""
+
 HISTORY = web.AppKey("history", History)
 """Where the application keeps its history; whoever runs it runs that beside it."""
 
@@ -62,6 +65,10 @@ class Tracing(Protocol):
 
     def around(self, handler: Handler) -> Handler:
         """Wrap the handler of a route."""
+
+
+async def _say_simulated(request: web.Request, response: web.StreamResponse) -> None:  # noqa: ARG001 - a signal's signature
+    response.headers[ENGINES_HEADER] = "simulated"
 
 
 def build_app(
@@ -80,8 +87,9 @@ def build_app(
     admin_port: AdminPort | None = None,
     provisioner: Provisioner | None = None,
     judge: Judge | None = None,
+    simulated: bool = False,
 ) -> web.Application:
-    """Put the proxy together. The caller owns what it is made of."""
+    """Put the proxy together. The caller owns what it is made of. `simulated` engines are told of in every answer."""
     registry = CollectorRegistry()
     metrics = TurnMetrics(registry)
     turns = Turns(runtime, client, replicas, watcher, metrics, turn_settings, sandboxes, judge)
@@ -102,7 +110,9 @@ def build_app(
     guard.attach(app)
     app.on_cleanup.append(_stopping(replicas.breakers))
     app[HISTORY] = History(runtime, replicas, metrics.hold_counts)
-    live = Live(runtime, replicas, app[HISTORY], sandboxes_on=sandboxes is not None)
+    live = Live(runtime, replicas, app[HISTORY], sandboxes_on=sandboxes is not None, simulated=simulated)
+    if simulated:
+        app.on_response_prepare.append(_say_simulated)
     app.on_shutdown.append(live.close)
     app.on_cleanup.append(_closing(weight_sync, leases))
     routes = [

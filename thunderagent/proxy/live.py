@@ -30,6 +30,7 @@ class SummaryReport(Report):
     started_s: float = Field(description="Unix time; another one is another process, whose totals begin at 0")
     closing: bool = Field(description="the proxy is shutting down")
     sandboxes_on: bool
+    engines_are_simulated: bool = Field(description="nobody named a backend, so the answers are made-up words")
     replicas_count: int
     replicas_up_count: int
     programs_count: int
@@ -49,8 +50,11 @@ class HistoryReport(Report):
 class Live:
     """Handlers of `/summary`, `/history` and `/events`."""
 
-    def __init__(self, runtime: Runtime, replicas: Replicas, history: History, *, sandboxes_on: bool) -> None:
+    def __init__(
+        self, runtime: Runtime, replicas: Replicas, history: History, *, sandboxes_on: bool, simulated: bool
+    ) -> None:
         """Report on `runtime` and `replicas`."""
+        self._simulated = simulated
         self._sandboxes_on = sandboxes_on
         self._runtime = runtime
         self._replicas = replicas
@@ -81,6 +85,7 @@ class Live:
                 started_s=self._history.started_s,
                 closing=self._runtime.closing,
                 sandboxes_on=self._sandboxes_on,
+                engines_are_simulated=self._simulated,
                 replicas_count=len(self._replicas.known),
                 replicas_up_count=len(scheduler.open_replicas),
                 programs_count=len(scheduler.table),

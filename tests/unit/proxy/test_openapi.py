@@ -95,7 +95,7 @@ def handlers() -> dict[tuple[str, str], object]:
         *Admin(runtime, replicas, registry).routes(),
         *Dashboard().routes(),
         *Leases(runtime, replicas, limit_s=1.0).routes(),
-        *Live(runtime, replicas, history, sandboxes_on=True).routes(),
+        *Live(runtime, replicas, history, sandboxes_on=True, simulated=False).routes(),
         *Login(Keyring()).routes(),
         *OpenApi([]).routes(),
         *Primitives(runtime, None).routes(),

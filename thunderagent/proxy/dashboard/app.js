@@ -153,6 +153,7 @@ async function loop() {
   try {
     const summary = await ask();
     failures = 0;
+    byId("simulated").hidden = !summary.engines_are_simulated;
     trouble(summary.closing ? "The proxy is shutting down: turns in flight may end, new ones are refused." : "");
   } catch (error) {
     if (error instanceof Unauthorized) {
