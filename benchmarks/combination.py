@@ -39,7 +39,7 @@ from rich.table import Table
 from benchmarks import mars
 from benchmarks.findings import OTHER_COLOUR
 from benchmarks.kept_runs import do_runs
-from benchmarks.machine import RESULTS, describe_machine, save_results
+from benchmarks.machine import RESULTS, save_results
 from benchmarks.simulated import colour_of, save_plot, scenario_of
 from thunderagent.programs.events import TurnFinished
 from thunderagent.simulator.contestants import Contestant
@@ -416,7 +416,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     save_plot("combination", plot(found, verdicts))
     report = {
         "command": shlex.join(["scripts/bench", "combination", *(sys.argv[1:] if argv is None else argv)]),
-        "machine": describe_machine(),
         "seeds": found.seeds,
         "policies": CONTESTANTS,
         "verdicts": verdicts,

@@ -17,7 +17,7 @@ from time import thread_time
 from typing import ClassVar
 
 from benchmarks.core import percentile
-from benchmarks.machine import describe_machine, save_results
+from benchmarks.machine import save_results
 from thunderagent.policy_loader import load_policy
 from thunderagent.programs.decisions import Decision, Grant, Reason, SetPriority
 from thunderagent.programs.events import (
@@ -245,7 +245,7 @@ def main() -> None:
         for name, value in figures[case].items():
             print(f"  {name:24} {value:.4f}" if isinstance(value, float) else f"  {name:24} {value}")
         del fleet
-    save_results("control", {"arguments": vars(args), "figures": figures, "machine": describe_machine()})
+    save_results("control", {"arguments": vars(args), "figures": figures})
 
 
 if __name__ == "__main__":

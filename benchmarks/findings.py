@@ -20,6 +20,11 @@ Pick = Callable[[RunResult], float | None]
 
 OTHER_COLOUR = "#444444"
 
+LEAST_SEEDS_COUNT = 3
+"""With fewer nothing is decided: of two runs Student's t is 12.7 times their spread."""
+
+YES, NO, UNDECIDED = "yes", "no", "undecided"
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -33,12 +38,18 @@ class Finding:
     at_most: float | None = None
 
     @property
-    def passes(self) -> bool | None:
-        """Say whether the interval reaches the bar; None without a bar, or without a figure."""
+    def verdict(self) -> str:
+        """Return whether the bad end of the interval reaches the bar; empty without a bar or a figure.
+
+        It is undecided with too few seeds, unless the figure is the same in all of them: a count that stays 0.
+        """
         if self.interval is None or (self.at_least is None and self.at_most is None):
-            return None
+            return ""
         low, high = self.interval.low, self.interval.high
-        return (self.at_least is None or high >= self.at_least) and (self.at_most is None or low <= self.at_most)
+        if self.interval.count < LEAST_SEEDS_COUNT and self.interval.half_width != 0:
+            return UNDECIDED
+        reaches = (self.at_least is None or low >= self.at_least) and (self.at_most is None or high <= self.at_most)
+        return YES if reaches else NO
 
     @property
     def bar(self) -> str:
@@ -56,8 +67,9 @@ class Finding:
             "figure": self.figure,
             "mean": None if interval is None else round(interval.mean, 5),
             "half_width": None if interval is None or interval.half_width is None else round(interval.half_width, 5),
+            "seeds_count": None if interval is None else interval.count,
             "bar": self.bar,
-            "passes": self.passes,
+            "verdict": self.verdict,
         }
 
 
@@ -80,16 +92,17 @@ def ratio_of(runs: Sequence[Run], others: Sequence[Run], pick: Pick) -> Interval
 def table(title: str, found: Sequence[Finding]) -> Table:
     """Return a table with a row for each finding."""
     made = Table(title=title, box=box.SIMPLE_HEAD)
-    for column in ("setting", "policy", "figure", "mean", "±", "bar", "passes"):
-        made.add_column(column, justify="right" if column in ("mean", "±") else "left", no_wrap=True)
+    for column in ("setting", "policy", "figure", "mean", "±", "seeds", "bar", "reached"):
+        made.add_column(column, justify="right" if column in ("mean", "±", "seeds") else "left", no_wrap=True)
     previous = ""
     for each in found:
         interval = each.interval
         half_width = "" if interval is None or interval.half_width is None else f"{interval.half_width:.2g}"
         mean = "-" if interval is None else f"{interval.mean:.4g}"
-        verdict = {None: "", True: "yes", False: "[bold red]no[/]"}[each.passes]
+        verdict = f"[bold red]{NO}[/]" if each.verdict == NO else each.verdict
+        seeds = "" if interval is None else str(interval.count)
         setting = "" if each.setting == previous else each.setting
-        made.add_row(setting, each.policy, each.figure, mean, half_width, each.bar, verdict)
+        made.add_row(setting, each.policy, each.figure, mean, half_width, seeds, each.bar, verdict)
         previous = each.setting
     return made
 

@@ -22,7 +22,7 @@ from typing import Any
 import uvloop
 
 from benchmarks.instant import chat_requests, drive, instant_engine
-from benchmarks.machine import describe_machine, save_results
+from benchmarks.machine import save_results
 from benchmarks.overhead import free_port, target
 
 BODIES_BYTES = {"small": 4_000, "large": 400_000}
@@ -148,7 +148,7 @@ def main() -> None:
     parser.add_argument("--logs", default="out/judge", help="folder for the proxies' logs")
     args = parser.parse_args()
     found = uvloop.run(measure(args))
-    save_results("judge", {"arguments": vars(args), "judges": found, "machine": describe_machine()})
+    save_results("judge", {"arguments": vars(args), "judges": found})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,8 @@
-"""Runs that are kept when they are done, so that a benchmark that was ended goes on where it was."""
+"""Runs that are kept when they are done, so that a benchmark that was ended goes on where it was.
+
+They are kept by the hash of the code that made them: after a change of it all are done anew, and none is mixed with the
+others, which stay in the file.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,12 @@ import json
 from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from rich.console import Console
 from rich.progress import Progress
 
+from benchmarks.machine import describe_code
 from thunderagent.simulator.processes import GoOn, do_all
 
 Figures = dict[str, float]
@@ -34,8 +39,11 @@ def do_runs(
     jobs_count: int | None,
     console: Console,
 ) -> dict[str, Figures]:
-    """Do the runs that are not kept in `path` yet, two at a time unless said; return the figures of all that are."""
-    kept: dict[str, Figures] = json.loads(path.read_text()) if path.exists() else {}
+    """Do the runs that this code has not kept in `path` yet, two at a time unless said; return the figures of all."""
+    made_by = describe_code()
+    of_all_code: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    of_this = of_all_code.setdefault(made_by["code"], {"commit": made_by["commit"], "runs": {}})
+    kept: dict[str, Figures] = of_this["runs"]
     todo = deque({run.key: run for run in runs if run.key not in kept}.values())
     with Progress(console=console, transient=True) as bar:
         shown = bar.add_task(path.stem, total=len(todo))
@@ -43,7 +51,7 @@ def do_runs(
         def note(run: AnyRun, figures: Figures) -> None:
             kept[run.key] = figures
             whole = path.with_name(f"{path.name}.new")  # ended while it is written, all would be lost
-            whole.write_text(json.dumps(kept, indent=0) + "\n")
+            whole.write_text(json.dumps(of_all_code, indent=0) + "\n")
             whole.replace(path)
             bar.advance(shown)
 

@@ -1,16 +1,22 @@
-"""The machine that a result was measured on, and where results are kept."""
+"""Where results are kept, and what each says of itself: the machine, the commit, and a hash of the code."""
 
 from __future__ import annotations
 
 import datetime as dt
+import functools
+import hashlib
 import json
 import os
 import platform
+import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+_written: set[Path] = set()
+"""The results of this process."""
 PACKAGES = ("thunderagent", "aiohttp", "uvloop", "msgspec")
 
 
@@ -26,12 +32,48 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
-def save_results(name: str, results: dict[str, Any]) -> Path:
-    """Write `benchmarks/results/NAME.json` and return its path."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps(results, indent=2) + "\n")
+@functools.cache
+def code_hash() -> str:
+    """Return a hash of all code that a figure may come from: the package and the benchmarks, as the files are now."""
+    digest = hashlib.sha256()
+    for folder, endings in (("thunderagent", ("*.py", "*.toml")), ("benchmarks", ("*.py",))):
+        for path in sorted(path for ending in endings for path in (ROOT / folder).rglob(ending)):
+            digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+@functools.cache
+def describe_code() -> dict[str, str]:
+    """Return which code made a result: its hash, and the commit, with a `+` if files were changed since."""
+    commit = _git("rev-parse", "HEAD")[:12] or "unknown"
+    changed = _git("status", "--porcelain", "--", "thunderagent", "benchmarks/*.py")
+    return {"commit": commit + ("+" if changed else ""), "code": code_hash()}
+
+
+def save_results(name: str, results: dict[str, Any], folder: Path = RESULTS) -> Path:
+    """Write `NAME.json` with what made it, and return its path.
+
+    A result of another process that is there is kept in `earlier/`, whatever it says: the better of two runs is no
+    result. What this process wrote is replaced by what it has found since.
+    """
+    path = folder / f"{name}.json"
+    if path.exists() and path not in _written:
+        earlier = folder / "earlier"
+        earlier.mkdir(exist_ok=True)
+        path.rename(earlier / f"{name}-{hashlib.sha256(path.read_bytes()).hexdigest()[:8]}.json")
+    folder.mkdir(exist_ok=True)
+    _written.add(path)
+    path.write_text(json.dumps({**describe_code(), "machine": describe_machine(), **results}, indent=2) + "\n")
     return path
+
+
+def _git(*arguments: str) -> str:
+    """Return what git says of this folder; nothing where there is none."""
+    try:
+        done = subprocess.run(["git", "-C", ROOT, *arguments], capture_output=True, text=True, check=False)
+    except OSError:
+        return ""
+    return done.stdout.strip()
 
 
 def _first_field(path: Path, key: str) -> str:

@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.comings import Comings, Engine
 from benchmarks.drip import DripEngine
-from benchmarks.machine import describe_machine, save_results
+from benchmarks.machine import save_results
 from benchmarks.processes import resident_mb, thunderagent
 from benchmarks.simulated import save_plot
 from thunderagent.serving import raise_file_limit
@@ -198,7 +198,7 @@ def main() -> None:
     if args.warmup_minutes + 1 > args.minutes:
         parser.error("the load must be longer than its warm-up, by a minute at least")
     raise_file_limit()
-    results = {"arguments": vars(args), **uvloop.run(measure(args)), "machine": describe_machine()}
+    results = {"arguments": vars(args), **uvloop.run(measure(args))}
     save_results(args.name, results)
     save_plot(args.name, plot(results))
     slope = results["slope"]

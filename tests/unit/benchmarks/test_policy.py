@@ -90,21 +90,26 @@ def test_a_figure_that_one_run_lacks_has_no_mean() -> None:
 
 
 @pytest.mark.parametrize(
-    ("interval", "at_least", "at_most", "passes"),
+    ("interval", "at_least", "at_most", "verdict"),
     [
-        (Interval(2, 0.9, 0.2), 1.0, None, True),
-        (Interval(2, 0.9, 0.05), 1.0, None, False),
-        (Interval(1, 0.9, None), 1.0, None, False),
-        (Interval(2, 1.0, 0.5), None, 0.0, False),
-        (Interval(1, 0.0, None), None, 0.0, True),
-        (Interval(1, 0.0, None), None, None, None),
-        (None, 1.0, None, None),
+        (Interval(5, 0.84, 1.5), 0.85, None, "no"),  # its good end would reach it
+        (Interval(5, 1.1, 0.2), 1.0, None, "no"),
+        (Interval(5, 1.3, 0.2), 1.0, None, "yes"),
+        (Interval(5, 0.9, 0.05), 1.0, None, "no"),
+        (Interval(2, 1.3, 0.2), 1.0, None, "undecided"),
+        (Interval(1, 1.3, None), 1.0, None, "undecided"),
+        (Interval(1, 0.9, None), 1.0, None, "undecided"),
+        (Interval(5, 1.0, 0.5), None, 1.2, "no"),
+        (Interval(5, 0.5, 0.5), None, 1.2, "yes"),
+        (Interval(2, 0.0, 0.0), None, 0.0, "yes"),  # the same in each
+        (Interval(1, 0.0, None), None, None, ""),
+        (None, 1.0, None, ""),
     ],
 )
-def test_a_figure_passes_if_its_interval_reaches_the_bar(
-    interval: Interval | None, at_least: float | None, at_most: float | None, *, passes: bool | None
+def test_the_bad_end_of_an_interval_must_reach_the_bar_over_enough_seeds(
+    interval: Interval | None, at_least: float | None, at_most: float | None, verdict: str
 ) -> None:
-    assert Finding("here", "p", "figure", interval, at_least, at_most).passes is passes
+    assert Finding("here", "p", "figure", interval, at_least, at_most).verdict == verdict
 
 
 def test_what_was_in_time_is_kept_of_every_comparison() -> None:
@@ -118,7 +123,7 @@ def test_what_was_in_time_is_kept_of_every_comparison() -> None:
 
 def test_findings_are_set_out_and_drawn_also_without_a_figure() -> None:
     found = [
-        Finding("here", "ttl", "ratio", Interval(2, 0.9, 0.05), at_least=1.0),
+        Finding("here", "ttl", "ratio", Interval(3, 0.9, 0.05), at_least=1.0),
         Finding("here", "ttl", "correlation", None),
     ]
     text = Console(width=120)

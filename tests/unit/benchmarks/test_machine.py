@@ -1,0 +1,30 @@
+"""What each result says of itself, and that none is lost."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import machine
+from benchmarks.machine import code_hash, save_results
+
+
+def test_a_result_says_which_code_made_it_and_on_what_machine(tmp_path: Path) -> None:
+    report = json.loads(save_results("core", {"figures": 1}, tmp_path).read_text())
+    assert report["figures"] == 1
+    assert report["code"] == code_hash()
+    assert len(report["commit"].rstrip("+")) == 12 or report["commit"] == "unknown"
+    assert {"processor", "cores_count", "python", "date"} <= report["machine"].keys()
+
+
+def test_an_earlier_result_is_kept_beside_a_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All runs, not the best. What the same process finds step by step is one result."""
+    for figure in (1, 2):
+        monkeypatch.setattr(machine, "_written", set())  # another process
+        for step in range(3):
+            path = save_results("core", {"figure": figure, "step": step}, tmp_path)
+    assert json.loads(path.read_text())["figure"] == 2
+    (earlier,) = (tmp_path / "earlier").glob("core-*.json")
+    assert (json.loads(earlier.read_text())["figure"], json.loads(earlier.read_text())["step"]) == (1, 2)
