@@ -63,7 +63,7 @@ def _settle(future: asyncio.Future[Addresses], found: Addresses, error: Exceptio
 
 
 class Loop(uvloop.Loop):
-    """uvloop's event loop with these lookups; aiohttp and httpx ask the loop for addresses."""
+    """uvloop's event loop with these lookups; aiohttp and httpx2 ask the loop for addresses."""
 
     def __init__(self) -> None:
         """Make a loop."""

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 from rich import box
 from rich.console import Console, Group
 from rich.live import Live
@@ -28,7 +28,7 @@ def watch_status(url: str, *, watch: bool, programs_count: int, key: str = "", c
     try:
         verify = True if ca_file is None else ssl.create_default_context(cafile=ca_file)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        with httpx.Client(base_url=url, timeout=TIMEOUT_S, trust_env=False, verify=verify, headers=headers) as client:
+        with httpx2.Client(base_url=url, timeout=TIMEOUT_S, trust_env=False, verify=verify, headers=headers) as client:
             picture = _picture(client, programs_count)
             if not watch:
                 console.print(picture)
@@ -37,17 +37,17 @@ def watch_status(url: str, *, watch: bool, programs_count: int, key: str = "", c
                 while True:
                     time.sleep(REFRESH_S)
                     live.update(_picture(client, programs_count))
-    except httpx.HTTPStatusError as error:
+    except httpx2.HTTPStatusError as error:
         print(f"thunderagent: error: {url} answers {error.response.status_code}; is a key missing?", file=sys.stderr)
         return 1
-    except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+    except (httpx2.HTTPError, httpx2.InvalidURL, OSError) as error:
         print(f"thunderagent: error: no proxy answers at {url}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 0
 
 
-def _picture(client: httpx.Client, programs_count: int) -> Group:
+def _picture(client: httpx2.Client, programs_count: int) -> Group:
     replicas = _get(client, "/replicas")
     programs = _get(client, f"/programs?limit={programs_count}")
     queue = _get(client, f"/queue?limit={programs_count}")
@@ -72,7 +72,7 @@ def _taken(disk_bytes: int | None) -> str:
     return "" if disk_bytes is None else f", {_short(disk_bytes)}B on disk"
 
 
-def _get(client: httpx.Client, path: str) -> Any:
+def _get(client: httpx2.Client, path: str) -> Any:
     response = client.get(path)
     response.raise_for_status()
     return response.json()

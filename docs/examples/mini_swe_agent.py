@@ -4,7 +4,7 @@ Three things make it one: its turns go to the proxy and name the program, its co
 the program is released at the end. The proxy then takes back the memory and, served with `--sandboxes docker`, removes
 the container, also if this script was killed and somebody else sends the release.
 
-    pip install mini-swe-agent==2.4.6 litellm==1.100.0 httpx
+    pip install mini-swe-agent==2.4.6 litellm==1.100.0 httpx2
     python mini_swe_agent.py --model Qwen/Qwen3-Coder-30B-A3B --image python:3.12 --task "Write a haiku to /haiku.txt"
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import uuid
 
-import httpx
+import httpx2
 from minisweagent.agents.default import DefaultAgent
 from minisweagent.config import get_config_from_spec
 from minisweagent.environments.docker import DockerEnvironment
@@ -42,7 +42,7 @@ def run(task: str, *, proxy: str, model: str, image: str, program_id: str) -> di
         )
         return agent.run(task)
     finally:
-        httpx.post(f"{proxy}/programs/release", json={"program_id": program_id})
+        httpx2.post(f"{proxy}/programs/release", json={"program_id": program_id})
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
 
-import httpx
+import httpx2
 from PIL import Image
 
 from tests.e2e.support import chromium, load, serving
@@ -64,7 +64,7 @@ async def _page(browser: Browser, url: str, scheme: Any, *, width: int, height: 
 async def _with_most_to_tell(url: str) -> str:
     """Return the program to whom the most different things happened."""
     best = (0, 0, "")
-    async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
+    async with httpx2.AsyncClient(base_url=url, trust_env=False) as client:
         for program in (await client.get("/programs?limit=1000")).json()["programs"]:
             answer = await client.get(f"/programs/{program['program_id']}")
             if answer.status_code != 200:

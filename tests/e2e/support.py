@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-import httpx
+import httpx2
 
 from benchmarks.processes import Server, thunderagent
 
@@ -69,7 +69,7 @@ async def serving(log_path: Path, *options: str, port: int = 0, ready: bool = Tr
     polling = ("--poll-interval-s", "0.25", "--poll-deadline-s", "10", "--grace-s", "0")
     async with (
         thunderagent("serve", "--port", str(port), *polling, *options, log_path=log_path) as server,
-        httpx.AsyncClient(base_url=server.url, trust_env=False) as client,
+        httpx2.AsyncClient(base_url=server.url, trust_env=False) as client,
     ):
         async with asyncio.timeout(20):
             while ready and (await client.get("/ready")).status_code != 200:
@@ -80,8 +80,8 @@ async def serving(log_path: Path, *options: str, port: int = 0, ready: bool = Tr
 @asynccontextmanager
 async def load(url: str, names: list[str], *, tool_s: float, seed: int = 0) -> AsyncIterator[None]:
     """Run a program of each name, and a new one of the same kind when it ends, for the length of the block."""
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits, trust_env=False) as client:
+    limits = httpx2.Limits(max_connections=None)
+    async with httpx2.AsyncClient(base_url=url, timeout=600, limits=limits, trust_env=False) as client:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(_run_programs(client, name, tool_s, Random(f"{seed}/{name}"))) for name in names]
             try:
@@ -92,7 +92,7 @@ async def load(url: str, names: list[str], *, tool_s: float, seed: int = 0) -> A
         await client.post("/programs/release", json={"all": True})
 
 
-async def _run_programs(client: httpx.AsyncClient, name: str, tool_s: float, random: Random) -> None:
+async def _run_programs(client: httpx2.AsyncClient, name: str, tool_s: float, random: Random) -> None:
     await asyncio.sleep(random.random() * tool_s * 2)
     for number in range(1, 1000):
         program_id = f"{name}/{number}"
@@ -109,12 +109,12 @@ def _words(random: Random, count: int) -> str:
     return " ".join(f"w{random.randrange(2000)}" for _ in range(count))
 
 
-async def turn(client: httpx.AsyncClient, program_id: str, text: str, *, max_tokens: int = 8) -> None:
+async def turn(client: httpx2.AsyncClient, program_id: str, text: str, *, max_tokens: int = 8) -> None:
     """Take one turn, whatever comes of it."""
     body: dict[str, Any] = {
         "model": "simulated",
         "max_tokens": max_tokens,
         "messages": [{"role": "system", "content": "you are an agent " * 60}, {"role": "user", "content": text}],
     }
-    with contextlib.suppress(httpx.TransportError):
+    with contextlib.suppress(httpx2.TransportError):
         await client.post("/v1/chat/completions", json=body, headers={"X-Program-ID": program_id})

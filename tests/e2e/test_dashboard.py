@@ -8,7 +8,7 @@ import re
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-import httpx
+import httpx2
 import pytest
 import pytest_asyncio
 
@@ -40,7 +40,7 @@ FAILED_REQUEST = "Failed to load resource"
 class World:
     """A proxy on which two programs are at their tools and three are held, for as long as nobody ends one."""
 
-    def __init__(self, url: str, client: httpx.AsyncClient) -> None:
+    def __init__(self, url: str, client: httpx2.AsyncClient) -> None:
         self.url = url
         self.client = client
 
@@ -52,7 +52,7 @@ class World:
 async def world_at(log_path: Path) -> AsyncIterator[World]:
     async with (
         serving(log_path, *TWO_ACTIVE) as server,
-        httpx.AsyncClient(base_url=server.url, timeout=60, trust_env=False) as client,
+        httpx2.AsyncClient(base_url=server.url, timeout=60, trust_env=False) as client,
     ):
         world = World(server.url, client)
         for name in ("first", "second"):
@@ -269,7 +269,7 @@ async def test_where_there_is_nothing_it_says_so(tmp_path: Path, open_page: Open
         await expect(page.locator("#tile-held")).to_have_text("\u2013")
         await expect(page.locator("#connection")).to_have_text("No replica is up")
         await expect(page.locator(".replica .pill")).to_have_text("down")
-        (replica,) = httpx.get(f"{server.url}/replicas", trust_env=False).json()["replicas"]
+        (replica,) = httpx2.get(f"{server.url}/replicas", trust_env=False).json()["replicas"]
         await expect(page.locator(".replica .bad")).to_have_text(replica["why_down"])
 
 
@@ -277,7 +277,7 @@ async def test_a_proxy_that_goes_and_comes_back(tmp_path: Path, open_page: OpenP
     """Says that it is gone, keeps what was seen, and goes on by itself with the next process."""
     async with (
         serving(tmp_path / "first.log", *NO_REPLICA, ready=False) as server,
-        httpx.AsyncClient(trust_env=False) as client,
+        httpx2.AsyncClient(trust_env=False) as client,
     ):
         await client.post(f"{server.url}/programs", json={"program_id": "before"})
         async with open_page(server.url, allowed=FAILED_REQUEST) as page:

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import anthropic
-import httpx
+import httpx2
 import openai
 import pytest
 
@@ -138,7 +138,7 @@ async def test_a_response_in_the_background_is_asked_for_and_cancelled() -> None
                 await client.responses.cancel(quick.id)
             with pytest.raises(openai.NotFoundError, match="resp_nobody"):
                 await client.responses.retrieve("resp_nobody")
-        async with httpx.AsyncClient() as http:
+        async with httpx2.AsyncClient() as http:
             for url in (one, other):
                 text = (await http.get(f"{url}/metrics")).text
                 assert 'vllm:num_requests_running{engine="0",model_name="simulated"} 0.0' in text
@@ -200,7 +200,7 @@ async def test_tokens_in_tokens_out(proxy: RunningProxy, url: str) -> None:
     """A trainer goes on from the tokens it got; the stream has usage only if it was asked for."""
     prompt = list(range(1000, 1100))
     sampling = {"max_tokens": 20, "ignore_eos": True}
-    async with httpx.AsyncClient(timeout=20) as http:
+    async with httpx2.AsyncClient(timeout=20) as http:
         target = f"{proxy.url}/p/a/inference/v1/generate"
         whole = (await http.post(target, json={"token_ids": prompt, "sampling_params": sampling})).json()
         tokens = whole["choices"][0]["token_ids"]

@@ -11,7 +11,7 @@ import time
 from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any
 
-import httpx
+import httpx2
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -51,24 +51,24 @@ def url() -> Iterator[str]:
 
 
 @pytest.fixture
-async def client(url: str) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=url, timeout=20) as client:
+async def client(url: str) -> AsyncIterator[httpx2.AsyncClient]:
+    async with httpx2.AsyncClient(base_url=url, timeout=20) as client:
         yield client
         await until_idle(client)
 
 
 @asynccontextmanager
-async def served(**config: Any) -> AsyncIterator[httpx.AsyncClient]:
+async def served(**config: Any) -> AsyncIterator[httpx2.AsyncClient]:
     """Serve an instant engine in this process."""
     engine = EngineConfig(kv_tokens=16_000, timing=profile("instant"), **config)
     async with (
         running(ServerConfig(engine, port=0)) as url,
-        httpx.AsyncClient(base_url=url, timeout=20) as client,
+        httpx2.AsyncClient(base_url=url, timeout=20) as client,
     ):
         yield client
 
 
-async def metrics(client: httpx.AsyncClient) -> dict[str, float]:
+async def metrics(client: httpx2.AsyncClient) -> dict[str, float]:
     """Return the sum over labels of each sample."""
     response = await client.get("/metrics")
     values: dict[str, float] = {}
@@ -78,24 +78,24 @@ async def metrics(client: httpx.AsyncClient) -> dict[str, float]:
     return values
 
 
-async def until(client: httpx.AsyncClient, name: str, value: float) -> None:
+async def until(client: httpx2.AsyncClient, name: str, value: float) -> None:
     async with asyncio.timeout(5):
         while (await metrics(client))[name] != value:
             await asyncio.sleep(0.01)
 
 
-async def until_idle(client: httpx.AsyncClient) -> None:
+async def until_idle(client: httpx2.AsyncClient) -> None:
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
         await until(client, f"vllm:{name}", 0)
 
 
-async def ask(client: httpx.AsyncClient, path: str = "/v1/chat/completions", **body: Any) -> dict[str, Any]:
+async def ask(client: httpx2.AsyncClient, path: str = "/v1/chat/completions", **body: Any) -> dict[str, Any]:
     response = await client.post(path, json=body)
     assert response.status_code == 200, response.text
     return dict(response.json())
 
 
-async def refused(client: httpx.AsyncClient, path: str = "/v1/chat/completions", **body: Any) -> dict[str, Any]:
+async def refused(client: httpx2.AsyncClient, path: str = "/v1/chat/completions", **body: Any) -> dict[str, Any]:
     """Return the error, having checked that it has vLLM's schema."""
     response = await client.post(path, json=body)
     error = response.json()["error"]
@@ -104,7 +104,7 @@ async def refused(client: httpx.AsyncClient, path: str = "/v1/chat/completions",
     return dict(error)
 
 
-async def stream(client: httpx.AsyncClient, path: str, **body: Any) -> list[dict[str, Any]]:
+async def stream(client: httpx2.AsyncClient, path: str, **body: Any) -> list[dict[str, Any]]:
     """Return the chunks of a stream, having checked its frame."""
     async with client.stream("POST", path, json={**body, "stream": True}) as response:
         assert response.status_code == 200
@@ -117,7 +117,7 @@ async def stream(client: httpx.AsyncClient, path: str, **body: Any) -> list[dict
 # --- answers
 
 
-async def test_a_chat_completion_has_the_length_asked_for_and_its_usage(client: httpx.AsyncClient) -> None:
+async def test_a_chat_completion_has_the_length_asked_for_and_its_usage(client: httpx2.AsyncClient) -> None:
     answer = await ask(client, messages=HELLO, max_tokens=7, ignore_eos=True)
     assert answer["object"] == "chat.completion"
     assert answer["choices"][0]["finish_reason"] == "length"
@@ -126,7 +126,7 @@ async def test_a_chat_completion_has_the_length_asked_for_and_its_usage(client: 
     assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (67, 7, 74)
 
 
-async def test_the_same_prompt_gets_the_same_answer_streamed_or_not(client: httpx.AsyncClient) -> None:
+async def test_the_same_prompt_gets_the_same_answer_streamed_or_not(client: httpx2.AsyncClient) -> None:
     whole = await ask(client, messages=HELLO)
     chunks = await stream(client, "/v1/chat/completions", messages=HELLO)
     text = "".join(chunk["choices"][0]["delta"]["content"] for chunk in chunks)
@@ -135,7 +135,7 @@ async def test_the_same_prompt_gets_the_same_answer_streamed_or_not(client: http
     assert 16 <= whole["usage"]["completion_tokens"] <= 64
 
 
-async def test_a_stream_is_role_words_finish_usage_done(client: httpx.AsyncClient) -> None:
+async def test_a_stream_is_role_words_finish_usage_done(client: httpx2.AsyncClient) -> None:
     options = {"include_usage": True}
     chunks = await stream(
         client, "/v1/chat/completions", messages=HELLO, max_tokens=3, ignore_eos=True, stream_options=options
@@ -151,7 +151,7 @@ async def test_a_stream_is_role_words_finish_usage_done(client: httpx.AsyncClien
     assert not any("usage" in chunk for chunk in chunks[:-1])
 
 
-async def test_continuous_usage_counts_up(client: httpx.AsyncClient) -> None:
+async def test_continuous_usage_counts_up(client: httpx2.AsyncClient) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     body = {"prompt": "a b c", "max_tokens": 3, "ignore_eos": True, "stream_options": options}
     chunks = await stream(client, "/v1/completions", **body)
@@ -203,7 +203,7 @@ async def test_text_parts_and_tool_calls_are_words_too() -> None:
         assert called["count"] > 6
 
 
-async def test_tokens_turn_back_into_their_words(client: httpx.AsyncClient) -> None:
+async def test_tokens_turn_back_into_their_words(client: httpx2.AsyncClient) -> None:
     tokens = (await ask(client, "/tokenize", prompt="w17 makes  sense"))["tokens"]
     assert await ask(client, "/detokenize", tokens=tokens) == {"prompt": "w17 makes sense"}
     by_ids = await ask(client, "/v1/completions", prompt=tokens, max_tokens=2)
@@ -251,26 +251,26 @@ async def test_the_openai_client_is_served(url: str) -> None:
     ],
 )
 async def test_a_wrong_request_is_refused_with_its_reason(
-    client: httpx.AsyncClient, body: dict[str, Any], says: str
+    client: httpx2.AsyncClient, body: dict[str, Any], says: str
 ) -> None:
     error = await refused(client, **body)
     assert error["code"] == 400
     assert says in error["message"]
 
 
-async def test_a_body_that_is_no_json_object_is_refused(client: httpx.AsyncClient) -> None:
+async def test_a_body_that_is_no_json_object_is_refused(client: httpx2.AsyncClient) -> None:
     for content in (b"", b"{", b"[]", b"\xff"):
         response = await client.post("/v1/chat/completions", content=content)
         assert response.status_code == 400
         assert response.json()["error"]["type"] == "Bad Request"
 
 
-async def test_unknown_models_and_paths_are_not_found(client: httpx.AsyncClient) -> None:
+async def test_unknown_models_and_paths_are_not_found(client: httpx2.AsyncClient) -> None:
     assert (await refused(client, model="other", messages=HELLO))["type"] == "NotFoundError"
     assert (await refused(client, "/v1/nothing"))["code"] == 404
 
 
-async def test_several_prompts_or_none_are_refused(client: httpx.AsyncClient) -> None:
+async def test_several_prompts_or_none_are_refused(client: httpx2.AsyncClient) -> None:
     assert "several" in (await refused(client, "/v1/completions", prompt=["a", "b"]))["message"]
     assert "empty" in (await refused(client, "/v1/completions", prompt=""))["message"]
 
@@ -321,7 +321,7 @@ async def test_a_reset_of_the_prefix_cache_loses_the_hits() -> None:
         assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
-async def test_health_and_version_answer(client: httpx.AsyncClient) -> None:
+async def test_health_and_version_answer(client: httpx2.AsyncClient) -> None:
     assert (await client.get("/health")).status_code == 200
     assert (await client.get("/version")).json()["version"].startswith("0.")
 
@@ -329,14 +329,14 @@ async def test_health_and_version_answer(client: httpx.AsyncClient) -> None:
 # --- time and life
 
 
-async def test_an_answer_takes_the_time_the_model_says(client: httpx.AsyncClient) -> None:
+async def test_an_answer_takes_the_time_the_model_says(client: httpx2.AsyncClient) -> None:
     """40 iterations of the demo engine with one request: 7.5 ms each, and 35 ms for the prompt."""
     begin_s = time.monotonic()
     await ask(client, messages=[{"role": "user", "content": "timed " * 120}], max_tokens=40, ignore_eos=True)
     assert 0.32 < time.monotonic() - begin_s < 0.6
 
 
-async def test_a_client_that_leaves_a_stream_frees_its_blocks(client: httpx.AsyncClient) -> None:
+async def test_a_client_that_leaves_a_stream_frees_its_blocks(client: httpx2.AsyncClient) -> None:
     before = await metrics(client)
     async with client.stream("POST", "/v1/chat/completions", json={**LONG, "stream": True}) as response:
         lines = response.aiter_lines()  # kept, because a generator that is let go closes the stream
@@ -347,8 +347,8 @@ async def test_a_client_that_leaves_a_stream_frees_its_blocks(client: httpx.Asyn
     assert after["vllm:request_success_total"] == before["vllm:request_success_total"] + 1  # as an abort
 
 
-async def test_a_client_that_gives_up_waiting_for_the_whole_answer_frees_its_blocks(client: httpx.AsyncClient) -> None:
-    with pytest.raises(httpx.ReadTimeout):
+async def test_a_client_that_gives_up_waiting_for_the_whole_answer_frees_its_blocks(client: httpx2.AsyncClient) -> None:
+    with pytest.raises(httpx2.ReadTimeout):
         await client.post("/v1/chat/completions", json=LONG, timeout=0.2)
     await until_idle(client)
 
@@ -357,7 +357,7 @@ async def test_a_client_that_leaves_the_queue_leaves_no_trace() -> None:
     engine = EngineConfig(kv_tokens=16_000, max_num_seqs=1)
     async with (
         running(ServerConfig(engine, port=0, grace_s=0.0)) as url,
-        httpx.AsyncClient(base_url=url, timeout=20) as client,
+        httpx2.AsyncClient(base_url=url, timeout=20) as client,
     ):
         requests = [asyncio.create_task(client.post("/v1/chat/completions", json=LONG)) for _ in range(3)]
         await until(client, "vllm:num_requests_waiting", 2)
@@ -383,13 +383,13 @@ async def test_a_cancelled_server_stops() -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    async with httpx.AsyncClient() as client:
-        with pytest.raises(httpx.ConnectError):
+    async with httpx2.AsyncClient() as client:
+        with pytest.raises(httpx2.ConnectError):
             await client.get(f"{url}/health")
 
 
 def test_sigterm_lets_a_short_request_finish_and_ends_a_long_one() -> None:
-    with engine_process("--grace-s", "1") as (process, url), httpx.Client(base_url=url) as client:
+    with engine_process("--grace-s", "1") as (process, url), httpx2.Client(base_url=url) as client:
         short = {**LONG, "max_tokens": 50, "stream": True}
         with (
             client.stream("POST", "/v1/chat/completions", json=short) as finishing,
@@ -398,7 +398,7 @@ def test_sigterm_lets_a_short_request_finish_and_ends_a_long_one() -> None:
             begin_s = time.monotonic()
             process.send_signal(signal.SIGTERM)
             assert finishing.read().endswith(b"data: [DONE]\n\n")
-            with pytest.raises(httpx.RemoteProtocolError):
+            with pytest.raises(httpx2.RemoteProtocolError):
                 dropped.read()
         assert process.wait(5) == 0
         assert time.monotonic() - begin_s < 4
@@ -419,7 +419,7 @@ def test_the_engine_ends_with_its_standard_input(stdin: int) -> None:
 
 
 def test_speed_divides_the_durations() -> None:
-    with engine_process("--speed", "20") as (_process, url), httpx.Client(base_url=url) as client:
+    with engine_process("--speed", "20") as (_process, url), httpx2.Client(base_url=url) as client:
         begin_s = time.monotonic()
         client.post("/v1/chat/completions", json={**LONG, "max_tokens": 400}).raise_for_status()
         assert 0.13 < time.monotonic() - begin_s < 0.8  # 3 s at speed 1

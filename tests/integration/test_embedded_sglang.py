@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-import httpx
+import httpx2
 import openai
 import pytest
 
@@ -27,29 +27,29 @@ PROMPT = "hello " * 60
 
 
 @asynccontextmanager
-async def served(timing: str = "demo", **config: Any) -> AsyncIterator[httpx.AsyncClient]:
+async def served(timing: str = "demo", **config: Any) -> AsyncIterator[httpx2.AsyncClient]:
     """Serve an engine in this process."""
     engine = EngineConfig(**{"kv_tokens": 16_000, "timing": profile(timing), **config})
     async with (
         running(ServerConfig(engine, kind="sglang", port=0)) as url,
-        httpx.AsyncClient(base_url=url, timeout=20) as client,
+        httpx2.AsyncClient(base_url=url, timeout=20) as client,
     ):
         yield client
 
 
-async def generate(client: httpx.AsyncClient, **body: Any) -> Any:
+async def generate(client: httpx2.AsyncClient, **body: Any) -> Any:
     response = await client.post("/generate", json=body)
     assert response.status_code == 200, response.text
     return response.json()
 
 
-async def load_of(client: httpx.AsyncClient) -> dict[str, Any]:
+async def load_of(client: httpx2.AsyncClient) -> dict[str, Any]:
     """Return the load of the one rank, without the time."""
     (load,) = (await client.get("/v1/loads")).json()["loads"]
     return {name: value for name, value in load.items() if name != "timestamp"}
 
 
-async def running_count(client: httpx.AsyncClient, count: int) -> None:
+async def running_count(client: httpx2.AsyncClient, count: int) -> None:
     """Wait until so many requests are inside."""
     async with asyncio.timeout(5):
         while (await client.get("/get_load")).json()[0]["num_reqs"] != count:
@@ -57,7 +57,7 @@ async def running_count(client: httpx.AsyncClient, count: int) -> None:
 
 
 @asynccontextmanager
-async def long_request(client: httpx.AsyncClient, **body: Any) -> AsyncIterator[asyncio.Task[Any]]:
+async def long_request(client: httpx2.AsyncClient, **body: Any) -> AsyncIterator[asyncio.Task[Any]]:
     """Have a request run that would take very long."""
     task = asyncio.create_task(generate(client, **{"text": PROMPT, **LONG, **body}))
     try:
@@ -275,7 +275,7 @@ async def test_a_client_that_leaves_frees_its_memory() -> None:
             pass
         await running_count(client, 0)
         await client.post("/pause_generation", json={})
-        with pytest.raises(httpx.ReadTimeout):
+        with pytest.raises(httpx2.ReadTimeout):
             await client.post("/generate", json={"text": "a"}, timeout=0.05)
         await client.post("/continue_generation", json={})
         await asyncio.sleep(0.02)
@@ -353,6 +353,6 @@ async def test_the_command_serves_it() -> None:
     """`thunderagent engine --kind sglang`."""
     async with (
         command("engine", "--kind", "sglang", "--port", "0", "--profile", "instant", "--kv-tokens", "1600") as process,
-        httpx.AsyncClient(base_url=process.url) as client,
+        httpx2.AsyncClient(base_url=process.url) as client,
     ):
         assert (await client.get("/server_info")).json()["max_total_num_tokens"] == 1600

@@ -10,7 +10,7 @@ import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import httpx
+import httpx2
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
@@ -67,7 +67,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     sandboxes = ("--config", str(file), "--sandboxes", "callback", "--sandbox-specs", "false")
     policy = ("--policy", "passthrough", "--grace-s", "0")  # under which no lease has to be waited for
     with running("engine") as engine, running("serve", "--backends", engine, *keys, *sandboxes, *policy) as proxy:
-        with httpx.Client(base_url=proxy, headers=HEADERS) as client:
+        with httpx2.Client(base_url=proxy, headers=HEADERS) as client:
             while client.get("/ready").status_code != 200:
                 pass
             turn = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
@@ -78,7 +78,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def api(url: str) -> Any:
     """Read the document, and take it at its word: no answer has a field that is not in it."""
-    document = httpx.get(f"{url}/openapi.json").json()
+    document = httpx2.get(f"{url}/openapi.json").json()
     schemas = document["components"]["schemas"]
     asked = [each["requestBody"] for each in _operations(document) if "requestBody" in each]
     of_bodies = set(re.findall(r"#/components/schemas/(\w+)", json.dumps(asked)))
@@ -97,7 +97,7 @@ def _operations(document: Any) -> Iterator[Any]:
 
 def test_the_document_can_be_read_without_a_key(url: str) -> None:
     """And says how to bring one, and what each operation does."""
-    document = httpx.get(f"{url}/openapi.json").json()
+    document = httpx2.get(f"{url}/openapi.json").json()
     assert document["openapi"] == "3.1.0"
     assert document["components"]["securitySchemes"]["bearer"]["scheme"] == "bearer"
     for operation in _operations(document):
@@ -112,7 +112,7 @@ def test_the_document_can_be_read_without_a_key(url: str) -> None:
 def test_what_there_is_has_the_form_that_is_described(api: Any, url: str, path: str, where: str) -> None:
     """Of real programs, which no random id finds, and which "all" releases below."""
     operation = api[re.sub("/acting$", "/{program_id}", path.partition("?")[0])]["GET"]
-    answer = httpx.get(url + path, headers=HEADERS)
+    answer = httpx2.get(url + path, headers=HEADERS)
     assert answer.status_code == 200, where
     operation.validate_response(answer)
 
@@ -140,7 +140,7 @@ def test_what_is_done_has_the_form_that_is_described(
     api: Any, url: str, method: str, path: str, body: Any, template: str
 ) -> None:
     """Of what is there afterwards, too: a token, a sandbox, a lease."""
-    answer = httpx.request(method, url + path, json=body, headers=HEADERS)
+    answer = httpx2.request(method, url + path, json=body, headers=HEADERS)
     assert answer.status_code == 200, answer.text
     api[template or path.partition("?")[0]][method].validate_response(answer)
     if path == "/programs":

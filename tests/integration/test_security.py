@@ -11,7 +11,7 @@ import ssl
 import tomllib
 from typing import TYPE_CHECKING, Any
 
-import httpx
+import httpx2
 import pytest
 import structlog
 import trustme
@@ -429,7 +429,7 @@ class Files:
 
 async def serial_of(url: str, files: Files) -> int:
     """Return the serial number of the certificate that a server shows."""
-    address = httpx.URL(url)
+    address = httpx2.URL(url)
     _, writer = await asyncio.open_connection(address.host, address.port, ssl=files.trusting())
     shown = writer.get_extra_info("peercert")
     writer.close()
@@ -443,7 +443,7 @@ async def test_https_with_a_certificate_that_is_read_again(tmp_path: Path, repli
     async with running_proxy(replica.url, tls_cert=files.cert, tls_key=files.key) as proxy:
         assert proxy.url.startswith("https://")
         assert await serial_of(proxy.url, files) == first
-        async with httpx.AsyncClient(verify=files.trusting(), base_url=proxy.url) as client:
+        async with httpx2.AsyncClient(verify=files.trusting(), base_url=proxy.url) as client:
             assert (await client.post(CHAT, json=turn("p"))).json() == ANSWER
             second = files.issue()
             os.kill(os.getpid(), signal.SIGHUP)

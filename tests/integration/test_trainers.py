@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
-import httpx
+import httpx2
 import pytest
 
 from tests.integration.support import (
@@ -87,7 +87,7 @@ class Sample:
 async def abort_servers_until_idle(proxy: RunningProxy) -> None:
     """Do what slime's function of this name does, at once where it waits 3 s."""
 
-    async def until_idle(client: httpx.AsyncClient, url: str) -> None:
+    async def until_idle(client: httpx2.AsyncClient, url: str) -> None:
         for _ in range(100):
             (await client.post(f"{url}/abort_request", json={"abort_all": True})).raise_for_status()
             load = (await client.get(f"{url}/v1/loads?include=core,disagg,queues")).raise_for_status().json()
@@ -95,7 +95,7 @@ async def abort_servers_until_idle(proxy: RunningProxy) -> None:
                 return
         raise AssertionError(load)
 
-    async with httpx.AsyncClient() as client:
+    async with httpx2.AsyncClient() as client:
         await asyncio.gather(*(until_idle(client, url) for url in await worker_urls(proxy)))
 
 
@@ -135,7 +135,7 @@ async def test_slime_waits_out_what_an_engine_does_wrong() -> None:
     """It asks for a worker's health through us, and tries a turn again whatever went wrong with it."""
     async with trained_engines(1) as (proxy, (engine,), (replica,)):
         (url,) = await worker_urls(proxy)
-        async with httpx.AsyncClient() as client:
+        async with httpx2.AsyncClient() as client:
             assert (await client.get(f"{url}/health_generate")).status_code == 200
             assert engine.told == [("/health_generate", None)]
         sample = Sample("1", [5])
@@ -276,7 +276,7 @@ async def test_skyrl_with_the_proxy_alone_has_one_server() -> None:
 # --- prime-rl and verifiers
 
 
-async def admin_post(client: httpx.AsyncClient, path: str, **options: Any) -> None:
+async def admin_post(client: httpx2.AsyncClient, path: str, **options: Any) -> None:
     """Do what prime-rl's `_admin_post` does: try again on 5xx and broken connections; it waits longer."""
     for attempt in range(10):
         response = await client.post(path, **options)
@@ -298,7 +298,7 @@ async def test_prime_rl_updates_the_policy_in_flight() -> None:
     async with AsyncExitStack() as stack:
         proxy, engines, replicas = await stack.enter_async_context(trained_engines(gate_open=False))
         admins = [
-            await stack.enter_async_context(httpx.AsyncClient(base_url=url.removesuffix("/v1"), timeout=None))
+            await stack.enter_async_context(httpx2.AsyncClient(base_url=url.removesuffix("/v1"), timeout=None))
             for url in await worker_urls(proxy)
         ]
         for client in admins:
@@ -588,7 +588,7 @@ async def test_instances_of_swe_agent_are_programs_by_their_base_url() -> None:
             report = await program(proxy, "django__django-11099")
             assert report["turn_count"] == 2
             generations.append(report["generation"])
-            async with httpx.AsyncClient(base_url=proxy.url) as client:
+            async with httpx2.AsyncClient(base_url=proxy.url) as client:
                 assert (await client.delete("/programs/django__django-11099")).json()["released"] is True
         assert generations[1] > generations[0]
         assert {call.target for call in replica.calls} == {CHAT}

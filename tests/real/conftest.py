@@ -7,7 +7,7 @@ import socket
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-import httpx
+import httpx2
 import pytest
 import pytest_asyncio
 
@@ -83,7 +83,7 @@ def run_proxy(tmp_path_factory: pytest.TempPathFactory) -> RunProxy:
         polling = ("--poll-interval-s", "0.25", "--poll-deadline-s", "20")
         command = ("serve", "--port", "0", "--backends", backends, *polling, *options)
         log_path = tmp_path_factory.mktemp("proxy") / "proxy.log"
-        async with thunderagent(*command, log_path=log_path) as proxy, httpx.AsyncClient() as client:
+        async with thunderagent(*command, log_path=log_path) as proxy, httpx2.AsyncClient() as client:
             await until_all_up(client, proxy.url)
             yield proxy
 

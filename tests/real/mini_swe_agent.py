@@ -47,7 +47,7 @@ def ensure_mini_swe_agent() -> Path:
     wanted = requirements()
     digest = hashlib.sha256(" ".join(wanted).encode()).hexdigest()[:12]
     # litellm 1.106 lacks what its tool calls need, and says so only at the first of them.
-    modules = "httpx, minisweagent.models.litellm_model, litellm.responses.mcp.chat_completions_handler"
+    modules = "httpx2, minisweagent.models.litellm_model, litellm.responses.mcp.chat_completions_handler"
     imports = ["-c", f"import {modules}"]
     return ensure_environment(f"mini-swe-agent-{digest}", wanted, "about 0.7 GB, a minute", imports, **_OFFLINE)
 

@@ -7,7 +7,7 @@ import json
 import random
 from typing import TYPE_CHECKING, Any
 
-import httpx
+import httpx2
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.real_engine import MODEL_NAME
@@ -51,7 +51,7 @@ def _exactly(output_tokens: int) -> Json:
     }
 
 
-async def metrics(client: httpx.AsyncClient, url: str) -> dict[str, float]:
+async def metrics(client: httpx2.AsyncClient, url: str) -> dict[str, float]:
     """Return an engine's samples by name, summed over their labels."""
     values: dict[str, float] = {}
     for family in text_string_to_metric_families((await client.get(f"{url}/metrics")).text):
@@ -60,13 +60,13 @@ async def metrics(client: httpx.AsyncClient, url: str) -> dict[str, float]:
     return values
 
 
-async def replicas(client: httpx.AsyncClient, url: str) -> list[Json]:
+async def replicas(client: httpx2.AsyncClient, url: str) -> list[Json]:
     """Return what the proxy says of its replicas."""
     found: list[Json] = (await client.get(f"{url}/replicas")).json()["replicas"]
     return found
 
 
-async def until_all_up(client: httpx.AsyncClient, url: str) -> None:
+async def until_all_up(client: httpx2.AsyncClient, url: str) -> None:
     """Wait until the proxy has seen all its replicas up."""
 
     async def all_up() -> bool:

@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import anthropic
-import httpx
+import httpx2
 import openai
 import pytest
 
@@ -83,7 +83,7 @@ async def test_the_program_has_the_usage_that_the_engine_said(
     path, body = BODIES[name]
     program_id = f"usage-{name}-{stream}"
     said = []
-    async with httpx.AsyncClient(base_url=proxy_of_one.url, timeout=60) as client:
+    async with httpx2.AsyncClient(base_url=proxy_of_one.url, timeout=60) as client:
         await engine.reset_prefix_cache()
         asked = {"model": MODEL_NAME, **body, "stream": stream}
         if name == "tokens" and stream:
@@ -153,7 +153,7 @@ async def test_the_sdks_of_both_makers(proxy: Server) -> None:
 
 async def test_a_client_that_leaves_a_message_ends_it_in_the_engine(engine: RealEngine, proxy_of_one: Server) -> None:
     """As with a chat: the engine runs nothing for nobody."""
-    async with httpx.AsyncClient(base_url=proxy_of_one.url, timeout=60) as client:
+    async with httpx2.AsyncClient(base_url=proxy_of_one.url, timeout=60) as client:
         body = {"model": MODEL_NAME, "messages": USER, "max_tokens": 3000, "stream": True, "ignore_eos": True}
         async with client.stream("POST", "/v1/messages", json=body) as response:
             async for _ in response.aiter_lines():

@@ -6,7 +6,7 @@ import asyncio
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import httpx
+import httpx2
 import pytest
 
 from tests.real.support import COMPLETIONS, completion, events, metrics, replicas, until
@@ -24,7 +24,7 @@ def tokens_in(seed: int, count: int = 200) -> list[int]:
     return [100 + (seed * 7 + index * 13) % 1500 for index in range(count)]
 
 
-async def suspended_for(client: httpx.AsyncClient, proxy: Server) -> list[str]:
+async def suspended_for(client: httpx2.AsyncClient, proxy: Server) -> list[str]:
     (report,) = await replicas(client, proxy.url)
     return list(report["suspended_for"])
 
@@ -37,7 +37,7 @@ def text_of(stream: bytes) -> str:
 async def test_a_keep_mode_pause_in_mid_generation_costs_nothing(engine: RealEngine, proxy_of_one: Server) -> None:
     """The stream stands still, goes on, and says what the engine says without a proxy and without a pause."""
     body = completion(tokens_in(1), 600, stream=True)
-    async with httpx.AsyncClient(timeout=60) as client:
+    async with httpx2.AsyncClient(timeout=60) as client:
         expected = (await client.post(f"{engine.url}{COMPLETIONS}", json=body)).content
         named = {**body, "program_id": "paused"}
         came = b""
@@ -66,7 +66,7 @@ async def test_a_cache_that_is_reset_through_the_proxy_is_empty_in_the_engine_an
 ) -> None:
     """The same prompt hits before and misses after."""
     body = {**completion(tokens_in(2, 640), 2), "program_id": "flushed"}
-    async with httpx.AsyncClient(timeout=60) as client:
+    async with httpx2.AsyncClient(timeout=60) as client:
 
         async def hit_tokens() -> float:
             before = (await metrics(client, engine.url))["vllm:prefix_cache_hits_total"]
@@ -86,7 +86,7 @@ async def test_an_abort_ends_what_runs_and_what_is_held(engine: RealEngine, run_
     body = completion(tokens_in(3), 3000)
     async with (
         run_proxy((engine,), "--policy", "cap", "--policy-arg", "n=1") as proxy,
-        httpx.AsyncClient(timeout=60) as client,
+        httpx2.AsyncClient(timeout=60) as client,
     ):
 
         async def are_there(turns_count: int) -> bool:
@@ -117,7 +117,7 @@ async def test_an_abort_ends_what_runs_and_what_is_held(engine: RealEngine, run_
 
 async def test_sleep_lasts_until_the_engine_is_awake(proxy_of_one: Server) -> None:
     """A turn that arrives meanwhile is held, and answered afterwards; the sleeping engine is up all the time."""
-    async with httpx.AsyncClient(timeout=60) as client:
+    async with httpx2.AsyncClient(timeout=60) as client:
         asleep = await client.post(f"{proxy_of_one.url}/sleep?level=1")
         assert (asleep.status_code, asleep.json()) == (200, {"status": "sleeping", "level": 1})
         assert (await client.get(f"{proxy_of_one.url}/is_sleeping")).json() == {"is_sleeping": True}
@@ -132,7 +132,7 @@ async def test_sleep_lasts_until_the_engine_is_awake(proxy_of_one: Server) -> No
 
 async def test_what_a_real_engine_cannot_do_is_said(proxy: Server) -> None:
     """New weights that nobody configured: no 200, what each said, and turns go on."""
-    async with httpx.AsyncClient(timeout=60) as client:
+    async with httpx2.AsyncClient(timeout=60) as client:
         answer = await client.post(f"{proxy.url}/update_weights", json={"update_info": {}})
         assert answer.status_code == 500
         assert "weight_transfer_config" in answer.text

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import httpx
+import httpx2
 import pytest
 import yaml
 
@@ -91,11 +91,11 @@ def compose(engine: DockerEngine, client: Any) -> Compose:
 
 
 @pytest.fixture
-async def stack(compose: Compose, client: Any) -> AsyncIterator[httpx.AsyncClient]:
+async def stack(compose: Compose, client: Any) -> AsyncIterator[httpx2.AsyncClient]:
     """Run the stack; yield a client of the proxy. Taking it down must leave nothing behind."""
     try:
         await asyncio.to_thread(compose, "up", "--detach")
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{compose.port}", timeout=30) as http:
+        async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{compose.port}", timeout=30) as http:
             yield http
     finally:
         await asyncio.to_thread(compose, "down", "--volumes")
@@ -159,7 +159,7 @@ def test_the_profile_for_gpus_is_a_stack_of_its_own(compose: Compose) -> None:
 
 
 async def test_the_stack_gets_ready_serves_drains_and_goes(
-    compose: Compose, client: Any, stack: httpx.AsyncClient
+    compose: Compose, client: Any, stack: httpx2.AsyncClient
 ) -> None:
     """From `up` on: healthy, two replicas, a turn of a program; SIGTERM lets a stream end and refuses new turns."""
     proxy = container(client, "thunderagent")
@@ -212,6 +212,6 @@ async def are_healthy(client: Any) -> bool:
     return [each["Status"] for each in found] == ["healthy"] * 3
 
 
-async def answers_503(http: httpx.AsyncClient, path: str) -> bool:
+async def answers_503(http: httpx2.AsyncClient, path: str) -> bool:
     """Say whether a path is refused."""
     return (await http.get(path)).status_code == 503

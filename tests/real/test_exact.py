@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import httpx
+import httpx2
 import pytest
 
 from benchmarks.real_engine import MODEL_NAME
@@ -88,7 +88,7 @@ async def ask(engine: RealEngine, url: str, path: str, body: dict[str, Any] | by
     await engine.reset_prefix_cache()
     request: dict[str, Any] = {"content": body} if isinstance(body, bytes) else {"json": body}
     headers = {"X-Request-Id": "pinned", "X-Program-ID": "exact", "Content-Type": "application/json"}
-    async with httpx.AsyncClient(base_url=url, timeout=60, headers=headers) as client:
+    async with httpx2.AsyncClient(base_url=url, timeout=60, headers=headers) as client:
         response = await (client.get(path) if body is None else client.post(path, **request))
     dropped = HOP_BY_HOP | OF_THE_PROXY | {"date"}
     kept = [(name.lower(), value) for name, value in response.headers.multi_items() if name.lower() not in dropped]
@@ -154,7 +154,7 @@ async def test_the_models_are_the_engines_own(engine: RealEngine, proxy: Server)
 
 async def test_what_the_proxy_adds_is_named(engine: RealEngine, proxy_of_one: Server) -> None:
     """The only new headers say which replica served whose turn, and how long it was held."""
-    async with httpx.AsyncClient(base_url=proxy_of_one.url, timeout=60) as client:
+    async with httpx2.AsyncClient(base_url=proxy_of_one.url, timeout=60) as client:
         response = await client.post(CHAT, json=chat(PROMPT, 2, program_id="named"))
     assert response.status_code == 200
     assert response.headers["X-Program-ID"] == "named"

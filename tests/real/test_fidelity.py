@@ -8,7 +8,7 @@ from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING
 
-import httpx
+import httpx2
 import pytest
 from rich.console import Console
 
@@ -57,7 +57,7 @@ class Load:
 async def on_the_engine(engine: RealEngine, load: Load) -> list[Found]:
     """Send the turns of each group at once."""
     found = []
-    async with httpx.AsyncClient(base_url=engine.url, timeout=60) as client:
+    async with httpx2.AsyncClient(base_url=engine.url, timeout=60) as client:
 
         async def turn(program: int) -> tuple[Found, list[int]]:
             body = completion(load.contexts[program], OUTPUT_TOKENS, return_token_ids=True, model=MODEL_NAME)

@@ -245,7 +245,7 @@ async def test_a_client_s_other_ways_to_ask(python: Path, name: str) -> None:
 BEFORE = """
 import json
 
-import httpx
+import httpx2
 
 NAMED = {"X-Program-ID": "task-1"}
 LONG = "How is the weather in Paris, and why? " * 20
@@ -254,7 +254,7 @@ TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type
 """
 
 AFTER = """
-with httpx.Client(base_url=PROXY) as admin:
+with httpx2.Client(base_url=PROXY) as admin:
     print(json.dumps(admin.get("/programs").json()["programs"]))
     print(json.dumps(admin.post("/programs/release", json={"program_id": "task-1"}).json()))
 """

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import httpx
+import httpx2
 import pytest
 import pytest_asyncio
 
@@ -50,7 +50,7 @@ class Program:
 
     program_id: str
     engine: RealEngine
-    client: httpx.AsyncClient
+    client: httpx2.AsyncClient
     messages: list[dict[str, str]] = field(default_factory=lambda: [SYSTEM])
     total_tokens: int = 0
     cached_tokens: int = 0
@@ -113,7 +113,7 @@ async def test_what_lies_there_is_what_usage_says_through_pressure_and_a_restart
 ) -> None:
     """Two programs grow; one is pushed out, tail first; a subscriber that comes late agrees; a new engine is empty."""
     engine, endpoint = publishing
-    async with httpx.AsyncClient(timeout=60) as client, following(endpoint) as residency:
+    async with httpx2.AsyncClient(timeout=60) as client, following(endpoint) as residency:
         await asyncio.sleep(0.5)
         first, second, crowd = (Program(name, engine, client) for name in ("first", "zwölf/2", "crowd"))
         for _ in range(3):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-import httpx
+import httpx2
 import pytest
 
 from tests.real.support import CHAT, chat, metrics, replicas, until, words
@@ -23,12 +23,12 @@ LONG = chat(words(50, seed=9), OUTPUT_TOKENS, program_id="leaver")
 SOON_RATIO = 0.75
 
 
-async def generated_tokens(client: httpx.AsyncClient, engine: RealEngine) -> float:
+async def generated_tokens(client: httpx2.AsyncClient, engine: RealEngine) -> float:
     return (await metrics(client, engine.url))["vllm:generation_tokens_total"]
 
 
 async def assert_it_ended(
-    client: httpx.AsyncClient, engine: RealEngine, proxy: Server, began_tokens: float, *, leavers: int = 1
+    client: httpx2.AsyncClient, engine: RealEngine, proxy: Server, began_tokens: float, *, leavers: int = 1
 ) -> None:
     """Check that the engine stopped soon, freed its memory and generates no more, and that the lease came back."""
 
@@ -48,13 +48,13 @@ async def assert_it_ended(
     assert await generated_tokens(client, engine) == ended_tokens
 
 
-async def is_running(client: httpx.AsyncClient, engine: RealEngine) -> bool:
+async def is_running(client: httpx2.AsyncClient, engine: RealEngine) -> bool:
     return (await metrics(client, engine.url))["vllm:num_requests_running"] == 1
 
 
 async def test_leaving_a_stream_stops_the_engine(engine: RealEngine, proxy_of_one: Server) -> None:
     """Closed after some events, in the middle of decoding."""
-    async with httpx.AsyncClient(timeout=60) as client:
+    async with httpx2.AsyncClient(timeout=60) as client:
         began_tokens = await generated_tokens(client, engine)
         async with client.stream("POST", f"{proxy_of_one.url}{CHAT}", json={**LONG, "stream": True}) as response:
             lines = response.aiter_lines()
@@ -65,7 +65,7 @@ async def test_leaving_a_stream_stops_the_engine(engine: RealEngine, proxy_of_on
 
 async def test_leaving_before_a_whole_answer_stops_the_engine(engine: RealEngine, proxy_of_one: Server) -> None:
     """Closed while no byte of the answer has come."""
-    async with httpx.AsyncClient(timeout=60) as client:
+    async with httpx2.AsyncClient(timeout=60) as client:
         asking = asyncio.create_task(client.post(f"{proxy_of_one.url}{CHAT}", json=LONG))
         await until(lambda: is_running(client, engine))
         began_tokens = await generated_tokens(client, engine)
@@ -77,7 +77,7 @@ async def test_leaving_before_a_whole_answer_stops_the_engine(engine: RealEngine
 
 async def test_many_that_leave_at_once_leave_nothing(engine: RealEngine, proxy_of_one: Server) -> None:
     """More clients than the engine has places: those that run and those that wait inside it all go."""
-    async with httpx.AsyncClient(timeout=60) as client:
+    async with httpx2.AsyncClient(timeout=60) as client:
         bodies = [{**LONG, "program_id": f"leaver-{number}", "stream": number % 2 == 0} for number in range(12)]
         asking = [asyncio.create_task(client.post(f"{proxy_of_one.url}{CHAT}", json=body)) for body in bodies]
 

@@ -13,7 +13,7 @@ import re
 import time
 from typing import TYPE_CHECKING, Any
 
-import httpx
+import httpx2
 import pytest
 
 from benchmarks.processes import thunderagent
@@ -50,7 +50,7 @@ async def hold_codex(folder: Path) -> str:
     options = ("--embedded-engines", "1", "--port", "0", *one_at_a_time)
     async with (
         thunderagent("serve", *options, log_path=folder / "codex.log") as proxy,
-        httpx.AsyncClient(base_url=proxy.url, timeout=None) as client,
+        httpx2.AsyncClient(base_url=proxy.url, timeout=None) as client,
     ):
         first = {"model": "simulated", "input": "w1", "max_output_tokens": 2}
         assert (await client.post("/p/first/v1/responses", json=first)).status_code == 200
@@ -82,7 +82,7 @@ async def pause_as_skyrl(engine: RealEngine, proxy: Server) -> str:
     sampling = {"max_tokens": 1200, "min_tokens": 1200, "ignore_eos": True, "temperature": 0, "logprobs": 1}
     asked = {"model": MODEL_NAME, "token_ids": tokens, "sampling_params": sampling, "cache_salt": "0"}
     headers = {"X-Session-ID": "task-1_0", "X-Request-Id": "pinned"}
-    async with httpx.AsyncClient(timeout=None) as client:
+    async with httpx2.AsyncClient(timeout=None) as client:
 
         async def generated_tokens() -> float:
             return (await metrics(client, engine.url))["vllm:generation_tokens_total"]

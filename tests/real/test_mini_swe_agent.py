@@ -10,7 +10,7 @@ import time
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-import httpx
+import httpx2
 import pytest
 
 from benchmarks.real_engine import RealEngineError
@@ -157,7 +157,7 @@ async def test_a_program_from_its_first_turn_to_its_release(
         labels = [each["Actor"]["Attributes"].get("thunderagent.program-id") for each in happened]
     assert labels
     assert set(labels) == {"poet-1"}
-    async with httpx.AsyncClient(base_url=proxy.url) as admin:
+    async with httpx2.AsyncClient(base_url=proxy.url) as admin:
         assert (await admin.get("/programs/poet-1")).status_code == 404
 
 
@@ -175,7 +175,7 @@ async def test_an_agent_that_was_killed(
         kill(first)
         kill(second)
         await asyncio.gather(first.wait(), second.wait())
-    async with httpx.AsyncClient(base_url=proxy.url) as admin:
+    async with httpx2.AsyncClient(base_url=proxy.url) as admin:
         for program_id, left in (("poet-2", "poet-3"), ("poet-3", None)):
             answer = await admin.post("/programs/release", json={"program_id": program_id})
             assert answer.status_code == 200

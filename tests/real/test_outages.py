@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-import httpx
+import httpx2
 import pytest
 
 from benchmarks.load import LoadResult, LoadSpec, TurnRecord, run_programs
@@ -44,7 +44,7 @@ async def test_an_engine_that_dies_and_comes_back_costs_no_program(
         if len(turns) == KILLED_AFTER_TURNS:
             enough_turns.set()
 
-    async def kill_and_restart(client: httpx.AsyncClient, url: str) -> None:
+    async def kill_and_restart(client: httpx2.AsyncClient, url: str) -> None:
         async def has_turns() -> bool:
             return (await replicas(client, url))[1]["turns_in_flight_count"] > 0
 
@@ -57,7 +57,7 @@ async def test_an_engine_that_dies_and_comes_back_costs_no_program(
         await until(is_down)
         await engines[1].start()
 
-    async with run_proxy(engines, "--policy", "thunderagent") as proxy, httpx.AsyncClient(timeout=60) as client:
+    async with run_proxy(engines, "--policy", "thunderagent") as proxy, httpx2.AsyncClient(timeout=60) as client:
         async with asyncio.TaskGroup() as group:
             load = group.create_task(run_programs(LOAD, proxy.url, PROGRAMS, is_proxy=True, on_turn=on_turn))
             group.create_task(kill_and_restart(client, proxy.url))
@@ -77,7 +77,7 @@ def assert_all_finished(result: LoadResult, program_count: int) -> None:
     assert (result.finished_program_count, result.release_error_count) == (program_count, 0)
 
 
-async def generated_tokens(client: httpx.AsyncClient, engine: RealEngine) -> float:
+async def generated_tokens(client: httpx2.AsyncClient, engine: RealEngine) -> float:
     return (await metrics(client, engine.url))["vllm:generation_tokens_total"]
 
 
@@ -86,7 +86,7 @@ async def test_a_proxy_that_is_told_to_end_finishes_its_streams(
 ) -> None:
     """After SIGTERM a stream goes on to its last byte, new turns get 503, and then the process ends with status 0."""
     body = chat(words(30, seed=3), STREAMED_TOKENS, stream=True)
-    async with run_proxy(engines) as proxy, httpx.AsyncClient(timeout=60) as client:
+    async with run_proxy(engines) as proxy, httpx2.AsyncClient(timeout=60) as client:
         pieces = []
         async with client.stream("POST", f"{proxy.url}{CHAT}", json=body) as response:
             relayed = response.aiter_bytes()

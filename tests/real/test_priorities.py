@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import httpx
+import httpx2
 import msgspec
 import pytest
 import pytest_asyncio
@@ -56,7 +56,7 @@ async def one_at_a_time(vllm: None) -> AsyncIterator[tuple[RealEngine, str]]:
 class Programs:
     """Agents behind one proxy, each with a history that grows; `salt` makes their words new to the engine."""
 
-    def __init__(self, client: httpx.AsyncClient, salt: str) -> None:
+    def __init__(self, client: httpx2.AsyncClient, salt: str) -> None:
         self.client = client
         self.salt = salt
         self.messages: dict[str, list[dict[str, str]]] = {}
@@ -87,7 +87,7 @@ def first_since(since_s: float, found: list[tuple[float, str]]) -> tuple[str, ..
     return tuple(dict.fromkeys(program_id for at_s, program_id in sorted(found) if at_s > since_s))
 
 
-async def waiting_count(engine: httpx.AsyncClient) -> int:
+async def waiting_count(engine: httpx2.AsyncClient) -> int:
     """Return how many requests wait in the engine."""
     exposition = (await engine.get("/metrics")).text
     lines = [line for line in exposition.splitlines() if line.startswith("vllm:num_requests_waiting{")]
@@ -140,8 +140,8 @@ async def test_the_engine_serves_in_the_order_of_the_priorities(
     try:
         async with (
             run_proxy((engine,), *command) as proxy,
-            httpx.AsyncClient(base_url=proxy.url, timeout=WAIT_S) as client,
-            httpx.AsyncClient(base_url=engine.url, timeout=WAIT_S) as direct,
+            httpx2.AsyncClient(base_url=proxy.url, timeout=WAIT_S) as client,
+            httpx2.AsyncClient(base_url=engine.url, timeout=WAIT_S) as direct,
         ):
             programs = Programs(client, case.priority)
             for program_id, turns_count in TURNS.items():

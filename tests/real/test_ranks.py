@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import httpx
+import httpx2
 import pytest
 
 from benchmarks.processes import thunderagent
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-async def served_by_rank(client: httpx.AsyncClient, url: str) -> dict[str, float]:
+async def served_by_rank(client: httpx2.AsyncClient, url: str) -> dict[str, float]:
     """How many requests each rank has served."""
     lines = (await client.get(f"{url}/metrics")).text.splitlines()
     counts: dict[str, float] = {}
@@ -33,7 +33,7 @@ async def test_the_ranks_of_a_real_engine_are_replicas(vllm: None, tmp_path: Pat
     """Found by its metrics, each with its own capacity; a second turn hits what the first left on its rank."""
     config = replace(_engine_config(free_ports(1)[0]), extra_args=("--data-parallel-size", "2", "--max-num-seqs", "8"))
     options = ("--data-parallel-ranks", "auto", "--poll-interval-s", "0.25", "--poll-deadline-s", "20")
-    async with RealEngine(config) as engine, httpx.AsyncClient(timeout=60) as client:
+    async with RealEngine(config) as engine, httpx2.AsyncClient(timeout=60) as client:
         serving = thunderagent("serve", "--port", "0", "--backends", engine.url, *options, log_path=tmp_path / "log")
         async with serving as proxy:
             await until_all_up(client, proxy.url)

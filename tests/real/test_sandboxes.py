@@ -11,7 +11,7 @@ import shutil
 import time
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import httpx
+import httpx2
 import pytest
 import pytest_asyncio
 
@@ -50,7 +50,7 @@ def engine(require_real: Callable[[str], NoReturn]) -> Iterator[DockerEngine]:
 class Rollout:
     """A proxy that makes sandboxes, and programs that use it."""
 
-    def __init__(self, engine: DockerEngine, proxy: Server, client: httpx.AsyncClient) -> None:
+    def __init__(self, engine: DockerEngine, proxy: Server, client: httpx2.AsyncClient) -> None:
         self.engine = engine
         self.proxy = proxy
         self.client = client
@@ -75,7 +75,7 @@ class Rollout:
                 await asyncio.sleep(0.05)
         return report
 
-    async def takes_turn(self, program_id: str) -> httpx.Response:
+    async def takes_turn(self, program_id: str) -> httpx2.Response:
         """Make one turn."""
         body = {"model": "simulated", "max_tokens": 4, "messages": [{"role": "user", "content": "w1 w2 w3"}]}
         return await self.client.post(f"/p/{program_id}/v1/chat/completions", json=body)
@@ -155,7 +155,7 @@ async def serving(engine: DockerEngine, log_path: Path, *options: str) -> AsyncI
     more = ("--sandbox-owner", OWNER, "--sandbox-hands-count", "8", "--log-format", "json")
     async with (
         thunderagent(*command, *more, *options, log_path=log_path) as proxy,
-        httpx.AsyncClient(base_url=proxy.url, timeout=60.0, trust_env=False) as client,
+        httpx2.AsyncClient(base_url=proxy.url, timeout=60.0, trust_env=False) as client,
     ):
         rollout = Rollout(engine, proxy, client)
 

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 from typing import TYPE_CHECKING, Any
 
-import httpx
+import httpx2
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 BLOCK_TOKENS = 32
 
 
-async def kv_cache_size_tokens(client: httpx.AsyncClient, engine: RealEngine) -> int:
+async def kv_cache_size_tokens(client: httpx2.AsyncClient, engine: RealEngine) -> int:
     exposition = (await client.get(f"{engine.url}/metrics")).text
     infos = [
         sample.labels["kv_cache_size_tokens"]
@@ -45,7 +45,7 @@ async def kv_cache_size_tokens(client: httpx.AsyncClient, engine: RealEngine) ->
     return int(infos[0])
 
 
-async def run_program(client: httpx.AsyncClient, program_id: str, seed: int, *, turns: int) -> list[dict[str, Any]]:
+async def run_program(client: httpx2.AsyncClient, program_id: str, seed: int, *, turns: int) -> list[dict[str, Any]]:
     """Run an agent whose history grows; return for each turn its usage, with the replica that served it."""
     messages = [{"role": "system", "content": words(40, seed=0)}]
     served = []
@@ -65,7 +65,7 @@ async def test_a_program_hits_its_own_history(engines: tuple[RealEngine, RealEng
     """Every turn after the first stays on its replica and finds all whole blocks of the turn before it cached."""
     for engine in engines:
         await engine.reset_prefix_cache()
-    async with httpx.AsyncClient(base_url=proxy.url, timeout=60) as client:
+    async with httpx2.AsyncClient(base_url=proxy.url, timeout=60) as client:
         programs = await asyncio.gather(*(run_program(client, f"hits-{n}", n, turns=4) for n in range(4)))
         released = await client.post("/programs/release", json={"program_ids": [f"hits-{n}" for n in range(4)]})
     assert len(released.json()["released_ids"]) == 4
@@ -84,7 +84,7 @@ def url_id(engine: RealEngine) -> str:
 
 async def test_capacity_is_what_each_engine_says(engines: tuple[RealEngine, RealEngine], proxy: Server) -> None:
     """The ledger's capacity is the size that the engine itself states for its KV pool."""
-    async with httpx.AsyncClient(timeout=60) as client:
+    async with httpx2.AsyncClient(timeout=60) as client:
         said = {url_id(engine): await kv_cache_size_tokens(client, engine) for engine in engines}
         known = {replica["replica_id"]: replica["capacity_tokens"] for replica in await replicas(client, proxy.url)}
     assert known == said
@@ -93,7 +93,7 @@ async def test_capacity_is_what_each_engine_says(engines: tuple[RealEngine, Real
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
 async def test_demand_is_the_sum_of_the_usage(proxy: Server, streams: bool) -> None:
     """While tools run, the claims of all programs are their contexts, to the token; after their release, nothing."""
-    async with httpx.AsyncClient(base_url=proxy.url, timeout=60) as client:
+    async with httpx2.AsyncClient(base_url=proxy.url, timeout=60) as client:
         demand_tokens = 0
         for number, prompt_tokens in enumerate((50, 333, 700)):
             options = {"stream": True, "stream_options": {"include_usage": True}} if streams else {}
@@ -112,7 +112,7 @@ async def test_demand_is_the_sum_of_the_usage(proxy: Server, streams: bool) -> N
 
 async def test_usage_that_was_not_asked_for_is_known_all_the_same(proxy: Server) -> None:
     """A stream without usage counts to the token as well."""
-    async with httpx.AsyncClient(base_url=proxy.url, timeout=60) as client:
+    async with httpx2.AsyncClient(base_url=proxy.url, timeout=60) as client:
         body = completion(words(321, seed=5), 11, program_id="silent", stream=True)
         response = await client.post(COMPLETIONS, json=body)
         assert all(chunk.get("usage") is None for chunk in events(response.content))
@@ -130,7 +130,7 @@ async def test_the_engine_serves_by_the_priority_in_the_body(
     On a busy machine the engine may read some of the turns too late to put them in order, so it gets three tries.
     """
     expected = [0, 10, 20, 30, 40]
-    async with run_proxy(engines[:1], "--policy", "passthrough") as proxy, httpx.AsyncClient(timeout=60) as client:
+    async with run_proxy(engines[:1], "--policy", "passthrough") as proxy, httpx2.AsyncClient(timeout=60) as client:
         for _ in range(3):
             finished = await order_of_service(client, proxy.url, [30, 10, 40, 20, 0])
             if finished == expected:
@@ -138,7 +138,7 @@ async def test_the_engine_serves_by_the_priority_in_the_body(
     assert finished == expected
 
 
-async def order_of_service(client: httpx.AsyncClient, url: str, priorities: list[int]) -> list[int]:
+async def order_of_service(client: httpx2.AsyncClient, url: str, priorities: list[int]) -> list[int]:
     """Fill the engine, ask with each priority in turn, and return the priorities in the order of the answers."""
     finished: list[int] = []
 

@@ -125,10 +125,10 @@ ARROWS: dict[str, frozenset[str]] = {
 FORBIDDEN: list[tuple[str, frozenset[str], frozenset[str]]] = [
     ("thunderagent.backends", frozenset({"thunderagent.programs.policies"}), frozenset()),
     ("thunderagent.proxy", frozenset({"thunderagent.programs.policies"}), frozenset()),
-    ("thunderagent.runtime", frozenset({"aiohttp", "httpx", "http"}), frozenset()),
+    ("thunderagent.runtime", frozenset({"aiohttp", "httpx2", "http"}), frozenset()),
     (
         "thunderagent.simulator",
-        frozenset({"asyncio", "socket", "socketserver", "selectors", "aiohttp", "httpx", "uvloop"}),
+        frozenset({"asyncio", "socket", "socketserver", "selectors", "aiohttp", "httpx2", "uvloop"}),
         frozenset(
             f"thunderagent.simulator.{module}"
             for module in ("server", "live", "vllm_control", "dialect_sglang", "sglang_engine")
@@ -455,10 +455,10 @@ def test_a_wrong_import_is_found(name: str, source: str) -> None:
     [
         ("thunderagent.programs.table", "from thunderagent.errors import LifecycleError"),
         ("thunderagent.programs.table", "from . import policies"),
-        ("thunderagent.backends.vllm", "import httpx, asyncio\nfrom .base import Backend"),
+        ("thunderagent.backends.vllm", "import httpx2, asyncio\nfrom .base import Backend"),
         ("thunderagent.simulator.server", "import asyncio\nfrom aiohttp import web"),
         ("thunderagent.proxy.turns", "from thunderagent.runtime import Runtime\nfrom thunderagent import __version__"),
-        ("thunderagent.client.sync", "import httpx\nfrom thunderagent.client.base import Client"),
+        ("thunderagent.client.sync", "import httpx2\nfrom thunderagent.client.base import Client"),
         ("thunderagent.cli", "from thunderagent.config import Settings\nimport thunderagent.tools.docker"),
         ("thunderagent.cli", "from thunderagent.serving import serve\nfrom thunderagent.status import watch_status"),
         ("thunderagent.serving", "from thunderagent.config import ServeConfig\nimport thunderagent.proxy.app"),

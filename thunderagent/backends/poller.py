@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from ssl import SSLContext
 from typing import TYPE_CHECKING, Protocol
 
-import httpx
+import httpx2
 import structlog
 
 from thunderagent.backends.base import NOTHING_READ, Backend, ReplicaReading
@@ -102,8 +102,8 @@ class _Watched:
     """Under which it was added: a backend that finds out its kind changes it."""
     backend: Backend
     url: str
-    health_url: httpx.URL
-    metrics_url: httpx.URL
+    health_url: httpx2.URL
+    metrics_url: httpx2.URL
     first_poll_after_s: float
     endpoints: dict[str, ReplicaEndpoint] = field(default_factory=dict)
     is_up: dict[str, bool] = field(default_factory=dict)
@@ -186,7 +186,7 @@ class Poller:
         if self._start is not None:
             raise RuntimeError("the poller runs already")
         # A client for each URL, so that its connections close with its watch; the TLS context takes 20 ms to make.
-        tls = self._settings.ssl_context or httpx.create_ssl_context(trust_env=False)
+        tls = self._settings.ssl_context or httpx2.create_ssl_context(trust_env=False)
         try:
             async with asyncio.TaskGroup() as group:
                 self._start = lambda watched: group.create_task(
@@ -199,13 +199,13 @@ class Poller:
             self._start = None
 
     async def _watch_with_client(self, watched: _Watched, tls: ssl.SSLContext) -> None:
-        # httpx's timeouts are for each read, where our deadline is for the whole answer.
+        # httpx2's timeouts are for each read, where our deadline is for the whole answer.
         authorization = self._settings.authorization
         headers = {"Authorization": authorization} if authorization else None
-        async with httpx.AsyncClient(verify=tls, trust_env=False, timeout=None, headers=headers) as client:  # noqa: S113
+        async with httpx2.AsyncClient(verify=tls, trust_env=False, timeout=None, headers=headers) as client:
             await self._watch(watched, client)
 
-    async def _watch(self, watched: _Watched, client: httpx.AsyncClient) -> None:
+    async def _watch(self, watched: _Watched, client: httpx2.AsyncClient) -> None:
         """Poll one URL, on the beat of its first poll, and between beats when it is suspected."""
         loop = asyncio.get_running_loop()
         origin_s = loop.time() + watched.first_poll_after_s
@@ -218,7 +218,7 @@ class Poller:
             await self._poll(watched, client)
             wait_s = (origin_s - loop.time()) % self._settings.interval_s
 
-    async def _poll(self, watched: _Watched, client: httpx.AsyncClient) -> None:
+    async def _poll(self, watched: _Watched, client: httpx2.AsyncClient) -> None:
         async with asyncio.TaskGroup() as group:
             health = group.create_task(self._get(client, watched.health_url))
             metrics = group.create_task(self._get(client, watched.metrics_url))
@@ -231,7 +231,7 @@ class Poller:
         else:
             self._heard_failure(watched, failure)
 
-    async def _info(self, watched: _Watched, metrics: str | _Failure, client: httpx.AsyncClient) -> str | None:
+    async def _info(self, watched: _Watched, metrics: str | _Failure, client: httpx2.AsyncClient) -> str | None:
         """Ask a URL for its capacity where its kind says it besides the metrics, if those lack it."""
         reading = NOTHING_READ if isinstance(metrics, _Failure) else watched.backend.read_metrics(metrics)
         if reading.capacity_tokens is None:
@@ -242,16 +242,16 @@ class Poller:
                     return info
         return None
 
-    async def _get(self, client: httpx.AsyncClient, url: httpx.URL) -> str | _Failure:
+    async def _get(self, client: httpx2.AsyncClient, url: httpx2.URL) -> str | _Failure:
         """Return the body of a 2xx answer, or how the request failed. Expected failures end here."""
         deadline_s = self._settings.deadline_s
-        response: httpx.Response | None = None
+        response: httpx2.Response | None = None
         try:
             async with asyncio.timeout(deadline_s), client.stream("GET", url) as response:
                 await response.aread()
         except TimeoutError:
             return _Failure(f"no answer within {deadline_s:g} s", is_silence=True)
-        except httpx.HTTPError as error:
+        except httpx2.HTTPError as error:
             if _is_refusal(error):
                 return _Failure("connection refused", is_refusal=True)
             return _Failure(f"{type(error).__name__}: {error}")
@@ -349,10 +349,10 @@ def _key_of(replica: ReplicaEndpoint) -> tuple[str, str, str]:
     return replica.url.rstrip("/"), replica.backend.kind, replica.replica_id if is_whole else ""
 
 
-def _url_of(replica: ReplicaEndpoint, path: str) -> httpx.URL:
+def _url_of(replica: ReplicaEndpoint, path: str) -> httpx2.URL:
     try:
-        url = httpx.URL(replica.url.rstrip("/") + path)
-    except httpx.InvalidURL as error:
+        url = httpx2.URL(replica.url.rstrip("/") + path)
+    except httpx2.InvalidURL as error:
         raise ConfigurationError(f"replica {replica.replica_id!r}: its URL is none: {error}") from error
     if url.scheme not in {"http", "https"} or not url.host:
         raise ConfigurationError(f"replica {replica.replica_id!r}: its URL is no http or https URL")

@@ -39,7 +39,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 from urllib.parse import quote, unquote
 
-import httpx
+import httpx2
 import structlog
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -96,7 +96,7 @@ _NOTHING_KNOWN = _Answer()
 class _Reply:
     """An answer as it came: `location` is empty if it has none."""
 
-    url: httpx.URL
+    url: httpx2.URL
     status: int
     location: str
     body: bytes
@@ -134,14 +134,14 @@ class CallbackDriver:
         self._reclaiming = asyncio.Semaphore(concurrency_count)
         self._in_flight_count = 0
         self._closed = asyncio.Event()
-        # The semaphores bound requests; and httpx's timeouts are for each read, where ours is for the whole answer.
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=concurrency_count)
+        # The semaphores bound requests; and httpx2's timeouts are for each read, where ours is for the whole answer.
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=concurrency_count)
         headers = {"Accept": "application/json", "Accept-Encoding": "identity", "User-Agent": "thunderagent"}
-        self._client = httpx.AsyncClient(
+        self._client = httpx2.AsyncClient(
             verify=tls or True,
             trust_env=False,
             follow_redirects=False,
-            timeout=None,  # noqa: S113
+            timeout=None,
             limits=limits,
             headers=headers,
         )
@@ -227,7 +227,7 @@ class CallbackDriver:
             "labels": {**order.labels, OWNER_LABEL: self._owner.owner_id, RUN_LABEL: self._owner.run_id},
         }
 
-    async def _until_ready(self, order: Order, answer: _Answer, prepare_url: httpx.URL) -> _Answer:
+    async def _until_ready(self, order: Order, answer: _Answer, prepare_url: httpx2.URL) -> _Answer:
         """Ask for the status until the sandbox is usable, for as long as the caller waits.
 
         A single failure to ask says nothing about the sandbox: only failing for the length of a request's timeout does.
@@ -249,7 +249,7 @@ class CallbackDriver:
                 heard_s = loop.time()
         return answer
 
-    async def _clean_up(self, order: Order, reclaim_url: httpx.URL, remote_handle: str) -> None:
+    async def _clean_up(self, order: Order, reclaim_url: httpx2.URL, remote_handle: str) -> None:
         """Tell the other side that nobody wants that sandbox. Whatever hinders that is logged: its life is limited."""
         try:
             async with asyncio.timeout(_CLEAN_UP_S):
@@ -262,7 +262,7 @@ class CallbackDriver:
                 why=str(error) or "no answer in time",
             )
 
-    async def _reclaim(self, sandbox_id: str, url: httpx.URL, remote_handle: str) -> None:
+    async def _reclaim(self, sandbox_id: str, url: httpx2.URL, remote_handle: str) -> None:
         # Only what we made ourselves has a name of ours: the token is for nobody else.
         headers = self._authorization(url) if sandbox_id else {}
         async with self._reclaiming:
@@ -270,12 +270,12 @@ class CallbackDriver:
         if not (200 <= reply.status < 300 or reply.status in {404, 410}):
             raise _error_of(reply)
 
-    def _authorization(self, url: httpx.URL) -> dict[str, str]:
+    def _authorization(self, url: httpx2.URL) -> dict[str, str]:
         is_meant = self._token_origins is None or _origin_of(url) in self._token_origins
         return {"Authorization": f"Bearer {self._token}"} if self._token and is_meant else {}
 
     async def _send(
-        self, method: str, url: httpx.URL, headers: Mapping[str, str], body: dict[str, Any] | None = None
+        self, method: str, url: httpx2.URL, headers: Mapping[str, str], body: dict[str, Any] | None = None
     ) -> _Reply:
         """Send one request and read the whole answer, whatever its status."""
         received = bytearray()
@@ -291,7 +291,7 @@ class CallbackDriver:
                         raise SandboxError(f"{url.host} answered more than {MAX_ANSWER_BYTES} bytes")
         except TimeoutError as error:
             raise SandboxEngineError(f"{url.host} did not answer within {self._request_timeout_s:g} s") from error
-        except httpx.HTTPError as error:
+        except httpx2.HTTPError as error:
             raise SandboxEngineError(f"{url.host} cannot be reached: {str(error) or type(error).__name__}") from error
         finally:
             self._in_flight_count -= 1
@@ -300,10 +300,10 @@ class CallbackDriver:
 
 def _made_nothing(error: BaseException) -> bool:
     """Say whether a request to prepare surely made nothing: it was refused, or did not reach the other side."""
-    return isinstance(error, SandboxRefusedError) or isinstance(error.__cause__, httpx.ConnectError)
+    return isinstance(error, SandboxRefusedError) or isinstance(error.__cause__, httpx2.ConnectError)
 
 
-def _read_answer(reply: _Reply, prepare_url: httpx.URL, known: _Answer) -> _Answer:
+def _read_answer(reply: _Reply, prepare_url: httpx2.URL, known: _Answer) -> _Answer:
     """Return what the other side says, with what it said before (`known`) where it says nothing now."""
     is_asked_again = known != _NOTHING_KNOWN
     if is_asked_again and reply.status in {404, 410}:
@@ -376,34 +376,34 @@ def _error_of(reply: _Reply) -> SandboxError:
     return SandboxError(told)
 
 
-def _url_of(text: str) -> httpx.URL:
+def _url_of(text: str) -> httpx2.URL:
     try:
-        url = httpx.URL(text)
+        url = httpx2.URL(text)
         is_usable = url.scheme in {"http", "https"} and bool(url.host) and 0 < _origin_of(url)[2] <= 65535
-    except (httpx.InvalidURL, ValueError) as error:
+    except (httpx2.InvalidURL, ValueError) as error:
         raise SandboxRefusedError(f"a callback URL cannot be read: {error}") from error
     if not is_usable or url.userinfo or url.fragment:
         raise SandboxRefusedError("a callback URL must be http or https, with a host, and without user and fragment")
     return url
 
 
-def _origin_of(url: httpx.URL) -> tuple[str, str, int]:
+def _origin_of(url: httpx2.URL) -> tuple[str, str, int]:
     return url.scheme, url.host, (443 if url.scheme == "https" else 80) if url.port is None else url.port
 
 
-def _joined(base: httpx.URL, reference: str) -> httpx.URL:
+def _joined(base: httpx2.URL, reference: str) -> httpx2.URL:
     """Return the URL that a reference leads to from `base`; refuse one to another origin: the token is for this one."""
     try:
         url = base.join(reference)
         is_same_origin = _origin_of(url) == _origin_of(base)
-    except (httpx.InvalidURL, ValueError) as error:
+    except (httpx2.InvalidURL, ValueError) as error:
         raise SandboxError(f"{base.host} gave a URL that cannot be read: {error}") from error
     if not is_same_origin:
         raise SandboxError(f"{base.host} leads to another origin, {url.scheme}://{url.netloc.decode()}")
     return url
 
 
-def _handle(sandbox_id: str, reclaim_url: httpx.URL, remote_handle: str) -> str:
+def _handle(sandbox_id: str, reclaim_url: httpx2.URL, remote_handle: str) -> str:
     """Return a handle that tells all that reclaiming needs, so that it does after a restart too.
 
     Written `SANDBOX_ID@RECLAIM_URL#REMOTE_HANDLE`; the first and the last are percent-escaped.
@@ -411,7 +411,7 @@ def _handle(sandbox_id: str, reclaim_url: httpx.URL, remote_handle: str) -> str:
     return f"{quote(sandbox_id, safe='')}@{reclaim_url}#{quote(remote_handle, safe='')}"
 
 
-def _read_handle(handle: str) -> tuple[str, httpx.URL, str]:
+def _read_handle(handle: str) -> tuple[str, httpx2.URL, str]:
     sandbox_id, at, rest = handle.partition("@")
     url, mark, remote_handle = rest.rpartition("#")
     if not at or not mark:

@@ -10,7 +10,7 @@ A pod comes in when it is ready for the first time, and stays in until it is del
 may fail under load and whether an engine serves is for the poller to find out. A pod that is being deleted drains.
 
 The `kubernetes` package reads the configuration and renews tokens; the requests themselves are two, and are made with
-httpx, because a request on the event loop can be cancelled and a thread cannot.
+httpx2, because a request on the event loop can be cancelled and a thread cannot.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import msgspec
 import structlog
 
@@ -174,7 +174,7 @@ def _port_of(pod: Json, wanted: str) -> int | None:
 class Cluster:
     """The few requests that are needed. All raise `DiscoveryError`, and nothing else."""
 
-    def __init__(self, http: httpx.AsyncClient, configuration: Any, timeout_s: float) -> None:
+    def __init__(self, http: httpx2.AsyncClient, configuration: Any, timeout_s: float) -> None:
         self._http = http
         self._configuration = configuration
         self._timeout_s = timeout_s
@@ -193,7 +193,7 @@ class Cluster:
             answer = msgspec.json.decode(response.content)
         except TimeoutError as error:
             raise DiscoveryError(f"the Kubernetes API sent nothing within {self._timeout_s:g} s") from error
-        except (httpx.HTTPError, msgspec.DecodeError) as error:
+        except (httpx2.HTTPError, msgspec.DecodeError) as error:
             raise DiscoveryError(f"the Kubernetes API does not answer as one does: {error!r}") from error
         if not isinstance(answer, dict):
             raise DiscoveryError("the Kubernetes API does not answer as one does: no object")
@@ -221,7 +221,7 @@ class Cluster:
                 raise DiscoveryError("the list of pods expired while it was read") from None
             except TimeoutError as error:
                 raise DiscoveryError(f"the Kubernetes API sent nothing within {self._timeout_s:g} s") from error
-            except (httpx.HTTPError, msgspec.DecodeError, KeyError, TypeError, AttributeError) as error:
+            except (httpx2.HTTPError, msgspec.DecodeError, KeyError, TypeError, AttributeError) as error:
                 raise DiscoveryError(f"the Kubernetes API does not answer as one does: {error!r}") from error
 
     async def watch(self, selection: PodSelection, version: str) -> AsyncIterator[Json]:
@@ -243,14 +243,14 @@ class Cluster:
                         raise _refusal(int(event["object"].get("code") or 0), event["object"])
                     _ = event["object"]["metadata"]
                     yield event
-        except (httpx.HTTPError, msgspec.DecodeError, KeyError, TypeError, AttributeError) as error:
+        except (httpx2.HTTPError, msgspec.DecodeError, KeyError, TypeError, AttributeError) as error:
             # A list, if the server is there, or its error, if it is not, follows from the next watch.
             _log.info("kubernetes_watch_broken", namespace=selection.namespace, why=repr(error))
-            if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+            if isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout):
                 raise DiscoveryError(f"the Kubernetes API cannot be reached: {error}") from error
 
     @asynccontextmanager
-    async def _answer(self, selection: PodSelection, query: Mapping[str, str]) -> AsyncIterator[httpx.Response]:
+    async def _answer(self, selection: PodSelection, query: Mapping[str, str]) -> AsyncIterator[httpx2.Response]:
         path = f"/api/v1/namespaces/{selection.namespace}/pods"
         params = {name: value for name, value in query.items() if value}
         headers = await self._headers()
@@ -268,8 +268,8 @@ async def connected(access: ClusterAccess) -> AsyncIterator[Cluster]:
         context = await asyncio.to_thread(_tls, configuration)
     except Exception as error:  # the package reads a wrong file into whatever error comes of it
         raise DiscoveryError(f"no usable configuration for Kubernetes: {error}") from error
-    timeout = httpx.Timeout(access.timeout_s, read=WATCH_S + access.timeout_s)
-    async with httpx.AsyncClient(
+    timeout = httpx2.Timeout(access.timeout_s, read=WATCH_S + access.timeout_s)
+    async with httpx2.AsyncClient(
         base_url=configuration.host, verify=context, proxy=configuration.proxy, timeout=timeout, trust_env=False
     ) as http:
         yield Cluster(http, configuration, access.timeout_s)
