@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(os.environ.get("THUNDERAGENT_RESULTS") or Path(__file__).parent / "results")
 PACKAGES = ("thunderagent", "aiohttp", "uvloop", "msgspec")
 
 
