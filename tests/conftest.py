@@ -11,9 +11,20 @@ from hypothesis import HealthCheck, settings
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# How long an example takes is the machine's business: a pause of it must fail no test.
-settings.register_profile("any_machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# How long an example takes is the machine's business: a pause of it must fail no test. Where CI=true hypothesis would
+# try the same examples each time: they differ here too, and `scripts/test` says by which seed.
+settings.register_profile(
+    "any_machine", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=False, print_blob=True
+)
 settings.load_profile("any_machine")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep the real parts in two groups that can run side by side: what times a real engine, and all else."""
+    for item in items:
+        if "tests/real/" in item.path.as_posix() or "tests/e2e/" in item.path.as_posix():
+            fixtures = getattr(item, "fixturenames", ())
+            item.add_marker(pytest.mark.xdist_group("engine" if "vllm" in fixtures else "beside"))
 
 
 @pytest.fixture(scope="session")

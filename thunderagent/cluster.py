@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 from kubernetes import client, config
+
+LEAST_VERSION = (1, 22)
+"""Since then the pod of a Deployment that ends can be chosen, and finished Jobs are removed after their time."""
+
+
+def version_problem(answer: object) -> str:
+    """Say what is wrong with a cluster that answers this to `/version`; empty if nothing is, or it cannot be told."""
+    found = answer if isinstance(answer, dict) else {}
+    # Some clusters append letters, as in 27+.
+    numbers = [re.match(r"\d+", str(found.get(name) or "")) for name in ("major", "minor")]
+    version = tuple(int(number[0]) for number in numbers if number is not None)
+    if len(version) < len(numbers) or version >= LEAST_VERSION:
+        return ""
+    return "Kubernetes {}.{} is older than {}.{}, the least version".format(*version, *LEAST_VERSION)
 
 
 def cluster_configuration(api_url: str, kubeconfig: Path | None) -> Any:

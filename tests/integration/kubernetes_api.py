@@ -8,6 +8,7 @@ the test itself looks and acts through the methods.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import itertools
 import json
@@ -84,6 +85,8 @@ class Behaviour:
 
     has_image: bool = True
     has_room: bool = True
+    is_root: bool = False
+    """Whether its image runs as root."""
     is_ready: bool = True
     """Whether probes succeed; a pod without any is ready as soon as it runs."""
     outcome: str = "run"
@@ -137,6 +140,14 @@ class KubernetesApi:
         self.images: dict[str, Behaviour] = {}
         self.quota: dict[str, int] = {}
         """For each resource, how many there may be."""
+        self.version = (1, 36)
+        """What the server says that it is, and how its Jobs end."""
+        self.has_loaded_rights = True
+        """Whether RBAC is loaded: until then, after a restart, everybody is refused."""
+        self.pod_security = "privileged"
+        """Which Pod Security Standard namespaces enforce: privileged or restricted."""
+        self.second_s = 1.0
+        """How long a second of `timeoutSeconds` takes."""
         self.makes_pods = True
         """Whether the Job controller gets its pods."""
         self.collects_garbage = True
@@ -203,8 +214,8 @@ class KubernetesApi:
             if each == plural and namespace in {None, where} and selects(manifest, labels)
         ]
 
-    def create(self, plural: str, manifest: Json, namespace: str = "default") -> Json:
-        """Create an object; raise `ApiError` for one that is there, or is none."""
+    def create(self, plural: str, manifest: Json, namespace: str = "default", *, is_rehearsal: bool = False) -> Json:
+        """Create an object; raise `ApiError` for one that is there, or is none. A rehearsal stores nothing."""
         _, api_version, kind = RESOURCES[plural]
         manifest = copy.deepcopy({**manifest, "apiVersion": api_version, "kind": kind})
         metadata = manifest.setdefault("metadata", {})
@@ -220,6 +231,11 @@ class KubernetesApi:
             counted = f"count/{plural}"
             message = f"exceeded quota: q, requested: {counted}=1, used: {counted}={most}, limited: {counted}={most}"
             raise ApiError(403, "Forbidden", f'{plural} "{name}" is forbidden: {message}')
+        if plural == "pods" and self.pod_security == "restricted" and (violations := list(_violations(manifest))):
+            message = f'violates PodSecurity "restricted:latest": {", ".join(violations)}'
+            raise ApiError(403, "Forbidden", f'pods "{name}" is forbidden: {message}')
+        if is_rehearsal:
+            return manifest
         metadata.update(namespace=namespace, uid=f"uid-{next(self._uids)}", creationTimestamp=_timestamp())
         manifest["status"] = {"phase": "Pending"} if plural == "pods" else {}
         self._store("ADDED", plural, manifest)
@@ -438,6 +454,10 @@ class KubernetesApi:
                 "message": "0/3 nodes are available: 3 Insufficient memory.",
             }
             self._modify("pods", pod, status={"conditions": [unscheduled]})
+        elif behaviour.is_root and _says_of_user(pod["spec"], "runAsNonRoot") and not _user_of(pod["spec"]):
+            message = "container has runAsNonRoot and image will run as root"
+            waiting = {"reason": "CreateContainerConfigError", "message": message}
+            self._modify("pods", pod, status={"containerStatuses": _main_is(pod, waiting=waiting)})
         elif not behaviour.has_image:
             states = [status["state"]["waiting"]["reason"] for status in pod["status"].get("containerStatuses", ())]
             reason = "ImagePullBackOff" if states else "ErrImagePull"
@@ -465,7 +485,11 @@ class KubernetesApi:
         uid = metadata["uid"]
         if "deletionTimestamp" in metadata:
             return
-        if any(condition["status"] == "True" for condition in status.get("conditions", ())):
+        conditions = [condition for condition in status.get("conditions", ()) if condition["status"] == "True"]
+        if [condition["type"] for condition in conditions] in (["FailureTarget"], ["SuccessCriteriaMet"]):
+            self._finish_job_at_last(job, conditions[0])
+            return
+        if conditions:
             after_s = spec.get("ttlSecondsAfterFinished")
             if after_s is not None and self.now_s >= self._times_s[uid, "finished"] + after_s:
                 self.delete("jobs", metadata["name"], namespace=metadata["namespace"])
@@ -486,7 +510,9 @@ class KubernetesApi:
             self._finish_job(job, "Failed", "BackoffLimitExceeded", "Job has reached the specified backoff limit")
         elif not living and self.makes_pods:
             self._times_s[uid, "made"] = made_count + 1
-            self._make_pod(job)
+            # Whether the pod may be is found out anew each time; the Job only waits.
+            with contextlib.suppress(ApiError):
+                self._make_pod(job)
 
     def _make_pod(self, job: Json) -> None:
         name, uid, namespace = (job["metadata"][key] for key in ("name", "uid", "namespace"))
@@ -500,9 +526,22 @@ class KubernetesApi:
         self.create("pods", {"metadata": metadata, "spec": template["spec"]}, namespace)
 
     def _finish_job(self, job: Json, kind: str, reason: str, message: str) -> None:
+        """Say how a Job ends; since 1.31 that is told before its pods are gone, and its end only after them."""
         self._times_s[job["metadata"]["uid"], "finished"] = self.now_s
         condition = {"type": kind, "status": "True", "reason": reason, "message": message}
+        if self.version >= (1, 31):
+            condition["type"] = {"Failed": "FailureTarget", "Complete": "SuccessCriteriaMet"}[kind]
         self._modify("jobs", job, status={"conditions": [condition]})
+
+    def _finish_job_at_last(self, job: Json, target: Json) -> None:
+        """End a Job whose end was told, once no pod of it is alive."""
+        pods = [pod for pod in self.all_of("pods", namespace=job["metadata"]["namespace"])
+                if _controller(pod) == job["metadata"]["uid"]]  # fmt: skip
+        if any(pod["status"]["phase"] in {"Pending", "Running"} for pod in pods):
+            return
+        final = {"FailureTarget": "Failed", "SuccessCriteriaMet": "Complete"}[target["type"]]
+        self._times_s[job["metadata"]["uid"], "finished"] = self.now_s
+        self._modify("jobs", job, status={"conditions": [target, {**target, "type": final}]})
 
     # --- HTTP ---------------------------------------------------------------------------------------------------------
 
@@ -513,6 +552,9 @@ class KubernetesApi:
             return web.json_response(error.status, status=error.status["code"])
 
     async def _carry_out(self, request: web.Request) -> web.StreamResponse:
+        if request.match_info["path"].rstrip("/") == "version":
+            major, minor = self.version
+            return web.json_response({"major": str(major), "minor": f"{minor}+"})
         match = re.fullmatch(r"(?:api/(v1)|apis/([^/]+)/([^/]+))/namespaces/([^/]+)/([^/]+)(?:/([^/]+))?",
                              request.match_info["path"])  # fmt: skip
         if match is None and (scale := SCALE.fullmatch(request.match_info["path"])) is not None:
@@ -522,7 +564,8 @@ class KubernetesApi:
         group, namespace, plural, name = match[2] or "", match[4], match[5], match[6]
         verb = _verb(request, name)
         self.requests[group, plural, verb] += 1
-        if self.rights is not None and (group, plural, verb) not in self.rights:
+        is_right = self.rights is None or (group, plural, verb) in self.rights
+        if not (is_right and self.has_loaded_rights):
             message = f'cannot {verb} resource "{plural}" in API group "{group}" in the namespace "{namespace}"'
             raise ApiError(403, "Forbidden", f"{plural} is forbidden: User {message}")
         if errors := self.errors.get((group, plural, verb)):
@@ -558,7 +601,7 @@ class KubernetesApi:
         self, verb: str, plural: str, namespace: str, name: str, body: Json | None, request: web.Request
     ) -> Json:
         if verb == "create":
-            return self.create(plural, body or {}, namespace)
+            return self.create(plural, body or {}, namespace, is_rehearsal=request.query.get("dryRun") == "All")
         if verb == "update":
             return self.update(plural, body or {}, namespace)
         if verb == "patch":
@@ -598,6 +641,10 @@ class KubernetesApi:
 
     async def _watch(self, request: web.Request, plural: str, namespace: str) -> web.StreamResponse:
         query = request.query
+        try:
+            timeout_s = int(query.get("timeoutSeconds") or 1800)
+        except ValueError:
+            raise ApiError(400, "BadRequest", "timeoutSeconds: must be a whole number of seconds") from None
         version = int(query.get("resourceVersion") or self._version)
         is_gone = version < self._oldest_version
         if is_gone and not self.says_gone_in_stream:
@@ -614,7 +661,7 @@ class KubernetesApi:
         self.watchers.add(watcher)
         try:
             await response.prepare(request)
-            async with asyncio.timeout(float(query.get("timeoutSeconds") or 1800)):
+            async with asyncio.timeout(timeout_s * self.second_s):
                 while (event := await watcher.queue.get()) is not None:
                     await response.write(json.dumps(event).encode() + b"\n")
         except TimeoutError:
@@ -679,6 +726,32 @@ def _main_is(pod: Json, **state: Json) -> list[Json]:
             "state": state,
         }
     ]
+
+
+def _says_of_user(spec: Json, key: str) -> Any:
+    """Return what a pod says of its user: for its container, or else for all of them."""
+    main = spec["containers"][0].get("securityContext") or {}
+    return main.get(key, (spec.get("securityContext") or {}).get(key))
+
+
+def _user_of(spec: Json) -> int:
+    return _says_of_user(spec, "runAsUser") or 0
+
+
+def _violations(pod: Json) -> Iterator[str]:
+    """Say what of a pod the standard "restricted" does not allow."""
+    spec = pod["spec"]
+    main = spec["containers"][0].get("securityContext") or {}
+    if main.get("allowPrivilegeEscalation") is not False:
+        yield "allowPrivilegeEscalation != false"
+    if "ALL" not in (main.get("capabilities") or {}).get("drop", ()):
+        yield "unrestricted capabilities"
+    if _says_of_user(spec, "runAsNonRoot") is not True:
+        yield "runAsNonRoot != true"
+    if (_says_of_user(spec, "seccompProfile") or {}).get("type") not in {"RuntimeDefault", "Localhost"}:
+        yield "seccompProfile"
+    if any("hostPath" in volume for volume in spec.get("volumes") or ()):
+        yield "restricted volume types"
 
 
 def _controller(pod: Json) -> str | None:

@@ -21,6 +21,7 @@ ask = asyncio.to_thread
 @pytest.fixture
 async def api() -> AsyncIterator[KubernetesApi]:
     server = KubernetesApi()
+    server.second_s = 0.3
     await server.start()
     yield server
     await server.stop()
@@ -264,7 +265,7 @@ async def test_garbage_is_what_has_no_owner_left(api: KubernetesApi, pods: clien
 
 def watched(pods: client.CoreV1Api, version: str, **options: Any) -> list[tuple[str, str]]:
     """Return type and name of the events of one watch; in a thread."""
-    options = {"timeout_seconds": 0.4, **options}
+    options = {"timeout_seconds": 1, **options}
     response = pods.list_namespaced_pod(
         "default", watch=True, resource_version=version, _preload_content=False, **options
     )
@@ -320,6 +321,11 @@ async def test_a_version_that_is_forgotten(api: KubernetesApi, pods: client.Core
     assert await ask(watched, pods, version) == []
 
 
+async def test_a_watch_lasts_whole_seconds(pods: client.CoreV1Api) -> None:
+    """Any other limit is refused."""
+    assert "BadRequest" in await fails(400, watched, pods, "100", timeout_seconds=0.4)
+
+
 async def test_bookmarks(api: KubernetesApi, pods: client.CoreV1Api) -> None:
     """Who asks for them gets one at the end at the latest."""
     assert await ask(watched, pods, "100", allow_watch_bookmarks=True) == [("BOOKMARK", "")]
@@ -354,8 +360,8 @@ async def test_a_job_makes_pods_until_one_succeeds_or_it_gives_up(api: Kubernete
     api.behave("good", outcome="complete")
     await ask(jobs.create_namespaced_job, "default", job("fails", "bad", backoffLimit=2, ttlSecondsAfterFinished=10))
     await ask(jobs.create_namespaced_job, "default", job("succeeds", "good"))
-    await until(lambda: all("conditions" in each["status"] for each in api.all_of("jobs")))
-    conditions = {each["metadata"]["name"]: each["status"]["conditions"][0]["type"] for each in api.all_of("jobs")}
+    await until(lambda: all(len(each["status"].get("conditions", ())) == 2 for each in api.all_of("jobs")))
+    conditions = {each["metadata"]["name"]: each["status"]["conditions"][-1]["type"] for each in api.all_of("jobs")}
     assert conditions == {"fails": "Failed", "succeeds": "Complete"}
     assert len(api.all_of("pods", "of=fails")) == 3
     api.pass_time(10)
@@ -375,3 +381,39 @@ async def test_deadlines(api: KubernetesApi, jobs: client.BatchV1Api, pods: clie
     await until(lambda: len(api.all_of("pods")) == 1 and "conditions" in api.get("jobs", "j")["status"])
     assert api.get("pods", "p")["status"]["reason"] == "DeadlineExceeded"
     assert api.get("jobs", "j")["status"]["conditions"][0]["reason"] == "DeadlineExceeded"
+
+
+@pytest.mark.parametrize("version", [(1, 30), (1, 36)])
+async def test_how_a_job_ends_is_told_before_its_pods_are_gone(api: KubernetesApi, version: tuple[int, int]) -> None:
+    """Since 1.31; before, its end is all that is told."""
+    api.version = version
+    api.behave("any", stops_at_once=False)
+    api.create("jobs", job(activeDeadlineSeconds=5))
+    await until(lambda: any("podIP" in each["status"] for each in api.all_of("pods")))
+    api.pass_time(6)
+    await until(lambda: "conditions" in api.get("jobs", "j")["status"])
+    conditions = api.get("jobs", "j")["status"]["conditions"]
+    assert [each["type"] for each in conditions] == ["Failed" if version < (1, 31) else "FailureTarget"]
+    api.pass_time(40)
+    await until(lambda: api.get("jobs", "j")["status"]["conditions"][-1]["type"] == "Failed")
+    assert {each["reason"] for each in api.get("jobs", "j")["status"]["conditions"]} == {"DeadlineExceeded"}
+
+
+async def test_a_rehearsal_stores_nothing(api: KubernetesApi, pods: client.CoreV1Api) -> None:
+    """The answer is that of the real thing."""
+    await ask(pods.create_namespaced_pod, "default", pod(), dry_run="All")
+    assert not api.objects
+    api.pod_security = "restricted"
+    assert "violates PodSecurity" in await fails(403, pods.create_namespaced_pod, "default", pod(), dry_run="All")
+    api.quota["pods"] = 0
+    assert "exceeded quota" in await fails(403, pods.create_namespaced_pod, "default", pod(), dry_run="All")
+
+
+async def test_rights_are_loaded_after_the_start(api: KubernetesApi, pods: client.CoreV1Api) -> None:
+    """Until then everybody is refused; the version is for all."""
+    api.has_loaded_rights = False
+    assert 'cannot list resource \\"pods\\"' in await fails(403, pods.list_namespaced_pod, "default")
+    version = await ask(
+        pods.api_client.call_api, "/version", "GET", response_type="object", _return_http_data_only=True
+    )
+    assert version == {"major": "1", "minor": "36+"}

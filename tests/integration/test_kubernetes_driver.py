@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import structlog
 import yaml
 
 from tests.integration.kubernetes_api import ApiError, KubernetesApi, rights_of
@@ -305,6 +306,123 @@ async def test_what_is_refused(api: KubernetesApi, driver: KubernetesDriver) -> 
     assert not api.objects
 
 
+async def test_rights_that_a_restarted_server_has_not_loaded_are_waited_for(
+    api: KubernetesApi, driver: KubernetesDriver
+) -> None:
+    """What was allowed before is tried again, to make and to remove; nothing is left."""
+    first = await driver.prepare(order("first"))
+    api.has_loaded_rights = False
+    tasks = [asyncio.create_task(driver.prepare(order("second", network="own")))]
+    tasks.append(asyncio.create_task(driver.reclaim(first.handle)))
+    await asyncio.sleep(0.1)
+    assert not any(task.done() for task in tasks)
+    api.has_loaded_rights = True
+    place, _ = await asyncio.gather(*tasks)
+    await driver.reclaim(place.handle)
+    await until(lambda: not api.objects)
+
+
+async def test_a_preparation_bears_with_rights_that_are_not_loaded(api: KubernetesApi) -> None:
+    """Its watch is refused for a while after a restart: it goes on afterwards."""
+    api.behave("tool", is_ready=False)
+    async with driver_of(api, request_timeout_s=10.0) as driver:
+        preparing = asyncio.create_task(driver.prepare(order(ready_command="true")))
+        await until(lambda: api.watchers)
+        api.has_loaded_rights = False
+        api.drop_watches()
+        before = api.requests["", "pods", "watch"]
+        await until(lambda: api.requests["", "pods", "watch"] > before)
+        api.has_loaded_rights = True
+        api.behave("tool", is_ready=True)
+        assert (await preparing).address
+
+
+async def test_a_right_that_stays_lost_is_told(api: KubernetesApi) -> None:
+    """Patience ends: then it is a right that we lack, and the next time at once."""
+    async with driver_of(api, request_timeout_s=0.3, backoff_s=0.02) as driver:
+        await driver.find()
+        api.rights = set()
+        for attempts in ("several", "one"):
+            before = api.requests["", "pods", "list"]
+            with pytest.raises(SandboxRefusedError, match="lack the right to list pods"):
+                await driver.find()
+            assert (api.requests["", "pods", "list"] - before == 1) == (attempts == "one")
+
+
+# --- pod security -----------------------------------------------------------------------------------------------------
+
+
+@KINDS
+async def test_sandboxes_keep_to_the_restricted_standard(
+    api: KubernetesApi, driver: KubernetesDriver, kind: str
+) -> None:
+    """A namespace that enforces it takes them, with setup, an empty volume and a user of their own."""
+    api.pod_security = "restricted"
+    template = {"setup": ("true",), "mounts": ({"target": "/work"},), "run_as_user": 1000}
+    assert (await driver.prepare(order(kubernetes_kind=kind, **template))).address
+    [pod] = api.all_of("pods")
+    assert pod["spec"]["securityContext"]["runAsUser"] == 1000
+
+
+async def test_what_pod_security_refuses_is_no_lack_of_rights(api: KubernetesApi, driver: KubernetesDriver) -> None:
+    """Who makes a bare pod is told what of it is not allowed."""
+    api.pod_security = "restricted"
+    with pytest.raises(SandboxRefusedError, match=r"^Kubernetes refused to create pods.*violates PodSecurity"):
+        await driver.prepare(order(kubernetes_kind="pod", pod_security="baseline"))
+
+
+@pytest.mark.parametrize(
+    ("error_class", "words"), [(SandboxRefusedError, "violates PodSecurity"), (SandboxSpaceError, "exceeded quota")]
+)
+async def test_why_a_job_gets_no_pod_is_told(
+    api: KubernetesApi, driver: KubernetesDriver, error_class: type, words: str
+) -> None:
+    """The server is asked for the pod as a rehearsal: its refusal ends the preparation well before its time."""
+    if error_class is SandboxRefusedError:
+        api.pod_security = "restricted"
+    else:
+        api.quota["pods"] = 0
+    began_s = time.monotonic()
+    with pytest.raises(error_class, match=words):
+        await driver.prepare(order(pod_security="baseline", prepare_timeout_s=3.0))
+    assert time.monotonic() - began_s < 3.0 * 0.9  # the limit itself would end it then, and say less
+    await until(lambda: not api.objects)
+
+
+async def test_without_the_right_to_rehearse_the_job_is_waited_for(api: KubernetesApi) -> None:
+    """That we may not make pods says nothing of those of a Job."""
+    api.rights = RIGHTS - {("", "pods", "create")}
+    api.makes_pods = False
+    async with driver_of(api) as driver:
+        with pytest.raises(SandboxSetupError, match="made no pod"):
+            await driver.prepare(order(prepare_timeout_s=0.5))
+    assert api.requests["", "pods", "create"] > 0
+
+
+async def test_an_image_that_needs_root_is_told_how(api: KubernetesApi, driver: KubernetesDriver) -> None:
+    """By default no sandbox is root; the error names what allows it, and that does."""
+    api.behave("tool", is_root=True)
+    with pytest.raises(SandboxSetupError, match=r'run as root; set run_as_user.*pod_security = "baseline"'):
+        await driver.prepare(order())
+    assert (await driver.prepare(order(pod_security="baseline"))).address
+
+
+# --- the cluster's version --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("version", "is_told"), [((1, 21), True), ((1, 22), False), ((2, 0), False)])
+async def test_a_cluster_that_is_too_old_is_told_once(
+    api: KubernetesApi, driver: KubernetesDriver, version: tuple[int, int], *, is_told: bool
+) -> None:
+    """At the first look at what is there."""
+    api.version = version
+    with structlog.testing.capture_logs() as logs:
+        await driver.find()
+        await driver.find()
+    problems = [entry["problem"] for entry in logs if entry["event"] == "kubernetes_too_old"]
+    assert problems == ["Kubernetes 1.21 is older than 1.22, the least version"] * is_told
+
+
 async def test_a_namespace_that_is_refused_is_not_looked_into(api: KubernetesApi, driver: KubernetesDriver) -> None:
     """A template that names a namespace we have no business in does no harm to other templates."""
     api.errors["", "pods", "list"] = [ApiError(403, "Forbidden", "not there")]
@@ -402,6 +520,20 @@ async def test_a_pod_stops_by_its_own_time(api: KubernetesApi, driver: Kubernete
     assert [found.running for found in await driver.find()] == [False]
     await driver.reclaim(place.handle)
     assert not api.objects
+
+
+@pytest.mark.parametrize("version", [(1, 30), (1, 36)])
+async def test_that_its_time_was_over_is_told_though_the_job_fails_late(
+    api: KubernetesApi, driver: KubernetesDriver, version: tuple[int, int]
+) -> None:
+    """Its pod goes first, and the Job fails only when it is gone: what is told in between is the reason."""
+    api.version = version
+    api.behave("tool", stops_at_once=False)
+    await driver.prepare(order(ttl_s=60))
+    async with watching(api, driver) as watched:
+        api.pass_time(61)
+        await until(lambda: watched.changes)
+        assert watched.changes[0].why.startswith("DeadlineExceeded")
 
 
 async def test_networks_of_what_ended_by_itself_are_left(api: KubernetesApi, driver: KubernetesDriver) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import time
 from contextlib import asynccontextmanager
@@ -27,9 +28,6 @@ from tests.integration.support import (
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-TRIES = 12
-"""The best of so many counts, the first that is good enough is the last: others on the processor must fail no test."""
-
 TOKEN_IDS = [1_000_000 + number for number in range(1_000_000)]
 TEXT = 'once upon a time, there was "quoted" text; ' * 185_000
 MESSAGES = [{"role": "user" if number % 2 else "assistant", "content": "word " * 200} for number in range(8000)]
@@ -47,7 +45,8 @@ def reading_s() -> float:
 
 
 LONGEST_BLOCK_S = reading_s() / 2
-SEVERAL_BLOCK_S = reading_s() / 1.5
+"""Two to five times of what is seen: processor time, which others on the machine do not take."""
+SEVERAL_BLOCK_S = 2 * LONGEST_BLOCK_S
 """Where several bodies are read at once."""
 
 BODIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -72,14 +71,17 @@ class Watch:
     async def on(self) -> AsyncIterator[None]:
         """Watch for the length of the block.
 
-        Time in which this process did not run, because others did, does not count.
+        Time in which this process did not run, because others did, does not count; nor does what the test itself has
+        for the garbage collector, which is its hundred thousands of values.
         """
         watching = asyncio.create_task(self._watch())
+        gc.disable()
         try:
             await asyncio.sleep(0)
             yield
             await asyncio.sleep(0.01)
         finally:
+            gc.enable()
             watching.cancel()
 
     async def _watch(self) -> None:
@@ -102,18 +104,13 @@ async def test_a_large_prompt_does_not_block_the_loop(name: str, named: bool) ->
     path, fields = BODIES[name]
     body = body_of(fields, program_id="a") if named else body_of(fields)
     assert len(body) > 1_900_000
-    longest_s = []
+    watch = Watch()
     async with fake_replica(capacity_tokens=10**8) as replica, running_proxy(replica.url, infer_programs=True) as proxy:
-        for _ in range(TRIES):
-            watch = Watch()
-            async with watch.on():
-                answer = await post(proxy.url, path, body)
-            longest_s.append(watch.longest_s)
-            assert answer.header("X-Program-ID-Source") == ("body" if named else "inferred")
-            if longest_s[-1] < LONGEST_BLOCK_S:
-                break
+        async with watch.on():
+            answer = await post(proxy.url, path, body)
+        assert answer.header("X-Program-ID-Source") == ("body" if named else "inferred")
         assert json.loads(replica.calls[0].body)["model"] == "m"
-    assert min(longest_s) < LONGEST_BLOCK_S, longest_s
+    assert watch.longest_s < LONGEST_BLOCK_S
 
 
 LOGPROBS = [{"token": "word", "logprob": -0.25, "bytes": [119, 111], "top_logprobs": []} for _ in range(25_000)]
@@ -165,44 +162,32 @@ ANSWERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 async def test_a_large_answer_does_not_block_the_loop(name: str, infers: bool) -> None:
     path, fields, answer = ANSWERS[name]
     content = json.dumps(answer).encode()
-    longest_s = []
+    watch = Watch()
     async with (
         fake_replica(answers(content), capacity_tokens=10**8) as replica,
         running_proxy(replica.url, infer_programs=infers) as proxy,
     ):
-        for _ in range(TRIES):
-            watch = Watch()
-            async with watch.on():
-                answered = await post(proxy.url, path, {"model": "m", **fields})
-            longest_s.append(watch.longest_s)
-            assert answered.body == content
-            prompt_tokens = proxy.runtime.prompt_tokens_total
-            if longest_s[-1] < LONGEST_BLOCK_S:
-                break
-    assert prompt_tokens == 7 * len(longest_s), "the usage was read"
-    assert min(longest_s) < LONGEST_BLOCK_S, longest_s
+        async with watch.on():
+            answered = await post(proxy.url, path, {"model": "m", **fields})
+        assert answered.body == content
+        assert proxy.runtime.prompt_tokens_total == 7, "the usage was read"
+    assert watch.longest_s < LONGEST_BLOCK_S
 
 
 async def test_a_large_event_does_not_block_the_loop() -> None:
     """The last event of a streamed response repeats all of it."""
     done = event({"type": "response.completed", "response": RESPONSE})
     pieces = [done[at : at + 60_000] for at in range(0, len(done), 60_000)]
-    longest_s = []
+    watch = Watch()
     async with (
         fake_replica(streams(*pieces), capacity_tokens=10**8) as replica,
         running_proxy(replica.url, infer_programs=True) as proxy,
     ):
-        for _ in range(TRIES):
-            watch = Watch()
-            async with watch.on():
-                answered = await post(proxy.url, "/v1/responses", {"model": "m", "input": "x", "stream": True})
-            longest_s.append(watch.longest_s)
-            assert answered.body == done
-            prompt_tokens = proxy.runtime.prompt_tokens_total
-            if longest_s[-1] < LONGEST_BLOCK_S:
-                break
-    assert prompt_tokens == 7 * len(longest_s)
-    assert min(longest_s) < LONGEST_BLOCK_S, longest_s
+        async with watch.on():
+            answered = await post(proxy.url, "/v1/responses", {"model": "m", "input": "x", "stream": True})
+        assert answered.body == done
+        assert proxy.runtime.prompt_tokens_total == 7
+    assert watch.longest_s < LONGEST_BLOCK_S
 
 
 @pytest.mark.parametrize("path", ["/generate", "/inference/v1/generate", "/v1/completions"])
@@ -211,23 +196,18 @@ async def test_an_abort_of_large_turns_does_not_block_the_loop(path: str) -> Non
     field = {"/generate": "input_ids", "/inference/v1/generate": "token_ids"}.get(path, "prompt")
     ids = TOKEN_IDS[:250_000]
     body = {"model": "m", field: ids}
-    longest_s = []
+    watch = Watch()
     async with fake_replica(Gate(), capacity_tokens=10**8) as replica, running_proxy(replica.url, **cap(1)) as proxy:
         first = asyncio.create_task(ask(proxy.url, "first"))
         await replica.call()
-        for _ in range(TRIES):
-            bodies = [json.dumps({**body, "program_id": f"p{number}"}).encode() for number in range(8)]
-            held = [asyncio.create_task(post(proxy.url, path, each)) for each in bodies]
-            await until(lambda: proxy.runtime.held_count == 8)
-            watch = Watch()
-            async with watch.on():
-                assert proxy.runtime.abort_held() == 8
-                aborted = await asyncio.gather(*held)
-            longest_s.append(watch.longest_s)
-            for answer in aborted:
-                assert b'"abort"' in answer.body
-                assert b'"prompt_tokens":%d' % len(ids) in answer.body
-            if longest_s[-1] < SEVERAL_BLOCK_S:
-                break
+        bodies = [json.dumps({**body, "program_id": f"p{number}"}).encode() for number in range(8)]
+        held = [asyncio.create_task(post(proxy.url, path, each)) for each in bodies]
+        await until(lambda: proxy.runtime.held_count == 8)
+        async with watch.on():
+            assert proxy.runtime.abort_held() == 8
+            aborted = await asyncio.gather(*held)
+        for answer in aborted:
+            assert b'"abort"' in answer.body
+            assert b'"prompt_tokens":%d' % len(ids) in answer.body
         first.cancel()
-    assert min(longest_s) < SEVERAL_BLOCK_S, longest_s
+    assert watch.longest_s < SEVERAL_BLOCK_S

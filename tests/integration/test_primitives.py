@@ -687,6 +687,26 @@ async def test_of_a_stateful_set_only_the_last_pod_ends() -> None:
         await driver.start()
 
 
+@pytest.mark.parametrize("kind", ["deployment", "statefulset"])
+async def test_a_cluster_where_the_wrong_pod_would_end_is_refused(kind: str) -> None:
+    """Deletion costs are newer than 1.21: a Deployment is not scaled there; a StatefulSet's last pod is known."""
+    api = KubernetesApi()
+    api.version = (1, 21)
+    await api.start()
+    try:
+        selection = PodSelection.read("default/app=vllm:http")
+        access = ClusterAccess(api_url=api.url)
+        driver = KubernetesProvisioner(Workload.read(f"default/{kind}/engine"), selection, access)
+        api.sizes["default", f"{kind}s", "engine"] = 1
+        if kind == "deployment":
+            with pytest.raises(ProvisionError, match=r"Kubernetes 1\.21 is older than 1\.22"):
+                await driver.open()
+            api.version = (1, 22)
+        assert await driver.open() == 1
+    finally:
+        await api.stop()
+
+
 async def test_replicas_that_start_at_once_are_all_counted() -> None:
     """Each is one more than there were with those before it: as many as there should be at least begin together."""
     api = KubernetesApi()

@@ -15,6 +15,7 @@ import tarfile
 import tomllib
 from typing import TYPE_CHECKING
 
+from benchmarks.real_engine import made_once
 from tests.real.docker_engine import DockerEngine, DockerEngineError
 
 if TYPE_CHECKING:
@@ -29,19 +30,22 @@ _PIP_CONF = "[global]\nno-index = true\nfind-links = /wheels\n"
 _BUILD_IMAGE_DOCKERFILE = f"FROM {BASE_IMAGE}\nCOPY wheels /wheels\nCOPY pip.conf /etc/pip.conf\n"
 
 
-def make_base_images(engine: DockerEngine, pyproject: Path, folder: Path) -> None:
-    """Make both images at an engine; `folder` is for what is downloaded. Takes about half a minute.
+def make_base_images(engine: DockerEngine, pyproject: Path) -> None:
+    """Make both images at an engine. What they are made of is downloaded once, in about half a minute.
 
     Raises DockerEngineError if something cannot be had.
     """
-    root = folder / "root.tar"
-    _run(
-        "mmdebstrap", "--mode=root", "--variant=extract", f"--include={_CONTENT}", "", str(root), "-", stdin=_sources()
+    sources = _sources()
+    command = ["mmdebstrap", "--mode=root", "--variant=extract", f"--include={_CONTENT}", ""]
+    made_of = [*command, sources, _run("apt-cache", "policy", *_CONTENT.split(","))]
+    root = (
+        made_once("base-image", made_of, lambda at: _run(*command, str(at / "root.tar"), "-", stdin=sources))
+        / "root.tar"
     )
-    _download_wheels(pyproject, _python_version_in(root), folder / "wheels")
+    wheels = _wheels(pyproject, _python_version_in(root))
     context = io.BytesIO()
     with tarfile.open(fileobj=context, mode="w") as tar:
-        tar.add(folder / "wheels", "wheels")
+        tar.add(wheels, "wheels", filter=lambda entry: entry if entry.isdir() or entry.name.endswith(".whl") else None)
         for name, text in (("Dockerfile", _BUILD_IMAGE_DOCKERFILE), ("pip.conf", _PIP_CONF)):
             entry = tarfile.TarInfo(name)
             entry.size = len(text)
@@ -75,12 +79,16 @@ def _python_version_in(root: Path) -> str:
     return found[0]
 
 
-def _download_wheels(pyproject: Path, python_version: str, folder: Path) -> None:
-    """Download what an installation without extras needs."""
+def _wheels(pyproject: Path, python_version: str) -> Path:
+    """Return a folder with what an installation without extras needs."""
     project = tomllib.loads(pyproject.read_text())
     requirements = [*project["build-system"]["requires"], *project["project"]["dependencies"]]
-    options = ("--quiet", "--only-binary=:all:", f"--python-version={python_version}", f"--dest={folder}")
-    _run(sys.executable, "-m", "pip", "download", *options, *requirements)
+    options = ["--quiet", "--only-binary=:all:", f"--python-version={python_version}"]
+
+    def download(folder: Path) -> None:
+        _run(sys.executable, "-m", "pip", "download", *options, f"--dest={folder}", *requirements)
+
+    return made_once("wheels", [*options, *requirements], download)
 
 
 def _run(*command: str, stdin: str = "") -> str:

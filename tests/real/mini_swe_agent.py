@@ -6,7 +6,6 @@ outside the checkout (about 0.7 GB, made once).
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import os
@@ -45,11 +44,10 @@ def ensure_mini_swe_agent() -> Path:
     Takes about a minute once. Raises RealEngineError if the installation fails.
     """
     wanted = requirements()
-    digest = hashlib.sha256(" ".join(wanted).encode()).hexdigest()[:12]
     # litellm 1.106 lacks what its tool calls need, and says so only at the first of them.
     modules = "httpx2, minisweagent.models.litellm_model, litellm.responses.mcp.chat_completions_handler"
     imports = ["-c", f"import {modules}"]
-    return ensure_environment(f"mini-swe-agent-{digest}", wanted, "about 0.7 GB, a minute", imports, **_OFFLINE)
+    return ensure_environment("mini-swe-agent", wanted, "about 0.7 GB, a minute", imports, **_OFFLINE)
 
 
 def agent_environment(docker_url: str, folder: Path) -> dict[str, str]:

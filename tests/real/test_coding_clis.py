@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import os
 import re
 import shutil
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from benchmarks.real_engine import cache_dir
+from benchmarks.real_engine import made_once
 from tests.integration.support import running_proxy
 from tests.real.scripted_model import ScriptedModel
 from tests.real.test_integrations import PAGES, Seen
@@ -50,12 +49,10 @@ def programs_folder(require_real: Callable[[str], NoReturn]) -> Path:
     """Install both with npm, at the first time in some seconds; return where the commands lie."""
     wanted = packages()
     assert len(wanted) == 2
-    root = cache_dir() / f"coding-clis-{hashlib.sha256(' '.join(wanted).encode()).hexdigest()[:12]}"
-    marker = root / "installed"
-    if not marker.exists():
+
+    def install(root: Path) -> None:
         if shutil.which("npm") is None:
             require_real("no npm")
-        root.mkdir(parents=True, exist_ok=True)
         command = ["npm", "install", "--silent", "--no-fund", "--no-audit", "--prefix", str(root), *wanted]
         try:
             done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=INSTALL_S)
@@ -63,8 +60,8 @@ def programs_folder(require_real: Callable[[str], NoReturn]) -> Path:
             require_real("npm does not end")
         if done.returncode:
             require_real(f"npm failed: {done.stdout[-1000:]}{done.stderr[-1000:]}")
-        marker.touch()
-    return root / "node_modules" / ".bin"
+
+    return made_once("coding-clis", wanted, install) / "node_modules" / ".bin"
 
 
 async def type_in(script: str, proxy: RunningProxy, commands: Path, home: Path) -> str:

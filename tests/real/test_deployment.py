@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import os
-import shutil
 import subprocess
 import time
 from pathlib import Path
@@ -35,14 +34,12 @@ STREAMED_TOKENS = 600
 
 
 @pytest.fixture(scope="module")
-def engine(require_real: Callable[[str], NoReturn], tmp_path_factory: pytest.TempPathFactory) -> Iterator[DockerEngine]:
+def engine(require_real: Callable[[str], NoReturn]) -> Iterator[DockerEngine]:
     """Run a Docker engine that has images to build on."""
     try:
         ensure_docker({"docker-compose": "docker-compose", **base_image.PACKAGES})
         with DockerEngine(disk_bytes=DISK_BYTES) as engine:
-            folder = tmp_path_factory.mktemp("base-image")
-            make_base_images(engine, ROOT / "pyproject.toml", folder)
-            shutil.rmtree(folder)
+            make_base_images(engine, ROOT / "pyproject.toml")
             yield engine
     except DockerEngineError as error:
         require_real(f"no Docker: {error}")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from dataclasses import replace
 from random import Random
+from statistics import median
 from typing import TYPE_CHECKING
 
 import httpx2
@@ -23,6 +23,7 @@ from thunderagent.simulator.records import EngineConfig, EngineRequest
 from thunderagent.simulator.timing import profile
 
 if TYPE_CHECKING:
+    from benchmarks.fidelity import Pair
     from benchmarks.real_engine import RealEngine
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -30,6 +31,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 PROGRAMS_COUNT = 9
 ROUNDS_COUNT = 7
 OUTPUT_TOKENS = 40
+FORECASTS_COUNT = 3
 Found = tuple[int, int, int]
 """A program, the tokens of its prompt, and how many of them were cached."""
 
@@ -121,14 +123,17 @@ async def test_the_model_finds_the_very_blocks_that_the_engine_finds(engine: Rea
     assert 0.2 < hits < 0.8, f"{hits:.0%} hits: this load tells nothing"
 
 
-@pytest.mark.timeout(1800, func_only=True)
+@pytest.mark.nightly
+@pytest.mark.timeout(3600, func_only=True)
 async def test_the_simulator_forecasts_the_engine(engines: tuple[RealEngine, RealEngine]) -> None:
     """At 4, 8 and 16 programs, passed through and scheduled: hits within 5 points, turns a minute within 10 %.
+
+    By the median of three rounds, each with constants fitted anew, all of which are printed.
 
     That is asked of the forecast, which is a range: what engines do that take up to 15 % more or less time than the
     constants say. Those are fitted first, to the engine of `benchmarks.fidelity` on a core of its own, but a machine
     is not as fast in one minute as in the next. Mostly the range is narrow; where eight programs only just fit, half
-    of it is thrashing. What misses all the same is measured once more, with constants fitted anew.
+    of it is thrashing.
     """
     assert all(engine.is_running for engine in engines)  # idle: they do not start, or stop, meanwhile
     console = Console(width=110)
@@ -140,24 +145,21 @@ async def test_the_simulator_forecasts_the_engine(engines: tuple[RealEngine, Rea
     )
     cores = sorted(os.sched_getaffinity(0))
     config = RealEngineConfig(port=free_ports(1)[0], core=cores[1] if len(cores) > 1 else None)
-    seen = ""
-    for _ in range(2):
+    rounds: list[list[Pair]] = []
+    for _ in range(FORECASTS_COUNT):
         os.sched_setaffinity(0, cores[:1])  # the proxy inherits it; the engine has the other core to itself
         try:
-            _, pairs = await measure_all(comparison, config, 60.0, console)
+            rounds.append((await measure_all(comparison, config, 60.0, console))[1])
         finally:
             os.sched_setaffinity(0, cores)
-        with console.capture() as captured:
-            console.print(table(pairs))
-        seen += captured.get()
-        missed = [pair for pair in pairs if pair.turns_beside_ratio >= 0.10 or pair.hits_beside_ratio >= 0.05]
-        if not missed:
-            break
-        comparison = replace(
-            comparison,
-            programs=tuple(sorted({pair.programs for pair in missed})),
-            policies=tuple(Contestant(name) for name in sorted({pair.policy for pair in missed})),
+        console.print(table(rounds[-1]))
+    missed = [
+        f"{cell[0].programs} programs, {cell[0].policy}: turns {turns:.0%}, hits {hits:.0%} beside the forecast"
+        for cell in zip(*rounds, strict=True)
+        if max(
+            (turns := median(pair.turns_beside_ratio for pair in cell)) / 0.10,
+            (hits := median(pair.hits_beside_ratio for pair in cell)) / 0.05,
         )
-    else:
-        pytest.fail(seen)
-    print(seen)
+        >= 1
+    ]
+    assert not missed

@@ -7,7 +7,6 @@ tool.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import os
 import re
@@ -55,11 +54,10 @@ def code(name: str) -> str:
 def python(require_real: Callable[[str], NoReturn], pytestconfig: pytest.Config) -> Path:
     """Make one environment with what all pages need, at the first time in a minute, saying so."""
     wanted = sorted({package for name in PYTHON_PAGES for package in requirements(name)})
-    digest = hashlib.sha256(" ".join(wanted).encode()).hexdigest()[:12]
     capture = pytestconfig.pluginmanager.getplugin("capturemanager")
     try:
         with capture.global_and_fixture_disabled():
-            return ensure_environment(f"clients-{digest}", wanted, "about 0.5 GB, a minute")
+            return ensure_environment("clients", wanted, "about 0.5 GB, a minute")
     except RealEngineError as error:
         require_real(f"no clients: {error}")
 

@@ -132,6 +132,7 @@ async def counted(url: str, name: str) -> float:
     return sum((await metrics_of(url)).get(f"thunderagent_judge_{name}", {}).values())
 
 
+@pytest.mark.nightly
 async def test_no_turn_is_delayed_by_a_judge(engine: RealEngine, run_proxy: RunProxy) -> None:
     """Beside a proxy without a judge, until the late one has answered: neither median nor slowest is 5 ms longer.
 

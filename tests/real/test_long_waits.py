@@ -130,6 +130,7 @@ async def pause_as_skyrl(engine: RealEngine, proxy: Server) -> str:
     return f"a generation stood still for {PAUSE_S:.0f} s, and gave the same {len(answer.content):,} bytes"
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(HOLD_S + 180, func_only=True)
 async def test_minutes_of_waiting_change_nothing(engine: RealEngine, proxy_of_one: Server, tmp_path: Path) -> None:
     """No 429 and no head of an answer while Codex is held; the same bytes after a pause of 60 s in mid-generation."""

@@ -6,7 +6,6 @@ The trainers around them need GPUs; these clients are what speaks to the proxy. 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import os
 from asyncio.subprocess import PIPE
@@ -35,12 +34,11 @@ def python(require_real: Callable[[str], NoReturn], pytestconfig: pytest.Config)
 
     What else SkyRL names as its dependencies is for its training.
     """
-    digest = hashlib.sha256(f"{VERIFIERS} {SKYRL}".encode()).hexdigest()[:12]
     capture = pytestconfig.pluginmanager.getplugin("capturemanager")
     alone = ("-m", "pip", "install", "--no-cache-dir", "--no-deps", SKYRL)
     try:
         with capture.global_and_fixture_disabled():
-            return ensure_environment(f"trainers-{digest}", [VERIFIERS], "about 0.6 GB, a minute", alone)
+            return ensure_environment("trainers", [VERIFIERS], "about 0.6 GB, a minute", alone)
     except RealEngineError as error:
         require_real(f"no trainers' clients: {error}")
 

@@ -60,10 +60,16 @@ class KubernetesProvisioner:
         return f"<KubernetesProvisioner {self._workload}>"
 
     async def open(self) -> int:
-        """See `Provisioner`: the workload keeps its size when the proxy starts again."""
+        """See `Provisioner`: the workload keeps its size when the proxy starts again.
+
+        Refuses a Deployment where the deletion cost of pods is not known: another pod would end than the one drained.
+        """
         try:
             async with connected(self._access) as cluster:
-                return await self._size(cluster)
+                size_count = await self._size(cluster)
+                if self._workload.kind == "deployment" and (problem := await cluster.problem()):
+                    raise ProvisionError(f"{problem}: the pod of a Deployment that ends cannot be chosen there")
+                return size_count
         except DiscoveryError as error:
             raise ProvisionError(error.message) from error
 

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 DriverKind = Literal["docker", "kubernetes", "callback"]
 Network = Literal["default", "own", "none"]
+PodSecurity = Literal["restricted", "baseline"]
 
 
 LONGEST_S = 31_536_000.0
@@ -91,6 +92,14 @@ class Template(BaseModel):
     warm_count: int = Field(0, ge=0, description="how many to keep ready that belong to nobody yet")
     kubernetes_kind: Literal["job", "pod"] = Field("job", description="kubernetes: what to make")
     namespace: str = Field("", description="kubernetes: where; none is that of the configuration")
+    pod_security: PodSecurity = Field(
+        "restricted",
+        description="kubernetes: which Pod Security Standard it keeps to. restricted: no root, no capabilities, the "
+        "runtime's seccomp profile; baseline: as the image says, root too",
+    )
+    run_as_user: int | None = Field(
+        None, ge=0, le=2**31 - 1, description="kubernetes: numeric user to run as; none is the image's"
+    )
     prepare_url: str = Field("", description="callback: gets a POST for each preparation, answers where it is")
     reclaim_url: str = Field("", description="callback: gets a POST for each reclaiming")
 
@@ -105,6 +114,8 @@ class Template(BaseModel):
             raise ValueError("a network of a program's own cannot be kept warm: nobody knows yet whose it is")
         if self.ready_port is not None and self.ready_port not in self.ports:
             raise ValueError(f"ready_port {self.ready_port} is not among ports")
+        if self.run_as_user == 0 and self.pod_security == "restricted":
+            raise ValueError('run_as_user 0 is root: it needs pod_security = "baseline"')
         return self
 
     def digest(self) -> str:

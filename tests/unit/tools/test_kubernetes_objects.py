@@ -465,8 +465,11 @@ def test_a_pod_that_is_ready() -> None:
 
 
 def test_how_a_job_ends() -> None:
-    """Its conditions say so; one that is only about to fail has not."""
-    job = {"metadata": {}, "status": {"conditions": [{"type": "FailureTarget", "status": "True"}]}}
+    """Its conditions say so: since 1.31 before its pods are gone, which takes longer than a reason is waited for."""
+    for name in ("FailureTarget", "SuccessCriteriaMet", "Failed", "Complete"):
+        condition = {"type": name, "status": "True", "reason": "DeadlineExceeded"}
+        assert end_of("job", {"metadata": {}, "status": {"conditions": [condition]}}) == "DeadlineExceeded"
+    job = {"metadata": {}, "status": {"conditions": [{"type": "Suspended", "status": "True"}]}}
     assert end_of("job", job) == ""
     job["status"]["conditions"].append(
         {"type": "Failed", "status": "True", "reason": "DeadlineExceeded", "message": "m"}

@@ -31,7 +31,7 @@ from thunderagent.backends.discovery.base import DiscoveryListener, PodSelection
 from thunderagent.errors import ConfigurationError, DiscoveryError
 
 try:
-    from thunderagent.cluster import cluster_configuration
+    from thunderagent.cluster import cluster_configuration, version_problem
 except ImportError as error:
     raise ConfigurationError(
         "kubernetes_replicas needs the extra: pip install '.[kubernetes]' in a checkout"
@@ -198,6 +198,13 @@ class Cluster:
         if not isinstance(answer, dict):
             raise DiscoveryError("the Kubernetes API does not answer as one does: no object")
         return answer
+
+    async def problem(self) -> str:
+        """Say what is wrong with the cluster's version; empty if nothing is, or if it does not tell us."""
+        try:
+            return version_problem(await self.ask("GET", "/version"))
+        except DiscoveryError:
+            return ""
 
     async def _headers(self) -> dict[str, str]:
         # A token may be renewed by a command or from a file.

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ import structlog
 import urllib3
 from kubernetes import client, config
 
-from thunderagent.cluster import cluster_configuration
+from thunderagent.cluster import cluster_configuration, version_problem
 from thunderagent.errors import (
     SandboxConflictError,
     SandboxEngineError,
@@ -32,10 +34,16 @@ _log = structlog.get_logger(__name__)
 # How long a watch lasts before it is asked for anew: so a connection that died in silence is noticed.
 _WATCH_S = 60
 _ATTEMPTS_COUNT = 3
+# How the server says that rights are missing; quotas, pod security and webhooks answer 403 as well.
+_LACKS_RIGHT = re.compile(r" cannot \S+ (resource|path) ")
 
 
 class GoneError(SandboxEngineError):
     """The server no longer knows that version (410)."""
+
+
+class RightError(SandboxRefusedError):
+    """Our account may not do that (403)."""
 
 
 class Stop:
@@ -82,7 +90,11 @@ def _shut(response: urllib3.HTTPResponse) -> None:
 
 
 class Api:
-    """The few requests that are needed, in plain JSON. All of them wait; all raise `SandboxError`, and nothing else."""
+    """The few requests that are needed, in plain JSON. All of them wait; all raise `SandboxError`, and nothing else.
+
+    After a restart the server refuses everybody until it has loaded the rights: a request that was allowed before is
+    tried again for as long as a request may take.
+    """
 
     def __init__(
         self,
@@ -103,18 +115,34 @@ class Api:
         self._page_items_count = page_items_count
         self._client: Any = None
         self._lock = threading.Lock()
+        self._closed = threading.Event()
+        # What was allowed: verb, resource, namespace.
+        self._allowed: set[tuple[str, Resource, str]] = set()
 
     def close(self) -> None:
-        """Close connections that nobody uses; the others close with their requests."""
+        """Close connections that nobody uses; the others close with their requests, which are not tried again."""
+        self._closed.set()
         with self._lock:
             if self._client is not None:
                 self._client.rest_client.pool_manager.clear()
 
-    def create(self, resource: Resource, namespace: str, manifest: Json) -> Json:
-        """Create an object and return it. Raises `SandboxConflictError` if its name is taken."""
+    def problem(self) -> str:
+        """Say what is wrong with the cluster's version; empty if nothing is, or if it does not tell us."""
+        try:
+            answer = self._call("GET", "/version")
+        except client.ApiException:
+            return ""
+        return version_problem(answer)
+
+    def create(self, resource: Resource, namespace: str, manifest: Json, *, is_rehearsal: bool = False) -> Json:
+        """Create an object and return it; a rehearsal only checks whether it would be created.
+
+        Raises `SandboxConflictError` if its name is taken.
+        """
+        query = [("dryRun", "All")] if is_rehearsal else []
         for left in reversed(range(_ATTEMPTS_COUNT)):
             try:
-                return self._request("create", resource, namespace, body=manifest)
+                return self._request("create", resource, namespace, query=query, body=manifest)
             except client.ApiException as error:
                 # Two that count against one quota at the same moment: the server says to try again.
                 if left and error.status == 409 and _status_of(error).get("reason") == "Conflict":
@@ -195,7 +223,10 @@ class Api:
         try:
             response = self._send("watch", resource, namespace, query=query, is_stream=True)
         except client.ApiException as error:
-            raise _mapped(error, "watch", resource) from error
+            refusal = _mapped(error, "watch", resource)
+            if isinstance(refusal, RightError) and ("list", resource, namespace) in self._allowed:
+                raise SandboxEngineError(str(refusal)) from error  # who watches tries again
+            raise refusal from error
         try:
             with stop.reading(response):
                 for line in _lines(response):
@@ -211,18 +242,37 @@ class Api:
             response.close()
 
     def _request(self, verb: str, resource: Resource, namespace: str, name: str = "", **options: Any) -> Json:
-        """Send a request and return the answer; see `_send`."""
-        answer = self._send(verb, resource, namespace, name, **options)
+        """Send a request and return the answer; see `_send`. Bears with the loss of a right that was there."""
+        right = (verb, resource, namespace)
+        patient_until_s = time.monotonic() + self._timeout_s
+        while True:
+            try:
+                answer = self._send(verb, resource, namespace, name, **options)
+            except client.ApiException as error:
+                if right not in self._allowed or not isinstance(_mapped(error, verb, resource), RightError):
+                    raise
+                if self._closed.is_set() or time.monotonic() >= patient_until_s:
+                    self._allowed.discard(right)
+                    raise
+                _log.info("kubernetes_right_lost", verb=verb, resource=resource.plural, namespace=namespace)
+                self._closed.wait(self.backoff_s)
+            else:
+                # Who may make something may remove it: else it would stay.
+                self._allowed |= {right, ("delete", resource, namespace)} if verb == "create" else {right}
+                break
         if not isinstance(answer, dict):
             raise SandboxEngineError("what answers in place of the Kubernetes API does not speak its language")
         return answer
 
-    def _send(
+    def _send(self, verb: str, resource: Resource, namespace: str, name: str = "", **options: Any) -> Any:
+        """Send a request about a resource; see `_call`."""
+        method = {"create": "POST", "delete": "DELETE"}.get(verb, "GET")
+        return self._call(method, resource.path(namespace, name), **options)
+
+    def _call(
         self,
-        verb: str,
-        resource: Resource,
-        namespace: str,
-        name: str = "",
+        method: str,
+        path: str,
         *,
         query: Sequence[tuple[str, str]] = (),
         body: Json | None = None,
@@ -232,8 +282,8 @@ class Api:
         read_timeout_s = self._timeout_s + (_WATCH_S if is_stream else 0)
         try:
             return self._connected().call_api(
-                resource.path(namespace, name),
-                {"create": "POST", "delete": "DELETE"}.get(verb, "GET"),
+                path,
+                method,
                 query_params=list(query),
                 header_params={"Accept": "application/json", "Content-Type": "application/json"},
                 body=body,
@@ -296,7 +346,8 @@ def _mapped(error: client.ApiException, verb: str, resource: Resource) -> Sandbo
     if code == 403:
         if "exceeded quota" in message:
             return SandboxSpaceError(message)
-        return SandboxRefusedError(f"we lack the right to {verb} {resource.plural}: {message}")
+        if _LACKS_RIGHT.search(message):
+            return RightError(f"we lack the right to {verb} {resource.plural}: {message}")
     if code == 409 and status.get("reason") == "AlreadyExists":
         return SandboxConflictError(message)
     if code in {401, 408, 409, 429} or code >= 500:

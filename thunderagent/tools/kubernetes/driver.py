@@ -36,7 +36,7 @@ from thunderagent.errors import (
 )
 from thunderagent.tools.base import SANDBOX_LABEL, Change, Found, Order, Owner, Place, Usage
 from thunderagent.tools.kubernetes.api import Api
-from thunderagent.tools.kubernetes.manifests import policy_manifest, sandbox_manifest
+from thunderagent.tools.kubernetes.manifests import policy_manifest, rehearsal_manifest, sandbox_manifest
 from thunderagent.tools.kubernetes.networks import Networks
 from thunderagent.tools.kubernetes.objects import (
     LABELLED_SELECTOR,
@@ -55,7 +55,7 @@ from thunderagent.tools.kubernetes.objects import (
     truth,
     uid_of,
 )
-from thunderagent.tools.kubernetes.prepare import Errand, Stage, wait_until_ready
+from thunderagent.tools.kubernetes.prepare import Errand, Stage, rehearse, wait_until_ready
 from thunderagent.tools.kubernetes.state import address_of, end_of, found_of, place_of
 from thunderagent.tools.kubernetes.watch import Following
 from thunderagent.tools.threads import Threads
@@ -67,6 +67,8 @@ _CANCEL_LIMIT_S = 5.0
 # How long it is remembered that the cluster tells nothing of what pods take.
 _NO_METRICS_S = 300.0
 _ATTEMPTS_COUNT = 3
+# A Job's pod is there in well under a second: one that is not by then may be refused.
+_POD_LIMIT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +131,7 @@ class KubernetesDriver:
         self._errands: set[Errand] = set()
         self._followings: set[Following] = set()
         self._no_metrics_until_s = -math.inf
+        self._is_version_checked = False
         self._is_closed = False
 
     def __repr__(self) -> str:
@@ -151,6 +154,7 @@ class KubernetesDriver:
         working = asyncio.ensure_future(self._preparing.call(self._prepare, order, errand))
         working.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._errands.add(errand)
+        asking = asyncio.create_task(self._ask_for_pod(order, errand))
         try:
             return await asyncio.shield(working)
         except asyncio.CancelledError as cancelled:
@@ -161,7 +165,21 @@ class KubernetesDriver:
             raise
         finally:
             late.cancel()
+            asking.cancel()
             self._errands.discard(errand)
+
+    async def _ask_for_pod(self, order: Order, errand: Errand) -> None:
+        """Have a preparation whose Job gets no pod fail for the reason."""
+        if order.template.kubernetes_kind != "job":
+            return
+        ref = self._ref(order)
+
+        def ask() -> Json:
+            pod = rehearsal_manifest(order, self._owner, ref.namespace)
+            return self._api.create(RESOURCES["pod"], ref.namespace, pod, is_rehearsal=True)
+
+        first_s = min(_POD_LIMIT_S, order.template.prepare_timeout_s / 3)
+        await rehearse(errand, lambda: self._calls.call(ask), first_s=first_s)
 
     async def _give_up(self, order: Order, errand: Errand, working: asyncio.Future[Place]) -> None:
         stage = errand.give_up()
@@ -319,6 +337,9 @@ class KubernetesDriver:
         return await self._calls.call(self._find)
 
     def _find(self) -> list[Found]:
+        if not self._is_version_checked and (problem := self._api.problem()):
+            _log.error("kubernetes_too_old", problem=problem)
+        self._is_version_checked = True
         before = dict(self._known)
         found: list[Found] = []
         for namespace in sorted(self._namespaces):

@@ -73,6 +73,14 @@ def sandbox_manifest(
     return {"apiVersion": resource.api_version, "kind": resource.kind, "metadata": metadata, "spec": spec}
 
 
+def rehearsal_manifest(order: Order, owner: Owner, namespace: str) -> Json:
+    """Return the pod that the cluster would make of an order's Job: the server says whether it may."""
+    template = sandbox_manifest(order, owner, namespace, ttl_s=1)["spec"]["template"]
+    metadata = {"generateName": f"{sandbox_name(order.sandbox_id)}-", **template["metadata"]}
+    pod = RESOURCES["pod"]
+    return {"apiVersion": pod.api_version, "kind": pod.kind, "metadata": metadata, "spec": template["spec"]}
+
+
 def policy_manifest(order: Order, owner: Owner, namespace: str, *, owner_pod: tuple[str, str] | None = None) -> Json:
     """Return the network policy for an order whose template does not have the cluster's own network.
 
@@ -118,6 +126,7 @@ def _metadata(name: str, namespace: str, labels: Mapping[str, str], owner_pod: t
 
 def _pod_spec(template: Template) -> Json:
     volumes, mounts = _volumes(template)
+    pod_security, main_security = _security(template)
     main: Json = {
         "name": "sandbox",
         "image": template.image,
@@ -127,6 +136,7 @@ def _pod_spec(template: Template) -> Json:
         "env": [{"name": key, "value": literal(value)} for key, value in template.environment.items()],
         "ports": [{"containerPort": port, "protocol": "TCP"} for port in template.ports],
         "volumeMounts": mounts,
+        "securityContext": main_security,
         **_probes(template),
     }
     if template.working_dir:
@@ -137,11 +147,23 @@ def _pod_spec(template: Template) -> Json:
         "restartPolicy": "Never",
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
+        "securityContext": pod_security,
         # With 0 the API would forget the pod at once, while what runs in it may still run.
         "terminationGracePeriodSeconds": max(1, math.ceil(template.stop_grace_s)),
         "containers": [main],
         "volumes": volumes,
     }
+
+
+def _security(template: Template) -> tuple[Json, Json]:
+    """Return the security contexts of the pod and of its container, by the Pod Security Standards."""
+    user: Json = {} if template.run_as_user is None else {"runAsUser": template.run_as_user}
+    if template.pod_security == "baseline":
+        return user, {}
+    return (
+        {**user, "runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}},
+        {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+    )
 
 
 def _volumes(template: Template) -> tuple[list[Json], list[Json]]:

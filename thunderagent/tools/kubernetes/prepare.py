@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import enum
 import threading
 import time
+from collections.abc import Awaitable, Callable
 
-from thunderagent.errors import SandboxEngineError, SandboxSetupError, SandboxSpaceError
-from thunderagent.tools.kubernetes.api import Api, Stop
+from thunderagent.errors import SandboxEngineError, SandboxError, SandboxSetupError, SandboxSpaceError
+from thunderagent.tools.kubernetes.api import Api, RightError, Stop
 from thunderagent.tools.kubernetes.objects import RESOURCES, Json, Ref
 from thunderagent.tools.kubernetes.state import delay_of, fault_of, is_ready
 from thunderagent.tools.kubernetes.watch import follow
@@ -31,6 +33,9 @@ class Errand:
         # What is waited for, and whether that is room in the cluster; written by the thread, read when it is over.
         self.delay = "too many others are being prepared"
         self.is_for_room = False
+        # Whether its Job is there, but no pod of it; and what the server says of such a pod.
+        self.lacks_pod = False
+        self.refusal: SandboxError | None = None
         self._stage = Stage.WAITING
         self._lock = threading.Lock()
 
@@ -56,6 +61,25 @@ class Errand:
             self._stage = after
 
 
+async def rehearse(errand: Errand, ask: Callable[[], Awaitable[object]], *, first_s: float) -> None:
+    """End an errand whose Job gets no pod with the reason: `ask` has the server say whether such a pod may be.
+
+    Asks for the first time after `first_s`, and then ever less often, until cancelled.
+    """
+    pause_s = first_s
+    while errand.refusal is None:
+        await asyncio.sleep(pause_s)
+        pause_s *= 2
+        if errand.lacks_pod:
+            try:
+                await ask()
+            except (SandboxEngineError, RightError):
+                continue  # that says nothing of the pod
+            except SandboxError as refusal:
+                errand.refusal = refusal
+                errand.stop.set()
+
+
 def wait_until_ready(api: Api, ref: Ref, errand: Errand, selector: str, version: str, *, patience_s: float) -> Json:
     """Return the pod of a sandbox once it is usable; bear with an API server that is away for less than `patience_s`.
 
@@ -63,12 +87,14 @@ def wait_until_ready(api: Api, ref: Ref, errand: Errand, selector: str, version:
     """
     lost_at_s: float | None = None
     errand.delay = "the cluster has made no pod for it"
+    errand.lacks_pod = True
     while not errand.stop.is_set:
         try:
             events = follow(api, RESOURCES["pod"], ref.namespace, selector, errand.stop, version)
             with contextlib.closing(events):
                 for event, pod in events:
                     lost_at_s = None
+                    errand.lacks_pod = False
                     if event == "DELETED":
                         raise SandboxSetupError("the pod was removed before it was usable")
                     if (fault := fault_of(pod)) is not None:
@@ -83,4 +109,6 @@ def wait_until_ready(api: Api, ref: Ref, errand: Errand, selector: str, version:
                 raise
             version = ""
             errand.stop.wait(api.backoff_s)
+    if errand.refusal is not None and errand.lacks_pod:
+        raise errand.refusal
     raise (SandboxSpaceError if errand.is_for_room else SandboxSetupError)(f"not ready in time: {errand.delay}")

@@ -12,6 +12,7 @@ _IMAGE_REASONS = frozenset({"ImagePullBackOff", "ErrImagePull", "InvalidImageNam
 _START_REASONS = frozenset(
     {"CrashLoopBackOff", "RunContainerError", "CreateContainerError", "CreateContainerConfigError"}
 )
+_ROOT_REMEDY = 'set run_as_user in the template, or pod_security = "baseline" for an image that needs root'
 _SPACE_REASONS = frozenset({"Evicted", "Preempted", "Preempting"})
 
 
@@ -57,7 +58,8 @@ def end_of(kind: str, manifest: Json) -> str:
         if status.get("phase") == "Succeeded":
             return "ended by itself"
         return _failure(manifest) if status.get("phase") == "Failed" else ""
-    for name in ("Failed", "Complete"):
+    # Since 1.31 the last two say why before the pods are gone, and the first two only afterwards.
+    for name in ("Failed", "Complete", "FailureTarget", "SuccessCriteriaMet"):
         if (condition := _condition(manifest, name)).get("status") == "True":
             return _sentence(condition.get("reason") or name, condition.get("message"))
     return ""
@@ -78,7 +80,8 @@ def fault_of(pod: Json) -> SandboxError | None:
         if reason in _IMAGE_REASONS:
             return SandboxImageError(_sentence(reason, message))
         if reason in _START_REASONS:
-            return SandboxSetupError(_sentence(reason, message))
+            remedy = f"; {_ROOT_REMEDY}" if "runAsNonRoot" in message else ""
+            return SandboxSetupError(_sentence(reason, message) + remedy)
     return None
 
 
