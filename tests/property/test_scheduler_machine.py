@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
 from thunderagent.policy_loader import load_policy
-from thunderagent.programs.decisions import Grant, Reject
+from thunderagent.programs.decisions import Decision, Grant, Pause, Reject, Release, Unmark
 from thunderagent.programs.events import (
     Event,
     GrantsContinued,
@@ -166,6 +166,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.now_s = 100.0
         self.next_turn_id = 0
         self.answered: set[int] = set()
+        self.leaving: dict[int, set[int]] = {}
+        """The turns in flight of programs that are to leave their replicas, by generation."""
         for replica_id in ("r0", "r1"):
             self.send(ReplicaPolled(self.now_s, replica_id, capacity_tokens=2000))
             self.send(ReplicaUp(self.now_s, replica_id))
@@ -192,6 +194,17 @@ class SchedulerMachine(RuleBasedStateMachine):
                 replica = self.scheduler.replicas[decision.replica_id]
                 assert replica.up, f"granted on a replica that is down: {decision}"
                 assert not replica.suspended_for, f"granted though nothing is: {decision}"
+        self.who_leaves_gets_nothing_new(decisions)
+
+    def who_leaves_gets_nothing_new(self, decisions: list[Decision]) -> None:
+        """With `check`, by which a program leaves with its last turn in flight: it leaves within those it has."""
+        began_anew = {decision.program_id for decision in decisions if isinstance(decision, Unmark | Pause | Release)}
+        before = self.leaving
+        self.leaving = {each.generation: set(each.in_flight) for each in self.scheduler.table if each.marked}
+        for program in self.scheduler.table:
+            if program.marked and program.program_id not in began_anew and program.generation in before:
+                story = "\n".join(map(str, program.story()))
+                assert self.leaving[program.generation] <= before[program.generation], f"granted a turn\n{story}"
 
     @rule(program_id=PROGRAMS, tool=TOOLS, inferred=st.booleans())
     def tool_starts(self, program_id: str | None, tool: str, inferred: bool) -> None:
@@ -270,9 +283,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         leaves = False
         if earlier is not None and granted:
             replica = self.scheduler.replicas[earlier.account_id or ""]
-            alone = earlier.program is not None and len(earlier.program.in_flight) == 1 and not earlier.program.held
-            leaves = alone and not replica.open_to_programs and bool(self.scheduler.granting_replicas)
-            granted = not leaves and not replica.suspended_for  # else the next attempt is held where this one was
+            marked = earlier.program is not None and earlier.program.marked
+            leaves = marked and not replica.open_to_programs
+            granted = not marked and not replica.suspended_for  # else the next attempt is held where this one was
         left_id = earlier.account_id if earlier is not None else None
         turn_count = 0 if earlier is None or earlier.program is None else earlier.program.turn_count
         turn_id = self.turn_arrives(
@@ -383,6 +396,19 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(replica_id=REPLICAS)
     def replica_drains(self, replica_id: str) -> None:
         self.send(ReplicaDraining(self.now_s, replica_id))
+
+    @rule(replica_id=REPLICAS, trips=st.booleans(), program_id=PROGRAMS.filter(bool), branch_id=BRANCHES)
+    def replica_is_left(self, replica_id: str, trips: bool, program_id: str, branch_id: str) -> None:
+        """Whatever comes meanwhile, nobody is there once the turns have ended that were in flight there."""
+        turns = [turn for turn in self.scheduler.turns.values() if turn.account_id == replica_id]
+        self.send(ReplicaTripped(self.now_s, replica_id) if trips else ReplicaDraining(self.now_s, replica_id))
+        for turn in turns:
+            self.turn_arrives(program_id if turn.program is None else turn.program.program_id, branch_id, 100, None)
+            if turn.turn_id in self.scheduler.turns:
+                self.send(TurnFinished(self.now_s, turn.turn_id))
+        replica = self.scheduler.replicas.get(replica_id)
+        assert replica is None or not replica.programs, f"still there: {replica!r}"
+        assert replica is None or not replica.up or not replica.account.turn_count, f"still there: {replica!r}"
 
     @rule(replica_id=st.none() | REPLICAS, cause=CAUSES)
     def grants_are_suspended(self, replica_id: str | None, cause: str) -> None:

@@ -267,10 +267,7 @@ class Control:
             program.bound_to = replica.replica_id
         if program.status is Status.ACTIVE and program.in_flight:
             program.destination = (replica.replica_id, reason)
-            if program.marked:
-                scheduler.rank_anew(program)  # the mark is not the policy's to take back any more
-            else:
-                scheduler.mark(program, reason)
+            scheduler.mark(program, reason, cause=Reason.MOVED)
         elif program.status is Status.ACTIVE:
             scheduler.pause(program, reason)
             scheduler.restore(program, replica, reason)
@@ -287,6 +284,10 @@ class Control:
         (replica_id, reason), program.destination = program.destination, None
         replica = self._scheduler.replicas.get(replica_id)
         return (replica if replica is not None and replica.grants else None), reason
+
+    def destination_is_open(self, program: Program) -> bool:
+        """Say whether a program is on its way to a replica that takes programs, now or when grants go on."""
+        return program.destination is not None and self._is_open(program.destination[0])
 
     # --- kill and provision -----------------------------------------------------------------------------------------
 

@@ -37,6 +37,8 @@ class Reason(StrEnum):
     """Nothing is granted while engines are paused, sleep, or get new weights."""
     ADMISSION = "admission"
     """The program is not admitted yet: enough others are."""
+    LEAVING = "leaving"
+    """The program leaves its replica: its turns in flight there must end first."""
     # paused, marked
     THRASHING = "thrashing"
     """The programs claim more than the replica's memory."""
@@ -54,10 +56,14 @@ class Reason(StrEnum):
     """Its replica was taken out for good."""
     REPLICA_TRIPPED = "replica_tripped"
     """Its replica fails turn after turn."""
+    TURN_FAILED = "turn_failed"
+    """A turn of it failed there, and is tried on another replica."""
     MOVED = "moved"
     """The program goes to another replica."""
     RELIEVED = "relieved"
     """There is room again: the program keeps its claim after all."""
+    STAYS = "stays"
+    """What the program was to leave its replica for is over."""
     # controlled
     OPERATOR = "operator"
     """Somebody who may control the proxy said so."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import inf, isclose
 
+from thunderagent.programs.decisions import Reason
 from thunderagent.programs.lifecycle import Phase, Status
 from thunderagent.programs.prefixes import PrefixTree
 from thunderagent.programs.program import Program
@@ -102,7 +103,9 @@ def _check_program(scheduler: Scheduler, program: Program) -> None:
         assert program.admitted, f"active, but not admitted\n{story}"
         assert scheduler.replicas[homes[0]].up, f"active on a replica that is down\n{story}"
         suspended_for = scheduler.replicas[homes[0]].suspended_for
-        assert not program.held or suspended_for, f"active, but a turn is held\n{story}"
+        assert not program.held or program.marked or suspended_for, f"active, but a turn is held\n{story}"
+        assert program.marked or scheduler.replicas[homes[0]].open_to_programs, f"does not leave\n{story}"
+        assert program.in_flight or not program.marked, f"should have left\n{story}"
         assert queued == (False, False), f"active, but in the queue\n{story}"
     else:
         assert not homes, f"paused, but active on {homes}\n{story}"
@@ -123,8 +126,10 @@ def _check_program(scheduler: Scheduler, program: Program) -> None:
         assert route is not None, f"bound without a route\n{story}"
         assert route.names(program.bound_to), f"bound against its route\n{story}"
         assert scheduler.replicas[program.bound_to].open_to_programs, f"bound to a replica that is closed\n{story}"
-    if program.destination is not None and program.status is Status.ACTIVE:
-        assert program.marked, f"on its way, but not marked\n{story}"
+    if program.status is Status.ACTIVE:
+        on_its_way = Reason.MOVED in program.leaves_for
+        assert (program.destination is not None) == on_its_way, f"on its way, or not, though marked so\n{story}"
+        assert not on_its_way or scheduler.control.destination_is_open(program), f"on its way to nowhere\n{story}"
     for turn in program.in_flight.values():
         assert turn.account_id == program.replica_id, f"a turn in flight elsewhere\n{story}"
     for turn in (*program.held.values(), *program.lost.values()):
@@ -148,7 +153,7 @@ def _check_replica(scheduler: Scheduler, replica: Replica) -> None:
     assert account.other_tokens == sum(t.claim_tokens for t in turns if t.program is None), f"sum differs: {replica!r}"
     assert set(replica.acting) == set(acting), f"pause order misses some: {replica!r}"
     assert set(replica.reasoning) == {p for p in reasoning if not p.marked}, f"mark order misses some: {replica!r}"
-    to_unmark = {p for p in reasoning if p.marked and p.destination is None}
+    to_unmark = {p for p in reasoning if p.marked_by_policy}
     assert set(replica.marked) == to_unmark, f"marked programs differ: {replica!r}"
     assert set(replica.expiring) <= set(acting), f"who does not act expires: {replica!r}"
     assert account.shared_tokens == _shared_tokens(scheduler, replica), f"shared tokens differ: {replica!r}"

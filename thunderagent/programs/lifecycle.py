@@ -18,12 +18,14 @@ Three rules keep the table this small:
 
 - A program that is ACTIVE has all its turns in flight, a program that is PAUSED has all its turns held. A restore
   grants every held turn at once; a turn that arrives for an ACTIVE program is granted at once. So a branch that
-  another branch waits for is never stuck behind it. The one exception: while nothing is granted on its replica
-  (its engine is paused, sleeps, gets new weights) turns of an ACTIVE program are held where it is, and all of them
-  granted there when grants go on.
-- A program with a turn in flight is never paused. It is *marked*, and paused when its last turn in flight ends. The
-  mark is a flag on (ACTIVE, REASONING), not a status. (One whose turns are all held where it is may be paused: they
-  stay held, and it waits in the queue.)
+  another branch waits for is never stuck behind it. There are two exceptions, in which turns of an ACTIVE program are
+  held where it is: it leaves, as below; or nothing is granted on its replica (its engine is paused, sleeps, gets new
+  weights), and they are granted there when grants go on.
+- A program with a turn in flight is never paused. It is *marked*: it *leaves*. Turns that come are held until its last
+  turn in flight ends, and then it moves or pauses with all of them; else one whose branches overlap would stay for
+  ever. The mark is a flag on (ACTIVE, REASONING), not a status. It has causes (`Program.leaves_for`), and is taken back
+  when the last of them is over: then what was held is granted where it is. (A program whose turns are all held where
+  it is may be paused: they stay held, and it waits in the queue.)
 - When a replica is lost, so are the turns in flight on it: they no longer count for the program. Whoever carries
   them out sees them fail and lets them arrive again.
 

@@ -33,6 +33,9 @@ PARENT_TURNS_COUNT = 8
 
 As one is whose last answer calls the tool that hands in its result."""
 
+SCHEDULER_CAUSES = frozenset({Reason.REPLICA_DRAINING, Reason.REPLICA_TRIPPED, Reason.MOVED, Reason.TURN_FAILED})
+"""Why a program leaves its replica whatever its policy says."""
+
 
 @dataclass(frozen=True, slots=True)
 class StoryEntry:
@@ -71,6 +74,7 @@ class Turn:
     __slots__ = (
         "account_id",
         "arrived_s",
+        "avoid_replica_id",
         "branch_id",
         "claim_tokens",
         "deadline_s",
@@ -117,6 +121,8 @@ class Turn:
         """The replica that it is in flight on; None while it is held, and once that replica is lost."""
         self.claim_tokens = 0
         """What it claims by itself: only of a turn in flight whose program is None."""
+        self.avoid_replica_id: str | None = None
+        """The replica that failed the attempt before it."""
         self.pinned_replica_id: str | None = None
         """The only replica that it may run on, if its client chose one."""
         self.wanted_replica_id: str | None = None
@@ -226,11 +232,11 @@ class Program:
         "in_flight",
         "larger_tokens_total",
         "last_ended_s",
+        "leaves_for",
         "let_go_after_s",
         "limits_since_s",
         "lost",
         "lost_turn_ids",
-        "marked",
         "opened_s",
         "output_tokens_total",
         "parent_id",
@@ -290,7 +296,8 @@ class Program:
         """The replica that its route sends it to, while that is open."""
         self.destination: tuple[str, Reason] | None = None
         """Where it is to go when its turns in flight have ended, or its next one comes; and why."""
-        self.marked = False
+        self.leaves_for: dict[Reason, None] = {}
+        """Why it is marked, in the order in which the causes came: it leaves its replica unless all of them end."""
         self.idle_at_s = inf
         """When, on the clock of the limits, it is to be looked at whether its idle limit is over."""
         self.idle = False
@@ -332,6 +339,16 @@ class Program:
             f"<Program {self.program_id!r} generation {self.generation}: {self.status} {self.phase}{mark} "
             f"at {self.replica_id}, {self.claim_tokens} tokens, {len(self.in_flight)} in flight, {len(self.held)} held>"
         )
+
+    @property
+    def marked(self) -> bool:
+        """Whether it leaves its replica when its turns in flight have ended."""
+        return bool(self.leaves_for)
+
+    @property
+    def marked_by_policy(self) -> bool:
+        """Whether it is marked, and only for what its policy said."""
+        return self.marked and self.leaves_for.keys().isdisjoint(SCHEDULER_CAUSES)
 
     @property
     def is_last_of_group(self) -> bool:
@@ -399,20 +416,20 @@ class Program:
     def measure_claim(self) -> int:
         """Return what the program claims now: of each branch the longest chain, and what its turns have generated.
 
-        Turns of one branch share their prefix, so only the longest prompt of a branch counts.
-        Cost: O(turns with us + branches).
+        Turns of one branch share their prefix, so only the longest prompt of a branch counts. Held turns beside those
+        in flight count, too: they are granted together or go together. Cost: O(turns with us + branches).
         """
-        turns = self.in_flight or self.held
+        turns = (*self.in_flight.values(), *self.held.values())
         if len(self.branches) == 1:
             context_tokens = self.branches[MAIN_BRANCH].context_tokens
             output_tokens = 0
-            for turn in turns.values():
+            for turn in turns:
                 context_tokens = max(context_tokens, turn.prompt_tokens)
                 output_tokens += turn.output_tokens
             return context_tokens + output_tokens
         longest = {branch_id: branch.context_tokens for branch_id, branch in self.branches.items()}
         output_tokens = 0
-        for turn in turns.values():
+        for turn in turns:
             longest[turn.branch_id] = max(longest[turn.branch_id], turn.prompt_tokens)
             output_tokens += turn.output_tokens
         return sum(longest.values()) + output_tokens

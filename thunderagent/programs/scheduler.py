@@ -20,8 +20,9 @@ and the policy is asked where to place it only then. What a policy wants to hear
 What an operator or a global policy does - routes, priorities, moves - is in `control.py`.
 
 What the scheduler decides without asking a policy: a turn of a program that has a turn in flight is granted beside
-it; an anonymous turn is granted on the least loaded replica; programs leave a replica that is down at once, and one
-that is draining at the end of their turn; the idle limit takes a claim, the forget limit a program; turns for which no
+it, unless the program leaves: then it is held until those end; an anonymous turn is granted on the least loaded
+replica; programs leave a replica that is down at once, and one that is draining, or that failed a turn of theirs, at
+the end of their turns in flight; the idle limit takes a claim, the forget limit a program; turns for which no
 replica has been usable for longer than the limit are rejected. And it lets two kinds of turns in that the policy would
 hold, whether there is room or not, where that costs least: one whose client would give up before long (`impatient.py`),
 and one of a child whose parent holds a claim (`families.py`). A parent waits for its children, so they are to it what
@@ -352,43 +353,34 @@ class Scheduler:
         if event.program_id is None:
             self._anonymous_turn_arrived(event)
         else:
-            if earlier is not None and self._keeps_its_program_from_going(earlier, event.program_id):
+            if earlier is not None and self._keeps_its_program_from_going(earlier, event):
                 self._drop_turn(earlier, "superseded")
             self._turn_of_program_arrived(event, event.program_id, earlier)
         if earlier is not None and earlier.turn_id in self.turns:  # so late that its program gives nothing up before
             self._drop_turn(earlier, "superseded")
 
-    def _keeps_its_program_from_going(self, earlier: Turn, program_id: str) -> bool:
-        """Say whether an attempt is all that a program has on a replica that it is to leave, and has where to go."""
+    def _keeps_its_program_from_going(self, earlier: Turn, event: TurnArrived) -> bool:
+        """Say whether an attempt is in flight where its program, whose next attempt comes, is not to stay."""
         program = earlier.program
-        if program is None or program.program_id != program_id or program.held:
+        if program is None or program.program_id != event.program_id or earlier.turn_id not in program.in_flight:
             return False
-        if len(program.in_flight) != 1 or earlier.turn_id not in program.in_flight:
+        return program.marked or self._can_avoid(program, event.avoid_replica_id)
+
+    def _can_avoid(self, program: Program, replica_id: str | None) -> bool:
+        """Say whether that is the replica of an active program, which could go on elsewhere."""
+        if replica_id is None or replica_id != program.replica_id:
             return False
-        return bool(self._granting_replicas) and not self.replicas[program.replica_id or ""].open_to_programs
+        return any(candidate.replica_id != replica_id for candidate in self._candidates(replica_id, program))
 
     def _turn_of_program_arrived(self, event: TurnArrived, program_id: str, earlier: Turn | None) -> None:
         program = self.table.get(program_id)
         if program is None and program_id in self.hopeless_ids:
             self._decisions.append(Reject(event.turn_id, program_id, Reason.HOPELESS))
             return
-        if program is None:
-            program = self._open(program_id)
-            self._join_group(program, event.group_id)
-            self.families.join(program, event.parent_id)
-            program.tenant = event.tenant
-            program.program_class = event.program_class
+        if program is None or program.announced:
+            program = self._begin(event, program_id, program)
         elif program.tool_runs:
             self._tool_returned(program)
-        elif program.announced:
-            program.announced = False
-            program.opened_s = self._now_s
-            if program.group is None:
-                self._join_group(program, event.group_id)
-            if not program.parent_id:
-                self.families.join(program, event.parent_id)
-            program.tenant = program.tenant or event.tenant
-            program.program_class = program.program_class or event.program_class
         if self.control.routes:
             self.control.bind(program)
         turn = self._new_turn(event, program, earlier)
@@ -397,10 +389,31 @@ class Scheduler:
         branch = program.branch_of(turn, event.parent_branch_id)
         if self._rules.share_prefixes and event.prefix:
             self._set_prefix(program, branch, event.prefix)
+        self._place_turn(program, turn, event, earlier)
+
+    def _begin(self, event: TurnArrived, program_id: str, announced: Program | None) -> Program:
+        """Return the program whose first turn arrives: a new one, or one that was announced."""
+        program = announced or self._open(program_id)
+        program.announced = False
+        program.opened_s = self._now_s
+        if program.group is None:
+            self._join_group(program, event.group_id)
+        if not program.parent_id:
+            self.families.join(program, event.parent_id)
+        program.tenant = program.tenant or event.tenant
+        program.program_class = program.program_class or event.program_class
+        return program
+
+    def _place_turn(self, program: Program, turn: Turn, event: TurnArrived, earlier: Turn | None) -> None:
+        """Grant a turn where its program has others in flight, place its program anew, or hold it where that is."""
         suspended = program.status is Status.ACTIVE and bool(self.replicas[program.replica_id or ""].suspended_for)
         wanted_here = event.wanted_replica_id is not None and event.wanted_replica_id == program.replica_id
-        if suspended and (program.in_flight or wanted_here or not self._granting_replicas):
-            self._hold_in_place(program, turn)
+        if program.in_flight and not wanted_here and self._can_avoid(program, event.avoid_replica_id):
+            self.mark(program, Reason.TURN_FAILED)
+        if program.marked:
+            self._hold_in_place(program, turn, Reason.LEAVING)
+        elif suspended and (program.in_flight or wanted_here or not self._granting_replicas):
+            self._hold_in_place(program, turn, Reason.SUSPENDED)
         elif program.in_flight:
             self._grant_beside(program, turn)
         else:
@@ -410,6 +423,7 @@ class Scheduler:
         """Return the turn that arrived, with the age of the attempt that it takes the place of."""
         turn = Turn(event.turn_id, program, event.branch_id, event.prompt_bytes, self._now_s)
         turn.wanted_replica_id = event.wanted_replica_id
+        turn.avoid_replica_id = event.avoid_replica_id
         turn.role = event.role or event.branch_id
         turn.expected_output_tokens = self.knowledge.role_outputs.expected_tokens(turn.role)
         if event.deadline_s is not None:
@@ -431,6 +445,7 @@ class Scheduler:
         program.advance(Trigger.TURN_ARRIVED)
         self._begin_flight(program, turn)
         self._measure_claim(program)
+        self._book_residency(program)
         self._put(program)
         self._grant(program, turn, Reason.HOME)
 
@@ -464,23 +479,15 @@ class Scheduler:
             self._to_paused_reasoning(program, turn, reason)
             self.restore(program, destination, reason)
             return
-        wanted = self._wanted_by(program)
-        candidates = self._candidates(avoid_replica_id, program) if wanted is None else [wanted]
-        if not candidates and self._parent_holds_a_claim(program):
-            candidates = self._open_to(program)
-        if not candidates:
-            self._hold(program, turn, Reason.SUSPENDED if self._open_replicas else Reason.NO_REPLICA)
-            return
-        target, reason = self._place_among(candidates, program)
+        target, reason = self._find_replica(program, avoid_replica_id)
         if target is None:
             self._hold(program, turn, reason)
             return
-        if target not in candidates and program.bound_to is not None:
-            target = candidates[0]
         home = program.replica_id if program.status is Status.ACTIVE else None
         if home == target.replica_id:
             del program.held[turn.turn_id]
             self._begin_flight(program, turn)
+            self._book_residency(program)
             if program.acting_since_s > target.flushed_s:
                 turn.kept_since_s = program.acting_since_s
                 turn.kept_tokens = min(turn.prompt_tokens, program.branches[turn.branch_id].prompt_tokens)
@@ -514,8 +521,8 @@ class Scheduler:
         program.note(self._now_s, "hold", program.hold_reason, None)
         self._decisions.append(Hold(turn.turn_id, program.program_id, Reason(program.hold_reason)))
 
-    def _hold_in_place(self, program: Program, turn: Turn) -> None:
-        """Hold a turn of an active program where that is, because nothing is granted there at the moment."""
+    def _hold_in_place(self, program: Program, turn: Turn, reason: Reason) -> None:
+        """Hold a turn of an active program where that is: it leaves, or nothing is granted there at the moment."""
         self._lift(program)
         program.held[turn.turn_id] = turn
         self.table.acting_ends(program)
@@ -523,9 +530,9 @@ class Scheduler:
         self.ledger.wait_begins(turn.arrived_s)
         self._measure_claim(program)
         self._put(program)
-        program.hold_reason = Reason.SUSPENDED
-        program.note(self._now_s, "hold", Reason.SUSPENDED, program.replica_id)
-        self._decisions.append(Hold(turn.turn_id, program.program_id, Reason.SUSPENDED))
+        program.hold_reason = reason
+        program.note(self._now_s, "hold", reason, program.replica_id)
+        self._decisions.append(Hold(turn.turn_id, program.program_id, reason))
 
     def _to_paused_reasoning(self, program: Program, turn: Turn, reason: Reason) -> None:
         """Make a program whose claim was lifted, and one of whose turns is held, PAUSED."""
@@ -546,7 +553,11 @@ class Scheduler:
         program.in_flight[turn.turn_id] = turn
         program.turn_count += 1
         replica.account.turn_count += 1
-        replica.residency.use(program.generation, self.shares.own_tokens(program, program.claim_tokens))
+
+    def _book_residency(self, program: Program) -> None:
+        """Note what of a program its turns in flight have in memory; its claim must have been measured with them."""
+        residency = self.replicas[program.replica_id or ""].residency
+        residency.use(program.generation, self.shares.own_tokens(program, program.claim_tokens))
 
     def _anonymous_turn_arrived(self, event: TurnArrived) -> None:
         turn = Turn(event.turn_id, None, MAIN_BRANCH, event.prompt_bytes, self._now_s)
@@ -747,13 +758,22 @@ class Scheduler:
             # Its only turns were held and left: there is no memory to restore it to until another turn comes.
             program.idle = program.status is Status.PAUSED and program.context_tokens == 0
         self._measure_claim(program)
-        marked = program.marked and not program.in_flight
         self._put(program)
-        if marked:
-            destination, reason = self.control.take_destination(program)
-            self.pause(program, Reason.MARKED)
-            if destination is not None:
-                self.restore(program, destination, reason)
+        if program.marked and not program.in_flight:
+            self._leave(program)
+        elif program.marked:
+            self._settle_mark(program)
+
+    def _leave(self, program: Program) -> None:
+        """Have a marked program go whose turns in flight have ended, with the turns that came meanwhile."""
+        avoid_replica_id = program.replica_id if Reason.TURN_FAILED in program.leaves_for else None
+        destination, reason = self.control.take_destination(program)
+        self.pause(program, Reason.MARKED)
+        if destination is None and program.held:
+            destination, reason = self._find_replica(program, avoid_replica_id)
+            program.hold_reason = reason
+        if destination is not None:
+            self.restore(program, destination, reason)
 
     def _end_without_program(self, turn: Turn) -> None:
         if self.anonymous_held.pop(turn.turn_id, None) is not None:
@@ -776,6 +796,19 @@ class Scheduler:
         while self._granting_replicas and (turn := self.impatient.first_due(self._now_s)) is not None:
             assert turn.program is not None, f"{turn} is held for its program"
             self.restore(turn.program, self._cheapest(turn.program, self._open_to(turn.program)), Reason.PATIENCE)
+
+    def _find_replica(self, program: Program, avoid_replica_id: str | None) -> tuple[Replica | None, Reason]:
+        """Ask the policy where a program with a turn may be active now; if nowhere, return why not."""
+        wanted = self._wanted_by(program)
+        candidates = self._candidates(avoid_replica_id, program) if wanted is None else [wanted]
+        if not candidates and self._parent_holds_a_claim(program):
+            candidates = self._open_to(program)
+        if not candidates:
+            return None, Reason.SUSPENDED if self._open_replicas else Reason.NO_REPLICA
+        target, reason = self._place_among(candidates, program)
+        if target is not None and target not in candidates and program.bound_to is not None:
+            target = candidates[0]
+        return target, reason
 
     def _place_among(self, candidates: Sequence[Replica], program: Program) -> tuple[Replica | None, Reason]:
         """Return where a program may be active now, or its parent's claim lets it in; if nowhere, why."""
@@ -926,7 +959,7 @@ class Scheduler:
             account.reasoning_count += 1
             if program.marked:
                 account.marked_tokens += program.claim_tokens
-                if program.destination is None:
+                if program.marked_by_policy:
                     replica.marked.add(program, -self.policy.pause_rank(program))
             else:
                 replica.reasoning.add(program, self.policy.pause_rank(program))
@@ -944,11 +977,12 @@ class Scheduler:
         replica_id = program.replica_id or ""
         replica = self.replicas[replica_id]
         program.advance(trigger)
-        program.marked = False
+        program.leaves_for.clear()
         for turn in program.held.values():  # in place, until now
             self.impatient.add(turn)
         if program.held:
             program.hold_reason = reason
+            self.control.begins_to_wait(program)
         self.shares.leave(program, replica.account)
         del replica.programs[program.program_id]
         self.active_count -= 1
@@ -963,22 +997,63 @@ class Scheduler:
         self._leave_replica(program, Trigger.PAUSE, reason)
         self._put(program)
 
-    def mark(self, program: Program, reason: Reason) -> None:
-        """Have an active program with a turn in flight pause when that ends. For the view: it checks first."""
-        self._set_mark(program, Trigger.MARK, Mark, reason)
+    def mark(self, program: Program, reason: Reason, *, cause: Reason | None = None) -> None:
+        """Have a program with turns in flight leave when these end, for one more cause. For the view: it checks first.
 
-    def unmark(self, program: Program, reason: Reason) -> None:
-        """Let a marked program keep its claim when its turn ends. For the view: it checks first."""
-        self._set_mark(program, Trigger.UNMARK, Unmark, reason)
-
-    def _set_mark(self, program: Program, trigger: Trigger, decision: type[Mark | Unmark], reason: Reason) -> None:
+        Turns that come until then are held.
+        """
+        cause = cause or reason
+        if cause in program.leaves_for:
+            return
         self._lift(program)
-        program.advance(trigger)
-        program.marked = trigger is Trigger.MARK
+        program.advance(Trigger.MARK)
+        was_marked = program.marked
+        program.leaves_for[cause] = None
         self._put(program)
         replica_id = program.replica_id or ""
-        program.note(self._now_s, trigger.value, reason, replica_id)
-        self._decisions.append(decision(program.program_id, replica_id, reason))
+        program.note(self._now_s, Trigger.MARK.value, reason, replica_id)
+        if not was_marked:
+            self._decisions.append(Mark(program.program_id, replica_id, reason))
+
+    def unmark(self, program: Program, reason: Reason, *, cause: Reason | None = None) -> None:
+        """End one cause for which a program is marked, or all; after the last it stays. For the view: it checks first.
+
+        The turns that were held, because it was to leave, are granted then.
+        """
+        self._lift(program)
+        if cause is not None:
+            del program.leaves_for[cause]
+        else:
+            program.leaves_for.clear()
+        if not program.marked:
+            program.advance(Trigger.UNMARK)
+            replica_id = program.replica_id or ""
+            program.note(self._now_s, Trigger.UNMARK.value, reason, replica_id)
+            self._decisions.append(Unmark(program.program_id, replica_id, reason))
+            self._grant_in_place(program)
+        self._put(program)
+
+    def _settle_mark(self, program: Program) -> None:
+        """End what of a program's mark is over: it has nowhere to go, or nothing that must."""
+        failed = any(self._can_avoid(program, turn.avoid_replica_id) for turn in program.held.values())
+        if Reason.TURN_FAILED in program.leaves_for and not failed:
+            self.unmark(program, Reason.STAYS, cause=Reason.TURN_FAILED)
+        if Reason.MOVED in program.leaves_for and not self.control.destination_is_open(program):
+            program.destination = None
+            self.unmark(program, Reason.STAYS, cause=Reason.MOVED)
+
+    def _settle_marks(self) -> None:
+        """Let programs stay that have nowhere else to go to any more. Cost: O(active programs)."""
+        active = [program for replica in self.replicas.values() for program in replica.programs.values()]
+        for program in active:
+            if program.marked:
+                self._settle_mark(program)
+
+    def _end_marks(self, replica: Replica, cause: Reason) -> None:
+        """Let the programs of a replica stay that were to leave it for a cause that is over."""
+        for program in list(replica.programs.values()):
+            if cause in program.leaves_for:
+                self.unmark(program, Reason.STAYS, cause=cause)
 
     def restore(self, program: Program, replica: Replica, reason: Reason) -> None:
         """Give a paused program a claim on a replica, and a lease to each of its held turns. For the view.
@@ -1020,7 +1095,19 @@ class Scheduler:
         for turn in held.values():
             self._wait_ends(program, turn)
             self._begin_flight(program, turn)
+        if held:
+            self._book_residency(program)
+        for turn in held.values():
             self._grant(program, turn, reason)
+
+    def _grant_in_place(self, program: Program) -> None:
+        """Grant what is held of an active program, whose claim must be lifted, unless nothing may be there now."""
+        if program.marked:
+            program.hold_reason = Reason.LEAVING if program.held else ""
+        elif self.replicas[program.replica_id or ""].suspended_for:
+            program.hold_reason = Reason.SUSPENDED if program.held else ""
+        else:
+            self._grant_held(program, Reason.HOME)
 
     # --- who may begin ----------------------------------------------------------------------------------------------
 
@@ -1042,18 +1129,12 @@ class Scheduler:
             self.admitted_count += 1
             program.note(self._now_s, "admitted", self._admission.name, None)
             self._put(program)
-            candidates = self._candidates(None, program)
-            if not candidates and self._parent_holds_a_claim(program):
-                candidates = self._open_to(program)
-            if not candidates:
-                program.hold_reason = Reason.SUSPENDED
-                continue
-            target, reason = self._place_among(candidates, program)
+            target, reason = self._find_replica(program, None)
             if target is None:
                 program.hold_reason = reason
                 self.control.begins_to_wait(program)
             else:
-                self.restore(program, candidates[0] if program.bound_to is not None else target, reason)
+                self.restore(program, target, reason)
 
     def dismiss(self, program: Program, reason: Reason) -> None:
         """Have a program without a turn in flight wait outside from its next turn on. For the view: it checks first."""
@@ -1238,7 +1319,7 @@ class Scheduler:
             turn.program = None
         program.in_flight.clear()
         program.lost.clear()
-        program.marked = False
+        program.leaves_for.clear()
         program.advance(Trigger.RELEASE)
         self.table.remove(program)
         program.note(self._now_s, "release", reason, program.replica_id)
@@ -1312,8 +1393,11 @@ class Scheduler:
                 self._new_parents.extend(self.families.parents())
         elif self._no_replica_since_s is None:
             self._no_replica_since_s = self._now_s
+        others = (self._open_replicas, self._granting_replicas) != before
+        if others:
+            self._settle_marks()
         self._balance(Moment.REPLICAS_CHANGED)
-        if (self._open_replicas, self._granting_replicas) != before:
+        if others:
             for program in self.queue.waiting():
                 self.settle_hold_reason(program)
 
@@ -1345,6 +1429,7 @@ class Scheduler:
         replica = self._replica(event.replica_id)
         if not replica.up or replica.draining:
             self._set_health(replica, up=True, draining=False)
+            self._end_marks(replica, Reason.REPLICA_DRAINING)
             self._replicas_changed()
 
     def _replica_down(self, event: ReplicaDown) -> None:
@@ -1410,15 +1495,17 @@ class Scheduler:
         self._set_health(replica, up=replica.up, draining=replica.draining)
         if replica.tripped:
             self._send_away(replica, Reason.REPLICA_TRIPPED)
+        else:
+            self._end_marks(replica, Reason.REPLICA_TRIPPED)
         self._replicas_changed()
 
     def _send_away(self, replica: Replica, reason: Reason) -> None:
         """Pause the programs of a replica that gets nothing new, each once it has no turn in flight."""
         for program in list(replica.programs.values()):
-            if not program.in_flight:
-                self.pause(program, reason)
-            elif not program.marked:
+            if program.in_flight:
                 self.mark(program, reason)
+            else:
+                self.pause(program, reason)
 
     def _grants_suspended(self, event: GrantsSuspended) -> None:
         if event.replica_id is None:
@@ -1444,15 +1531,11 @@ class Scheduler:
         self._replicas_changed()
 
     def _continue_programs(self, replica: Replica) -> None:
-        """Grant what was held in place on a replica, who waits longest first, and let the idle limit run again.
-
-        Where no program is to come to, only what stands beside a turn in flight is granted, as if it arrived now.
-        """
-        there = [program for program in replica.programs.values() if program.held]
-        waiting = [program for program in there if replica.open_to_programs or program.in_flight]
+        """Grant what was held in place on a replica, who waits longest first, and let the idle limit run again."""
+        waiting = [program for program in replica.programs.values() if program.held]
         for program in sorted(waiting, key=lambda program: program.waiting_since_s):
             self._lift(program)
-            self._grant_held(program, Reason.HOME)
+            self._grant_in_place(program)
             self._measure_claim(program)
             self._put(program)
         for program in replica.acting:

@@ -310,17 +310,15 @@ class SchedulerView:
     def propose_mark(self, program: ProgramView, reason: Reason) -> bool:
         """See `View`. Accepted for an active program with a turn in flight that is not marked yet."""
         own = self._scheduler.table.get(program.program_id)
-        if own is None or own.status is not Status.ACTIVE or own.phase is not Phase.REASONING or own.marked:
+        if own is None or not own.in_flight or own.marked:
             return False
         self._scheduler.mark(own, reason)
         return True
 
     def propose_unmark(self, program: ProgramView, reason: Reason) -> bool:
-        """See `View`. Accepted for a marked program on a replica that it need not leave."""
+        """See `View`. Accepted for a program that is marked for nothing but what the policy said."""
         own = self._scheduler.table.get(program.program_id)
-        if own is None or not own.marked or own.destination is not None:
-            return False
-        if not self._scheduler.replicas[own.replica_id or ""].open_to_programs:
+        if own is None or not own.marked_by_policy:
             return False
         self._scheduler.unmark(own, reason)
         return True

@@ -122,7 +122,9 @@ class QueueReport(Report):
     anonymous_held_count: int
     turns_held_count: int
     suspended_for: list[str] = Field(description="why nothing is granted on any replica at the moment; empty if it is")
-    held_in_place_count: int = Field(description="turns that wait until grants go on where their program is active")
+    held_in_place_count: int = Field(
+        description="turns that wait where their program is active: to leave, or until grants go on"
+    )
 
 
 def program_report(program: Program, now_s: float) -> ProgramReport:

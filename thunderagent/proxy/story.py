@@ -192,12 +192,20 @@ def _waiting(scheduler: Scheduler, program: Program, now_s: float) -> WaitingRep
         claim_tokens=program.claim_tokens,
         let_in_in_s=round(max(0.0, due_s - now_s), 3) if isfinite(due_s) else None,
         replicas=rooms,
-        what_must_happen=f"grants must go on, which are suspended for: {', '.join(suspended_for)}"
+        what_must_happen=_what_must_end(program)
+        if program.marked
+        else f"grants must go on, which are suspended for: {', '.join(suspended_for)}"
         if suspended_for
         else _what_must_happen([room for room in rooms if room.replica_id in granting], program, ahead_count)
         if program.admitted
         else _who_must_admit(scheduler),
     )
+
+
+def _what_must_end(program: Program) -> str:
+    count = len(program.in_flight)
+    what = "its turn in flight" if count == 1 else f"its {count:,} turns in flight"
+    return f"{what} on {program.replica_id} must end: the program leaves ({', '.join(program.leaves_for)})"
 
 
 def _who_must_admit(scheduler: Scheduler) -> str:

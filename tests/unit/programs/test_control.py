@@ -22,6 +22,7 @@ from thunderagent.programs.decisions import (
     Restore,
     SetPriority,
     SetRoute,
+    Unmark,
 )
 from thunderagent.programs.events import ProvisionAsked, ReplicaKilled, TurnArrived
 from thunderagent.programs.policies.base import Moment, View
@@ -355,10 +356,9 @@ def test_who_has_a_turn_in_flight_moves_when_that_ends() -> None:
     assert driver.scheduler.view.last_marked(driver.scheduler.replicas["r0"]) is None
     assert "on its way" in driver.scheduler.control.why_not_migrate("a", "r1")
     beside = driver.arrives("a", 100, branch="sub")
-    assert driver.granted_on[beside] == "r0"
-    driver.finishes(turn_id, 100)
-    assert driver.home("a") == "r0"
-    assert restored_on(driver.finishes(beside, 100)) == {"a": "r1"}
+    assert driver.held(beside)
+    assert restored_on(driver.finishes(turn_id, 100)) == {"a": "r1"}
+    assert driver.granted_on[beside] == "r1"
 
 
 def test_who_waits_goes_at_once() -> None:
@@ -384,15 +384,17 @@ def test_who_is_paused_at_a_tool_goes_there_with_its_next_turn() -> None:
 
 
 def test_a_destination_that_is_gone_is_forgotten() -> None:
-    """The program pauses when its turn ends, and is placed as any other."""
+    """The program was to move there, so it stays, and what was held for that is granted."""
     driver = by_memory()
     turn_id = driver.arrives("a", 100)
     driver.migrates("a", "r1")
-    driver.goes_down("r1")
-    driver.finishes(turn_id, 100)
-    assert driver.home("a") is None
+    beside = driver.arrives("a", 100, branch="sub")
+    assert of_kind(Unmark, driver.goes_down("r1")) == ["a"]
     assert driver.program("a").destination is None
-    assert driver.granted_on[driver.arrives("a", 100)] == "r0"
+    assert driver.granted_on[beside] == "r0"
+    driver.finishes(turn_id, 100)
+    driver.finishes(beside, 100)
+    assert driver.home("a") == "r0"
 
 
 def test_who_was_to_move_and_loses_its_replica_goes_where_it_was_to() -> None:

@@ -218,19 +218,22 @@ def test_an_attempt_on_a_replica_that_is_left_is_tried_again_elsewhere(how: str)
     assert not driver.is_abandoned(first)  # whoever carried it out says so later
 
 
-def test_an_attempt_on_a_replica_that_is_left_stays_beside_its_program_s_other_turns() -> None:
-    """Or where there is no other replica: to be sent there is better than to be held."""
+def test_an_attempt_on_a_replica_that_is_left_waits_for_its_program_s_other_turns() -> None:
+    """The attempt before it is over; they move together, and however often it is tried again, none stays."""
     driver = Driver(replicas={"r0": 1000, "r1": 1000})
     first = driver.arrives("a", 100)
     home = driver.granted_on[first]
     beside = driver.arrives("a", 100, branch="b")
     driver.drains(home)
     second = driver.arrives("a", 100, instead_of=first)
-    assert driver.granted_on[second] == home
-    driver.is_abandoned(beside)
-    driver.goes_down("r1" if home == "r0" else "r0")
     third = driver.arrives("a", 100, instead_of=second)
-    assert driver.granted_on[third] == home
+    assert list(driver.program("a").held) == [third]
+    driver.is_abandoned(beside)
+    assert driver.granted_on[third] != home
+    driver.drains(driver.granted_on[third])
+    fourth = driver.arrives("a", 100, instead_of=third)
+    assert driver.held(fourth)
+    assert driver.home("a") is None
 
 
 def test_an_attempt_that_ended_leaves_its_age() -> None:

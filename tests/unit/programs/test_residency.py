@@ -149,3 +149,12 @@ def test_an_engine_of_unknown_size_remembers_a_bounded_number_of_programs() -> N
         turn(residency, generation, 10)
     assert len(residency) < 20_000
     assert lies(residency, 1, 30_000) == [0, 10]
+
+
+def test_a_second_branch_counts_in_full_while_it_runs() -> None:
+    """Its turn is in the claim by which residency is booked: 1,000 tokens beside 10,000 are 11,000."""
+    driver = Driver(replicas={"r0": 100_000})
+    driver.arrives("a", 1000)
+    driver.arrives("a", 10_000, branch="sub")
+    program = driver.program("a")
+    assert driver.scheduler.replicas["r0"].residency.resident_tokens(program.generation) == 11_000

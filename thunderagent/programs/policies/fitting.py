@@ -71,7 +71,7 @@ class Fitting:
         return Placement(None, Reason.NO_ROOM)
 
     def relieve(self, view: View, replica: ReplicaView) -> None:
-        """Pause, then mark, the first by pause rank until all claims but the marked ones fit."""
+        """Pause, then mark, the first by pause rank until all claims but the marked ones fit; take marks back."""
         account = replica.account
         while self.free_tokens(replica) + account.marked_tokens < 0:
             program = view.first_to_pause(replica)
@@ -80,6 +80,11 @@ class Fitting:
         while self.free_tokens(replica) + account.marked_tokens < 0:
             program = view.first_to_mark(replica)
             if program is None or not view.propose_mark(program, Reason.THRASHING):
+                break
+        while (marked := view.last_marked(replica)) is not None:
+            if self.free_tokens(replica) + account.marked_tokens < marked.claim_tokens:
+                break
+            if not view.propose_unmark(marked, Reason.RELIEVED):
                 break
 
     def _fits(self, program: ProgramView, replica: ReplicaView) -> bool:

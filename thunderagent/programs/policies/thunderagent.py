@@ -9,6 +9,7 @@ Every delta_s seconds, for each replica with capacity C:
 - Then programs are paused until the weighed sum is under lambda_max * C, in the order of
   S_pause(P) = 1/c + 1[acting]: acting programs first, the shortest first [Eq. 10]. A reasoning program is only
   marked and pauses at the end of its turn; its claim counts as gone at once here, so no more are marked than needed.
+  If there is room for it again at a check before that, the mark is taken back.
 
 Then, while a replica's sum is under lambda_min * C, programs are restored from the one global queue without passing
 lambda_max * C, in the order of S_restore(P) = 1/c + 1[reasoning]: those with a turn first, the shortest first
@@ -145,15 +146,23 @@ class ThunderAgent:
             self._refill(view, acting_too=True)
 
     def _relieve(self, view: View, replica: ReplicaView) -> bool:
-        """Pause, then mark, until the projected sum is under the high watermark; say whether it thrashed."""
+        """Pause, then mark, until the projected sum is under the high watermark; say whether it thrashed.
+
+        Where it does not, marks are taken back for which there is room under that.
+        """
         account = replica.account
         capacity_tokens = account.capacity_tokens
         now_s = view.now_s
         if capacity_tokens is None:
             return False
-        if account.weighed_tokens(now_s) - account.marked_tokens <= self.thrash_ratio * capacity_tokens:
-            return False
         limit_tokens = self.lambda_max * capacity_tokens
+        if account.weighed_tokens(now_s) - account.marked_tokens <= self.thrash_ratio * capacity_tokens:
+            while (marked := view.last_marked(replica)) is not None:
+                if account.weighed_tokens(now_s) - account.marked_tokens + marked.claim_tokens > limit_tokens:
+                    break
+                if not view.propose_unmark(marked, Reason.RELIEVED):
+                    break
+            return False
         while account.weighed_tokens(now_s) - account.marked_tokens > limit_tokens:
             program = view.first_to_pause(replica)
             if program is None or not view.propose_pause(program, Reason.THRASHING):
