@@ -46,7 +46,7 @@ Examples:
   thunderagent serve
       two simulated engines, to try things out
   thunderagent serve --backends http://10.0.0.1:8000,http://10.0.0.2:8000
-      two vLLM replicas, the paper's policy
+      two vLLM replicas, under breakeven, this project's own policy
   thunderagent serve --backends http://10.0.0.1:8000 --policy cap --policy-arg n=6
       at most six programs at once
 """

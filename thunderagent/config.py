@@ -140,8 +140,9 @@ class ServeConfig(BaseSettings):
     )
     policy: str = Field(
         "breakeven",
-        description="breakeven, thunderagent, cap, ttl, mars, continuum, infercept, autellix, sticky, passthrough, a "
-        "preset (thunderagent-ports, continuum-fixed, concur, fcfs), or package.module:Class",
+        description="breakeven (this project's own), thunderagent (the paper's), cap, ttl, mars, continuum, infercept, "
+        "autellix, sticky, passthrough, a preset (thunderagent-ports, continuum-fixed, concur, "
+        "fcfs), or package.module:Class",
     )
     policy_args: Annotated[dict[str, str], NoDecode] = Field(
         {}, description="settings of the policy, as name=value; docs/policies.md has them all"
@@ -177,22 +178,32 @@ class ServeConfig(BaseSettings):
     judge_api_key: SecretStr | None = Field(None, description="key that the judge is sent, as a bearer token")
     judge_api_key_file: Path | None = Field(None, description="file that holds it, instead")
     judge_prompt: Path | None = Field(
-        None, description="file with the prompt, which holds {task} and {transcript} once each; by default our own"
+        None,
+        description="file with the prompt, which holds {task} and {transcript} once each, and may hold {step} "
+        "and {round}; by default our own",
     )
-    judge_every_turns: int = Field(5, ge=1, description="turns of a program between two questions about it")
+    judge_every_turns: int = Field(
+        5, ge=1, description="turns of a program between two questions about it; ORBIT asks after each: 1"
+    )
     judge_rate_per_s: float = Field(
-        1.0, gt=0, description="questions per second about all programs together, at most; more wait, or are dropped"
+        1.0,
+        gt=0,
+        description="questions per second about all programs together, at most; more wait, or are dropped; inf: all",
     )
+    judge_asked_count: int = Field(16, ge=1, description="questions to the judge that are open at a time, at most")
     judge_max_prompt_tokens: int = Field(
         8000, ge=256, description="largest question, at 4 characters a token; what a program did is cut in the middle"
     )
     judge_max_tokens: int = Field(512, ge=16, description="largest answer, in tokens")
     judge_timeout_s: float = Field(30.0, gt=0, description="for the answer to a question, in seconds")
-    judge_fail_turns: int = Field(
-        10, ge=1, description="turns over which the judge expects a failure until a program's level is the lowest"
+    judge_fail_count: int = Field(
+        10, ge=0, description="a program's level is the lowest after more verdicts of failure than this: ORBIT's K_fail"
     )
     judge_confidence_ratio: float = Field(
-        0.5, ge=0, le=1, description="how sure the judge must be of a failure for it to count as one"
+        0.0,
+        ge=0,
+        le=1,
+        description="how sure the judge must be of a failure for it to count as one; 0: each counts",
     )
     judge_ends_hopeless: bool = Field(
         False, description="whether a program at the lowest level is ended: its turns get 410 until it is released"

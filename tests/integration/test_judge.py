@@ -73,7 +73,7 @@ async def test_what_a_judge_says_is_in_the_story_and_in_the_metrics(engine_url: 
         story = (await get(proxy.url, "/programs/a")).json()
         assert story["judged"] == {
             "level": "medium",
-            "failing_since_turn_count": 1,
+            "failure_count": 1,
             "verdicts": [{"turn_count": 1, "prediction": "failure", "confidence_ratio": 0.9}],
         }
         assert "failure by 0.90 at turn 1: medium" in [each["why"] for each in story["story"]]
@@ -163,7 +163,7 @@ async def test_the_replicas_can_be_the_judge() -> None:
 async def test_who_is_hopeless_gets_410_until_it_is_released(engine_url: str) -> None:
     """Only if that was asked for."""
     async with fake_replica(answers(verdict())) as judge:
-        config = judged_by(f"{judge.url}/v1", judge_fail_turns=1)
+        config = judged_by(f"{judge.url}/v1", judge_fail_count=1)
         async with running_proxy(engine_url, **config, judge_ends_hopeless=True) as proxy:
             for count in (1, 2):
                 assert (await ask(proxy.url, "a")).status == 200

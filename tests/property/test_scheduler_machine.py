@@ -133,7 +133,7 @@ SETTINGS = SchedulerSettings(
     no_replica_limit_s=10.0,
     patience_margin_s=0.5,
     patience_ratio=0.3,
-    judge_fail_turns_count=2,
+    judge_fail_count=2,
     judge_ends_hopeless=True,
 )
 PROGRAMS = st.sampled_from([None, "a", "b", "c", "d", "e", "f"])

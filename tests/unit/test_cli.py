@@ -30,11 +30,17 @@ def exit_status(*argv: str) -> int:
         return int(exited.code or 0)
 
 
+OWN = "under breakeven, this project's own policy"
+
+
 @pytest.mark.parametrize(
     ("command", "taught"),
     [
         ((), ["serve", "engine", "simulate", "status", "replay", "Try `thunderagent serve`"]),
-        (("serve",), ["X-Program-ID", "/programs/release", "--policy cap --policy-arg n=6", "http://HOST:PORT/p/"]),
+        (
+            ("serve",),
+            ["X-Program-ID", "/programs/release", "--policy-arg n=6", "http://HOST:PORT/p/", OWN],
+        ),
         (("engine",), ["--kv-tokens", "--port"]),
         (("status",), ["--watch", "http://127.0.0.1:8300"]),
         (("replay",), ["LOG", "first difference"]),

@@ -84,7 +84,7 @@ def test_lists_come_from_every_source(tmp_path: Path, monkeypatch: pytest.Monkey
             {"kv_events": "tcp://{host}:1", "kv_events_replay": "tcp://a:1,tcp://a:2"},
             "^kv_events_replay needs an address for each of kv_events, so 1, not 2$",
         ),
-        ({"judge_model": "m", "judge_fail_turns": 3}, "^judge_model, judge_fail_turns go with judge_url$"),
+        ({"judge_model": "m", "judge_fail_count": 3}, "^judge_model, judge_fail_count go with judge_url$"),
         ({"judge_api_key": "k"}, "^judge_api_key goes with judge_url$"),
         ({"order": "orbit-judge"}, "^orbit-judge goes with judge_url"),
         ({"policy_args": ["priority=orbit-judge"]}, "^orbit-judge goes with judge_url"),
@@ -113,7 +113,7 @@ def test_a_wrong_value_names_its_field(given: dict[str, object], message: str) -
         {"kubernetes_replicas": "inference/app.kubernetes.io/name=vllm,tier in (gpu, big):http"},
         {"kv_events": "tcp://{host}:5557"},
         {"embedded_engines": 0},
-        {"judge_fail_turns": "10", "judge_model": "", "provision_port": "8000", "provision_image": ""},
+        {"judge_fail_count": "10", "judge_model": "", "provision_port": "8000", "provision_image": ""},
         {"judge_url": "replicas", "order": "orbit-judge"},
     ],
 )

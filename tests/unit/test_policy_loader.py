@@ -211,7 +211,7 @@ def test_a_setting_that_was_for_the_policy_s_own_part_is_for_the_one_in_its_plac
     """The same part named apart is what the policy had; its own setting wins."""
     settings = {"tool_cpu_count": 6, "window_max_count": 9}
     whole = load_policy("mars", settings)
-    apart = load_policy("mars", {**settings, "admission": "mars", "admission.long_count": 3})
+    apart = load_policy("mars", {**settings, "admission": "mars-few-long", "admission.long_count": 3})
     own = load_policy("mars", {**settings, "admission": "mars", "admission.tool_cpu_count": 7})
     assert isinstance(whole, Mars)
     assert isinstance(apart, Composed)

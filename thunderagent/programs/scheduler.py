@@ -147,9 +147,9 @@ class SchedulerSettings:
     """Whether who waits goes by what its tenant had (`tenants.py`)."""
     tenant_weight_ratios: Mapping[str, float] = field(default_factory=dict)
     """How much more than others some may have; 1 for those that are not named."""
-    judge_fail_turns_count: int = 10
-    """Verdicts of failure over so many turns make a program's level the lowest: K_fail of ORBIT."""
-    judge_confidence_ratio: float = 0.5
+    judge_fail_count: int = 10
+    """More verdicts of failure than this make a program's level the lowest: K_fail of ORBIT."""
+    judge_confidence_ratio: float = 0.0
     """A verdict of failure counts as one if the judge is as sure of it."""
     judge_ends_hopeless: bool = False
     """Whether a program whose level becomes the lowest is ended."""
@@ -1221,7 +1221,7 @@ class Scheduler:
         settings, verdicts = self.settings, program.verdicts
         verdicts.add(
             Verdict(event.turn_count, event.will_succeed, event.confidence_ratio),
-            fail_turns_count=settings.judge_fail_turns_count,
+            fail_count=settings.judge_fail_count,
             least_confidence_ratio=settings.judge_confidence_ratio,
         )
         assert verdicts.level is not None, "a verdict makes a level"

@@ -5,23 +5,27 @@ Theory of operation
 A judge reads a program's task and what it did so far, and says whether it will succeed, and how sure it is of that
 (`ProgramJudged`). Where a judge comes from, and when it is asked, is no matter of the core.
 
-The last two verdicts and the length of the run of failures at their end make a `Level`:
+Verdicts stand in the order of the turns that they are about, whenever they come. With F the number of failures among
+all of them, the level is that of the first row that holds:
 
-| Last two verdicts | Level |
+| Verdicts | Level |
 |---|---|
-| none of them a failure (or one verdict so far, and it is none) | high |
-| one of them a failure (or one verdict so far, and it is one) | medium |
-| both failures | low |
-| both failures, the first of the unbroken run of failures `fail_turns_count` turns before the last, or more | lowest |
+| F > K_fail (`fail_count`) | lowest |
+| the last two are failures | low |
+| the last is a failure | medium |
+| the last is none | high |
 
-A prediction of failure that its judge is not sure of (`confidence_ratio` under the least that counts) is no failure.
-A level changes only when a verdict comes, so a program's place among others does, too.
+So one success makes the level high again, until F passes K_fail: from then on it is the lowest for good.
+
+A prediction of failure of which its judge is less sure than `least_confidence_ratio` counts as none; with 0 each
+counts. A level changes only when a verdict comes, so a program's place among others does, too.
 
 How often a judge was right can only be known of programs whose clients say what became of them (`ProgramReleased`).
 `Record` keeps for each outcome after how many turns failure was predicted first: of the programs that failed, the part
 that was predicted by then is the recall, of those that succeeded it is the part of false alarms.
 
-Source: levels, the last two verdicts and K_fail = 10 are those of ORBIT-JUDGE; which verdicts make which level is ours.
+Source: the levels and K_fail = 10 are those of ORBIT-JUDGE ("ORBIT: Efficient Agentic Inference using Priority
+Scheduling", 3.2.3 and 4.1.4). How sure a judge must be, and what ends a program, is ours.
 """
 
 from __future__ import annotations
@@ -54,39 +58,39 @@ class Verdict(NamedTuple):
 
 
 class Verdicts:
-    """The last two verdicts on a program, and since when it is unbroken that they are failures."""
+    """The last two verdicts on a program, and how many of all were failures."""
 
-    __slots__ = ("_failures", "failing_since_turn_count", "first_failure_turn_count", "last", "level")
+    __slots__ = ("_failures", "failure_count", "first_failure_turn_count", "last", "level")
 
     def __init__(self) -> None:
         """Begin without any."""
         self.last: tuple[Verdict, ...] = ()
-        """Two at most, the older first."""
+        """Two at most, the one on fewer turns first."""
         self._failures: tuple[bool, ...] = ()
         self.level: Level | None = None
         """None before the first verdict."""
-        self.failing_since_turn_count: int | None = None
-        """Of the first of the failures that the verdicts end with; None if the last one is none."""
+        self.failure_count = 0
+        """F: failures among all verdicts so far."""
         self.first_failure_turn_count: int | None = None
-        """Of the first failure of all."""
+        """The fewest turns after which a failure was predicted."""
 
-    def add(self, verdict: Verdict, *, fail_turns_count: int, least_confidence_ratio: float) -> None:
-        """Take in one more; a late one, on fewer turns than the last was, changes nothing."""
-        if self.last and verdict.turn_count < self.last[-1].turn_count:
-            return
+    def add(self, verdict: Verdict, *, fail_count: int, least_confidence_ratio: float) -> None:
+        """Take in one more; one that comes late takes the place that its turn has."""
         is_failure = not verdict.will_succeed and verdict.confidence_ratio >= least_confidence_ratio
-        self.last = (*self.last[-1:], verdict)
-        self._failures = (*self._failures[-1:], is_failure)
-        if not is_failure:
-            self.failing_since_turn_count = None
-        elif self.failing_since_turn_count is None:
-            self.failing_since_turn_count = verdict.turn_count
-        if is_failure and self.first_failure_turn_count is None:
-            self.first_failure_turn_count = verdict.turn_count
-        self.level = Level(sum(self._failures))
-        failing_since = verdict.turn_count if self.failing_since_turn_count is None else self.failing_since_turn_count
-        if self.level is Level.LOW and verdict.turn_count - failing_since >= fail_turns_count:
+        place = sum(each.turn_count <= verdict.turn_count for each in self.last)
+        self.last = (*self.last[:place], verdict, *self.last[place:])[-2:]
+        self._failures = (*self._failures[:place], is_failure, *self._failures[place:])[-2:]
+        if is_failure:
+            self.failure_count += 1
+            first_turn_count = self.first_failure_turn_count
+            if first_turn_count is None or verdict.turn_count < first_turn_count:
+                self.first_failure_turn_count = verdict.turn_count
+        if self.failure_count > fail_count:
             self.level = Level.LOWEST
+        elif not self._failures[-1]:
+            self.level = Level.HIGH
+        else:
+            self.level = Level.LOW if self._failures == (True, True) else Level.MEDIUM
 
 
 class Record:

@@ -104,7 +104,7 @@ class JudgedReport(Report):
     """What judges think of a program."""
 
     level: LevelName
-    failing_since_turn_count: int | None = Field(description="of the first of the failures that the verdicts end with")
+    failure_count: int = Field(description="verdicts of failure among all")
     verdicts: list[VerdictReport] = Field(description="the last two")
 
 
@@ -148,7 +148,7 @@ def _judged(program: Program) -> JudgedReport | None:
         return None
     return JudgedReport(
         level=LEVEL_NAMES[verdicts.level],
-        failing_since_turn_count=verdicts.failing_since_turn_count,
+        failure_count=verdicts.failure_count,
         verdicts=[
             VerdictReport(
                 turn_count=each.turn_count,

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.builders import Driver
 from thunderagent.programs.decisions import Grant, Reason, Reject, Release
@@ -10,13 +14,18 @@ from thunderagent.programs.scheduler import SchedulerSettings
 from thunderagent.programs.verdicts import FAILURE, SUCCESS, Level, Record, Verdict, Verdicts
 
 
-def after(*said: tuple[int, bool] | tuple[int, bool, float], fail_turns_count: int = 10) -> Verdicts:
+def after(
+    *said: tuple[int, bool] | tuple[int, bool, float], fail_count: int = 10, least_confidence_ratio: float = 0.0
+) -> Verdicts:
     """Return what verdicts come to, each given as turn, whether it will succeed, and how sure that is."""
     verdicts = Verdicts()
     for turn_count, will_succeed, *sure in said:
         verdict = Verdict(turn_count, will_succeed, sure[0] if sure else 0.9)
-        verdicts.add(verdict, fail_turns_count=fail_turns_count, least_confidence_ratio=0.5)
+        verdicts.add(verdict, fail_count=fail_count, least_confidence_ratio=least_confidence_ratio)
     return verdicts
+
+
+FAIL_FAIL = ((1, False), (2, False))
 
 
 @pytest.mark.parametrize(
@@ -26,36 +35,60 @@ def after(*said: tuple[int, bool] | tuple[int, bool, float], fail_turns_count: i
         ([(5, True)], Level.HIGH),
         ([(5, False)], Level.MEDIUM),
         ([(5, True), (10, True)], Level.HIGH),
-        ([(5, False), (10, True)], Level.MEDIUM),
+        ([(5, False), (10, True)], Level.HIGH),
         ([(5, True), (10, False)], Level.MEDIUM),
         ([(5, False), (10, False)], Level.LOW),
-        ([(5, False), (15, False)], Level.LOWEST),
-        ([(5, False), (14, False)], Level.LOW),
-        ([(5, False), (10, False), (15, False)], Level.LOWEST),
-        ([(5, False), (10, True), (15, False), (20, False)], Level.LOW),
-        ([(5, False), (10, True), (15, False), (20, False), (25, False)], Level.LOWEST),
-        ([(5, False), (15, False), (20, True)], Level.MEDIUM),
-        ([(5, False), (15, False), (20, True), (25, True)], Level.HIGH),
-        ([(5, False, 0.49)], Level.HIGH),
-        ([(5, False, 0.5), (15, False, 0.4)], Level.MEDIUM),
-        ([(10, True), (5, False)], Level.HIGH),
+        ([(5, False), (50, False)], Level.LOW),
+        ([(turn, False) for turn in range(10)], Level.LOW),
+        ([(turn, False) for turn in range(11)], Level.LOWEST),
+        ([(turn, False) for turn in range(11)] + [(11, True), (12, True)], Level.LOWEST),
+        ([(turn, turn % 2 == 1) for turn in range(20)], Level.HIGH),
+        ([(turn, turn % 2 == 1) for turn in range(24)], Level.LOWEST),
+        ([(5, False, 0.01)], Level.MEDIUM),
     ],
 )
-def test_each_row_of_the_table_of_levels(said: list[tuple[int, bool]], level: Level | None) -> None:
-    """The last two count, an unbroken run of failures over ten turns is the lowest; late and unsure ones are none."""
+def test_the_levels_are_those_of_orbit_3_2_3(said: list[tuple[int, bool]], level: Level | None) -> None:
+    """LOWEST iff F > K_fail, else LOW by the last two, MEDIUM and HIGH by the last."""
     assert after(*said).level is level
 
 
-def test_the_run_of_failures_can_be_shorter() -> None:
-    """K_fail is a setting."""
-    assert after((5, False), (7, False), fail_turns_count=2).level is Level.LOWEST
+@given(st.lists(st.booleans(), min_size=1, max_size=40), st.integers(0, 12), st.randoms(use_true_random=False))
+def test_the_level_is_the_papers_function_of_all_verdicts(
+    succeeded: list[bool], fail_count: int, random: Random
+) -> None:
+    """Written down as the paper has it, over the whole sequence, in whatever order the verdicts come."""
+    said = list(enumerate(succeeded))
+    random.shuffle(said)
+    failed = [not each for each in succeeded]
+    if sum(failed) > fail_count:
+        expected = Level.LOWEST
+    elif failed[-2:] == [True, True]:
+        expected = Level.LOW
+    else:
+        expected = Level.MEDIUM if failed[-1] else Level.HIGH
+    verdicts = after(*said, fail_count=fail_count)
+    assert verdicts.level is expected
+    assert verdicts.failure_count == sum(failed)
+    assert verdicts.first_failure_turn_count == (failed.index(True) if any(failed) else None)
+
+
+def test_how_many_failures_are_too_many_is_a_setting() -> None:
+    """K_fail: more than so many."""
+    assert after(*FAIL_FAIL, fail_count=2).level is Level.LOW
+    assert after(*FAIL_FAIL, fail_count=1).level is Level.LOWEST
+
+
+def test_a_judge_may_have_to_be_sure() -> None:
+    """A failure of which it is less sure than was asked for counts as none."""
+    assert after((5, False, 0.49), least_confidence_ratio=0.5).level is Level.HIGH
+    assert after((5, False, 0.5), least_confidence_ratio=0.5).level is Level.MEDIUM
 
 
 def test_the_first_failure_is_kept() -> None:
     """Recall asks when failure was predicted first, whatever was said later."""
     verdicts = after((5, True), (10, False), (15, True), (20, False))
     assert verdicts.first_failure_turn_count == 10
-    assert verdicts.failing_since_turn_count == 20
+    assert verdicts.failure_count == 2
 
 
 def test_recall_and_false_alarms_by_turns() -> None:
@@ -100,12 +133,12 @@ def test_outcomes_are_counted_where_they_are_said() -> None:
     assert record.predicted_ratio(SUCCESS, 5) == 0.0
 
 
-HOPELESS = SchedulerSettings(judge_fail_turns_count=2, judge_ends_hopeless=True)
+HOPELESS = SchedulerSettings(judge_fail_count=1, judge_ends_hopeless=True)
 
 
 def test_nobody_is_ended_if_that_was_not_asked_for() -> None:
     """By default the lowest level is but a place in the order."""
-    driver = Driver(settings=SchedulerSettings(judge_fail_turns_count=2))
+    driver = Driver(settings=SchedulerSettings(judge_fail_count=1))
     for _ in range(4):
         driver.takes_turn("a", 10)
         driver.is_judged("a", will_succeed=False)

@@ -72,20 +72,24 @@ RESPONSES = body_of(
 
 
 @pytest.mark.parametrize(
-    ("body", "steps"),
+    ("body", "steps", "round_count"),
     [
-        (CHAT, '1. assistant: calls search({"q": 1})\n2. tool: nothing'),
-        (MESSAGES, '1. assistant: hm calls search({"q":1})\n2. user: result: nothing'),
+        (CHAT, '1. assistant: calls search({"q": 1})\n2. tool: nothing', 2),
+        (MESSAGES, '1. assistant: hm calls search({"q":1})\n2. user: result: nothing', 2),
         (
             RESPONSES,
             '1. reasoning: hm\n2. function_call: calls search({"q": 1})\n3. function_call_output: nothing',
+            2,
         ),
-        (body_of(input="find the answer"), ""),
+        (body_of(input="find the answer"), "", 1),
     ],
 )
-def test_task_and_steps_are_read_in_every_api_with_messages(body: bytes, steps: str) -> None:
-    """The task is the first message of the user; what the model thinks, calls and gets back are steps."""
-    assert transcript_of(body, 10_000) == Transcript("find the answer", steps, "m")
+def test_task_and_steps_are_read_in_every_api_with_messages(body: bytes, steps: str, round_count: int) -> None:
+    """The task is the first message of the user; what the model thinks, calls and gets back are steps.
+
+    The answer to this body is one more round than the agent's answers that it holds.
+    """
+    assert transcript_of(body, 10_000) == Transcript("find the answer", steps, "m", round_count)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +115,7 @@ def test_a_body_without_a_task_is_none(body: bytes) -> None:
 def test_odd_messages_are_passed_over() -> None:
     """A client may send anything."""
     body = body_of(messages=[{"role": "user", "content": "task"}, 5, {"tool_calls": [1, {"function": 2}]}, {}], model=5)
-    assert transcript_of(body, 1000) == Transcript("task", "1. ?\n2. ?: \n3. ?: ", "")
+    assert transcript_of(body, 1000) == Transcript("task", "1. ?\n2. ?: \n3. ?: ", "", 1)
 
 
 def test_long_programs_lose_their_middle() -> None:
@@ -141,12 +145,14 @@ def test_what_is_cut_is_no_longer_than_asked_for(text: str, limit: int) -> None:
 # --- the prompt
 
 
-def test_the_default_prompt_has_both_places() -> None:
+def test_the_default_prompt_has_all_places() -> None:
     """What is put there is taken as it is, whatever it holds."""
-    text = filled(DEFAULT_PROMPT, "{transcript} %s {0}", "{task}")
+    text = filled(DEFAULT_PROMPT, "{transcript} %s {0}", "{task} {step}", 12, 7)
     assert "{transcript} %s {0}" in text
-    assert text.count("{task}") == 1
-    assert filled("b {transcript} a {task} c", "T", "S") == "b S a T c"
+    assert text.count("{task} {step}") == 1
+    assert "had 12 steps" in text
+    assert "round 7." in text
+    assert filled("b {transcript} a {task} c {other}", "T", "S", 1, 1) == "b S a T c {other}"
 
 
 def test_a_prompt_is_a_file_with_both_places(tmp_path: Path) -> None:
@@ -366,6 +372,29 @@ async def test_questions_are_bounded_in_rate() -> None:
     began_s = asyncio.get_running_loop().time()
     await court.sits_until(lambda: len(court.oracle.asked) == 4)
     assert asyncio.get_running_loop().time() - began_s >= 0.28
+
+
+async def test_each_step_can_be_judged() -> None:
+    """As ORBIT does: no bound on the rate, no turn left out; the judge is told the step and the round."""
+    court = Court(Oracle(completion(VERDICT)), every_turns_count=1)
+    settings = JudgeSettings(every_turns_count=1, rate_per_s=float("inf"), prompt="{task}{transcript} {step}/{round}")
+    court.judge = Judge(court.runtime, court.judge._open_asker, settings)
+    for number in range(1, 13):
+        court.takes_turns("a")
+        await court.sits_until(lambda number=number: court.judge.verdict_counts["failure"] == number)
+        assert court.oracle.asked[-1]["messages"][0]["content"].endswith(f" {number}/2")
+    program = court.driver.program("a")
+    assert program.verdicts.failure_count == 12
+    assert program.level is Level.LOWEST
+
+
+async def test_so_many_questions_are_open_at_a_time() -> None:
+    """The rest waits for an answer to one of them."""
+    court = Court(Oracle(completion(VERDICT)), every_turns_count=1, asked_count=3)
+    court.oracle.may_answer.clear()
+    for number in range(8):
+        court.takes_turns(f"p{number}")
+    await court.sits_until(lambda: len(court.oracle.asked) == 3 and court.judge.waiting_count == 5)
 
 
 async def test_a_verdict_on_who_ended_meanwhile_is_nobody_s() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from thunderagent.programs.policies.autellix import Autellix
 from thunderagent.programs.policies.balance import Balance
@@ -14,7 +15,7 @@ from thunderagent.programs.policies.continuum import Continuum
 from thunderagent.programs.policies.infercept import InferCept
 from thunderagent.programs.policies.least_area import LeastArea
 from thunderagent.programs.policies.mars import Mars
-from thunderagent.programs.policies.mars_admission import MarsAdmission
+from thunderagent.programs.policies.mars_admission import FEW_LONG, MarsAdmission
 from thunderagent.programs.policies.mars_priority import MarsOrder, MarsPriority
 from thunderagent.programs.policies.migrate import Migrate
 from thunderagent.programs.policies.orbit import OrbitJudge, OrbitStep
@@ -43,7 +44,12 @@ POLICIES: dict[str, Callable[..., Policy]] = {
     "ttl": Ttl,
 }
 
-ADMISSIONS: dict[str, Callable[..., Admission]] = {"concur": Concur, "mars": MarsAdmission, "window": Window}
+ADMISSIONS: dict[str, Callable[..., Admission]] = {
+    "concur": Concur,
+    "mars": MarsAdmission,
+    "mars-few-long": partial(MarsAdmission, packing=FEW_LONG),
+    "window": Window,
+}
 ORDERS: dict[str, Callable[..., Order]] = {
     "atlas": Atlas,
     "fcfs": Fcfs,

@@ -1,4 +1,4 @@
-"""`mars`, the admission: a window over whole programs that grows by one and shrinks by a factor, as MARS controls it.
+"""`mars` and `mars-few-long`, admissions: MARS's window of programs, which grows by one and shrinks by a factor.
 
 Theory of operation
 ===================
@@ -17,31 +17,37 @@ Once in each control interval the window W is multiplied by `shrink_ratio` if ei
 processors times the middle of the two marks of the backlog; and W_kv, a soft cap that falls in a line from the largest
 window at the low mark of memory to the smallest at the high one. Nobody who is in is sent away.
 
-Who of those outside goes first (PackQueue): the order of coming while both pressures are low and all would get a place;
-the largest first while tools are under pressure, because they reach their tools later; else the smallest first. A
-program over `long_tokens` then goes only when no shorter one has waited outside for a moment, memory is not under
-pressure, and fewer than `long_count` such programs are in. In every order a program is passed over, and not waited for,
-that is larger than what is left of memory under `kv_high_ratio`. If nobody is in and nobody may go, the one that is
-there for longest does.
+Who of those outside goes first (PackQueue) is one of three orders: while tools are under pressure the largest first,
+because they reach their tools later; else, where all outside are long (over `long_tokens`), first fit: as they came,
+and the first that fits; else the smallest first. In every order a program is passed over, and not waited for, that is
+larger than what is left of memory under `kv_high_ratio`. If nobody is in and nobody may go, the one that is there for
+longest does.
 
-From the paper are the two clamps, the window, both signals, the three orders and the packing. Its defaults, and what
-its text leaves open, are those of the authors' preview code (Afterglow231/MARS_preview) and its launch script: 1, 0.7,
-4, 0.2 s, 0.85 and 0.90, 1 and 4, 2 s and 5 s, 50,000 tokens.
+From the paper are the two clamps, the window, both signals, the three orders, first fit and the check against what is
+free. Its defaults, and what its text leaves open, are those of the authors' preview code (Afterglow231/MARS_preview)
+and its launch script: 1, 0.7, 4, 0.2 s, 0.85 and 0.90, 1 and 4, 2 s and 5 s, 50,000 tokens. That first fit begins with
+who came first is ours: the paper does not say in which order it looks.
+
+`mars-few-long` is the same window with a packing of our own (`packing="few-long"`): while both pressures are low and
+all would get a place, the order of coming; the largest first while tools are under pressure; else the smallest first,
+and a long program goes only when no shorter one has waited outside for a moment, memory is not under pressure, and
+fewer than `long_count` long programs are in. The authors' code lets its long programs in when no others are to come;
+a proxy cannot know that.
 
 Ours is this. How long a tool waited a proxy knows where clients post its start; else it is taken from how long it took,
 t, of which t·(1 - processors/running) is waiting while more run than there are processors. Where these are not known
 (0) the backlog is not looked at, W_cpu bounds nothing, and the wait is by how much tools took longer lately than they
 usually do. The largest window is 30 in the authors' code, a number for their one replica and load; here 0, the default,
-is as many programs of their mean size as memory holds. And the authors let their long programs in when no others are to
-come; a proxy cannot know that.
+is as many programs of their mean size as memory holds.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import ceil, floor, inf
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from thunderagent.errors import ConfigurationError
 from thunderagent.programs.policies.base import Moment, ProgramView, View
@@ -49,6 +55,9 @@ from thunderagent.programs.signals import GpuSubmit, ProgramEnd, ToolEnd, ToolNu
 
 if TYPE_CHECKING:
     from thunderagent.programs.signals import Signal
+
+MARS, FEW_LONG = PACKINGS = ("mars", "few-long")
+"""The paper's three orders, and ours."""
 
 MEAN_RATIO = 0.2
 """Weight of the newest tool in the mean wait; of the authors' code."""
@@ -90,6 +99,8 @@ class MarsAdmission:
     kv_high_ratio: float = 0.90
     long_tokens: int = 50_000
     long_count: int = 2
+    """Of `few-long` only."""
+    packing: str = MARS
     window_count: float = field(default=0.0, init=False)
     """W_adm; 0 before the first look."""
     tools_overloaded: bool = field(default=False, init=False)
@@ -105,11 +116,12 @@ class MarsAdmission:
     _long_in: dict[str, None] = field(default_factory=dict, init=False)
     _packed: deque[str] = field(default_factory=deque, init=False)
     _packed_s: float = field(default=-inf, init=False)
-    name: ClassVar[str] = "mars"
+    _packed_by: Callable[[ProgramView], float] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         """Refuse settings that mean nothing."""
         for what, is_right in (
+            (f"packing is one of {', '.join(PACKINGS)}", self.packing in PACKINGS),
             ("tool_cpu_count, window_max_count and long_tokens must be whole numbers, 0 or more", self._are_counts()),
             ("window_min_count must be at least 1, and window_max_count 0 or no less", self._has_bounds()),
             ("grow_count must be over 0, and shrink_ratio from 0.1 to under 1", self._moves()),
@@ -135,6 +147,11 @@ class MarsAdmission:
 
     def _moves(self) -> bool:
         return self.grow_count > 0 and 0.1 <= self.shrink_ratio < 1
+
+    @property
+    def name(self) -> str:
+        """Return the name that it is chosen by."""
+        return MARS if self.packing == MARS else f"{MARS}-{self.packing}"
 
     @property
     def tick_s(self) -> float:
@@ -269,25 +286,35 @@ class MarsAdmission:
     # --- who goes in ------------------------------------------------------------------------------------------------
 
     def _choose(self, view: View, memory: _Memory, first: ProgramView) -> ProgramView | None:
+        """Return the first of PackQueue's order that fits; `first` is the smallest outside."""
+        if self.packing == FEW_LONG:
+            return self._choose_few_long(view, memory, first)
+        if self.tools_overloaded:
+            return self._first_fitting(view, memory, _by_size)
+        if first.claim_tokens > self.long_tokens:
+            return self._first_fitting(view, memory, _by_age)
+        return first if first.claim_tokens <= memory.budget_tokens else None  # else nobody else fits either
+
+    def _choose_few_long(self, view: View, memory: _Memory, first: ProgramView) -> ProgramView | None:
         places_count = self._limit_count(view, memory) - view.admitted_count
         if first.claim_tokens <= self.long_tokens:
             self._short_seen_s = view.now_s
         if self.tools_overloaded:
-            return self._largest_fitting(view, memory)
+            return self._first_fitting(view, memory, _by_size)
         if not self.kv_overloaded and self._is_healthy(memory) and view.outside_count <= places_count:
-            by_age = sorted(view.outside(), key=lambda program: program.opened_s)
+            by_age = sorted(view.outside(), key=_by_age)
             return next((program for program in by_age if program.claim_tokens <= memory.budget_tokens), None)
         if first.claim_tokens > memory.budget_tokens:
-            return None  # the smallest: nobody else fits either
+            return None
         if first.claim_tokens > self.long_tokens and not self._may_be_long(view):
             return None
         return first
 
-    def _largest_fitting(self, view: View, memory: _Memory) -> ProgramView | None:
-        """Return the largest outside that fits; those outside are sorted at most once in a control interval."""
-        if view.now_s - self._packed_s >= self.control_interval_s:
-            self._packed_s = view.now_s
-            self._packed = deque(program.program_id for program in reversed(list(view.outside())))
+    def _first_fitting(self, view: View, memory: _Memory, rank: Callable[[ProgramView], float]) -> ProgramView | None:
+        """Return the first outside that fits; those outside are ranked at most once in a control interval."""
+        if rank is not self._packed_by or view.now_s - self._packed_s >= self.control_interval_s:
+            self._packed_by, self._packed_s = rank, view.now_s
+            self._packed = deque(program.program_id for program in sorted(view.outside(), key=rank))
         while self._packed:
             program = view.program(self._packed.popleft())
             if program is not None and not program.admitted and program.claim_tokens <= memory.budget_tokens:
@@ -306,6 +333,14 @@ class MarsAdmission:
             if program is None or not program.admitted:
                 del self._long_in[program_id]
         return len(self._long_in) < self.long_count
+
+
+def _by_size(program: ProgramView) -> float:
+    return -program.claim_tokens
+
+
+def _by_age(program: ProgramView) -> float:
+    return program.opened_s
 
 
 @dataclass(frozen=True, slots=True)

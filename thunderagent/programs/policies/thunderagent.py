@@ -7,13 +7,13 @@ Every delta_s seconds, for each replica with capacity C:
 - It *thrashes* when C is smaller than the claims of its reasoning programs plus those of its acting programs, each
   weighed by f(t) = 2^(-t / half_life_s) with t the seconds its tool has run [Eq. 7].
 - Then programs are paused until the weighed sum is under lambda_max * C, in the order of
-  S_pause(P) = 1/c + 1[acting]: acting programs first, the shortest first [Eq. 10]. A reasoning program is only
+  S_pause(P) = 1/c + 1[acting]: acting programs first, the shortest first [Eq. 11]. A reasoning program is only
   marked and pauses at the end of its turn; its claim counts as gone at once here, so no more are marked than needed.
   If there is room for it again at a check before that, the mark is taken back.
 
 Then, while a replica's sum is under lambda_min * C, programs are restored from the one global queue without passing
 lambda_max * C, in the order of S_restore(P) = 1/c + 1[reasoning]: those with a turn first, the shortest first
-[Eq. 11]. A paused program's memory counts as gone, so it is restored on the replica with most room [4.3.2].
+[Eq. 10]. A paused program's memory counts as gone, so it is restored on the replica with most room [4.3.2].
 
 Both sides use the same sum, with two differences that keep programs from bouncing: for a restore, a marked program
 still counts, because its memory is not free before its turn has ended; and at a moment at which some replica
@@ -110,11 +110,11 @@ class ThunderAgent:
         return inf
 
     def pause_rank(self, program: ProgramView) -> float:
-        """Return c: 1/c highest is c lowest [Eq. 10]."""
+        """Return c: 1/c highest is c lowest [Eq. 11]."""
         return program.claim_tokens
 
     def restore_rank(self, program: ProgramView) -> float:
-        """Return c: 1/c highest is c lowest [Eq. 11]."""
+        """Return c: 1/c highest is c lowest [Eq. 10]."""
         return program.claim_tokens
 
     def place(self, view: View, program: ProgramView, candidates: Sequence[ReplicaView]) -> Placement:

@@ -37,9 +37,6 @@ from thunderagent.runtime import Runtime
 
 log = structlog.get_logger("thunderagent.judge")
 
-ASKED_COUNT = 16
-"""Cases that a judge is asked about at a time."""
-
 MAX_WAITING_COUNT = 256
 MAX_WAITING_BYTES = 64 * 2**20
 """What waits for the judge, at most; of one program only the newest."""
@@ -58,11 +55,13 @@ class JudgeSettings:
     model: str = ""
     """Empty asks for the model of the program's own turns."""
     prompt: str = DEFAULT_PROMPT
-    """With a place for the task and one for what was done."""
+    """With places as `prompt.py` has them."""
     every_turns_count: int = 5
     """Turns of a program between two questions about it."""
     rate_per_s: float = 1.0
-    """Questions about all programs together, at most."""
+    """Questions about all programs together, at most; `inf` for no bound."""
+    asked_count: int = 16
+    """Questions that are open at a time, at most."""
     max_prompt_tokens: int = 8000
     """Of a question, at four characters a token; what is longer is cut in the middle."""
     max_output_tokens: int = 512
@@ -138,7 +137,7 @@ class Judge:
 
     async def run(self) -> None:
         """Ask about what waits until cancelled."""
-        places, next_at_s = asyncio.Semaphore(ASKED_COUNT), 0.0
+        places, next_at_s = asyncio.Semaphore(self._settings.asked_count), 0.0
         async with self._open_asker() as asker, asyncio.TaskGroup() as group:
             while True:
                 await self._news.wait()
@@ -190,7 +189,7 @@ class Judge:
         self._pass_on(case, opinion)
 
     async def _ask(self, asker: Asker, case: _Case) -> Answered:
-        question = await asyncio.to_thread(self._question, case.body)
+        question = await asyncio.to_thread(self._question, case)
         if isinstance(question, Failure):
             return Answered(question)
         answer = await asker.ask(question)
@@ -198,17 +197,18 @@ class Judge:
             return Answered(answer)
         return await asyncio.to_thread(read_answer, answer)
 
-    def _question(self, body: bytes) -> bytes | Failure:
+    def _question(self, case: _Case) -> bytes | Failure:
         """Return the body of a chat completion that asks about a program."""
         settings = self._settings
         room_chars = settings.max_prompt_tokens * CHARS_PER_TOKEN - len(settings.prompt)
-        transcript = transcript_of(body, max(CHARS_PER_TOKEN, room_chars))
+        transcript = transcript_of(case.body, max(CHARS_PER_TOKEN, room_chars))
         if transcript is None:
             return Failure.NO_TASK
+        question = filled(settings.prompt, transcript.task, transcript.steps, case.turn_count, transcript.round_count)
         return msgspec.json.encode(
             {
                 "model": settings.model or transcript.model,
-                "messages": [{"role": "user", "content": filled(settings.prompt, transcript.task, transcript.steps)}],
+                "messages": [{"role": "user", "content": question}],
                 "max_tokens": settings.max_output_tokens,
                 "temperature": 0,
                 "stream": False,

@@ -1,13 +1,18 @@
-"""The prompt of the judge: a file with a place for the task and one for what was done."""
+"""The prompt of the judge: a file with places for the task, for what was done, and for how far the program is."""
 
 from __future__ import annotations
 
+import re
 from importlib import resources
 from pathlib import Path
 
 from thunderagent.errors import ConfigurationError
 
-TASK, TRANSCRIPT = PLACES = ("{task}", "{transcript}")
+NEEDED = ("{task}", "{transcript}")
+OPTIONAL = ("{step}", "{round}")
+"""Turns of the whole program, and answers of the agent whose messages the judge reads."""
+
+_PLACES = re.compile("|".join(map(re.escape, (*NEEDED, *OPTIONAL))))
 
 DEFAULT_PROMPT = resources.files(__package__).joinpath("prompt.txt").read_text(encoding="utf-8")
 
@@ -20,17 +25,13 @@ def read_prompt(path: Path | None) -> str:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"judge_prompt: cannot read {path}: {error}") from error
-    for place in PLACES:
+    for place in NEEDED:
         if text.count(place) != 1:
             raise ConfigurationError(f"judge_prompt: {path} must hold {place} once")
     return text
 
 
-def filled(prompt: str, task: str, transcript: str) -> str:
-    """Put a task and a transcript into their places; what they hold is taken as it is."""
-    before, _, after = prompt.partition(TASK)
-    if TRANSCRIPT in before:  # the places stand the other way around
-        first, _, second = before.partition(TRANSCRIPT)
-        return f"{first}{transcript}{second}{task}{after}"
-    first, _, second = after.partition(TRANSCRIPT)
-    return f"{before}{task}{first}{transcript}{second}"
+def filled(prompt: str, task: str, transcript: str, step_count: int, round_count: int) -> str:
+    """Put a task, a transcript and where the program is into their places; what they hold is taken as it is."""
+    values = dict(zip((*NEEDED, *OPTIONAL), (task, transcript, str(step_count), str(round_count)), strict=True))
+    return _PLACES.sub(lambda place: values[place[0]], prompt)

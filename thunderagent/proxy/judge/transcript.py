@@ -30,6 +30,9 @@ LEAST_CHARS = 64
 
 GAP = " [...] "
 
+OWN_ITEMS = ("function_call", "reasoning")
+"""Items of a responses API without a role that are the agent's own."""
+
 
 class Transcript(NamedTuple):
     """The first message of the user, and what followed it; `model` is what the program's own turns ask for."""
@@ -37,6 +40,8 @@ class Transcript(NamedTuple):
     task: str
     steps: str
     model: str
+    round_count: int
+    """Answers of the agent, with the one to this body."""
 
 
 class _Body(msgspec.Struct):
@@ -45,6 +50,12 @@ class _Body(msgspec.Struct):
     input: str | list[Raw] | None = None
 
 
+class _Author(msgspec.Struct):
+    role: Any = ""
+    type: Any = ""
+
+
+_decode_author = msgspec.json.Decoder(_Author).decode
 _decode_body = msgspec.json.Decoder(_Body).decode
 _decode = msgspec.json.decode
 
@@ -65,9 +76,10 @@ def transcript_of(body: bytes, limit_chars: int) -> Transcript | None:
             return None
         task = cut(task, int(TASK_RATIO * limit_chars))
         steps = _steps(messages[place + 1 :], limit_chars - len(task))
+        round_count = _rounds_count(messages[place + 1 :])
     except UNREADABLE:
         return None
-    return Transcript(task, steps, fields.model if isinstance(fields.model, str) else "")
+    return Transcript(task, steps, fields.model if isinstance(fields.model, str) else "", round_count)
 
 
 def cut(text: str, limit_chars: int) -> str:
@@ -85,6 +97,20 @@ def _task_of(messages: list[Raw]) -> tuple[str, int]:
         if isinstance(message, dict) and message.get("role") == "user":
             return _text_of(message.get("content")), place
     return "", 0
+
+
+def _rounds_count(messages: list[Raw]) -> int:
+    """Return how often the agent spoke, its answer to these messages with it; what it says in one go counts once."""
+    round_count, spoke_last = 1, False
+    for raw in messages:
+        try:
+            author = _decode_author(raw)
+        except msgspec.ValidationError:  # no object: nobody said it
+            continue
+        speaks = author.role == "assistant" or author.type in OWN_ITEMS
+        round_count += speaks and not spoke_last
+        spoke_last = speaks
+    return round_count
 
 
 def _steps(messages: list[Raw], limit_chars: int) -> str:

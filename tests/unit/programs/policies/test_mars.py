@@ -134,6 +134,7 @@ def test_without_a_capacity_memory_holds_nobody() -> None:
     """An unknown capacity has room for everyone; the window is then the guess of the authors."""
     driver = driver_with(None)
     turns = [driver.arrives(f"p{number}", 10**6) for number in range(31)]
+    driver.ticks(0.2)
     assert [driver.held(turn) for turn in turns].count(True) == 1
 
 

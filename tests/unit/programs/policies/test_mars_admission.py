@@ -1,4 +1,4 @@
-"""`mars`, the admission: a window that both pressures move, its clamps, and who goes in."""
+"""`mars` and `mars-few-long`, admissions: a window that both pressures move, its clamps, and who goes in."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from thunderagent.programs.events import ToolStarted
 from thunderagent.programs.policies.mars_admission import MarsAdmission
 from thunderagent.programs.signals import Signal, WindowUpdate
 
+FEW_LONG = "mars-few-long"
 
-def driver_with(capacity_tokens: int | None = 100_000, **settings: float) -> Driver:
+
+def driver_with(capacity_tokens: int | None = 100_000, admission: str = "mars", **settings: float) -> Driver:
     chosen = {f"admission.{name}": value for name, value in settings.items()}
-    policy = load_policy("passthrough", {"admission": "mars", **chosen})
+    policy = load_policy("passthrough", {"admission": admission, **chosen})
     return Driver(policy, replicas={"r0": capacity_tokens})
 
 
@@ -148,15 +150,61 @@ def test_the_largest_window_is_learned_from_the_size_of_programs() -> None:
     assert unknown.scheduler.admitted_count == 30
 
 
-def test_all_who_find_a_place_go_in_the_order_of_coming() -> None:
-    """Where both pressures are low."""
-    driver = driver_with(window_max_count=8)
+@pytest.mark.parametrize(
+    ("admission", "order"), [("mars", ["small", "middle", "large"]), (FEW_LONG, ["large", "small", "middle"])]
+)
+def test_the_smallest_goes_first_by_the_paper_also_where_all_find_a_place(admission: str, order: list[str]) -> None:
+    """The order of coming while both pressures are low is ours, under its own name."""
+    driver = driver_with(admission=admission, window_max_count=8)
     driver.suspends()
     for name, tokens in (("large", 30_000), ("small", 100), ("middle", 2000)):
         driver.arrives(name, tokens)
         driver.passes(1.0)
     driver.goes_on()
-    assert admitted(driver) == ["large", "small", "middle"]
+    assert admitted(driver) == order
+
+
+def long_ones_behind_a_full_window(admission: str) -> Driver:
+    """Four places, all taken, little memory left, and only long programs outside; then a place becomes free."""
+    driver = driver_with(200_000, admission=admission, window_min_count=4, window_max_count=4)
+    turn_id = driver.arrives("in0", 40_000)
+    for number in range(1, 4):
+        driver.arrives(f"in{number}", 15_000)
+    for name, tokens in (("oversized", 150_000), ("long", 80_000), ("shorter", 60_000)):
+        driver.passes(1.0)
+        driver.arrives(name, tokens)
+    driver.passes(10.0)
+    driver.finishes(turn_id, 40_000)
+    driver.releases("in0")
+    driver.ticks(0.2)
+    return driver
+
+
+def test_where_all_are_long_the_first_that_fits_goes() -> None:
+    """First fit: an oversized one at the head blocks nobody, and a smaller one does not overtake who fits."""
+    assert admitted(long_ones_behind_a_full_window("mars"))[4:] == ["long"]
+    assert admitted(long_ones_behind_a_full_window(FEW_LONG))[4:] == ["shorter"]
+
+
+def test_a_short_one_outside_ends_first_fit() -> None:
+    """It is for queues of long programs only: else the smallest goes first."""
+    driver = driver_with(300_000, window_min_count=1, window_max_count=1)
+    turn_id = driver.arrives("in", 1000)
+    for name, tokens in (("long", 80_000), ("longer", 90_000), ("short", 50_000)):
+        driver.passes(1.0)
+        driver.arrives(name, tokens)
+    driver.finishes(turn_id, 1000)
+    driver.releases("in")
+    assert admitted(driver) == ["in", "short"]
+
+
+def test_as_many_long_programs_are_in_as_there_are_places() -> None:
+    """The paper knows no bound on their number, and has nobody wait for short ones that may come."""
+    driver = driver_with(10_000_000, window_max_count=8)
+    for number in range(5):
+        driver.arrives(f"long{number}", 60_000)
+        driver.ticks(0.2)  # the order is made once in each control interval
+    assert len(admitted(driver)) == 5
 
 
 def test_the_smallest_goes_first_where_not_all_find_a_place() -> None:
@@ -192,6 +240,7 @@ def test_a_long_program_goes_when_no_short_one_was_outside_for_a_moment() -> Non
     """Two at most are in, and none while memory is under pressure; the first of all is let in at once."""
     driver = driver_with(
         10_000_000,
+        FEW_LONG,
         window_max_count=40,
         window_min_count=10,
         tool_cpu_count=40,
@@ -213,6 +262,7 @@ def test_a_long_program_waits_for_short_ones() -> None:
     """For as long as they come one after the other, 5 s at most."""
     driver = driver_with(
         10_000_000,
+        FEW_LONG,
         window_max_count=40,
         window_min_count=10,
         tool_cpu_count=40,
@@ -271,6 +321,7 @@ def test_it_says_when_the_window_moves_and_why() -> None:
         {"wait_low_s": 6.0},
         {"kv_low_ratio": 0.95},
         {"long_count": -1},
+        {"packing": "neat"},
     ],
 )
 def test_settings_that_mean_nothing_are_refused(wrong: dict[str, float]) -> None:

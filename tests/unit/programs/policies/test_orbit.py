@@ -86,8 +86,8 @@ def test_verdicts_take_the_place_of_steps() -> None:
     assert priority_of(driver, driver.takes_turn("a", 10)) == 3 * STEP
     driver.is_judged("a", will_succeed=True)
     assert priority_of(driver, driver.takes_turn("a", 10)) == 0
-    for expected in (1, 2, 3):
-        driver.is_judged("a", will_succeed=False, at_turn=32 + 5 * expected)
+    for number, expected in enumerate([1, *[2] * 9, 3, 3]):
+        driver.is_judged("a", will_succeed=False, at_turn=32 + number)
         assert priority_of(driver, driver.takes_turn("a", 10)) == expected * STEP
 
 

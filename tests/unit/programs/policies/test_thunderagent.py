@@ -98,7 +98,7 @@ def test_a_check_is_made_up_for_when_ticks_come_late() -> None:
     assert driver.ticks(2.9) == []
 
 
-# --- Who is paused [Eq. 10]
+# --- Who is paused [Eq. 11]
 
 
 def test_acting_programs_are_paused_before_reasoning_ones_the_shortest_first() -> None:
@@ -146,7 +146,7 @@ def test_each_replica_is_relieved_by_itself() -> None:
     assert restored_on(driver.ticks(5.0)) == {"c": "r0"}
 
 
-# --- Who is restored [Eq. 11]
+# --- Who is restored [Eq. 10]
 
 
 def test_reasoning_programs_are_restored_before_acting_ones_the_shortest_first() -> None:
