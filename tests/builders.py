@@ -212,10 +212,11 @@ class Driver:
         group: str = "",
         tool: str = "",
         parent_branch: str = "",
+        tenant: str = "",
     ) -> int:
         """Let a turn arrive, be granted and finish with a prompt of `tokens`: the program acts then."""
         turn_id = self.arrives(
-            program_id, tokens, branch=branch, prefix=prefix, group=group, parent_branch=parent_branch
+            program_id, tokens, branch=branch, prefix=prefix, group=group, parent_branch=parent_branch, tenant=tenant
         )
         assert turn_id in self.granted_on, f"{program_id} was not granted its turn"
         self.finishes(turn_id, tokens, tool=tool)
@@ -223,9 +224,9 @@ class Driver:
 
     # --- programs, their sandboxes, and replicas
 
-    def opens(self, program_id: str, group: str = "") -> list[Decision]:
+    def opens(self, program_id: str, group: str = "", parent: str = "") -> list[Decision]:
         """Announce a program that has no turn yet."""
-        return self.send(ProgramOpened(self.now_s, program_id, group))
+        return self.send(ProgramOpened(self.now_s, program_id, group, parent))
 
     def tool_starts(self, program_id: str, tool: str = "") -> list[Decision]:
         """Let a client say that its tool begins now."""

@@ -271,6 +271,12 @@ class ServeConfig(BaseSettings):
     patience_ratio: float = Field(
         0.25, ge=0, le=1, description="the same as a part of the client's patience; the larger of both, at most half"
     )
+    patience_overdraft_ratio: float = Field(
+        0.5,
+        ge=0,
+        description="how much more than its limit a replica may take of turns that are let in so, or for their "
+        "parents, as a part of that limit; one program may exceed it; the others get 503",
+    )
     heartbeat_s: float | None = Field(
         None,
         gt=0,
@@ -305,7 +311,7 @@ class ServeConfig(BaseSettings):
         "by default",
     )
     lease_limit_s: float = Field(
-        3600.0, gt=0, description="a lease taken over the API of which nothing is heard for longer is ended, in seconds"
+        60.0, gt=0, description="a lease taken over the API of which nothing is heard for longer is ended, in seconds"
     )
     retry_budget_ratio: float = Field(
         0.2, ge=0, le=1, description="such tries of all turns together, as a part of the turns of the last minute"
@@ -317,6 +323,23 @@ class ServeConfig(BaseSettings):
         5.0, gt=0, description="that while, in seconds; twice as long each time that it fails again"
     )
     max_body_bytes: int = Field(64 * 2**20, gt=0, description="largest request body, in bytes; more gets 413")
+    max_held_turns_count: int = Field(
+        20_000, ge=1, description="most turns that wait for a lease at a time; more get 503"
+    )
+    max_held_bytes: int = Field(2**30, gt=0, description="most bytes of their bodies in memory; more get 503")
+    key_max_held_turns_count: int | None = Field(
+        None, ge=1, description="the same of one key; more get 429; by default half of that for all"
+    )
+    key_max_held_bytes: int | None = Field(None, gt=0, description="the same of one key's bodies, in bytes")
+    client_stall_limit_s: float = Field(
+        120.0, gt=0, description="a client that takes nothing of a stream for longer is cut off, in seconds"
+    )
+    max_programs_count: int = Field(
+        100_000,
+        ge=1,
+        description="most programs that live at a time; past that the oldest without a turn are forgotten, then 503",
+    )
+    tenant_max_programs_count: int = Field(50_000, ge=1, description="the same of each tenant")
     body_timeout_s: float = Field(300.0, gt=0, description="for a request body to come, in seconds; else 408")
     idle_timeout_s: float = Field(
         75.0, gt=0, description="a client's connection without a whole request head for so long is closed, in seconds"
@@ -326,6 +349,11 @@ class ServeConfig(BaseSettings):
     )
     admin_keys: Annotated[tuple[str, ...], NoDecode] = Field(
         (), description="keys for everything, in the same form; `thunderagent key NAME --admin` makes one"
+    )
+    tenant_from_key: bool | None = Field(
+        None,
+        description="whether a data key names the tenant of its programs and is for these alone; X-Program-Tenant "
+        "counts only if not; by default where there are api_keys",
     )
     allow_open: bool = Field(
         False, description="whether to listen without api_keys on an address that other machines reach"
@@ -436,6 +464,11 @@ class ServeConfig(BaseSettings):
         return self.log_format == "json" or (self.log_format == "auto" and not sys.stderr.isatty())
 
     @property
+    def keys_name_tenants(self) -> bool:
+        """Whether the tenant of a program comes from the key that opens it."""
+        return bool(self.api_keys) if self.tenant_from_key is None else self.tenant_from_key
+
+    @property
     def has_replica_source(self) -> bool:
         """Whether replicas come from somewhere; else simulated engines are started."""
         return bool(self.backends or self.backends_file or self.kubernetes_replicas or self.provision)
@@ -530,6 +563,14 @@ class ServeConfig(BaseSettings):
                 raise ValueError("judge_url: name the judge_model to ask there")
         elif not self.judge_url and ORBIT_JUDGE in (self.order, self.priority, *self.policy_args.values()):
             raise ValueError(f"{ORBIT_JUDGE} goes with judge_url; nobody judges without, and it is orbit-step")
+        return self
+
+    @model_validator(mode="after")
+    def _every_body_can_be_held(self) -> Self:
+        if self.max_held_bytes < self.max_body_bytes:
+            raise ValueError(f"max_held_bytes: {self.max_held_bytes} is less than one body of max_body_bytes")
+        if self.tenant_from_key and not self.api_keys:
+            raise ValueError("tenant_from_key goes with api_keys: without, no key names a tenant")
         return self
 
     @model_validator(mode="after")

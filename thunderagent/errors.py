@@ -103,6 +103,13 @@ class OriginRefusedError(RequestError):
     code = "origin_refused"
 
 
+class OtherTenantError(RequestError):
+    """The program is one of another tenant than that of the request's key."""
+
+    status = 403
+    code = "other_tenant"
+
+
 class BodyTimeoutError(RequestError):
     """The body of a request did not come in time."""
 
@@ -116,6 +123,14 @@ class RateLimitedError(RequestError):
     status = 429
     code = "rate_limited"
     retry_after_s = 1
+
+
+class KeyHeldLimitError(RequestError):
+    """As many turns of this key are held as may be, or as many bytes of their bodies."""
+
+    status = 429
+    code = "key_held_limit"
+    retry_after_s = 10
 
 
 class BodyTooLargeError(RequestError):
@@ -226,6 +241,30 @@ class TurnSupersededError(ThunderAgentError):
 
     status = 410
     code = "turn_superseded"
+
+
+class TooManyHeldError(ThunderAgentError):
+    """As many turns are held as may be, or as many bytes of their bodies; the turn was never forwarded."""
+
+    status = 503
+    code = "too_many_held"
+    retry_after_s = 10
+
+
+class TooManyProgramsError(ThunderAgentError):
+    """As many programs live as may, and all of them have turns; this one was not opened."""
+
+    status = 503
+    code = "too_many_programs"
+    retry_after_s = 10
+
+
+class NoRoomInTimeError(ThunderAgentError):
+    """The client would have given up before there was room, and no more may be let in without; it was not forwarded."""
+
+    status = 503
+    code = "no_room_in_time"
+    retry_after_s = 10
 
 
 class NoReplicaError(ThunderAgentError):

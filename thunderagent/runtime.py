@@ -16,10 +16,10 @@ import asyncio
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import count
-from math import inf
+from math import ceil, inf
 from time import monotonic
 from types import TracebackType
 from typing import Self, get_args
@@ -29,12 +29,14 @@ import structlog
 from thunderagent.errors import (
     ControlRefusedError,
     NoReplicaError,
+    NoRoomInTimeError,
     NotFoundError,
     ProgramHopelessError,
     ProgramKilledError,
     ProgramReleasedError,
     ShuttingDownError,
     ThunderAgentError,
+    TooManyProgramsError,
     TurnAbortedError,
 )
 from thunderagent.event_log import EventLogWriter
@@ -89,6 +91,11 @@ class RuntimeSettings:
     grace_s: float = 30.0
     """How long a shutdown waits for turns in flight."""
 
+
+UNBOUNDED = nullcontext()
+
+MOST_RETRY_AFTER_S = 60
+"""Clients take a longer wait that they are told for a mistake."""
 
 TIMER_SLACK_S = 0.002
 """An event loop's timer may be early by a millisecond."""
@@ -236,16 +243,19 @@ class Runtime:
         program_class: str = "",
         role: str = "",
         parent_branch_id: str = "",
+        while_held: AbstractContextManager[object] = UNBOUNDED,
     ) -> Lease:
         """Wait for leave to run one turn; `program_id` None is an anonymous one. The rest is as in `TurnArrived`.
 
         An anonymous turn may be pinned to the replica that its client chose itself.
-        `abortable` says whether `abort_held` may end the wait.
+        `abortable` says whether `abort_held` may end the wait. `while_held` is entered if the turn is held, and left
+        with the lease; what it raises ends the turn.
         `turn_id` is of `new_turn_id`, for who must know it before the lease. Who waits for the lease of the turn that
         this one supersedes, or has it, is not told: cancel that.
 
-        Raises `ProgramReleasedError`, `ProgramHopelessError`, `NoReplicaError`, `TurnAbortedError` or
-        `ShuttingDownError` if there will be none. Cancelling the wait takes the turn out of the queue.
+        Raises `ProgramReleasedError`, `ProgramHopelessError`, `NoReplicaError`, `NoRoomInTimeError`,
+        `TooManyProgramsError`, `TurnAbortedError` or `ShuttingDownError` if there will be none. Cancelling the wait
+        takes the turn out of the queue.
         """
         if self._closing:
             raise ShuttingDownError("the proxy is shutting down")
@@ -282,14 +292,15 @@ class Runtime:
                 return self._begin(decision, 0.0)
             if type(decision) is Reject and decision.turn_id == turn_id:
                 self.outcome_counts["rejected"] += 1
-                raise _refusal(decision)
+                raise self._refusal(decision)
         waiter: asyncio.Future[Grant] = asyncio.get_running_loop().create_future()
         self._waiters[turn_id] = waiter
         if abortable:
             self._abortable_ids.add(turn_id)
         timer = self._timer_for(turn_id, arrived_s) if deadline_s is not None else None
         try:
-            grant = await waiter
+            with while_held:
+                grant = await waiter
         except asyncio.CancelledError:
             self.outcome_counts[self._superseded_or("abandoned", turn_id)] += 1
             self.dispatch(TurnAbandoned(self.now_s(), turn_id))
@@ -345,10 +356,12 @@ class Runtime:
     def open_program(
         self, program_id: str, group_id: str = "", parent_id: str = "", tenant: str = "", program_class: str = ""
     ) -> bool:
-        """Open a program before its first turn; False if it lives already."""
+        """Open a program before its first turn; False if it lives already. Raises `TooManyProgramsError`."""
         if self.scheduler.table.get(program_id) is not None:
             return False
         self.dispatch(ProgramOpened(self.now_s(), program_id, group_id, parent_id, tenant, program_class))
+        if self.scheduler.table.get(program_id) is None:
+            raise TooManyProgramsError(f"there are too many programs to open {program_id!r}; all of them have turns")
         return True
 
     def observe(self, observer: Observer, *about: type) -> Callable[[], None]:
@@ -583,12 +596,21 @@ class Runtime:
         self._no_lease_left.clear()
         return Lease(self, grant, held_s)
 
+    def _refusal(self, decision: Reject) -> ThunderAgentError:
+        error = _refusal(decision)
+        if decision.reason is Reason.OVERDRAWN:
+            scheduler = self.scheduler
+            wait_s = scheduler.knowledge.restore_pace.interval_s * (1 + scheduler.queue.waiting_count)
+            if wait_s:
+                error.retry_after_s = min(MOST_RETRY_AFTER_S, max(1, ceil(wait_s)))
+        return error
+
     def _carry_out(self, decision: Decision) -> None:
         """Log a decision other than a grant, and tell a rejected turn; claims moved when it was decided."""
         if type(decision) is Reject:
             waiter = self._waiters.get(decision.turn_id)
             if waiter is not None and not waiter.done():
-                waiter.set_exception(_refusal(decision))
+                waiter.set_exception(self._refusal(decision))
         word, reason = _WORDS[type(decision)], decision.reason.value
         if isinstance(decision, Hold):
             log.debug(word, program_id=decision.program_id, reason=reason)
@@ -628,6 +650,13 @@ def _refusal(decision: Reject) -> ThunderAgentError:
     if decision.reason is Reason.HOPELESS:
         return ProgramHopelessError(
             f"program {decision.program_id!r} was ended, because a judge expects it to fail; the turn was not forwarded"
+        )
+    if decision.reason is Reason.OVERDRAWN:
+        return NoRoomInTimeError("there is no room before its client would give up; the turn was not forwarded")
+    if decision.reason is Reason.TOO_MANY_PROGRAMS:
+        return TooManyProgramsError(
+            f"there are too many programs to open {decision.program_id!r}, all of which have turns; "
+            "the turn was not forwarded"
         )
     return ProgramReleasedError(
         f"program {decision.program_id!r} was released while this turn waited; the turn was not forwarded"

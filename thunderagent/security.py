@@ -61,6 +61,7 @@ def guard_settings(config: ServeConfig) -> GuardSettings:
         body_timeout_s=config.body_timeout_s,
         cors_origins=config.cors_origins,
         metrics_need_key=config.metrics_need_key,
+        client_stall_limit_s=config.client_stall_limit_s,
         rate_limit_per_s=config.rate_limit_per_s,
         rate_limit_burst_count=config.rate_limit_burst_count,
     )

@@ -36,6 +36,7 @@ from thunderagent.proxy.breaker import BreakerSettings
 from thunderagent.proxy.control import ControlSettings
 from thunderagent.proxy.discovery import Discovery, DiscoverySettings
 from thunderagent.proxy.event_feed import KIND_OF
+from thunderagent.proxy.held import HeldLimits
 from thunderagent.proxy.identity import IdentityRules
 from thunderagent.proxy.judge import Judge, JudgeSettings, ReplicaAsker, open_url, read_prompt
 from thunderagent.proxy.observer import Observer
@@ -150,6 +151,9 @@ def build_runtime(config: ServeConfig) -> tuple[Runtime, EventLogWriter | None]:
         no_replica_limit_s=config.no_replica_limit_s,
         patience_margin_s=config.patience_margin_s,
         patience_ratio=config.patience_ratio,
+        patience_overdraft_ratio=config.patience_overdraft_ratio,
+        max_programs_count=config.max_programs_count,
+        tenant_max_programs_count=config.tenant_max_programs_count,
         fair_tenants=config.fair_tenants or bool(config.tenant_weights),
         tenant_weight_ratios=config.tenant_weights,
         judge_fail_count=config.judge_fail_count,
@@ -255,6 +259,13 @@ async def proxy(
                 patience_s=config.patience_s,
                 client_patience=config.client_patience,
                 heartbeat_s=config.heartbeat_s,
+                tenant_from_key=config.keys_name_tenants,
+                held=HeldLimits(
+                    config.max_held_turns_count,
+                    config.max_held_bytes,
+                    config.key_max_held_turns_count,
+                    config.key_max_held_bytes,
+                ),
                 names_programs=bool(config.kv_events),
             ),
             guard_settings=guard_settings(config),

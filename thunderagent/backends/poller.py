@@ -20,6 +20,7 @@ import httpx2
 import structlog
 
 from thunderagent.backends.base import NOTHING_READ, Backend, ReplicaReading
+from thunderagent.backends.discovery.base import replica_id_of
 from thunderagent.backends.ranks import of_rank, rank_count_of
 from thunderagent.errors import ConfigurationError
 
@@ -80,7 +81,7 @@ class ReplicaEndpoint:
     """
 
     replica_id: str
-    url: str
+    url: str = field(repr=False)
     backend: Backend = field(compare=False)
     rank_id: int | None = None
     finds_ranks: bool = False
@@ -98,10 +99,10 @@ class _Failure:
 class _Watched:
     """One URL under watch: the only mutable thing here, written by its own task alone."""
 
-    key: tuple[str, str, str]
+    key: tuple[str, str, str] = field(repr=False)
     """Under which it was added: a backend that finds out its kind changes it."""
     backend: Backend
-    url: str
+    url: str = field(repr=False)
     health_url: httpx2.URL
     metrics_url: httpx2.URL
     first_poll_after_s: float
@@ -190,7 +191,7 @@ class Poller:
         try:
             async with asyncio.TaskGroup() as group:
                 self._start = lambda watched: group.create_task(
-                    self._watch_with_client(watched, tls), name=f"poll {next(iter(watched.endpoints), watched.url)}"
+                    self._watch_with_client(watched, tls), name=f"poll {next(iter(watched.endpoints), 'a replica')}"
                 )
                 for watched in self._by_url.values():
                     watched.task = self._start(watched)
@@ -235,7 +236,7 @@ class Poller:
         """Ask a URL for its capacity where its kind says it besides the metrics, if those lack it."""
         reading = NOTHING_READ if isinstance(metrics, _Failure) else watched.backend.read_metrics(metrics)
         if reading.capacity_tokens is None:
-            endpoint = ReplicaEndpoint(watched.url, watched.url, watched.backend)
+            endpoint = ReplicaEndpoint(replica_id_of(watched.url), watched.url, watched.backend)
             for path in watched.backend.info_paths:
                 info = await self._get(client, _url_of(endpoint, path))
                 if not isinstance(info, _Failure):
@@ -353,7 +354,7 @@ def _url_of(replica: ReplicaEndpoint, path: str) -> httpx2.URL:
     try:
         url = httpx2.URL(replica.url.rstrip("/") + path)
     except httpx2.InvalidURL as error:
-        raise ConfigurationError(f"replica {replica.replica_id!r}: its URL is none: {error}") from error
+        raise ConfigurationError(f"replica {replica.replica_id!r}: its URL is none") from error
     if url.scheme not in {"http", "https"} or not url.host:
         raise ConfigurationError(f"replica {replica.replica_id!r}: its URL is no http or https URL")
     return url

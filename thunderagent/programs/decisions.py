@@ -86,6 +86,10 @@ class Reason(StrEnum):
     """Nothing was heard of the program for longer than the forget limit."""
     HOPELESS = "hopeless"
     """Judges say again and again that the program will fail, and such are ended."""
+    OVERDRAWN = "overdrawn"
+    """Its client would give up before long, and no replica may take more than it has room for."""
+    TOO_MANY_PROGRAMS = "too_many_programs"
+    """There are as many programs as there may be, and all of them have turns."""
 
 
 @dataclass(frozen=True, slots=True)

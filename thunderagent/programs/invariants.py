@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from math import inf, isclose
 
 from thunderagent.programs.decisions import Reason
+from thunderagent.programs.families import family_of
 from thunderagent.programs.lifecycle import Phase, Status
 from thunderagent.programs.prefixes import PrefixTree
 from thunderagent.programs.program import Program
@@ -41,6 +43,9 @@ def check(scheduler: Scheduler) -> None:
         assert scheduler.impatient.first_due(scheduler.now_s) is None, "a turn is held for longer than its client waits"
     for child in children:
         _check_child(scheduler, child)
+    tenants = Counter(program.tenant for program in scheduler.table)
+    assert all(scheduler.table.count_of(tenant) == count for tenant, count in tenants.items()), "programs miscounted"
+    assert tenants[scheduler.table.largest_tenant()] == max(tenants.values(), default=0), "the largest is another"
     active = [program for program in scheduler.table if program.status is Status.ACTIVE]
     assert scheduler.active_count == len(active), "active programs miscounted"
     admitted_count = sum(program.admitted for program in scheduler.table)
@@ -80,9 +85,11 @@ def _check_child(scheduler: Scheduler, child: Program) -> None:
     parent = scheduler.table.get(child.parent_id)
     if child.held and child.status is Status.PAUSED:
         story = _Story(child)
-        assert child in scheduler.families.held_children(child.parent_id), f"not among its parent's children\n{story}"
-        if scheduler.granting_replicas and parent is not None:
-            alone = scheduler.tenants is None or not scheduler.families.active_count(child.parent_id)
+        family = family_of(child)
+        assert child in scheduler.families.held_children(family), f"not among its parent's children\n{story}"
+        waits_for_room = parent is None or parent.tenant != child.tenant or family in scheduler.families.overdrawn
+        if scheduler.granting_replicas and parent is not None and not waits_for_room:
+            alone = scheduler.tenants is None or not scheduler.families.active_count(family)
             assert parent.status is not Status.ACTIVE or not alone, f"held, though its parent has a claim\n{story}"
 
 

@@ -53,10 +53,11 @@ class StoryEntry:
 class Group:
     """Programs that finish together, as the samples of one RL prompt."""
 
-    __slots__ = ("group_id", "programs", "some_ended")
+    __slots__ = ("group_id", "programs", "some_ended", "tenant")
 
-    def __init__(self, group_id: str) -> None:
-        """Begin with nobody."""
+    def __init__(self, tenant: str, group_id: str) -> None:
+        """Begin with nobody; all will be of one tenant."""
+        self.tenant = tenant
         self.group_id = group_id
         self.programs: dict[str, Program] = {}
         """Those that did not end."""

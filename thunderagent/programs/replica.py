@@ -26,6 +26,7 @@ class Replica:
         "draining",
         "expiring",
         "flushed_s",
+        "let_in",
         "marked",
         "programs",
         "reasoning",
@@ -49,6 +50,8 @@ class Replica:
         """When what it kept for later turns was thrown away last."""
         self.tripped = False
         self.programs: dict[str, Program] = {}
+        self.let_in: set[Program] = set()
+        """Of these, those that got their claims whether there was room or not."""
         self.acting: RankedSet[Program] = RankedSet()
         self.reasoning: RankedSet[Program] = RankedSet()
         self.marked: RankedSet[Program] = RankedSet()
@@ -67,6 +70,16 @@ class Replica:
             f"<Replica {self.replica_id} {health}: {account.demand_tokens}/{account.capacity_tokens} tokens, "
             f"{account.reasoning_count} reasoning, {account.acting_count} acting>"
         )
+
+    def may_overdraw(self, claim_tokens: int, overdraft_ratio: float) -> bool:
+        """Say whether one more program may be let in here whether there is room or not.
+
+        One always may, so that nobody waits for ever; beyond that they overdraw at most so much of the limit together.
+        """
+        demand_tokens, limit_tokens = self.account.demand_tokens, self.account.limit_tokens
+        if demand_tokens <= limit_tokens or not self.let_in:
+            return True
+        return demand_tokens + claim_tokens <= limit_tokens * (1.0 + overdraft_ratio)
 
     @property
     def open_to_programs(self) -> bool:

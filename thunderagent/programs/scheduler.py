@@ -85,7 +85,7 @@ from thunderagent.programs.events import (
     TurnProgressed,
     TurnStarted,
 )
-from thunderagent.programs.families import Families
+from thunderagent.programs.families import Families, Family, family_of
 from thunderagent.programs.impatient import Impatient
 from thunderagent.programs.knowledge import LEAST_IDLE_LIMIT_S, Knowledge
 from thunderagent.programs.ledger import Ledger
@@ -115,6 +115,9 @@ from thunderagent.programs.view import SchedulerView
 FIRST_TOKENS_PER_BYTE_RATIO = 0.25
 """English text in a common tokenizer: four bytes a token. Used until the first usage says better."""
 
+MOST_TOKENS_PER_BYTE_RATIO = 1.0
+"""A token of a text has a byte at least. More is learned of its own program alone, whose client may have made it up."""
+
 LEARNING_RATIO = 0.05
 """Weight of the newest turn in the learned tokens per byte of programs that are seen for the first time."""
 
@@ -143,6 +146,13 @@ class SchedulerSettings:
     """A turn whose client would give up gets its lease so long before, at least: for its answer."""
     patience_ratio: float = 0.25
     """The same as a part of its client's patience, where that is longer."""
+    patience_overdraft_ratio: float = 0.5
+    """How much more than its limit a replica may take of who is let in whether there is room or not, as a part of
+    that; one program may exceed it where nothing is overdrawn."""
+    max_programs_count: int = 100_000
+    """Programs that may live at a time; past that the oldest without a turn are forgotten, then new ones rejected."""
+    tenant_max_programs_count: int = 50_000
+    """The same for each tenant."""
     fair_tenants: bool = False
     """Whether who waits goes by what its tenant had (`tenants.py`)."""
     tenant_weight_ratios: Mapping[str, float] = field(default_factory=dict)
@@ -190,7 +200,8 @@ class Scheduler:
         self.active_count = 0
         self.knowledge = Knowledge()
         self.shares = Shares()
-        self.groups: dict[str, Group] = {}
+        self.groups: dict[tuple[str, str], Group] = {}
+        """By tenant and id."""
         self.families = Families()
         self.impatient = Impatient(self.settings.patience_margin_s, self.settings.patience_ratio)
         self.changed_replicas: dict[str, Replica] = {}
@@ -205,8 +216,8 @@ class Scheduler:
         self._open_replicas: list[Replica] = []
         self._granting_replicas: list[Replica] = []
         self._limits_clock = LimitsClock()
-        self._new_parents: list[str] = []
-        """Programs that got a claim in this event, while there are families."""
+        self._new_parents: list[Family] = []
+        """Families whose parents got a claim in this event."""
         self._no_replica_since_s: float | None = None
         self._tokens_per_byte_ratio = FIRST_TOKENS_PER_BYTE_RATIO
         self._decisions: list[Decision] = []
@@ -377,8 +388,13 @@ class Scheduler:
         if program is None and program_id in self.hopeless_ids:
             self._decisions.append(Reject(event.turn_id, program_id, Reason.HOPELESS))
             return
-        if program is None or program.announced:
-            program = self._begin(event, program_id, program)
+        if program is None:
+            if not self._has_place(event.tenant):
+                self._decisions.append(Reject(event.turn_id, program_id, Reason.TOO_MANY_PROGRAMS))
+                return
+            program = self._open(event, program_id)
+        elif program.announced:
+            self._announced_begins(program, event)
         elif program.tool_runs:
             self._tool_returned(program)
         if self.control.routes:
@@ -390,19 +406,6 @@ class Scheduler:
         if self._rules.share_prefixes and event.prefix:
             self._set_prefix(program, branch, event.prefix)
         self._place_turn(program, turn, event, earlier)
-
-    def _begin(self, event: TurnArrived, program_id: str, announced: Program | None) -> Program:
-        """Return the program whose first turn arrives: a new one, or one that was announced."""
-        program = announced or self._open(program_id)
-        program.announced = False
-        program.opened_s = self._now_s
-        if program.group is None:
-            self._join_group(program, event.group_id)
-        if not program.parent_id:
-            self.families.join(program, event.parent_id)
-        program.tenant = program.tenant or event.tenant
-        program.program_class = program.program_class or event.program_class
-        return program
 
     def _place_turn(self, program: Program, turn: Turn, event: TurnArrived, earlier: Turn | None) -> None:
         """Grant a turn where its program has others in flight, place its program anew, or hold it where that is."""
@@ -418,6 +421,20 @@ class Scheduler:
             self._grant_beside(program, turn)
         else:
             self._place(program, turn, event.avoid_replica_id, earlier)
+
+    def _announced_begins(self, program: Program, event: TurnArrived) -> None:
+        """Take in what the first turn of a program says that was announced without it."""
+        program.announced = False
+        program.opened_s = self._now_s
+        if event.tenant and not program.tenant:
+            self.families.leave(program)
+            self.table.name_tenant(program, event.tenant)
+            self.families.join(program, program.parent_id)
+        if program.group is None:
+            self._join_group(program, event.group_id)
+        if not program.parent_id:
+            self.families.join(program, event.parent_id)
+        program.program_class = program.program_class or event.program_class
 
     def _new_turn(self, event: TurnArrived, program: Program, earlier: Turn | None) -> Turn:
         """Return the turn that arrived, with the age of the attempt that it takes the place of."""
@@ -638,7 +655,8 @@ class Scheduler:
             self._learn_from(turn, branch, prompt_tokens, output_tokens, event.cached_tokens)
         if event.prompt_tokens is not None and turn.prompt_bytes:
             ratio = event.prompt_tokens / turn.prompt_bytes
-            self._tokens_per_byte_ratio += LEARNING_RATIO * (ratio - self._tokens_per_byte_ratio)
+            usual_ratio = min(ratio, MOST_TOKENS_PER_BYTE_RATIO)
+            self._tokens_per_byte_ratio += LEARNING_RATIO * (usual_ratio - self._tokens_per_byte_ratio)
             if branch is not None:
                 branch.tokens_per_byte_ratio = ratio
         if program is None:
@@ -792,10 +810,16 @@ class Scheduler:
     # --- turns that are let in whether there is room or not ---------------------------------------------------------
 
     def _grant_impatient(self) -> None:
-        """Let in who is held and whose client would give up."""
+        """Let in who is held and whose client would give up; where too much would be claimed, tell it so at once."""
         while self._granting_replicas and (turn := self.impatient.first_due(self._now_s)) is not None:
-            assert turn.program is not None, f"{turn} is held for its program"
-            self.restore(turn.program, self._cheapest(turn.program, self._open_to(turn.program)), Reason.PATIENCE)
+            program = turn.program
+            assert program is not None, f"{turn} is held for its program"
+            overdrawable = self._overdrawable(program, self._open_to(program))
+            if overdrawable:
+                self.restore(program, self._cheapest(program, overdrawable), Reason.PATIENCE)
+            else:
+                self._decisions.append(Reject(turn.turn_id, program.program_id, Reason.OVERDRAWN))
+                self._drop_turn(turn, "rejected")
 
     def _find_replica(self, program: Program, avoid_replica_id: str | None) -> tuple[Replica | None, Reason]:
         """Ask the policy where a program with a turn may be active now; if nowhere, return why not."""
@@ -815,32 +839,45 @@ class Scheduler:
         replica, reason = self.policy.place(self._view, program, candidates)
         target = self.open_replica(replica)
         if target is None and self._parent_holds_a_claim(program):
-            return self._cheapest(program, candidates), Reason.PARENT
+            overdrawable = self._overdrawable(program, candidates)
+            if overdrawable:
+                return self._cheapest(program, overdrawable), Reason.PARENT
+            self.families.overdrawn[family_of(program)] = None
         return target, reason
 
+    def _overdrawable(self, program: Program, candidates: Sequence[Replica]) -> list[Replica]:
+        """Return the replicas that may take a program whether there is room or not."""
+        wanted, ratio = self._wanted_by(program), self.settings.patience_overdraft_ratio
+        able = candidates if wanted is None else [wanted]
+        return [replica for replica in able if replica.may_overdraw(program.claim_tokens, ratio)]
+
     def _parent_holds_a_claim(self, program: Program) -> bool:
-        """Say whether a program must be let in because its parent may wait for it.
+        """Say whether a program must be let in because its parent, of the same tenant, may wait for it.
 
         Where tenants have shares, only one child of each parent at a time: its siblings wait for it, too.
         """
         parent = self.table.get(program.parent_id) if program.parent_id else None
-        if parent is None or parent.status is not Status.ACTIVE:
+        if parent is None or parent.status is not Status.ACTIVE or parent.tenant != program.tenant:
             return False
-        return self.tenants is None or not self.families.active_count(program.parent_id)
+        return self.tenants is None or not self.families.active_count(family_of(program))
 
     def _restore_children(self) -> None:
         """Let in children whose turns are held although their parent holds a claim now, and their children."""
         while self._new_parents:
-            parent_id = self._new_parents.pop()
+            family = self._new_parents.pop()
             if self.tenants is None:
-                children = self.families.held_children(parent_id)
+                children = self.families.held_children(family)
             else:
-                first = self.families.first_held_child(parent_id)
+                first = self.families.first_held_child(family)
                 children = [] if first is None else [first]
             for child in children:
                 waits = child.status is Status.PAUSED and self._parent_holds_a_claim(child)
-                if waits and self._granting_replicas:
-                    self.restore(child, self._cheapest(child, self._open_to(child)), Reason.PARENT)
+                if not (waits and self._granting_replicas):
+                    continue
+                if overdrawable := self._overdrawable(child, self._open_to(child)):
+                    self.restore(child, self._cheapest(child, overdrawable), Reason.PARENT)
+                else:
+                    self.families.overdrawn[family] = None
 
     def _cheapest(self, program: Program, candidates: Sequence[Replica]) -> Replica:
         """Return where a program costs least that fits nowhere: most of it lies there, least is claimed in excess."""
@@ -858,7 +895,7 @@ class Scheduler:
     def _join_group(self, program: Program, group_id: str) -> None:
         if not group_id:
             return
-        group = program.group = self.groups.setdefault(group_id, Group(group_id))
+        group = program.group = self.groups.setdefault((program.tenant, group_id), Group(program.tenant, group_id))
         last = group.last
         group.programs[program.program_id] = program
         if last is not None:
@@ -871,7 +908,7 @@ class Scheduler:
         del group.programs[program.program_id]
         group.some_ended = True
         if not group.programs:
-            del self.groups[group.group_id]
+            del self.groups[group.tenant, group.group_id]
         elif group.last is not None:
             self._rank_anew(group.last)
 
@@ -985,6 +1022,7 @@ class Scheduler:
             self.control.begins_to_wait(program)
         self.shares.leave(program, replica.account)
         del replica.programs[program.program_id]
+        replica.let_in.discard(program)
         self.active_count -= 1
         self._leave_family(program)
         program.note(self._now_s, "pause", reason, replica_id)
@@ -1071,6 +1109,8 @@ class Scheduler:
         program.advance(Trigger.RESTORE)
         program.replica_id = replica.replica_id
         replica.programs[program.program_id] = program
+        if reason in (Reason.PATIENCE, Reason.PARENT):
+            replica.let_in.add(program)
         self.active_count += 1
         if program.parent_id:
             self.families.claims(program, more=True)
@@ -1081,12 +1121,12 @@ class Scheduler:
         self._grant_held(program, reason)
         self._put(program)
         if self.families:
-            self._new_parents.append(program.program_id)
+            self._new_parents.append((program.tenant, program.program_id))
 
     def _leave_family(self, program: Program) -> None:
         """Note that a child holds a claim no longer; where only one does at a time, the next may have it."""
         if program.parent_id and self.families.claims(program, more=False) and self.tenants is not None:
-            self._new_parents.append(program.parent_id)
+            self._new_parents.append(family_of(program))
 
     def _grant_held(self, program: Program, reason: Reason) -> None:
         """Grant every held turn of an active program, whose claim must be lifted, where it is."""
@@ -1111,10 +1151,31 @@ class Scheduler:
 
     # --- who may begin ----------------------------------------------------------------------------------------------
 
-    def _open(self, program_id: str) -> Program:
-        program = self.table.open(program_id, self._now_s)
+    def _has_place(self, tenant: str) -> bool:
+        """Say whether one more program may live, where the oldest without a turn was forgotten for it if need be.
+
+        A tenant that has as many as it may forgets its own; where all have, the one with most does.
+        """
+        table, settings = self.table, self.settings
+        if table.count_of(tenant) >= settings.tenant_max_programs_count:
+            oldest = table.longest_acting(tenant)
+        elif len(table) >= settings.max_programs_count:
+            oldest = table.longest_acting(table.largest_tenant()) or table.longest_acting(tenant)
+        else:
+            return True
+        if oldest is None:
+            return False
+        self._terminate(oldest, Reason.FORGOTTEN)
+        self._balance(Moment.PROGRAM_ENDED)
+        return True
+
+    def _open(self, event: TurnArrived | ProgramOpened, program_id: str) -> Program:
+        program = self.table.open(program_id, self._now_s, event.tenant)
         program.admitted = self._admission is None
         self.admitted_count += program.admitted
+        self._join_group(program, event.group_id)
+        self.families.join(program, event.parent_id)
+        program.program_class = event.program_class
         return program
 
     def _admit(self, moment: Moment) -> None:
@@ -1162,13 +1223,11 @@ class Scheduler:
         self.hopeless_ids.pop(event.program_id, None)
         if self.table.get(event.program_id) is not None:
             return
-        program = self._open(event.program_id)
+        if not self._has_place(event.tenant):
+            return
+        program = self._open(event, event.program_id)
         program.announced = program.idle = True
         self._limits_begin(program)
-        self._join_group(program, event.group_id)
-        self.families.join(program, event.parent_id)
-        program.tenant = event.tenant
-        program.program_class = event.program_class
         if self.control.routes:
             self.control.bind(program)
         self._measure_claim(program)
@@ -1309,6 +1368,7 @@ class Scheduler:
             self.shares.leave(program, replica.account)
             replica.residency.leave(program.generation, program.context_tokens)
             del replica.programs[program.program_id]
+            replica.let_in.discard(program)
             self.active_count -= 1
             self._leave_family(program)
             claim_tokens = program.claim_tokens
@@ -1390,7 +1450,7 @@ class Scheduler:
         if self._open_replicas:
             self._no_replica_since_s = None
             if self._granting_replicas and self.families:
-                self._new_parents.extend(self.families.parents())
+                self._new_parents.extend(self.families.all())
         elif self._no_replica_since_s is None:
             self._no_replica_since_s = self._now_s
         others = (self._open_replicas, self._granting_replicas) != before
@@ -1596,6 +1656,8 @@ class Scheduler:
     # --- time -------------------------------------------------------------------------------------------------------
 
     def _tick(self, event: Tick) -> None:  # noqa: ARG002 - its time was taken in already
+        self._new_parents.extend(self.families.overdrawn)
+        self.families.overdrawn.clear()
         self._enforce_limits()
         if self._rules.adapt_capacity:
             self._correct_capacities()

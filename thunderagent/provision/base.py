@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from thunderagent.backends.discovery import wanted_of
@@ -19,7 +19,7 @@ class Launched:
     """
 
     handle: str
-    url: str = ""
+    url: str = field(default="", repr=False)
 
 
 OnLost = Callable[[str, str], None]

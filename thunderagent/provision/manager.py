@@ -23,6 +23,7 @@ from typing import Protocol
 
 import structlog
 
+from thunderagent.backends.discovery.base import shown_url
 from thunderagent.errors import ControlRefusedError, ProvisionError, ProvisionLimitError, ProvisionOffError
 from thunderagent.programs.decisions import Decision, EndReplica, Provision, Reason
 from thunderagent.programs.events import Event, ReplicaRemoved
@@ -210,8 +211,10 @@ class Provisioning:
             if own.was_known and not self._fleet.knows(own.launched.url):  # an operator removed it
                 self._begin_end(self._driver, group, own.launched)
             elif not own.was_up and now_s - own.started_s > self._settings.ready_limit_s:
-                log.error("replica_not_ready", url=own.launched.url, ready_limit_s=self._settings.ready_limit_s)
-                self.failure = f"{own.launched.url} did not answer within {self._settings.ready_limit_s:g} s"
+                log.error(
+                    "replica_not_ready", url=shown_url(own.launched.url), ready_limit_s=self._settings.ready_limit_s
+                )
+                self.failure = f"{shown_url(own.launched.url)} did not answer within {self._settings.ready_limit_s:g} s"
                 self._tries_again_s = now_s + self._settings.cooldown_s
                 self._begin_end(self._driver, group, own.launched)
 
@@ -259,7 +262,7 @@ class Provisioning:
             self._failed("replica_not_started", error)
         else:
             self.failure = ""
-            log.info("replica_started", by=driver.name, url=launched.url)
+            log.info("replica_started", by=driver.name, url=shown_url(launched.url))
             if driver.names_urls:
                 own = self._own[launched.handle] = _Own(launched, self._now_s())
                 self._tell()
@@ -274,8 +277,8 @@ class Provisioning:
         own = self._own.pop(handle, None)
         if own is None:
             return
-        log.error("replica_lost", url=own.launched.url, why=why)
-        self.failure = f"{own.launched.url}: {why}"
+        log.error("replica_lost", url=shown_url(own.launched.url), why=why)
+        self.failure = f"{shown_url(own.launched.url)}: {why}"
         self._tries_again_s = self._now_s() + self._settings.cooldown_s
         self._tell()
         self._something.set()
@@ -289,7 +292,7 @@ class Provisioning:
         else:
             self._elsewhere_count -= 1
         self._ending_urls.add(launched.url)
-        log.info("replica_ending", by=driver.name, url=launched.url)
+        log.info("replica_ending", by=driver.name, url=shown_url(launched.url))
         group.create_task(self._end(driver, launched), name="a replica that ends")
 
     async def _end(self, driver: Provisioner, launched: Launched) -> None:
@@ -308,7 +311,7 @@ class Provisioning:
             if not driver.names_urls:
                 self._elsewhere_count += 1
         else:
-            log.info("replica_ended", by=driver.name, url=launched.url)
+            log.info("replica_ended", by=driver.name, url=shown_url(launched.url))
         self._own.pop(launched.handle, None)
         self._ending_urls.discard(launched.url)
         self._something.set()

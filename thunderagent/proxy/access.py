@@ -29,6 +29,9 @@ OPEN, DATA, ADMIN, ENGINE = Access
 CATCH_ALL = "/{path:(?s:.*)}"
 """The route of what is no other route, line breaks in it too: it goes to an engine."""
 
+OF_OWN_TENANT = frozenset({"/programs", "/programs/{program_id:.+}"})
+"""Routes to GET where a data key that names a tenant sees its own programs, and an admin key all."""
+
 ROUTES: tuple[tuple[Access, str, str], ...] = (
     # Access, methods, path: {} is a part of the path that may hold anything, ** is whatever follows.
     (OPEN, "GET", "/health"),
@@ -39,6 +42,8 @@ ROUTES: tuple[tuple[Access, str, str], ...] = (
     (OPEN, "POST", "/dashboard/login"),
     # What a program's agent calls.
     (DATA, "POST", "/programs"),
+    (DATA, "GET", "/programs"),  # of its tenant; of all: the handler asks for an admin key
+    (DATA, "GET", "/programs/{}"),
     (DATA, "POST", "/programs/release"),  # of all programs: the handler asks for an admin key
     (DATA, "DELETE", "/programs/{}"),
     (DATA, "POST", "/programs/{}/tools/start"),
@@ -51,8 +56,6 @@ ROUTES: tuple[tuple[Access, str, str], ...] = (
     (DATA, "DELETE", "/sessions/{}"),
     (DATA, "*", "/leases**"),
     # What an operator calls.
-    (ADMIN, "GET", "/programs"),
-    (ADMIN, "GET", "/programs/{}"),
     (ADMIN, "GET", "/queue"),
     (ADMIN, "GET", "/tools"),
     (ADMIN, "GET", "/sandboxes"),

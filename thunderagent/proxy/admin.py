@@ -27,6 +27,7 @@ from thunderagent.proxy.reports import (
 )
 from thunderagent.proxy.sandboxes import SANDBOXES_OFF, Sandboxes
 from thunderagent.proxy.story import program_story
+from thunderagent.proxy.tenancy import Tenancy
 from thunderagent.runtime import Runtime
 
 MAX_PAGE = 1000
@@ -78,12 +79,14 @@ class Admin:
         runtime: Runtime,
         replicas: Replicas,
         registry: CollectorRegistry,
+        tenancy: Tenancy,
         sandboxes: Sandboxes | None = None,
         tokens: Tokens | None = None,
     ) -> None:
         """Report on `runtime` and `replicas`; ask `sandboxes` for those of programs, `tokens` for what names them."""
         self._sandboxes = sandboxes
         self._tokens = tokens
+        self._tenancy = tenancy
         self._runtime = runtime
         self._replicas = replicas
         self._registry = registry
@@ -128,7 +131,7 @@ class Admin:
 
     async def programs(self, request: web.Request) -> web.Response:
         """List live programs: a page from `offset` on, `limit` long, filtered and sorted."""
-        query = request.query
+        query, own = request.query, self._own_or_all()
         try:
             status = Status(query["status"]) if "status" in query else None
             phase = Phase(query["phase"]) if "phase" in query else None
@@ -136,7 +139,8 @@ class Admin:
             raise RequestError(str(error)) from error
         limit = _whole_number(request, "limit", 100, least=1, most=MAX_PAGE)
         offset = _whole_number(request, "offset", 0)
-        wanted = ProgramFilter(status, phase, query.get("replica_id"), query.get("search", ""), query.get("tenant"))
+        tenant = query.get("tenant") if own is None else own
+        wanted = ProgramFilter(status, phase, query.get("replica_id"), query.get("search", ""), tenant)
         sort = query.get("sort", "")
         if sort.removeprefix("-") not in SORTS and sort:
             raise RequestError(f"sort is one of {', '.join(SORTS)}, with - before it from the last, not {sort!r}")
@@ -157,9 +161,9 @@ class Admin:
         program_id = check_program_id(wanted.program_id)
         if wanted.sandboxes is not None and self._sandboxes is None:
             raise RequestError(SANDBOXES_OFF)
-        opened = self._runtime.open_program(
-            program_id, wanted.group_id, wanted.parent_id, wanted.tenant, wanted.program_class
-        )
+        self._tenancy.check(program_id)
+        tenant = self._tenancy.named(wanted.tenant)
+        opened = self._runtime.open_program(program_id, wanted.group_id, wanted.parent_id, tenant, wanted.program_class)
         made: list[dict[str, Any]] = []
         if self._sandboxes is not None:
             if wanted.sandboxes is not None:
@@ -175,13 +179,14 @@ class Admin:
         program_id = check_program_id(request.match_info["program_id"])
         body = await request.read()
         tool = read_model(ToolRequest, body).tool if body.strip() else ""
-        known = self._runtime.tool_started(program_id, tool)
+        known = self._tenancy.has(program_id) and self._runtime.tool_started(program_id, tool)
         return web.json_response({"program_id": program_id, "known": known})
 
     async def tool_end(self, request: web.Request) -> web.Response:
         """Take in that a program's tool is through. Idempotent; an unknown program is no error."""
         program_id = check_program_id(request.match_info["program_id"])
-        return web.json_response({"program_id": program_id, "known": self._runtime.tool_ended(program_id)})
+        known = self._tenancy.has(program_id) and self._runtime.tool_ended(program_id)
+        return web.json_response({"program_id": program_id, "known": known})
 
     async def _request_sandboxes(self, program_id: str, wanted: list[dict[str, Any]], *, opened: bool) -> None:
         assert self._sandboxes is not None
@@ -195,8 +200,9 @@ class Admin:
 
     async def program(self, request: web.Request) -> web.Response:
         """Tell one program's state, why it waits, and its story."""
+        self._own_or_all()
         program = self._runtime.scheduler.table.get(request.match_info["program_id"])
-        if program is None:
+        if program is None or not self._tenancy.may_touch(program.program_id):
             raise NotFoundError(f"there is no live program {request.match_info['program_id']!r}")
         return report_response(program_story(self._runtime, program))
 
@@ -223,8 +229,16 @@ class Admin:
         released_ids = self._runtime.release_together(self._of_tenant(named_ids, wanted.tenant))
         return web.json_response({"released": bool(released_ids), "released_ids": released_ids})
 
+    def _own_or_all(self) -> str | None:
+        """Return the tenant that a request may read of; None is all, for which it needs an admin key."""
+        own = self._tenancy.own
+        if own is None:
+            check_admin()
+        return own
+
     def _of_tenant(self, program_ids: list[str], tenant: str | None) -> list[str]:
-        """Return those of these programs that are a tenant's; all of them if none is named."""
+        """Return those of these programs that are a tenant's, and the caller's; all of them if none is named."""
+        program_ids = [program_id for program_id in program_ids if self._tenancy.may_touch(program_id)]
         if tenant is None:
             return program_ids
         table = self._runtime.scheduler.table
@@ -253,7 +267,9 @@ class Admin:
         return report_response(tools_report(self._runtime))
 
     def _release_one(self, request: web.Request, program_id: str) -> web.Response:
-        released = self._runtime.release(check_program_id(program_id), outcome=outcome_of(request.headers))
+        outcome = outcome_of(request.headers)
+        may = self._tenancy.may_touch(check_program_id(program_id))
+        released = may and self._runtime.release(program_id, outcome=outcome)
         return web.json_response({"program_id": program_id, "released": released})
 
     async def _release_request(self, request: web.Request) -> ReleaseRequest:

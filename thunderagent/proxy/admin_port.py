@@ -11,7 +11,8 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 
 from thunderagent.errors import NotFoundError
-from thunderagent.proxy.access import CATCH_ALL, Access, access_of_route, controls_engine
+from thunderagent.proxy.access import CATCH_ALL, OF_OWN_TENANT, Access, access_of_route, controls_engine
+from thunderagent.proxy.tenancy import Tenancy
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -34,8 +35,10 @@ class AdminPort:
         """Begin before the listeners do."""
         self.port: int | None = None
 
-    def before(self, handler: Handler, method: str, route_path: str) -> Handler:
+    def before(self, handler: Handler, method: str, route_path: str, tenancy: Tenancy) -> Handler:
         """Wrap a handler so that what is for the admin port is refused elsewhere."""
+        if method == "GET" and route_path in OF_OWN_TENANT:
+            return self._only_here(handler, lambda _: tenancy.own is None)
         if is_admin(method, route_path):
             return self._only_here(handler, lambda _: True)
         if (method, route_path) == OF_ALL_UNLESS_NAMED:

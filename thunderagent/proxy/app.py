@@ -29,6 +29,7 @@ from thunderagent.proxy.dialects import TURN_DIALECTS, dialect_of
 from thunderagent.proxy.discovery import Discovery
 from thunderagent.proxy.facade import Facade
 from thunderagent.proxy.guard import Guard, GuardSettings, Handler
+from thunderagent.proxy.held import HeldTurns
 from thunderagent.proxy.history import History
 from thunderagent.proxy.identity import split_path
 from thunderagent.proxy.judge import Judge, JudgeCollector
@@ -44,6 +45,8 @@ from thunderagent.proxy.replica_routes import ReplicaHandlers, SourceCollector
 from thunderagent.proxy.replicas import Replicas, Watcher
 from thunderagent.proxy.request_id import REQUEST_ID, mark
 from thunderagent.proxy.sandboxes import SandboxCollector, Sandboxes, SandboxHandlers
+from thunderagent.proxy.stall import STALL_LIMIT_S
+from thunderagent.proxy.tenancy import Tenancy
 from thunderagent.proxy.turns import Turns, TurnSettings
 from thunderagent.proxy.weight_sync import WeightSync
 from thunderagent.runtime import Runtime
@@ -92,7 +95,9 @@ def build_app(
     """Put the proxy together. The caller owns what it is made of. `simulated` engines are told of in every answer."""
     registry = CollectorRegistry()
     metrics = TurnMetrics(registry)
-    turns = Turns(runtime, client, replicas, watcher, metrics, turn_settings, sandboxes, judge)
+    tenancy = Tenancy(runtime, from_key=turn_settings.tenant_from_key)
+    held = HeldTurns(turn_settings.held, registry)
+    turns = Turns(runtime, client, replicas, watcher, metrics, turn_settings, tenancy, held, sandboxes, judge)
     models = Models(runtime, client, replicas)
     registry.register(StateCollector(runtime, replicas))
     registry.register(SourceCollector(discovery))
@@ -105,8 +110,9 @@ def build_app(
     control_settings = control_settings or ControlSettings()
     control = Control(runtime, client, replicas, control_settings)
     weight_sync = WeightSync(runtime, replicas, limit_s=control_settings.weight_sync_limit_s)
-    leases = Leases(runtime, replicas, limit_s=control_settings.lease_limit_s)
+    leases = Leases(runtime, replicas, tenancy, held, limit_s=control_settings.lease_limit_s)
     app = web.Application(client_max_size=guard_settings.max_body_bytes)
+    app[STALL_LIMIT_S] = guard_settings.client_stall_limit_s
     guard.attach(app)
     app.on_cleanup.append(_stopping(replicas.breakers))
     app[HISTORY] = History(runtime, replicas, metrics.hold_counts)
@@ -120,8 +126,8 @@ def build_app(
         *Facade(runtime, replicas, control, turns.handle_on, turns.forward_to).routes(),
         *weight_sync.routes(),
         *leases.routes(),
-        *SandboxHandlers(sandboxes).routes(),
-        *Admin(runtime, replicas, registry, sandboxes, turn_settings.identity.tokens).routes(),
+        *SandboxHandlers(sandboxes, tenancy).routes(),
+        *Admin(runtime, replicas, registry, tenancy, sandboxes, turn_settings.identity.tokens).routes(),
         *ReplicaHandlers(runtime, replicas, discovery).routes(),
         *Primitives(runtime, provisioner).routes(),
         *live.routes(),
@@ -135,7 +141,7 @@ def build_app(
     for route in routes:
         handler = route.handler
         if admin_port is not None:
-            handler = admin_port.before(handler, route.method, route.path)
+            handler = admin_port.before(handler, route.method, route.path, tenancy)
         handler = answering_errors(guard.before(handler, route.method, route.path))
         if tracing is not None:
             handler = tracing.around(handler)

@@ -126,7 +126,7 @@ def _key_of(attempt: Attempt) -> str | None:
     if attempt.turn.program_id is not None:
         return attempt.turn.program_id
     key = attempt.patience.idempotency_key
-    return f"\0{key}" if key else None  # no program's id begins so
+    return f"\0{attempt.turn.tenant}\0{key}" if key else None  # no program's id begins so
 
 
 def _earlier_of(attempt: Attempt, others: list[Attempt]) -> Attempt | None:

@@ -41,6 +41,8 @@ class GuardSettings:
     """Requests a second that a caller may send in the long run; None is any number."""
     rate_limit_burst_count: int = 100
     metrics_need_key: bool = False
+    client_stall_limit_s: float = 120.0
+    """A client that takes nothing of an answer that is streamed for so long is cut off."""
 
 
 class Guard:

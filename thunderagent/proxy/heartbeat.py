@@ -17,6 +17,7 @@ from multidict import CIMultiDict
 from thunderagent.errors import ThunderAgentError
 from thunderagent.proxy.dialects import Dialect
 from thunderagent.proxy.request_id import begin
+from thunderagent.proxy.stall import write, write_eof
 
 COMMENT = b": held\n\n"
 """A comment: readers of events pass over it."""
@@ -72,8 +73,8 @@ class HeldStream:
     async def end_with(self, event: bytes) -> web.StreamResponse:
         """Write one last event."""
         assert self.response is not None, "nothing was sent yet: answer with a status"
-        await self.response.write(event)
-        await self.response.write_eof()
+        await write(self._request, self.response, event)
+        await write_eof(self._request, self.response)
         return self.response
 
     async def _beat(self) -> None:
@@ -86,6 +87,6 @@ class HeldStream:
                     response = web.StreamResponse(headers=head)
                     await begin(self._request, response)
                     self.response = response
-                await self.response.write(beat)
+                await write(self._request, self.response, beat)
         except ConnectionError:
             return  # the client left: its handler is about to be cancelled

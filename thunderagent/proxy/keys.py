@@ -25,9 +25,11 @@ COOKIE = "thunderagent_key"
 """Where a browser keeps an admin key for the dashboard."""
 
 KEY_PREFIX = "tak_"
-_LINE = re.compile(r"(?P<name>[\w.@-]{1,64}):sha256:(?P<digest>[0-9a-f]{64})", re.ASCII)
-_HAS_DATA_KEY_ONLY: ContextVar[bool] = ContextVar("has_data_key_only", default=False)
+_LINE = re.compile(r"(?P<name>[\w.@-]{1,64}(?:/[\w.@-]{1,64})?):sha256:(?P<digest>[0-9a-f]{64})", re.ASCII)
+_KEY: ContextVar[Key | None] = ContextVar("key", default=None)
 """Of the request that is being handled; aiohttp handles each in a context of its own."""
+_MAY_ALL: ContextVar[bool] = ContextVar("may_all", default=True)
+"""Whether that request may do what needs an admin key: it brings one, or there are no keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,11 @@ class Key:
     name: str
     digest: bytes
     is_admin: bool
+
+    @property
+    def tenant(self) -> str:
+        """Who has it: its name, or what stands before a slash there, where a tenant has several."""
+        return self.name.partition("/")[0]
 
 
 def mint_key(name: str) -> tuple[str, str]:
@@ -125,6 +132,8 @@ def _cookie_texts(headers: CIMultiDictProxy[str]) -> list[str]:
 
 def check_key(key: Key | None, keyring: Keyring, *, for_admin: bool) -> None:
     """Check that a request with this key may go on. Raises `KeyNeededError` (401), `AdminKeyNeededError` (403)."""
+    _KEY.set(key)
+    _MAY_ALL.set(key is not None and key.is_admin)
     if key is None:
         if not for_admin and not keyring.has_data_keys:
             return
@@ -134,13 +143,18 @@ def check_key(key: Key | None, keyring: Keyring, *, for_admin: bool) -> None:
             f"send a key of this proxy as Authorization: Bearer, X-API-Key or {KEY_HEADER}; "
             "there was none, or one that is not configured"
         )
-    if not key.is_admin:
-        if for_admin:
-            raise AdminKeyNeededError("this needs an admin key; the key is one for data")
-        _HAS_DATA_KEY_ONLY.set(True)
+    if not key.is_admin and for_admin:
+        raise AdminKeyNeededError("this needs an admin key; the key is one for data")
+
+
+def caller_key() -> Key | None:
+    """Return the key that the request brings which is being handled; None where it brings none."""
+    return _KEY.get()
 
 
 def check_admin() -> None:
-    """Check, in a handler that takes data keys, that this request of it may be made. Raises `AdminKeyNeededError`."""
-    if _HAS_DATA_KEY_ONLY.get():
-        raise AdminKeyNeededError("what concerns every program needs an admin key; the key is one for data")
+    """Check, in a handler that takes data keys, that this request of it may be made. Raises as `check_key` does."""
+    if _MAY_ALL.get():
+        return
+    why = "what concerns every program needs an admin key"
+    raise KeyNeededError(why) if _KEY.get() is None else AdminKeyNeededError(f"{why}; the key is one for data")

@@ -16,16 +16,24 @@ import structlog
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field
 
+from thunderagent.backends.discovery.base import shown_url
 from thunderagent.errors import ReplicaRemovedError
 from thunderagent.proxy.bodies import read_model
+from thunderagent.proxy.held import HeldTurns
 from thunderagent.proxy.identity import check_program_id
 from thunderagent.proxy.replicas import Replicas
+from thunderagent.proxy.request_id import begin
+from thunderagent.proxy.stall import write_eof
+from thunderagent.proxy.tenancy import Tenancy
 from thunderagent.runtime import Lease, Runtime
 
 log = structlog.get_logger("thunderagent.leases")
 
 BYTES_PER_TOKEN = 4
 """The scheduler takes prompts by their bytes, and learns from usage how many make a token."""
+
+HEARD_AFTER_ROUNDS = 3
+"""So many rounds of the event loop after a write it has heard of a connection that was reset."""
 
 Tokens = Annotated[int, Field(ge=0, lt=2**31)]
 
@@ -80,10 +88,14 @@ class _Held:
 class Leases:
     """Handlers of `/leases`."""
 
-    def __init__(self, runtime: Runtime, replicas: Replicas, *, limit_s: float) -> None:
+    def __init__(
+        self, runtime: Runtime, replicas: Replicas, tenancy: Tenancy, held: HeldTurns, *, limit_s: float
+    ) -> None:
         """Take leases of `runtime`; one of which nothing is heard for `limit_s` is ended."""
         self._runtime = runtime
         self._replicas = replicas
+        self._tenancy = tenancy
+        self._waiting = held
         self._limit_s = limit_s
         self._held: dict[str, _Held] = {}
 
@@ -97,15 +109,19 @@ class Leases:
 
     async def take(self, request: web.Request) -> web.Response:
         """Wait for a lease."""
-        wanted = read_model(LeaseRequest, await request.read())
+        body = await request.read()
+        wanted = read_model(LeaseRequest, body)
+        program_id = None if wanted.program_id is None else check_program_id(wanted.program_id)
+        self._tenancy.check(program_id)
         lease = await self._runtime.lease(
-            None if wanted.program_id is None else check_program_id(wanted.program_id),
+            program_id,
             branch_id=wanted.branch_id,
-            prompt_bytes=wanted.prompt_tokens * BYTES_PER_TOKEN,
+            prompt_bytes=(self._believed(wanted.prompt_tokens) or 0) * BYTES_PER_TOKEN,
             group_id=wanted.group_id,
             deadline_s=None if wanted.patience_s is None else self._runtime.now_s() + wanted.patience_s,
             parent_id=wanted.parent_id,
-            tenant=wanted.tenant,
+            tenant=self._tenancy.named(wanted.tenant),
+            while_held=self._waiting.turn(len(body)),
         )
         try:
             url = self._replicas.url_of(lease.replica_id)
@@ -114,17 +130,37 @@ class Leases:
             raise
         lease_id = uuid.uuid4().hex
         self._held[lease_id] = _Held(lease, self._watch(lease_id))
-        return web.json_response(
+        response = web.json_response(
             {
                 "lease_id": lease_id,
                 "program_id": lease.program_id,
                 "replica_id": lease.replica_id,
-                "url": url,
+                "url": shown_url(url),
                 "held_s": round(lease.held_s, 4),
                 "reason": lease.reason,
                 "limit_s": self._limit_s,
             }
         )
+        await self._hand_over(request, response, lease_id)
+        return response
+
+    async def _hand_over(self, request: web.Request, response: web.Response, lease_id: str) -> None:
+        """Write the answer here: a lease that nobody got is given back at once, and not when its limit is over."""
+        is_there = False
+        try:
+            await begin(request, response)
+            await write_eof(request, response)
+            for _ in range(HEARD_AFTER_ROUNDS):
+                await asyncio.sleep(0)
+            is_there = request.transport is not None and not request.transport.is_closing()
+        finally:
+            if not is_there and lease_id in self._held:
+                self._give_back(lease_id)
+
+    def _believed(self, tokens: int | None) -> int | None:
+        """Return tokens as far as they can be true: of no more than the largest replica has room for."""
+        capacity_tokens = self._runtime.scheduler.knowledge.capacity_tokens
+        return tokens if tokens is None or not capacity_tokens else min(tokens, capacity_tokens)
 
     async def progress(self, request: web.Request) -> web.Response:
         """Take a sign of life; the first one says that the first token came."""
@@ -138,7 +174,7 @@ class Leases:
             if not held.started:
                 held.started = True
                 held.lease.started()
-            held.lease.progressed(report.output_tokens)
+            held.lease.progressed(self._believed(report.output_tokens) or 0)
         return web.json_response({"lease_id": lease_id, "held": held is not None})
 
     async def end(self, request: web.Request) -> web.Response:
@@ -150,7 +186,10 @@ class Leases:
         if held is not None:
             held.watchdog.cancel()
             if said.outcome == "finished":
-                held.lease.finished(said.prompt_tokens, said.output_tokens, said.cached_tokens, said.tool)
+                believed = self._believed
+                held.lease.finished(
+                    believed(said.prompt_tokens), believed(said.output_tokens), believed(said.cached_tokens), said.tool
+                )
             else:
                 {
                     "failed": held.lease.failed,

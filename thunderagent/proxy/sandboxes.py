@@ -16,6 +16,7 @@ from thunderagent.errors import NotFoundError, RequestError
 from thunderagent.proxy.identity import check_program_id
 from thunderagent.proxy.keys import check_admin
 from thunderagent.proxy.sse import server_sent, stream_events
+from thunderagent.proxy.tenancy import Tenancy
 
 SANDBOXES_OFF = "sandboxes are off; start with --sandboxes docker"
 
@@ -124,9 +125,10 @@ class SandboxCollector:
 class SandboxHandlers:
     """Handlers of the sandbox API; without a manager each says that sandboxes are off."""
 
-    def __init__(self, sandboxes: Sandboxes | None) -> None:
-        """Ask `sandboxes`."""
+    def __init__(self, sandboxes: Sandboxes | None, tenancy: Tenancy) -> None:
+        """Ask `sandboxes`; a data key that names a tenant for those of that tenant's live programs alone."""
         self._given = sandboxes
+        self._tenancy = tenancy
 
     def routes(self) -> list[web.RouteDef]:
         """Return the routes; they go before those of programs, whose ids may hold anything."""
@@ -152,20 +154,23 @@ class SandboxHandlers:
     async def list_of_program(self, request: web.Request) -> web.Response:
         """List a program's sandboxes; none is no error."""
         program_id = check_program_id(request.match_info["program_id"])
-        return _of_program(program_id, self._sandboxes.of_program(program_id))
+        sandboxes = self._sandboxes
+        return _of_program(program_id, sandboxes.of_program(program_id) if self._tenancy.has(program_id) else ())
 
     async def request(self, request: web.Request) -> web.Response:
         """Ask for a sandbox, or several; opens the program if it is new. 202: it is made when it is needed."""
         program_id = check_program_id(request.match_info["program_id"])
-        made = await self._sandboxes.request(program_id, await request.read())
+        sandboxes = self._sandboxes
+        self._tenancy.check(program_id)
+        made = await sandboxes.request(program_id, await request.read())
         return _of_program(program_id, made, status=202)
 
     async def reclaim(self, request: web.Request) -> web.Response:
         """Take a program off one of its sandboxes. Idempotent."""
         program_id, sandbox_id = request.match_info["program_id"], request.match_info["sandbox_id"]
-        return web.json_response(
-            {"sandbox_id": sandbox_id, "reclaimed": self._sandboxes.reclaim(program_id, sandbox_id)}
-        )
+        sandboxes = self._sandboxes
+        reclaimed = self._tenancy.has(program_id) and sandboxes.reclaim(program_id, sandbox_id)
+        return web.json_response({"sandbox_id": sandbox_id, "reclaimed": reclaimed})
 
     async def events(self, request: web.Request) -> web.StreamResponse:
         """Stream a report for each change, those that there are first; of one program with `?program_id=`."""
@@ -175,12 +180,15 @@ class SandboxHandlers:
             raise RequestError("program_id is empty")
         if program_id is None:
             check_admin()
+        elif not self._tenancy.has(program_id):
+            raise NotFoundError(f"there is no live program {program_id!r}")
         async with sandboxes.feed(program_id) as queue:
             there = sandboxes.all() if program_id is None else sandboxes.of_program(program_id)
 
             async def next_event() -> bytes | None:
                 report = await queue.get()
-                return None if report is None else _event(report)
+                ended = report is None or not self._tenancy.may_touch(program_id)  # it is another's by now
+                return None if ended or report is None else _event(report)
 
             return await stream_events(request, next_event, first=b"".join(map(_event, there)))
 

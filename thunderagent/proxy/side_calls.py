@@ -31,6 +31,8 @@ from thunderagent.proxy.large_bodies import read_aside
 from thunderagent.proxy.made_answers import MadeAnswers
 from thunderagent.proxy.replicas import Replicas, Watcher
 from thunderagent.proxy.request_id import begin
+from thunderagent.proxy.stall import write, write_eof
+from thunderagent.proxy.tenancy import Tenancy
 
 log = structlog.get_logger("thunderagent.side_calls")
 
@@ -61,6 +63,7 @@ class SideCalls:
         *,
         retries_count: int,
         identity: IdentityRules,
+        tenancy: Tenancy,
     ) -> None:
         """Relay with `client`; what names an answer goes to the replica that `made` it."""
         self._client = client
@@ -69,6 +72,7 @@ class SideCalls:
         self._made = made
         self._retries_count = retries_count
         self._identity = identity
+        self._tenancy = tenancy
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Relay one request, whatever its method. Raises `ReplicaError`, `NoReplicaError`."""
@@ -79,7 +83,8 @@ class SideCalls:
         call = await read_aside(read, len(says_whose))
         headers = identity_headers(call.program_id, call.source)
         try:
-            replica_id, upstream = await self._send(request, path, call.program_id, call.body or body)
+            program_id = call.program_id if self._tenancy.may_touch(call.program_id) else None
+            replica_id, upstream = await self._send(request, path, program_id, call.body or body)
         except ThunderAgentError as error:
             tell_with_error(error, headers)
             raise
@@ -146,16 +151,17 @@ class SideCalls:
         try:
             while chunk := await self._client.next_chunk(replica_id, upstream):
                 last_chunk = chunk
-                await response.write(chunk)
+                await write(request, response, chunk)
         except ReplicaError as error:
             log.warning("replica_failed_request", replica_id=replica_id, path=path, why=str(error))
             may_add = not any(name in upstream.headers for name in _SIZED_OR_ENCODED)
             if may_add and upstream.content_type == "text/event-stream":
                 dialect = dialect_of(path.partition("?")[0])
-                await response.write(b"\n\n" + dialect.break_off(error.code, error.message, last_chunk))
+                ending = dialect.break_off(error.code, error.message, last_chunk)
+                await write(request, response, b"\n\n" + ending)
             cut(request)
             return response
-        await response.write_eof()
+        await write_eof(request, response)
         return response
 
 

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 
 from thunderagent.proxy.request_id import begin
+from thunderagent.proxy.stall import write, write_eof
 
 HEARTBEAT_S = 15.0
 """A comment is sent on a silent stream so often, so that nobody between takes it for dead."""
@@ -43,16 +44,16 @@ async def stream_events(
     )
     await begin(request, response)
     if first:
-        await response.write(first)
+        await write(request, response, first)
     while True:
         try:
             async with asyncio.timeout(heartbeat_s):
                 events = await next_events()
         except TimeoutError:
-            await response.write(b": still here\n\n")
+            await write(request, response, b": still here\n\n")
             continue
         if events is None:
             break
-        await response.write(events)
-    await response.write_eof()
+        await write(request, response, events)
+    await write_eof(request, response)
     return response

@@ -50,6 +50,7 @@ from thunderagent.proxy.dialects import NO_USAGE, TURN_DIALECTS, Dialect, Usage,
 from thunderagent.proxy.dialects.base import KeepId
 from thunderagent.proxy.headers import forwarded_request_headers, forwarded_response_headers
 from thunderagent.proxy.heartbeat import HeldStream
+from thunderagent.proxy.held import NO_LIMITS, HeldLimits, HeldTurns
 from thunderagent.proxy.identity import CLASS_HEADER, NO_RULES, IdentityRules, TurnRequest, identify, split_path
 from thunderagent.proxy.inference import Chain, Inference, Prompt, prompt_of
 from thunderagent.proxy.judge import Judge
@@ -62,6 +63,8 @@ from thunderagent.proxy.request_id import REQUEST_ID, begin
 from thunderagent.proxy.retry_budget import DEFAULT_RETRIES, RetryBudget, RetrySettings
 from thunderagent.proxy.sandboxes import Sandboxes
 from thunderagent.proxy.side_calls import SideCalls, cut, look_at
+from thunderagent.proxy.stall import write, write_eof
+from thunderagent.proxy.tenancy import Tenancy
 from thunderagent.proxy.tool_calls import StreamToolCalls, tool_of_answer
 from thunderagent.proxy.usage import StreamUsage, usage_of_answer
 from thunderagent.runtime import Lease, Runtime
@@ -89,6 +92,10 @@ class TurnSettings:
     """Whether turns are let in before their clients give up."""
     heartbeat_s: float | None = None
     """Time between two signs of life on a stream that is held; None sends none."""
+    tenant_from_key: bool = False
+    """Whether a program's tenant is that of the key that opens it, and a data key is for its own tenant alone."""
+    held: HeldLimits = NO_LIMITS
+    """How much may be held."""
     names_programs: bool = False
     """Tell engines whose turn it is, so that the events of their KV cache say whose blocks they are about."""
 
@@ -103,6 +110,7 @@ class Record:
         "completions",
         "dialect",
         "generation",
+        "held_bytes",
         "held_s",
         "held_stream",
         "maker_id",
@@ -116,9 +124,13 @@ class Record:
         "usage",
     )
 
-    def __init__(self, turn: TurnRequest, dialect: Dialect, arrived_s: float, chosen_id: str | None = None) -> None:
+    def __init__(
+        self, turn: TurnRequest, dialect: Dialect, arrived_s: float, body: bytes, chosen_id: str | None = None
+    ) -> None:
         """Begin with a turn that has no lease yet; unless it ends otherwise, its client left."""
         self.turn = turn
+        self.held_bytes = len(body) + (len(turn.body) if turn.body is not body else 0)
+        """What is kept of it until it has run: the body as it came, and as it is forwarded."""
         self.chosen_id = chosen_id
         """The replica that it must run on, and on no other."""
         self.maker_id: str | None = None
@@ -153,6 +165,8 @@ class Turns:
         watcher: Watcher,
         metrics: TurnMetrics,
         settings: TurnSettings,
+        tenancy: Tenancy,
+        held: HeldTurns,
         sandboxes: Sandboxes | None = None,
         judge: Judge | None = None,
     ) -> None:
@@ -165,6 +179,8 @@ class Turns:
         self._watcher = watcher
         self._metrics = metrics
         self._settings = settings
+        self._tenancy = tenancy
+        self._held = held
         self._made = MadeAnswers(MADE_ANSWERS_COUNT)
         self._side_calls = SideCalls(
             client,
@@ -173,6 +189,7 @@ class Turns:
             self._made,
             retries_count=settings.retries.retries_count,
             identity=settings.identity,
+            tenancy=tenancy,
         )
         self._budget = RetryBudget(settings.retries)
         self._attempts = Attempts()
@@ -200,18 +217,19 @@ class Turns:
         body = await request.read()
         bare_path = path.partition("?")[0]
         dialect = TURN_DIALECTS.get(bare_path) or dialect_of(bare_path)  # a spelling with escapes is routed here, too
-        read = partial(_read_turn, path_id, request.headers, body, self._settings.identity, dialect)
+        read = partial(_read_turn, path_id, request.headers, body, self._settings.identity, dialect, self._tenancy)
         turn, prompt = await read_aside(read, len(body))
         if turn is None:
             return await self._judged_by_engine(request, path, chosen_id)
         if chosen_id is not None:
             turn, prompt = _of_nobody(turn), None
         turn = self._of_program(request, turn, prompt)
-        record = Record(turn, dialect, arrived_s, chosen_id)
+        record = Record(turn, dialect, arrived_s, body, chosen_id)
         if turn.previous_response_id:
             record.maker_id = self._made.maker(turn.previous_response_id)
         if prompt is not None:
             record.chain, record.completions = prompt.chain(), Completions(dialect)
+            del prompt  # as large as the body, and of no more use
         attempt = self._attempt(request, path if chosen_id is None else request.raw_path, turn)
         now_s = self._runtime.now_s()
         self._budget.turn_came(now_s)
@@ -257,7 +275,11 @@ class Turns:
             self._judge.turn_seen(turn.program_id, turn.body)
 
     def _of_program(self, request: web.Request, turn: TurnRequest, prompt: Prompt | None) -> TurnRequest:
-        """Infer whose turn it is, if nobody says and the operator wants that, and have its sandboxes prepared."""
+        """Infer whose turn it is, if nobody says and the operator wants that, and have its sandboxes prepared.
+
+        Raises `OtherTenantError` if its program is not one of its key's.
+        """
+        self._tenancy.check(turn.program_id)
         if prompt is not None and self._inference is not None:
             turn = self._inference.named(turn, prompt)
         if self._sandboxes is not None and turn.program_id is not None and CLASS_HEADER in request.headers:
@@ -351,6 +373,7 @@ class Turns:
         turn = record.turn
         if record.tries_count:
             attempt.supersedes_id, attempt.turn_id = attempt.turn_id, self._runtime.new_turn_id()
+        self._tenancy.check(turn.program_id)  # once more: it may have become another's since the last try
         asked_s, lease = monotonic(), None
         waiting = self._runtime.lease(
             turn.program_id,
@@ -371,6 +394,7 @@ class Turns:
             program_class=turn.program_class,
             role=turn.role,
             parent_branch_id=turn.parent_branch_id,
+            while_held=self._held.turn(record.held_bytes),
         )
         try:
             if record.held_stream is None:
@@ -556,18 +580,18 @@ class Turns:
                 if completions is not None and completions.ended:
                     self._remember(record)  # before the client knows the end, and goes on with it
                 if relayed:
-                    await response.write(relayed)
+                    await write(request, response, relayed)
         except ReplicaError as error:
             record.outcome = "failed"
             self._lease_failed(lease, error)
             await _break_off(request, response, stream, record.dialect, error)
             return response
         if rest := stream.rest():
-            await response.write(rest)
+            await write(request, response, rest)
         record.usage = stream.usage
         record.tool = tool_calls.key()
         self._end_lease(record, lease)
-        await response.write_eof()
+        await write_eof(request, response)
         return response
 
     def _end_lease(self, record: Record, lease: Lease) -> None:
@@ -639,12 +663,21 @@ async def _told(record: Record, error: ThunderAgentError) -> web.StreamResponse:
 
 
 def _read_turn(
-    path_id: str | None, headers: CIMultiDictProxy[str], body: bytes, rules: IdentityRules, dialect: Dialect
+    path_id: str | None,
+    headers: CIMultiDictProxy[str],
+    body: bytes,
+    rules: IdentityRules,
+    dialect: Dialect,
+    tenancy: Tenancy,
 ) -> tuple[TurnRequest | None, Prompt | None]:
     """Return whose turn it is, and its prompt where that must be inferred from it."""
     turn = identify(path_id, headers, body, rules, dialect)
-    infers = rules.infers_programs and turn is not None and turn.program_id is None and turn.has_whole_prompt
-    return turn, prompt_of(body, dialect) if infers else None
+    if turn is None:
+        return None, None
+    if (tenant := tenancy.named(turn.tenant)) != turn.tenant:
+        turn = turn._replace(tenant=tenant)
+    infers = rules.infers_programs and turn.program_id is None and turn.has_whole_prompt
+    return turn, prompt_of(body, dialect, turn.tenant) if infers else None
 
 
 def _read_answer(record: Record, body: bytes, content_encoding: str | None, keep_id: KeepId) -> tuple[Usage, str]:
@@ -661,7 +694,7 @@ async def _break_off(
     """Tell the client of a stream that broke, as an event, and cut the connection: the answer is not whole."""
     if response.headers.get("Content-Encoding", "identity") == "identity":  # else an event would read as rubbish
         ending = dialect.break_off(error.code, error.message, stream.last_events)
-        await response.write(stream.broken_off() + ending)
+        await write(request, response, stream.broken_off() + ending)
     cut(request)
 
 

@@ -17,8 +17,8 @@ from thunderagent.programs.policies.thunderagent import ThunderAgent
 
 @pytest.mark.parametrize("policy", [Cap(n=1), Sticky()])
 def test_children_of_a_parent_that_waits_are_let_in(policy: Policy) -> None:
-    """Its tool is its five sub-agents; memory holds only itself. Each takes three turns, then the parent goes on."""
-    driver = Driver(policy, replicas={"r0": 1000})
+    """Its tool is its five sub-agents; no other is to run. Each takes three turns, then the parent goes on."""
+    driver = Driver(policy, replicas={"r0": 2700})
     driver.takes_turn("parent", 900)
     for number in range(3):
         turns = {child: driver.arrives(child, 400 + 100 * number, parent="parent") for child in "abcde"}
@@ -65,7 +65,7 @@ def test_a_stranger_is_held() -> None:
 
 def test_children_that_were_held_follow_their_parent() -> None:
     """And their children follow them, however deep the family is."""
-    driver = Driver(Cap(n=1))
+    driver = Driver(Cap(n=1), replicas={"r0": 2000})
     driver.takes_turn("first", 10)
     names = ["parent", *(f"child {number}" for number in range(2000))]
     turns = [driver.scheduler.turns[driver.arrives(names[0], 1)]]
@@ -139,3 +139,40 @@ def test_a_tripped_replica_gets_nothing_new_and_keeps_what_it_has() -> None:
     driver.goes_down(home)
     driver.comes_up(home)
     assert home in {driver.granted_on[driver.arrives(None, 10)] for _ in range(12)}
+
+
+def test_a_family_lives_in_one_tenant() -> None:
+    """Who names another tenant's program as its parent, or its group, is held like any stranger."""
+    driver = Driver(Cap(n=1), replicas={"r0": 1000})
+    driver.takes_turn("parent", 900, tenant="red", group="g")
+    strangers = [driver.arrives(f"blue {n}", 900, parent="parent", tenant="blue", group="g") for n in range(21)]
+    assert all(driver.held(turn_id) for turn_id in strangers)
+    assert driver.arrives("child", 50, parent="parent", tenant="red") in driver.granted_on
+    assert driver.program("blue 1").group is not driver.program("parent").group
+
+
+def test_children_overdraw_a_replica_by_no_more_than_the_ratio() -> None:
+    """One is always let in; the others wait until there is room for them, or the one is through."""
+    driver = Driver(Cap(n=1), replicas={"r0": 1000})
+    driver.takes_turn("parent", 900)
+    turns = {f"child {n}": driver.arrives(f"child {n}", 400, parent="parent") for n in range(21)}
+    for number in range(21):
+        assert driver.scheduler.replicas["r0"].account.demand_tokens <= 1500
+        running = [child for child, turn_id in turns.items() if turn_id in driver.granted_on]
+        assert len(running) == number + 1
+        driver.finishes(turns[running[-1]], 400)
+        driver.releases(running[-1])
+        driver.ticks(1.0)
+
+
+def test_a_parent_beyond_the_limit_does_not_wait_for_a_child_for_ever() -> None:
+    driver = Driver(Cap(n=1), replicas={"r0": 1000})
+    driver.takes_turn("parent", 1800)
+    assert driver.arrives("child", 400, parent="parent") in driver.granted_on
+
+
+def test_an_announced_program_takes_its_family_along_when_its_tenant_is_named() -> None:
+    driver = Driver(Cap(n=1))
+    driver.takes_turn("parent", 100, tenant="red")
+    driver.opens("child", parent="parent")
+    assert driver.arrives("child", 100, tenant="red") in driver.granted_on

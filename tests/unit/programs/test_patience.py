@@ -260,3 +260,37 @@ def test_an_attempt_whose_program_ended_is_superseded_by_the_next_incarnation() 
     second = driver.arrives("a", 100, instead_of=first)
     assert list(driver.scheduler.turns) == [second]
     assert driver.demand() == 100
+
+
+def test_patience_overdraws_a_replica_by_no_more_than_the_ratio() -> None:
+    """Fifty impatient turns cannot switch the scheduler off: who cannot be let in is told so when it is due."""
+    driver = full()
+    turns = [driver.arrives(f"impatient {number}", 300, patience_s=10.0) for number in range(50)]
+    driver.ticks(7.6)
+    granted = [turn_id for turn_id in turns if turn_id in driver.granted_on]
+    assert driver.scheduler.replicas["r0"].account.demand_tokens <= 1500
+    assert len(granted) == 4
+    assert {driver.rejected_for[turn_id] for turn_id in turns if turn_id not in granted} == {Reason.OVERDRAWN}
+
+
+def test_one_impatient_program_may_always_be_let_in() -> None:
+    """However large it is, as long as nobody else was."""
+    driver = full()
+    first, second = (driver.arrives(name, 5000, patience_s=10.0) for name in "ab")
+    driver.ticks(7.6)
+    assert first in driver.granted_on
+    assert driver.rejected_for[second] is Reason.OVERDRAWN
+    driver.finishes(first, 5000)
+    driver.releases("a")
+    third = driver.arrives("c", 5000, patience_s=10.0)
+    driver.ticks(7.6)
+    assert third in driver.granted_on
+
+
+def test_an_overdraft_of_nothing_lets_one_in_at_a_time() -> None:
+    driver = Driver(Cap(n=1), settings=replace(SETTINGS, patience_overdraft_ratio=0.0))
+    driver.takes_turn("first", 1000)
+    one, two = (driver.arrives(name, 10, patience_s=10.0) for name in "ab")
+    driver.ticks(7.6)
+    assert one in driver.granted_on
+    assert two in driver.rejected_for

@@ -1,8 +1,13 @@
-"""The program table: incarnations of an id, and whose tool has run longest."""
+"""The program table: incarnations of an id, and whose tool has run longest, and how many there may be."""
 
 from __future__ import annotations
 
+from tests.builders import Driver, of_kind
+from thunderagent.programs.decisions import Reason, Release
+from thunderagent.programs.scheduler import SchedulerSettings
 from thunderagent.programs.table import ProgramTable
+
+CAPS = SchedulerSettings(max_programs_count=6, tenant_max_programs_count=4)
 
 
 def test_an_id_that_comes_back_has_a_new_generation() -> None:
@@ -42,3 +47,46 @@ def test_programs_are_listed_in_the_order_of_their_opening() -> None:
     for name in "cab":
         table.open(name, 0.0)
     assert [program.program_id for program in table] == ["c", "a", "b"]
+
+
+def flood(driver: Driver, tenant: str, count: int, name: str = "") -> list[int]:
+    return [driver.arrives(f"{name or tenant} {n}", 1, tenant=tenant) for n in range(count)]
+
+
+def test_past_the_cap_the_oldest_program_without_a_turn_is_forgotten() -> None:
+    """Of that tenant; then its new ones are rejected, and other tenants lose nothing."""
+    driver = Driver(settings=CAPS)
+    driver.takes_turn("other", 1, tenant="blue")
+    for name in "abcd":
+        driver.takes_turn(name, 1, tenant="red")
+    busy = driver.arrives("b", 1)
+    assert driver.arrives("e", 1, tenant="red") in driver.granted_on
+    assert of_kind(Release, driver.decisions) == ["a"]
+    flood(driver, "red", 2)
+    assert driver.scheduler.table.count_of("red") == 4
+    refused = flood(driver, "red", 3, "more")
+    assert {driver.rejected_for[turn_id] for turn_id in refused} == {Reason.TOO_MANY_PROGRAMS}
+    assert driver.scheduler.table.get("other") is not None
+    driver.finishes(busy, 1)
+    assert driver.arrives("again", 1, tenant="red") in driver.granted_on
+
+
+def test_past_the_cap_of_all_the_largest_tenant_forgets_its_oldest() -> None:
+    driver = Driver(settings=CAPS)
+    for name in "ab":
+        driver.takes_turn(name, 1, tenant="blue")
+    for name in "cdef":
+        driver.takes_turn(name, 1, tenant="red")
+    driver.arrives("g", 1, tenant="green")
+    assert of_kind(Release, driver.decisions) == ["c"]
+    flood(driver, "red", 3)
+    assert len(driver.scheduler.table) == 6
+    assert driver.rejected_for == {}
+    assert {"a", "b", "g"} <= {program.program_id for program in driver.scheduler.table}
+
+
+def test_announced_programs_are_forgotten_too() -> None:
+    driver = Driver(settings=CAPS)
+    for number in range(20):
+        driver.opens(f"p{number}")
+    assert [program.program_id for program in driver.scheduler.table] == ["p16", "p17", "p18", "p19"]

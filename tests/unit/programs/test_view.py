@@ -174,7 +174,7 @@ def test_a_program_belongs_to_the_group_of_its_first_turn() -> None:
     driver.takes_turn("a", 100, group="g")
     driver.takes_turn("a", 100, group="h")
     driver.takes_turn("b", 100)
-    assert set(driver.scheduler.groups) == {"g"}
+    assert set(driver.scheduler.groups) == {("", "g")}
     assert driver.program("b").group is None
 
 

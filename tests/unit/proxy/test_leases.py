@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import aiohttp
 from aiohttp import web
+from prometheus_client import CollectorRegistry
 
 from thunderagent.policy_loader import load_policy
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.proxy.app import answering_errors
+from thunderagent.proxy.held import NO_LIMITS, HeldTurns
 from thunderagent.proxy.leases import Leases
 from thunderagent.proxy.replicas import Replicas
+from thunderagent.proxy.tenancy import Tenancy
 from thunderagent.runtime import Runtime
 
 
@@ -17,7 +20,8 @@ async def test_a_lease_on_a_replica_that_was_removed_just_now_is_given_back() ->
     """Its caller gets an error and no id, so it could not end it."""
     runtime = Runtime(Scheduler(load_policy("passthrough", {})))
     runtime.replica_up("gone")  # the scheduler heard of it, the replicas know it no longer
-    leases = Leases(runtime, Replicas(runtime, []), limit_s=60)
+    held = HeldTurns(NO_LIMITS, CollectorRegistry())
+    leases = Leases(runtime, Replicas(runtime, []), Tenancy(runtime, from_key=False), held, limit_s=60)
     app = web.Application()
     app.router.add_post("/leases", answering_errors(leases.take))
     runner = web.AppRunner(app, shutdown_timeout=0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Literal, Protocol
 from urllib.parse import parse_qsl, urlsplit
 
@@ -20,7 +20,8 @@ MOST_RANKS_COUNT = 1024
 class Wanted:
     """One engine that a source names. `ranks_count` None is what the configuration says for all."""
 
-    url: str
+    url: str = field(repr=False)
+    """It may hold a password: `shown_url` has none."""
     ranks_count: RanksCount | None = None
     is_draining: bool = False
     """It is about to go: it should get nothing new."""
@@ -78,7 +79,7 @@ def wanted_of(text: str, ranks_count: RanksCount | None = None) -> Wanted:
         parts = urlsplit(url)
         has_address = bool(parts.hostname) and parts.port != 0  # a port that is none raises
     except ValueError as error:
-        raise DiscoveryError(f"{shown!r} is no URL: {error}") from error
+        raise DiscoveryError(f"{shown!r} is no URL") from error  # its words may tell a part of the password
     if parts.scheme not in {"http", "https"} or not has_address or any(sign.isspace() for sign in url):
         raise DiscoveryError(f"{shown!r} is no http or https URL")
     if parts.query:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Protocol
 from urllib.parse import urlsplit
 
-from thunderagent.backends.discovery.base import DiscoveryListener, Wanted, wanted_of
+from thunderagent.backends.discovery.base import DiscoveryListener, Wanted, shown_url, wanted_of
 from thunderagent.errors import DiscoveryError
 
 SCHEME = "dns+http://"
@@ -45,11 +45,11 @@ class DnsSource:
         Plain HTTP only: no certificate is for an address that a name had a moment ago.
         """
         if not url.startswith(SCHEME):
-            raise DiscoveryError(f"{url!r}: a name is looked up as {SCHEME}NAME:PORT")
+            raise DiscoveryError(f"{shown_url(url)!r}: a name is looked up as {SCHEME}NAME:PORT")
         template = wanted_of(url.removeprefix("dns+"))
         parts = urlsplit(template.url)
         if parts.hostname is None or parts.username is not None or parts.path:
-            raise DiscoveryError(f"{url!r}: a name that is looked up is given as {SCHEME}NAME:PORT")
+            raise DiscoveryError(f"{shown_url(url)!r}: a name that is looked up is given as {SCHEME}NAME:PORT")
         self._host = parts.hostname
         self._port = parts.port or 80
         self.name = f"dns:{self._host}:{self._port}"
