@@ -313,7 +313,8 @@ def counters(bench: Bench) -> list[Finding]:
         engine = replace(scenario.engine, timing=faster(scenario.engine.timing, speed_ratio))
         for tells in (False, True):
             for poll in polls:
-                at = f"speed x {speed_ratio:g}, {'told' if tells else 'counted'}, polls {', '.join(map(str, poll.values()))}"
+                read = ", ".join(f"{value:g}" for value in poll.values())
+                at = f"speed x {speed_ratio:g}, {'told' if tells else 'counted'}, polls {read}"
                 runs = bench.runs(
                     at,
                     replace(scenario, engine=engine, engine_tells_cached=tells, **poll),

@@ -13,11 +13,11 @@ lost before a step down is not counted after it: else each overshoot is followed
 What was lost is told by the usage of each turn, where the engine says what was cached.
 
 **Counters.** Other engines only count how many prompt tokens they found cached, and a poll reads that count. It says
-nothing of single turns, it is read late, and now and then it is not read at all. So counts and turns are compared over a
-window of several polls, and a turn is in it only if the engine looked it up in it for certain: it was granted after the
-window's first reading came, and its first token was seen before the last one was asked for. What the engine found for
-any other turn only adds to the count. So a loss that the window shows is a loss. One that it does not show may be there
-all the same: before more is tried, what others may have found is taken off. A window that shows neither goes on.
+nothing of single turns, it is read late, and now and then it is not read at all. So counts and turns are compared over
+a window of several polls, and a turn is in it only if the engine looked it up in it for certain: it was granted after
+the window's first reading came, and its first token was seen before the last one was asked for. What the engine found
+for any other turn only adds to the count. So a loss that the window shows is a loss. One that it does not show may be
+there all the same: before more is tried, what others may have found is taken off. A window that shows neither goes on.
 
 **Idleness.** A control that believes noise must undo itself. An engine that is without a turn while turns wait for room
 has its memory kept for nothing: then what was taken from the capacity comes back, in proportion to that time.

@@ -54,7 +54,7 @@ def test_where_the_capacity_is_right_counters_take_nothing_of_it(
 
 
 def test_where_the_capacity_is_told_twice_as_large_counters_show_it() -> None:
-    """More than a policy reaches that believes it, and no less than five sixths of what is reached where it is right."""
+    """More than a policy has that believes it, and five sixths of what is reached where it is right."""
     turns_per_min, ratios = run("breakeven", told_capacity_ratio=2.0)
     assert 0.5 <= ratios[-1] <= 0.75
     assert turns_per_min >= 5 / 6 * run("breakeven")[0]
