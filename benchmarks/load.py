@@ -72,6 +72,10 @@ class ProgramPlan:
     turns: tuple[TurnPlan, ...]
 
 
+HELD_S = 0.01
+"""A turn that a proxy had for less time before its lease was not held."""
+
+
 @dataclass(frozen=True)
 class TurnRecord:
     """What became of one turn; times in seconds since the load began, retries included in its latency."""
@@ -87,6 +91,7 @@ class TurnRecord:
     status: int  # HTTP status of the last try; CONNECTION_BROKE when there was none or the answer broke off
     tries: int
     error: str = ""  # of the last try that failed
+    held_s: float = 0.0  # for so long a proxy held the last try
 
     @property
     def succeeded(self) -> bool:
@@ -151,6 +156,12 @@ class LoadResult:
             [r.first_token_s - r.start_s for r in self.window_records if r.first_token_s is not None], ratio
         )
 
+    @property
+    def held_time_ratio(self) -> float | None:
+        """Of the time that the window's turns ran, the part in which a proxy held them; None without turns."""
+        ran_s = sum(record.latency_s for record in self.window_records)
+        return sum(record.held_s for record in self.window_records) / ran_s if ran_s else None
+
     def summary(self) -> dict[str, float | int | None]:
         """Return the window's figures by name, units in the names, ready for JSON."""
         return {
@@ -165,6 +176,8 @@ class LoadResult:
             "finished_program_count": self.finished_program_count,
             "failed_turn_count": self.failed_turn_count,
             "retry_count": self.retry_count,
+            "held_time_ratio": self.held_time_ratio,
+            "held_turn_count": sum(record.held_s >= HELD_S for record in self.window_records),
             "release_error_count": self.release_error_count,
         }
 
@@ -343,6 +356,7 @@ class _Run:
             status=answer.status,
             tries=tries,
             error=error,
+            held_s=answer.held_s,
         )
         return record, answer.text
 
@@ -352,6 +366,7 @@ class _Run:
         url = f"{self._base_url}/v1/chat/completions"
         try:
             async with self._session.post(url, json=body, headers={"X-Program-ID": program_id}) as response:
+                answer.held_s = float(response.headers.get("X-Hold-Ms", 0.0)) / 1000
                 if response.status != ANSWER_OK:
                     answer.fail(response.status, await response.text())
                 elif self._spec.stream:
@@ -399,6 +414,7 @@ class _Answer:
         self.text = ""
         self.usage: dict[str, Any] = {}
         self.first_token_s: float | None = None
+        self.held_s = 0.0
 
     @property
     def may_retry(self) -> bool:

@@ -4,6 +4,7 @@
     scripts/bench policy union       # what it is worth to count a shared prefix once
     scripts/bench policy burst       # 64 programs at once: do the large ones wait longer, and who waits longest
     scripts/bench policy told        # a capacity that is told wrong by 2
+    scripts/bench policy counters    # engines that do not tell cached tokens of each turn, at several speeds and polls
     scripts/bench policy silent      # programs that never say release
     scripts/bench policy homes       # four replicas: restores that moved although there was room, prefix hits
     scripts/bench policy imbalance   # how far two replicas drift apart in 90 minutes
@@ -52,6 +53,7 @@ from thunderagent.simulator.plans import Workload
 from thunderagent.simulator.records import EngineConfig
 from thunderagent.simulator.report import RunResult
 from thunderagent.simulator.scenario import Scenario
+from thunderagent.simulator.timing import COSTS_US, TimingProfile
 from thunderagent.simulator.traces import Limits, TraceWorkload, load_recorded
 from thunderagent.simulator.workloads import workload
 
@@ -299,6 +301,38 @@ def burst(bench: Bench) -> list[Finding]:
     ]
 
 
+def counters(bench: Bench) -> list[Finding]:
+    """Engines that only count what they found cached, and others, at several speeds and polls, beside `thunderagent`.
+
+    The last polls come late, and of ten three do not come.
+    """
+    polls = [{"poll_interval_s": poll_s} for poll_s in (1.0, 5.0, 10.0)]
+    polls.append({"poll_interval_s": 5.0, "poll_delay_s": 4.0, "poll_missing_ratio": 0.3})
+    found = []
+    for speed_ratio in (0.3, 1.0, 3.0):
+        scenario = bench.scenario(SMALL)
+        engine = replace(scenario.engine, timing=faster(scenario.engine.timing, speed_ratio))
+        for tells in (False, True):
+            for poll in polls:
+                read = ", ".join(f"{value:g}" for value in poll.values())
+                at = f"speed x {speed_ratio:g}, {'told' if tells else 'counted'}, polls {read}"
+                runs = bench.runs(
+                    at,
+                    replace(scenario, engine=engine, engine_tells_cached=tells, **poll),
+                    bench.programs(SMALL),
+                    (bench.policy, "thunderagent"),
+                    SMALL.programs_count,
+                )
+                ratio = ratio_of(runs[bench.policy], runs["thunderagent"], turns_per_min)
+                found.append(Finding(at, bench.policy, "turns/min / thunderagent", ratio, at_least=0.98))
+    return found
+
+
+def faster(timing: TimingProfile, ratio: float) -> TimingProfile:
+    """Return an engine that is so many times as fast."""
+    return replace(timing, **{name: getattr(timing, name) / ratio for name in COSTS_US.values()})
+
+
 def told(bench: Bench) -> list[Finding]:
     """Tell the scheduler half and twice the capacity: turns a minute over those with the right one."""
     found = []
@@ -489,6 +523,7 @@ COMMANDS: dict[str, Callable[[Bench], list[Finding]]] = {
     "union": union,
     "burst": burst,
     "told": told,
+    "counters": counters,
     "silent": silent,
     "homes": homes,
     "imbalance": imbalance,

@@ -5,7 +5,10 @@
 The engine has core 1 to itself; the proxy and the load share core 0. A policy is written `name` or
 `name:key=value:key=value`, for example `cap:n=6`; the special name `direct` means no proxy at all. Every run
 starts a fresh proxy and an empty prefix cache. Runs with one seed have the same programs; the policies take
-turns at going first. The table goes to the terminal, all figures to `benchmarks/results/<name>.json`.
+turns at going first. `held` is the part of the time that turns ran in which the proxy held them, `idle` the part of all
+time in which the engine had no turn while some waited, `least ratio` the least part of the capacity that could be
+claimed. `--stock-flags` takes an engine that does not tell cached tokens for each turn, `--slow 0.33` lets it have a
+third of its core. The table goes to the terminal, all figures to `benchmarks/results/<name>.json`.
 """
 
 from __future__ import annotations
@@ -18,10 +21,11 @@ import shlex
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Self
 
+import aiohttp
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -29,7 +33,7 @@ from rich.table import Table
 from benchmarks.ideal import goodput_figures, goodputs
 from benchmarks.load import LoadSpec, TurnRecord, run_load
 from benchmarks.machine import save_results
-from benchmarks.processes import thunderagent
+from benchmarks.processes import stop, thunderagent
 from benchmarks.real_engine import VLLM_VERSION, RealEngine, RealEngineConfig, cache_dir
 from thunderagent.calibrate.measurement import Settings, calibrate
 from thunderagent.errors import ConfigurationError
@@ -45,6 +49,8 @@ if TYPE_CHECKING:
 
 DIRECT = "direct"
 BASELINES = ("passthrough", DIRECT)  # what ratios are taken against, in order of preference
+
+WATCH_INTERVAL_S = 0.5
 
 Figures = Mapping[str, float | int | None]
 
@@ -63,6 +69,8 @@ class Run:
     policy: str
     seed: int
     figures: Figures
+    capacity_ratios: tuple[float, ...] = ()
+    """What could be claimed, each half second."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +83,8 @@ class Comparison:
     warmup_s: float = 20.0
     measure_s: float = 60.0
     stream: bool = True
+    speed_ratio: float = 1.0
+    """The part of its core that the engine gets: busy neighbours take the rest."""
 
     def order(self) -> list[tuple[int, int, Contestant]]:
         """Return (seed, programs, policy) in the order of the runs; each seed begins with another policy."""
@@ -100,6 +110,66 @@ async def serve_proxy(engine_urls: Sequence[str], policy: Contestant) -> AsyncIt
     )
     async with thunderagent(*arguments, log_path=cache_dir() / "logs" / "proxy.log") as server:
         yield server.url
+
+
+class Watch:
+    """Looks at a proxy's replica twice a second: what may be claimed of it, and whether it is idle while turns wait."""
+
+    def __init__(self, url: str, warmup_s: float) -> None:
+        self._url = url
+        self._from_s = time.monotonic() + warmup_s
+        self.capacity_ratios: list[float] = []
+        self._idle: list[bool] = []
+
+    @contextlib.asynccontextmanager
+    async def watching(self) -> AsyncIterator[None]:
+        """Look while in the block."""
+        task = asyncio.create_task(self._watch())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _watch(self) -> None:
+        async with aiohttp.ClientSession(self._url, timeout=aiohttp.ClientTimeout(total=10)) as session:
+            while True:
+                with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+                    await self._look(session)
+                await asyncio.sleep(WATCH_INTERVAL_S)
+
+    async def _look(self, session: aiohttp.ClientSession) -> None:
+        async with session.get("/queue?limit=1") as answer:
+            waits = (await answer.json())["turns_held_count"] > 0
+        async with session.get("/replicas") as answer:
+            (replica,) = (await answer.json())["replicas"]
+        self.capacity_ratios.append(replica["capacity_ratio"])
+        if time.monotonic() >= self._from_s:
+            self._idle.append(waits and not replica["turns_in_flight_count"])
+
+    def figures(self) -> dict[str, float | None]:
+        """Return the least and the last ratio of the whole run, and the part of the measured time when it was idle."""
+        ratios = self.capacity_ratios
+        return {
+            "lowest_capacity_ratio": min(ratios, default=None),
+            "last_capacity_ratio": ratios[-1] if ratios else None,
+            "idle_while_waiting_ratio": fmean(self._idle) if self._idle else None,
+        }
+
+
+@contextlib.asynccontextmanager
+async def busy_neighbours(core: int | None, speed_ratio: float) -> AsyncIterator[None]:
+    """Have as many processes compute on a core as leave one more about that part of it, while in the block."""
+    processes = []
+    pinning = () if core is None else ("taskset", "--cpu-list", str(core))
+    try:
+        for _ in range(round(1 / speed_ratio) - 1):
+            command = ("setpriv", "--pdeathsig", "KILL", *pinning, sys.executable, "-c", "while True: pass")
+            processes.append(await asyncio.create_subprocess_exec(*command))
+        yield
+    finally:
+        for process in processes:
+            await stop(process)
 
 
 class Progress:
@@ -156,6 +226,9 @@ async def measure(
         if is_proxy:
             url = await stack.enter_async_context(serve_proxy([engine.url], policy))
         progress = stack.enter_context(Progress(console, f"{policy}, {spec.programs} programs, seed {spec.seed}"))
+        watch = Watch(url, comparison.warmup_s)
+        if is_proxy:
+            await stack.enter_async_context(watch.watching())
         result = await run_load(
             spec,
             url,
@@ -164,7 +237,8 @@ async def measure(
             measure_s=comparison.measure_s,
             on_turn=progress.on_turn,
         )
-    return Run(spec.programs, str(policy), spec.seed, result.summary() | goodput_figures(goodputs(result, engines)))
+    figures = result.summary() | goodput_figures(goodputs(result, engines)) | watch.figures()
+    return Run(spec.programs, str(policy), spec.seed, figures, tuple(watch.capacity_ratios))
 
 
 async def compare(
@@ -172,9 +246,11 @@ async def compare(
 ) -> list[Run]:
     """Calibrate the engine, and make all runs of a comparison; the result file is whole after each of them."""
     runs: list[Run] = []
-    async with RealEngine(config) as engine:
+    async with contextlib.AsyncExitStack() as stack:
+        engine = await stack.enter_async_context(RealEngine(config))
         calibration = await calibrate(engine.url, calibration_settings(config, calibration_s))
         engines = Engines.of(engine_model(config, calibration.timing), 1)
+        await stack.enter_async_context(busy_neighbours(config.core, comparison.speed_ratio))
         for seed, programs, policy in comparison.order():
             spec = LoadSpec(programs=programs, seed=seed, stream=comparison.stream)
             run = await measure(comparison, engine, spec, policy, console, engines)
@@ -212,12 +288,14 @@ def table(runs: list[Run]) -> Table:
     result.add_column("n", justify="right", no_wrap=True)
     result.add_column("policy", no_wrap=True)
     in_time_columns = ("turns in time", "programs in time")
-    for column in ("/min", "x", "hits", "p50", "p99", "first p50", "first p99", *in_time_columns, "failed", "retried"):
+    ours = ("held", "idle", "least ratio")
+    for column in ("/min", "x", "hits", "p50", "p99", "first p99", *ours, *in_time_columns, "failed", "retried"):
         result.add_column(column, justify="right", no_wrap=True)
     for programs, policy in dict.fromkeys((run.programs, run.policy) for run in runs):
         group = [run.figures for run in runs if (run.programs, run.policy) == (programs, policy)]
         against = ratios(runs, programs, policy)
-        times = ("latency_p50_s", "latency_p99_s", "first_token_p50_s", "first_token_p99_s")
+        times = ("latency_p50_s", "latency_p99_s", "first_token_p99_s")
+        least_ratios = [ratio for figures in group if (ratio := figures.get("lowest_capacity_ratio")) is not None]
         result.add_row(
             str(programs),
             policy,
@@ -225,6 +303,8 @@ def table(runs: list[Run]) -> Table:
             _number(fmean(against) if against else None, 2),
             _percent(_mean(group, "hit_ratio")),
             *(_number(_mean(group, key), 1) for key in times),
+            *(_percent(_mean(group, key), 1) for key in ("held_time_ratio", "idle_while_waiting_ratio")),
+            _number(min(least_ratios, default=None), 2),
             *(
                 in_time(_mean(group, f"goodput_{kind}_ratio_{alpha_ratio:g}") or 0.0 for alpha_ratio in ALPHA_RATIOS)
                 for kind in ("turns", "programs")
@@ -236,7 +316,7 @@ def table(runs: list[Run]) -> Table:
 
 def _mean(group: list[Figures], key: str) -> float | None:
     """Return the mean of a figure over the runs that have it."""
-    values = [value for figures in group if (value := figures[key]) is not None]
+    values = [value for figures in group if (value := figures.get(key)) is not None]
     return fmean(values) if values else None
 
 
@@ -244,8 +324,8 @@ def _number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def _percent(ratio: float | None) -> str:
-    return "-" if ratio is None else f"{ratio:.0%}"
+def _percent(ratio: float | None, digits: int = 0) -> str:
+    return "-" if ratio is None else f"{ratio:.{digits}%}"
 
 
 def results(comparison: Comparison, config: RealEngineConfig, runs: list[Run]) -> dict[str, Any]:
@@ -302,6 +382,8 @@ def _arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=512, help="the model's hidden size")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--pool-blocks", type=int, default=500, help="KV blocks of 32 tokens")
+    parser.add_argument("--stock-flags", action="store_true", help="an engine that does not tell cached tokens")
+    parser.add_argument("--slow", type=float, default=1.0, help="part of its core that the engine gets, as 0.33")
     parser.add_argument("--no-stream", action="store_true", help="ask for whole answers")
     parser.add_argument("--name", help="of the result file; by default from the model's shape")
     return parser.parse_args(argv)
@@ -311,12 +393,13 @@ def main() -> None:
     """Run a comparison and print its table."""
     arguments = _arguments()
     os.sched_setaffinity(0, {0})
-    comparison = comparison_from(arguments, stream=not arguments.no_stream)
+    comparison = replace(comparison_from(arguments, stream=not arguments.no_stream), speed_ratio=arguments.slow)
     config = RealEngineConfig(
         hidden_size=arguments.hidden,
         layers=arguments.layers,
         pool_blocks=arguments.pool_blocks,
         port=arguments.port,
+        tells_cached=not arguments.stock_flags,
     )
     name = arguments.name or f"real-{arguments.hidden}x{arguments.layers}"
     console = Console()

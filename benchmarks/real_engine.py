@@ -203,6 +203,7 @@ class RealEngineConfig:
     port: int = 8101
     core: int | None = 1  # the CPU core it is pinned to; None: not pinned
     ready_timeout_s: float = 240.0
+    tells_cached: bool = True  # whether usage says what was cached: no stock engine's does
     extra_args: tuple[str, ...] = ()  # more flags for the engine's command line
 
     @property
@@ -377,7 +378,7 @@ def _engine_command(config: RealEngineConfig) -> list[str]:
         "--host": "127.0.0.1",
         "--port": config.port,
     }
-    flags = ["--enforce-eager", "--enable-prompt-tokens-details"]
+    flags = ["--enforce-eager", *(["--enable-prompt-tokens-details"] if config.tells_cached else [])]
     named = [word for name, value in options.items() for word in (name, str(value))]
     return ["setpriv", "--pdeathsig", "TERM", *pinning, *server, *named, *flags, *config.extra_args]
 

@@ -429,6 +429,7 @@ class Runtime:
         preemption_count: int | None = None,
         kv_used_ratio: float | None = None,
         engine_waiting_count: int | None = None,
+        age_s: float = 0.0,
     ) -> None:
         """Say what a replica's metrics said, as in `ReplicaPolled`."""
         self.dispatch(
@@ -441,6 +442,7 @@ class Runtime:
                 preemption_count,
                 kv_used_ratio,
                 engine_waiting_count,
+                age_s,
             )
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ class ReplicaReading:
       thrashes.
     - `cache_query_tokens_total`, `cache_hit_tokens_total`: prompt tokens looked up in the prefix cache, and
       found there.
+    - `age_s`: how long ago the engine was asked: what it did since then may not be in it. No part of what it said.
     """
 
     capacity_tokens: int | None = None
@@ -34,6 +35,7 @@ class ReplicaReading:
     preemptions_total: float | None = None
     cache_query_tokens_total: float | None = None
     cache_hit_tokens_total: float | None = None
+    age_s: float = field(default=0.0, compare=False)
 
 
 NOTHING_READ = ReplicaReading()

@@ -113,6 +113,8 @@ class _Watched:
     failure_count: int = 0
     silent_since_s: float | None = None
     trouble: dict[str, str | None] = field(default_factory=dict)
+    asked_s: float = 0.0
+    """When the poll that runs, or ran last, began."""
     suspected: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
 
@@ -220,6 +222,7 @@ class Poller:
             wait_s = (origin_s - loop.time()) % self._settings.interval_s
 
     async def _poll(self, watched: _Watched, client: httpx2.AsyncClient) -> None:
+        watched.asked_s = asyncio.get_running_loop().time()
         async with asyncio.TaskGroup() as group:
             health = group.create_task(self._get(client, watched.health_url))
             metrics = group.create_task(self._get(client, watched.metrics_url))
@@ -341,7 +344,7 @@ class Poller:
                 log.info("replica metrics are usable again")
             else:
                 log.warning("replica metrics are not usable", trouble=trouble, why=why)
-        return reading
+        return replace(reading, age_s=asyncio.get_running_loop().time() - watched.asked_s)
 
 
 def _key_of(replica: ReplicaEndpoint) -> tuple[str, str, str]:

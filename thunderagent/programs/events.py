@@ -235,7 +235,7 @@ class ReplicaPolled:
     `hit_ratio` is the prefix-cache hit rate by tokens since the previous poll, `query_tokens` how many prompt tokens
     were looked up since then, `preemption_count` how many running requests lost their memory since then.
     `kv_used_ratio` is the part of the KV pool that running requests reference, `engine_waiting_count` how many requests
-    wait in the engine.
+    wait in the engine. The metrics were asked for `age_s` ago: what happened since then may not be in them.
     """
 
     now_s: float
@@ -246,6 +246,7 @@ class ReplicaPolled:
     preemption_count: int | None = None
     kv_used_ratio: float | None = None
     engine_waiting_count: int | None = None
+    age_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,6 +99,7 @@ class Account:
         "engine_waiting_count",
         "growth_tokens",
         "hit_ratio",
+        "idle_waited_s",
         "kv_used_ratio",
         "marked_tokens",
         "other_tokens",
@@ -139,6 +140,8 @@ class Account:
         self.costs = Costs()
         self.updated_s = now_s
         self.waited_s = 0.0
+        self.idle_waited_s = 0.0
+        """For so long it was usable and had no turn in flight while turns waited."""
 
     @property
     def active_count(self) -> int:
@@ -221,6 +224,8 @@ class Ledger:
         if account.usable and account.capacity_tokens is not None and waited_s > account.waited_s:
             idle_tokens = max(0, account.capacity_tokens - account.demand_tokens)
             account.costs.unused_token_s += idle_tokens * (waited_s - account.waited_s)
+            if not account.turn_count:
+                account.idle_waited_s += waited_s - account.waited_s
         account.waited_s = waited_s
 
     def charge_turn(

@@ -508,7 +508,6 @@ class Scheduler:
             if program.acting_since_s > target.flushed_s:
                 turn.kept_since_s = program.acting_since_s
                 turn.kept_tokens = min(turn.prompt_tokens, program.branches[turn.branch_id].prompt_tokens)
-            target.control.turn_granted(turn.kept_tokens)
             self._put(program)
             self._grant(program, turn, reason)
             return
@@ -619,9 +618,21 @@ class Scheduler:
         turn = self.turns.get(event.turn_id)
         if turn is not None and turn.account_id is not None and turn.started_s is None:
             turn.started_s = self._now_s
+            self._engine_began(turn)
             if self._emits and turn.program is not None:
                 delay_s = self._now_s - turn.granted_s
                 self.signal(GpuFirstToken(self._now_s, turn.program.program_id, turn.turn_id, turn.account_id, delay_s))
+
+    def _engine_began(self, turn: Turn) -> None:
+        """Note what its engine should have found cached of a turn, when it began it."""
+        if not turn.disturbed:
+            self.replicas[turn.account_id or ""].control.turn_seen(
+                turn.kept_tokens,
+                max(0, turn.resident_tokens - turn.kept_tokens),
+                granted_s=turn.granted_s,
+                kept_since_s=turn.kept_since_s,
+                now_s=self._now_s,
+            )
 
     def _turn_progressed(self, event: TurnProgressed) -> None:
         turn = self.turns.get(event.turn_id)
@@ -689,7 +700,9 @@ class Scheduler:
             return
         replica = self.replicas[turn.account_id or ""]
         if cached_tokens is None:
-            cached_tokens = turn.resident_tokens
+            cached_tokens = max(turn.resident_tokens, turn.kept_tokens)
+            if turn.started_s is None:
+                self._engine_began(turn)
         else:
             replica.tells_cached = True
             replica.control.turn_ended(min(turn.kept_tokens, prompt_tokens), cached_tokens, turn.kept_since_s)
@@ -1624,12 +1637,15 @@ class Scheduler:
             account.kv_used_ratio = event.kv_used_ratio
         if event.engine_waiting_count is not None:
             account.engine_waiting_count = event.engine_waiting_count
+        asked_s = self._now_s - event.age_s
         if event.hit_ratio is not None:
             account.hit_ratio = event.hit_ratio
-            if event.query_tokens is not None and not replica.tells_cached:
-                hit_tokens = int(event.hit_ratio * event.query_tokens)
-                replica.control.polled(hit_tokens)
-                replica.control.computed(event.query_tokens - hit_tokens)
+        if event.query_tokens is None or (event.query_tokens and event.hit_ratio is None):
+            replica.control.polled(None, asked_s=asked_s, now_s=self._now_s)
+        elif not replica.tells_cached:
+            hit_tokens = int((event.hit_ratio or 0.0) * event.query_tokens)
+            replica.control.polled(hit_tokens, asked_s=asked_s, now_s=self._now_s)
+            replica.control.computed(event.query_tokens - hit_tokens)
         if event.preemption_count:
             mean_tokens = account.reasoning_tokens // max(1, account.reasoning_count)
             replica.control.preempted(event.preemption_count * mean_tokens)
@@ -1673,7 +1689,9 @@ class Scheduler:
             account, control = replica.account, replica.control
             in_demand = others_wait and account.demand_tokens >= IN_DEMAND_RATIO * account.limit_tokens
             full = control.computed_tokens >= account.limit_tokens
-            if control.step(self._now_s, active_count=account.active_count, wanted=in_demand and full):
+            self.ledger.settle(account, self._now_s)
+            wanted, idle_s = in_demand and full, account.idle_waited_s
+            if control.step(self._now_s, active_count=account.active_count, wanted=wanted, idle_s=idle_s):
                 account.capacity_ratio = control.ratio
 
     def _enforce_limits(self) -> None:

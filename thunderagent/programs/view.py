@@ -177,6 +177,11 @@ class SchedulerView:
         return self._scheduler.knowledge.growth.tokens_per_s
 
     @property
+    def mean_growth_tokens(self) -> float:
+        """See `View`."""
+        return self._scheduler.knowledge.growth.whole_tokens
+
+    @property
     def median_residence_s(self) -> float:
         """See `View`."""
         return self._scheduler.knowledge.median_residence_s

@@ -72,6 +72,8 @@ class KnownReplica:
 
     endpoint: ReplicaEndpoint
     reading: ReplicaReading = NOTHING_READ
+    counted: ReplicaReading = NOTHING_READ
+    """The last reading that had totals: others may have failed since then, and what happened meanwhile counts."""
     why_down: str = "not polled yet"
     weight_version: str = ""
     """Of the weights that it was last told to take, or said it has; empty if nobody said."""
@@ -276,14 +278,18 @@ class Replicas:
         """Take a reading; tell the runtime if it says anything new."""
         known = self.known[replica_id]
         before, known.reading = known.reading, reading
-        since = _since(before, reading)
+        since, began_anew = _NOTHING_SINCE, False
+        if _has_totals(reading):
+            since = _since(known.counted, reading)
+            began_anew = since == _NOTHING_SINCE and _has_totals(known.counted)
+            known.counted = reading
         capacity_tokens = self._capacity_override_tokens or reading.capacity_tokens
         account = self._runtime.scheduler.ledger.accounts.get(replica_id)
         news = account is None or capacity_tokens != account.capacity_tokens
         load = reading.kv_used_ratio, reading.waiting_count
         news = (news and capacity_tokens is not None) or load != (before.kv_used_ratio, before.waiting_count)
-        if since.query_tokens or since.preemption_count or news:
-            self._runtime.replica_polled(replica_id, capacity_tokens, *since, *load)
+        if since.query_tokens or since.preemption_count or news or began_anew:
+            self._runtime.replica_polled(replica_id, capacity_tokens, *since, *load, age_s=reading.age_s)
 
     def replica_up(self, replica_id: str) -> None:
         """Let the scheduler use a replica; raise the alarm if nobody knows how large it is."""
@@ -325,13 +331,20 @@ class _Since(NamedTuple):
     preemption_count: int | None
 
 
+_NOTHING_SINCE = _Since(None, None, None)
+
+
+def _has_totals(reading: ReplicaReading) -> bool:
+    return reading.cache_query_tokens_total is not None or reading.preemptions_total is not None
+
+
 def _since(before: ReplicaReading, now: ReplicaReading) -> _Since:
     """Compare two readings; nothing is known if the engine began its totals anew between them."""
     queries = _growth(before.cache_query_tokens_total, now.cache_query_tokens_total)
     hits = _growth(before.cache_hit_tokens_total, now.cache_hit_tokens_total)
     preemptions = _growth(before.preemptions_total, now.preemptions_total)
     if any(growth is not None and growth < 0 for growth in (queries, hits, preemptions)):
-        return _Since(None, None, None)
+        return _NOTHING_SINCE
     hit_ratio = min(1.0, hits / queries) if queries and hits is not None else None
     return _Since(hit_ratio, _rounded(queries), _rounded(preemptions))
 

@@ -25,6 +25,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from math import inf
+from random import Random
 
 from thunderagent.programs.decisions import Decision, Grant, Pause, Reject, Release, Restore
 from thunderagent.programs.events import (
@@ -48,7 +49,7 @@ from thunderagent.simulator.clients import BYTES_PER_TOKEN, RunningProgram, Supp
 from thunderagent.simulator.contexts import TokenSpace
 from thunderagent.simulator.plans import Workload
 from thunderagent.simulator.records import FinishedRequest
-from thunderagent.simulator.replicas import Outage, SimulatedReplica
+from thunderagent.simulator.replicas import Outage, Reading, SimulatedReplica
 from thunderagent.simulator.report import RunResult
 from thunderagent.simulator.restores import RestoreCounter
 from thunderagent.simulator.scenario import Scenario, available_bytes, check_memory, estimate_bytes
@@ -101,7 +102,7 @@ class Simulation:
         self._judged: dict[int, tuple[RunningProgram, int, int]] = {}  # questions: program, generation, turns
         self._on_their_way: dict[int, str] = {}  # granted turns that are not in the engine yet: their replicas
         self._by_program_id: dict[str, RunningProgram] = {}
-        self._turn_count = 0
+        self._turn_count = self._poll_count = 0
         self._live_count = 0
 
     def __repr__(self) -> str:
@@ -375,23 +376,35 @@ class Simulation:
         self._agenda.after(min(self._scenario.tick_s, self.scheduler.policy.tick_s), self._tick)
 
     def _poll(self, replica_id: str) -> None:
-        replica = self._replicas[replica_id]
-        if replica.up:
-            reading = replica.poll()
-            told_tokens = int(reading.capacity_tokens * self._scenario.told_capacity_ratio)
-            self._dispatch(
-                ReplicaPolled(
-                    self._agenda.now_s,
-                    replica_id,
-                    told_tokens,
-                    reading.hit_ratio,
-                    reading.query_tokens,
-                    reading.preemption_count,
-                    reading.kv_used_ratio,
-                    reading.waiting_count,
-                )
-            )
-        self._agenda.after(self._scenario.poll_interval_s, partial(self._poll, replica_id))
+        """Read a replica's metrics, which come a little later; at the begin they are there."""
+        replica, scenario = self._replicas[replica_id], self._scenario
+        self._poll_count += 1
+        comes = Random(f"poll/{scenario.seed}/{self._poll_count}").random() >= scenario.poll_missing_ratio  # noqa: S311
+        if replica.up and (comes or not self._agenda.now_s):
+            event = self._polled(replica_id, replica.poll())
+            if event.age_s:
+                self._agenda.after(event.age_s, partial(self._poll_comes, event))
+            else:
+                self._dispatch(event)
+        self._agenda.after(scenario.poll_interval_s, partial(self._poll, replica_id))
+
+    def _polled(self, replica_id: str, reading: Reading) -> ReplicaPolled:
+        age_s = self._scenario.poll_delay_s if self._agenda.now_s else 0.0
+        return ReplicaPolled(
+            self._agenda.now_s + age_s,
+            replica_id,
+            int(reading.capacity_tokens * self._scenario.told_capacity_ratio),
+            reading.hit_ratio,
+            reading.query_tokens,
+            reading.preemption_count,
+            reading.kv_used_ratio,
+            reading.waiting_count,
+            age_s,
+        )
+
+    def _poll_comes(self, event: ReplicaPolled) -> None:
+        if self._replicas[event.replica_id].up:
+            self._dispatch(event)
 
     def _go_down(self, outage: Outage) -> None:
         now_s = self._agenda.now_s

@@ -50,6 +50,8 @@ class Scenario:
     `release_ratio` is the part of the programs that say that they end; of the others nothing is heard any more.
     `engine_tells_cached` False is for engines whose usage does not say how much of a prompt was cached, as vLLM's
     without `--enable-prompt-tokens-details`: the scheduler then knows no more than the hit rate of the polls.
+    A poll's answer comes `poll_delay_s` after it was read, and `poll_missing_ratio` of them do not come at all: what
+    was counted meanwhile comes with the next.
     `engines_drop` is for engines that could be told whose blocks are worth least: those of a program that is paused or
     released are taken first, but for a prefix that it shares. `engines_retain` is for engines that keep the blocks of a
     program at its tool until it is paused or released, or blocks are short (`mlfq.py`). `judge` is asked about
@@ -67,6 +69,8 @@ class Scenario:
     scheduler: SchedulerSettings = field(default_factory=SchedulerSettings)
     tick_s: float = 1.0
     poll_interval_s: float = 1.0
+    poll_delay_s: float = 0.0
+    poll_missing_ratio: float = 0.0
     sample_interval_s: float = 10.0
     outages: tuple[Outage, ...] = ()
     told_capacity_ratio: float = 1.0
@@ -87,6 +91,8 @@ class Scenario:
                 raise ConfigurationError(f"{name} must be a number over 0, got {value}")
         if not 0 <= self.warmup_s < self.horizon_s:
             raise ConfigurationError(f"warmup_s must be 0 or more and under {self.horizon_s:g} s, got {self.warmup_s}")
+        if not (0 <= self.poll_delay_s < inf and 0 <= self.poll_missing_ratio < 1):
+            raise ConfigurationError("poll_delay_s must be 0 or more, and poll_missing_ratio from 0 to under 1")
         if not 0 <= self.release_ratio <= 1:
             raise ConfigurationError(f"release_ratio must be from 0 to 1, got {self.release_ratio}")
         if self.loop not in get_args(Loop):

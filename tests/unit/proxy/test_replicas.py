@@ -88,10 +88,16 @@ def test_preemptions_are_heard_of_without_any_look_up() -> None:
 
 @pytest.mark.parametrize("after", [(10, 5, 0), (10, 5, 9), (900, 5, 9), (900, 200, 0)])
 def test_an_engine_that_began_again_says_nothing_until_the_next_reading(after: tuple[int, int, int]) -> None:
-    """One total that shrank is enough: all began anew."""
+    """One total that shrank is enough: all began anew, and the core hears that nothing is known."""
     queries, hits, preemptions = after
     again = reading(queries + 100, hits + 100, preemptions + 1)
-    assert heard(reading(500, 100, 7), reading(*after), again)[1:] == [polled(1.0, 100, 1)]
+    assert heard(reading(500, 100, 7), reading(*after), again)[1:] == [polled(), polled(1.0, 100, 1)]
+
+
+def test_a_reading_that_failed_takes_nothing_out_of_what_is_counted() -> None:
+    """What the engine found cached meanwhile would be taken for lost."""
+    failed = ReplicaReading()
+    assert heard(reading(500, 100), failed, failed, reading(1500, 600))[1:] == [polled(0.5, 1000)]
 
 
 def test_what_an_engine_does_not_say_stays_unknown() -> None:

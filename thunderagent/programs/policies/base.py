@@ -361,6 +361,10 @@ class View(Protocol):
         """How fast a program grows while it is not paused, as learned; infinite until then."""
 
     @property
+    def mean_growth_tokens(self) -> float:
+        """By how much programs are larger than their first prompts in the mean, as learned; infinite until then."""
+
+    @property
     def median_residence_s(self) -> float:
         """Median time between a program's first turn and its end, as learned; infinite until one ended."""
 

@@ -22,10 +22,11 @@ then it takes nobody else in.
 **Room to grow.** Programs are small when they come. One that comes for the first time needs room not only for itself,
 but for what it and all others on the replica will grow by while it would pay to have let it in: to pause it too soon
 costs more than to leave memory empty until then. `foresight_ratio` scales that time, and nobody is expected to grow
-beyond the mean size of programs. Up to `low_ratio` of the capacity programs are let in; only above `high_ratio` they
-are paused: first those who expired, then the youngest acting, at last the youngest with a turn in flight, which is
-marked, and unmarked if there is room again before that ends. The last unfinished member of a group goes last, because
-the whole group waits for it.
+beyond the mean size of programs. That holds where memory is short: where all that are in or wait would fit, each of the
+mean size, a newcomer that fits goes at once, for not all of them are large at a time. Up to `low_ratio` of the capacity
+programs are let in; only above `high_ratio` they are paused: first those who expired, then the youngest acting, at last
+the youngest with a turn in flight, which is marked, and unmarked if there is room again before that ends. The last
+unfinished member of a group goes last, because the whole group waits for it.
 
 **Home.** A program goes back to the replica where its history lies, if there is room; if not, it waits there for as
 long as to compute the history again would take (times `home_wait_ratio`), and then goes where most room is. New ones go
@@ -62,6 +63,9 @@ from thunderagent.programs.policies.setting_checks import check_not_negative
 
 RESIDENT_RATIO = 0.1
 """A program is resident if so much of its claim is expected to lie in its replica's memory."""
+
+FIRST_GROWTH_RATIO = 1 / 16
+"""Until programs are seen to end, one is expected to grow by no more than that part of a replica's memory."""
 
 LAST_OF_GROUP_RANK = inf
 
@@ -283,13 +287,26 @@ class BreakEven:
         In t seconds it uses c·t + r·t²/2 of memory, and if it is to go then, c + r·t tokens are computed again, each of
         which is worth holding for the break-even time T: until t = (r·T - c + √(c² + r²·T²)) / r that does not pay.
         """
-        if program.turn_count or not self.foresight_ratio:
+        if program.turn_count or not self.foresight_ratio or not self._is_short(view, program):
             return 0.0
         rate, claim_tokens = view.growth_tokens_per_s, program.claim_tokens
         if rate == inf:
             return inf
         grown_tokens = rate * self.foresight_ratio * view.break_even_s
         return grown_tokens - claim_tokens + hypot(claim_tokens, grown_tokens)
+
+    def _is_short(self, view: View, program: ProgramView) -> bool:
+        """Say whether memory is short: all that are in or wait, each as large as in the mean, do not fit.
+
+        A program is as large in the mean as `program` with what programs were seen to grow by. Until some ended, it is
+        taken to double, but to grow by no more than `FIRST_GROWTH_RATIO` of the memory.
+        """
+        count = view.active_count + max(1, view.waiting_count)
+        room_tokens = self.low_ratio * sum(replica.account.limit_tokens for replica in view.replicas)
+        grown_tokens = view.mean_growth_tokens
+        if grown_tokens == inf:
+            grown_tokens = min(program.claim_tokens, FIRST_GROWTH_RATIO * room_tokens / len(view.replicas))
+        return count * (program.claim_tokens + grown_tokens) > room_tokens
 
     def _roomiest(self, candidates: Sequence[ReplicaView], grown_tokens: float) -> ReplicaView:
         """Return the replica with most room; among equals, as where no capacity is known, that with least on it."""

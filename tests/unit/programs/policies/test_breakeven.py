@@ -97,6 +97,7 @@ def test_an_expired_program_stays_while_nobody_needs_its_room() -> None:
 def test_with_the_expired_goes_what_they_would_grow_by() -> None:
     """What is foreseen for all is missing; the first that goes takes its own part of that away."""
     driver = driver_with(hold_ratio=0.0, foresight_ratio=1e9, replicas={"r0": 18_000})
+    grown(driver, whole_tokens=3000)
     opens(driver, a=1000, b=1000, c=1000)
     working = driver.arrives("w", 500)
     turn = driver.arrives("n", 2000)
@@ -314,12 +315,12 @@ def test_until_a_program_ended_nobody_has_waited_for_too_long() -> None:
 # --- Room to grow
 
 
-def grown(driver: Driver) -> None:
+def grown(driver: Driver, whole_tokens: int = 5000) -> None:
     """Teach the scheduler that programs add 100 tokens in ten seconds, and are 5,000 larger in the mean."""
     growth = driver.scheduler.knowledge.growth
     for _ in range(20):
         growth.turn_finished(100, 50, 10.0)
-        growth.program_ended(5000, 1)
+        growth.program_ended(whole_tokens, 1)
 
 
 def newcomers_let_in(driver: Driver) -> int:
@@ -344,8 +345,16 @@ def test_a_newcomer_needs_room_for_what_all_will_grow_by() -> None:
 
 
 def test_until_growth_is_known_much_of_it_is_expected() -> None:
-    """A cold start does not fill the memory to the brim: ten fit, at most half as many are let in."""
-    assert 1 <= newcomers_let_in(driver_with(foresight_ratio=1.0)) <= 5
+    """A cold start does not fill the memory to the brim where it is short: ten fit, and six are let in."""
+    assert newcomers_let_in(driver_with(foresight_ratio=1.0, replicas={"r0": 1000})) == 6
+
+
+def test_where_all_fit_as_large_as_they_become_nobody_waits_for_growth() -> None:
+    """Five of 400 tokens with what they grow by fit in 2,100 and the sixth does not; what is foreseen is much more."""
+    driver = driver_with(foresight_ratio=1e9, replicas={"r0": 2100})
+    grown(driver, whole_tokens=300)
+    opens(driver, large=700)
+    assert newcomers_let_in(driver) == 4
 
 
 def test_one_that_comes_back_needs_room_for_itself_only() -> None:

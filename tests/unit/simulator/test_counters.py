@@ -1,0 +1,68 @@
+"""Engines that do not say what was cached of each turn, simulated: their counters are read late, seldom, or not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from thunderagent.policy_loader import load_policy
+from thunderagent.simulator.records import EngineConfig
+from thunderagent.simulator.run import Simulation
+from thunderagent.simulator.scenario import Scenario
+from thunderagent.simulator.timing import profile
+from thunderagent.simulator.workloads import workload
+
+SCENARIO = Scenario(
+    engine=EngineConfig(kv_tokens=16_000, timing=profile("demo"), max_num_batched_tokens=2048),
+    programs_count=16,
+    horizon_s=600.0,
+    warmup_s=60.0,
+    sample_interval_s=1.0,
+    engine_tells_cached=False,
+)
+"""Room for about seven of sixteen programs."""
+
+
+@cache
+def run(policy: str, **changes: float) -> tuple[float, list[float]]:
+    """Turns a minute, and in each second the part of the capacity that may be claimed."""
+    ratios: list[float] = []
+
+    def look(_: object) -> None:
+        ratios.append(simulation.scheduler.replicas["r0"].account.capacity_ratio)
+
+    simulation = Simulation(
+        replace(SCENARIO, **changes), workload("standard"), load_policy(policy, {}), on_progress=look
+    )
+    return simulation.run().turns_per_min_count, ratios
+
+
+@pytest.mark.parametrize("poll_s", [1.0, 5.0, 10.0])
+@pytest.mark.parametrize(("delay_s", "missing_ratio"), [(0.0, 0.0), (3.0, 0.3)])
+def test_where_the_capacity_is_right_counters_take_nothing_of_it(
+    poll_s: float, delay_s: float, missing_ratio: float
+) -> None:
+    """However late and seldom they are read; and no policy that believes the capacity is faster."""
+    turns_per_min, ratios = run(
+        "breakeven", poll_interval_s=poll_s, poll_delay_s=delay_s, poll_missing_ratio=missing_ratio
+    )
+    believing, _ = run("thunderagent")
+    assert 0.9 <= min(ratios) <= max(ratios) <= 1.25
+    assert turns_per_min >= 0.98 * believing
+
+
+def test_where_the_capacity_is_told_twice_as_large_counters_show_it() -> None:
+    """More than a policy has that believes it, and five sixths of what is reached where it is right."""
+    turns_per_min, ratios = run("breakeven", told_capacity_ratio=2.0)
+    assert 0.5 <= ratios[-1] <= 0.75
+    assert turns_per_min >= 5 / 6 * run("breakeven")[0]
+    assert turns_per_min >= run("thunderagent", told_capacity_ratio=2.0)[0]
+
+
+def test_where_the_capacity_is_told_half_as_large_counters_show_it() -> None:
+    """The speed of prefill is learned all the same, and so for how long it pays to hold."""
+    turns_per_min, ratios = run("breakeven", told_capacity_ratio=0.5)
+    assert ratios[-1] >= 1.5
+    assert turns_per_min >= 5 / 6 * run("breakeven")[0]
