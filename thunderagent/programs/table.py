@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
+from itertools import takewhile
 
 from thunderagent.programs.program import Program
 from thunderagent.programs.ranked_set import RankedSet
@@ -58,6 +59,6 @@ class ProgramTable:
         self._acting.pop(program, None)
         self.acting_with_limit.discard(program)
 
-    def longest_acting(self) -> Program | None:
-        """Return the program whose tool runs and that was not heard of for longest, or None."""
-        return next(iter(self._acting), None)
+    def acting_longer(self, than_s: float) -> list[Program]:
+        """Return the programs whose tools run and that were heard of last before that time. Cost: O(these)."""
+        return list(takewhile(lambda program: program.limits_since_s < than_s, self._acting))

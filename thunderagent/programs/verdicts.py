@@ -70,10 +70,10 @@ class Verdicts:
         self.first_failure_turn_count: int | None = None
         """Of the first failure of all."""
 
-    def add(self, verdict: Verdict, *, fail_turns_count: int, least_confidence_ratio: float) -> None:
-        """Take in one more; a late one, on fewer turns than the last was, changes nothing."""
+    def add(self, verdict: Verdict, *, fail_turns_count: int, least_confidence_ratio: float) -> bool:
+        """Take in one more; a late one, on fewer turns than the last was, changes nothing, and False says so."""
         if self.last and verdict.turn_count < self.last[-1].turn_count:
-            return
+            return False
         is_failure = not verdict.will_succeed and verdict.confidence_ratio >= least_confidence_ratio
         self.last = (*self.last[-1:], verdict)
         self._failures = (*self._failures[-1:], is_failure)
@@ -87,6 +87,7 @@ class Verdicts:
         failing_since = verdict.turn_count if self.failing_since_turn_count is None else self.failing_since_turn_count
         if self.level is Level.LOW and verdict.turn_count - failing_since >= fail_turns_count:
             self.level = Level.LOWEST
+        return True
 
 
 class Record:

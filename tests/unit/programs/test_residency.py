@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.builders import Driver
 from thunderagent.programs.residency import Residency
 
 GENERATIONS = st.integers(1, 6)
