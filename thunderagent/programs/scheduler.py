@@ -278,7 +278,7 @@ class Scheduler:
         """
         self._now_s = max(self._now_s, event.now_s)
         if self.tenants is not None:
-            self.tenants.now_s = self._now_s
+            self.tenants.advance(self._now_s)
         decisions = self._decisions = []
         self._active_before_count = self.active_count
         self._handlers[type(event)](event)
@@ -1386,6 +1386,8 @@ class Scheduler:
         before = self._open_replicas, self._granting_replicas
         self._open_replicas = [replica for replica in self.replicas.values() if replica.open_to_programs]
         self._granting_replicas = [replica for replica in self._open_replicas if replica.grants]
+        if self.tenants is not None:
+            self.tenants.set_granting(replica.replica_id for replica in self._granting_replicas)
         self.control.replicas_changed()
         halted = bool(self._open_replicas) and not self._granting_replicas
         self._limits_clock.set_halted(self._now_s, halted=halted)
