@@ -28,7 +28,6 @@ one child of each parent at a time: or else a tenant that makes children without
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from copy import copy
 from itertools import count
 
 from thunderagent.programs.program import Program
@@ -80,6 +79,14 @@ class Tenant:
         """Return its level at a time on the clock of waiting."""
         return self.level_token_s + self.claim_tokens * (waited_s - self.levelled_s) / self.weight_ratio
 
+    def as_of(self, now_s: float, waited_s: float) -> Tenant:
+        """Return a copy that is settled."""
+        tenant = Tenant(self.name, self.weight_ratio, self.level_token_s)
+        for each in self.__slots__:
+            setattr(tenant, each, getattr(self, each))
+        tenant.settle(now_s, waited_s)
+        return tenant
+
     def settle(self, now_s: float, waited_s: float) -> None:
         """Count what it had until now."""
         self.level_token_s = self.level_at(waited_s)
@@ -120,10 +127,13 @@ class Tenants:
         return len(self._tenants)
 
     def __iter__(self) -> Iterator[Tenant]:
-        """Yield them as they are now. For reports: what is yielded are copies."""
-        for tenant in map(copy, self._tenants.values()):
-            tenant.settle(self._now_s, self._waited_s)
-            yield tenant
+        """Yield them as of the last event."""
+        return self.as_of(self._now_s)
+
+    def as_of(self, now_s: float) -> Iterator[Tenant]:
+        """Yield them as they are at a time after the last event. For reports: what is yielded are copies."""
+        for tenant in self._tenants.values():
+            yield tenant.as_of(max(now_s, self._now_s), self._waited_s)
 
     @property
     def least_token_s(self) -> float:

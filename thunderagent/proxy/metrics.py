@@ -254,14 +254,13 @@ class StateCollector:
 
     def _tenants(self) -> Iterator[Metric]:
         tenants = self._runtime.scheduler.tenants or Tenants({})
-        tenants.now_s = max(tenants.now_s, self._runtime.now_s())
         service = CounterMetricFamily(
             "thunderagent_tenant_service_token_seconds",
             "What each tenant's programs claimed of memory over time.",
             labels=["tenant"],
         )
         waiting = GaugeMetricFamily("thunderagent_tenant_waiting", "Programs that wait.", labels=["tenant"])
-        by_service = sorted(tenants, key=lambda tenant: -tenant.service_token_s)
+        by_service = sorted(tenants.as_of(self._runtime.now_s()), key=lambda tenant: -tenant.service_token_s)
         for tenant in by_service[:NAMED_TENANTS_COUNT]:
             service.add_metric([tenant.name], tenant.service_token_s)
             waiting.add_metric([tenant.name], tenant.waiting_count)
