@@ -70,6 +70,7 @@ from thunderagent.programs.events import (
     ToolStarted,
     TurnAbandoned,
     TurnArrived,
+    TurnDue,
     TurnFailed,
     TurnFinished,
     TurnProgressed,
@@ -322,13 +323,13 @@ class Runtime:
         return next(self._turn_ids)
 
     def _timer_for(self, turn_id: int, now_s: float) -> asyncio.TimerHandle | None:
-        """Have the scheduler look at the clock just when a held turn must have its lease, not at the next tick."""
+        """Have the scheduler let a held turn in just when it must have its lease, not at the next tick."""
         turn = self.scheduler.turns.get(turn_id)
         due_s = self.scheduler.impatient.due_s(turn) if turn is not None else inf
         if due_s == inf:
             return None
         delay_s = max(0.0, due_s - now_s) + TIMER_SLACK_S
-        return asyncio.get_running_loop().call_later(delay_s, lambda: self.dispatch(Tick(self.now_s())))
+        return asyncio.get_running_loop().call_later(delay_s, lambda: self.dispatch(TurnDue(self.now_s(), turn_id)))
 
     def abort_held(self, replica_id: str | None = None) -> int:
         """End the wait of held turns that may be aborted, with `TurnAbortedError`; return how many.
@@ -446,9 +447,9 @@ class Runtime:
             )
         )
 
-    def replica_up(self, replica_id: str) -> None:
-        """Say that a replica may be used."""
-        self.dispatch(ReplicaUp(self.now_s(), replica_id))
+    def replica_up(self, replica_id: str, capacity_tokens: int | None = None) -> None:
+        """Say that a replica may be used, and how large it is if that is known."""
+        self.dispatch(ReplicaUp(self.now_s(), replica_id, capacity_tokens))
 
     def replica_down(self, replica_id: str) -> None:
         """Say that a replica is gone."""

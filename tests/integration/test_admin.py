@@ -262,7 +262,7 @@ FAMILIES = {
     "thunderagent_capacity_tokens": ("replica",),
     "thunderagent_replica_limit_tokens": ("replica",),
     "thunderagent_replica_shared_tokens": ("replica",),
-    "thunderagent_break_even_seconds": (),
+    "thunderagent_break_even_seconds": ("replica",),
     "thunderagent_goodput_turns_total": ("alpha",),
     "thunderagent_goodput_programs_total": ("alpha",),
     "thunderagent_judged_turns_total": (),
@@ -314,7 +314,7 @@ async def test_metrics_count_what_happens() -> None:
         assert samples["thunderagent_capacity_tokens"][replica.replica_id,] == 1_000_000
         assert samples["thunderagent_replica_limit_tokens"][replica.replica_id,] == 1_000_000
         assert samples["thunderagent_prefill_seconds_per_token"][()] > 0
-        assert samples["thunderagent_break_even_seconds"][()] == pytest.approx(
+        assert samples["thunderagent_break_even_seconds"][replica.replica_id,] == pytest.approx(
             1_000_000 * samples["thunderagent_prefill_seconds_per_token"][()]
         )
         assert "thunderagent_median_residence_seconds" not in samples

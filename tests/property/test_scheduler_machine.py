@@ -42,6 +42,7 @@ from thunderagent.programs.events import (
     ToolStarted,
     TurnAbandoned,
     TurnArrived,
+    TurnDue,
     TurnFailed,
     TurnFinished,
     TurnProgressed,
@@ -387,7 +388,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(replica_id=REPLICAS)
     def replica_comes_up(self, replica_id: str) -> None:
-        self.send(ReplicaUp(self.now_s, replica_id))
+        self.send(ReplicaUp(self.now_s, replica_id, 2000 if replica_id not in self.scheduler.replicas else None))
 
     @rule(replica_id=REPLICAS)
     def replica_goes_down(self, replica_id: str) -> None:
@@ -489,6 +490,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.send(ReplicaKilled(self.now_s, replica_id))
         self.send(ProvisionAsked(self.now_s))
 
+    @rule(turn_id=turns)
+    def turn_is_due(self, turn_id: int) -> None:
+        self.send(TurnDue(self.now_s, turn_id))
+
     @rule(elapsed_s=st.floats(0, 5))
     def tick(self, elapsed_s: float) -> None:
         self.now_s += elapsed_s
@@ -551,6 +556,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.nothing_is_left()
         for replica_id in list(self.scheduler.replicas):
             self.send(ReplicaRemoved(self.now_s, replica_id))
+            self.send(ReplicaPolled(self.now_s, replica_id, 1000))
+            self.send(ReplicaDraining(self.now_s, replica_id))
+            self.send(GrantsSuspended(self.now_s, "late", replica_id))
         assert not self.scheduler.replicas
         assert not self.scheduler.ledger.accounts
         assert not self.scheduler.changed_replicas

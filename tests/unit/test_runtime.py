@@ -428,6 +428,22 @@ async def test_a_held_turn_is_let_in_when_it_is_due_not_at_the_next_tick() -> No
             assert 0.045 <= asyncio.get_running_loop().time() - begun_s < 0.5
 
 
+async def test_a_turn_that_is_due_is_no_tick() -> None:
+    """However many are: what a tick looks at costs as much as all replicas and limits, and is not asked for."""
+    async with running() as (runtime, clock):
+        events: list[str] = []
+        runtime.observe(lambda event, _: events.append(type(event).__name__))
+        with await runtime.lease("first"):
+            held = [asyncio.ensure_future(runtime.lease(f"held-{n}", deadline_s=clock.now_s + 0.1)) for n in range(20)]
+            await asyncio.sleep(0)
+            assert runtime.held_count == 20
+            clock.now_s += 0.06
+            for waiting in held:
+                (await waiting).finished()
+        assert "TurnDue" in events
+        assert "Tick" not in events
+
+
 async def test_an_observer_hears_only_what_it_is_about() -> None:
     async with running() as (runtime, _):
         heard: dict[str, list[str]] = {"all": [], "events": [], "decisions": []}

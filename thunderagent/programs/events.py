@@ -156,10 +156,14 @@ class ProgramJudged:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaUp:
-    """A replica was added, came up, or came back. What is known of its capacity should have been told before."""
+    """A replica was added, came up, or came back. What is known of its capacity is told with that, or before.
+
+    After a replica was removed this alone makes it known again.
+    """
 
     now_s: float
     replica_id: str
+    capacity_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,6 +378,14 @@ class ProvisionAsked:
 
 
 @dataclass(frozen=True, slots=True)
+class TurnDue:
+    """A held turn must have its lease by now, for its client would give up: nothing else is looked at."""
+
+    now_s: float
+    turn_id: int
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time passed. A safety net: whatever can be decided earlier is decided on the event itself."""
 
@@ -413,5 +425,6 @@ Event = (
     | ProgramKilled
     | ReplicaKilled
     | ProvisionAsked
+    | TurnDue
     | Tick
 )

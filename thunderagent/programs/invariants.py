@@ -73,6 +73,9 @@ def _check_tenants(scheduler: Scheduler, active: list[Program]) -> None:
     assert scheduler.tenants is not None
     waiting = [*scheduler.queue.waiting()]
     seen = {tenant.name: tenant for tenant in scheduler.tenants}
+    least_token_s = scheduler.tenants.least_token_s
+    kept = [tenant for tenant in seen.values() if not tenant.busy and tenant.level_token_s <= least_token_s]
+    assert not kept, f"tenants are kept that have and want nothing, and had no more than others: {kept}"
     for name in {program.tenant for program in (*active, *waiting)} | set(seen):
         claim_tokens = sum(program.claim_tokens for program in active if program.tenant == name)
         waiting_count = sum(program.tenant == name for program in waiting)

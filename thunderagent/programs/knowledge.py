@@ -34,7 +34,6 @@ class Knowledge:
 
     __slots__ = (
         "_residences_s",
-        "capacity_tokens",
         "goodput",
         "growth",
         "judge_record",
@@ -59,22 +58,22 @@ class Knowledge:
         """Programs whose tool runs."""
         self.mean_tool_s = 0.0
         """How long tools took lately, the last one weighing `TOOL_LEARNING_RATIO`; 0 until one came back."""
-        self.capacity_tokens = 0
-        """Of the largest replica that said its own."""
         self._residences_s = LogHistogram(RESIDENCE_EDGES_S)
 
-    @property
-    def break_even_s(self) -> float:
-        """How long the largest replica takes to prefill its whole memory.
+    def break_even_s(self, capacity_tokens: int) -> float:
+        """Return how long a replica takes to prefill its whole memory.
 
         It pays to hold tokens at most for so long rather than to compute them again: memory of C tokens that takes b·C
         seconds to fill does nothing else meanwhile.
         """
-        return self.prefill_speed.token_s * self.capacity_tokens
+        return self.prefill_speed.token_s * capacity_tokens
 
     @property
     def median_residence_s(self) -> float:
-        """Median time between a program's first turn and its end; infinite until one ended."""
+        """Median time between a program's first turn and the end of its last; infinite until one ended.
+
+        When a program is released, or forgotten because nobody did, says nothing of how long it took.
+        """
         return self._residences_s.quantile(0.5, inf)
 
     def idle_limit_s(self, tool: str) -> float:
@@ -149,8 +148,8 @@ class Knowledge:
         self.tools_running_count -= program.tool_runs
         program.tool_runs = False
         if program.turn_count:
-            self._residences_s.add(now_s - program.opened_s)
             if program.last_ended_s is not None:
+                self._residences_s.add(program.last_ended_s - program.opened_s)
                 self.goodput.program_ended(program.last_ended_s - program.opened_s, program.ideal_s_total)
             self.growth.program_ended(program.larger_tokens_total, program.turn_count)
 

@@ -132,7 +132,7 @@ class PausedQueue:
 
     def _set_at(self, replica_id: str) -> RankedSet[Program] | FairSet:
         if replica_id not in self.bound:
-            self.bound[replica_id] = RankedSet() if self._tenants is None else FairSet(self._tenants)
+            self.bound[replica_id] = RankedSet() if self._tenants is None else FairSet(self._tenants, replica_id)
         return self.bound[replica_id]
 
     def rank_anew(self, program: Program) -> None:

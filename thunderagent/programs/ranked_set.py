@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T", bound=Hashable)
 Rank = float
-Order = Rank | tuple[int, Rank]
+Order = Rank | tuple[float, Rank]
 """A rank, or one that another number comes before. Within one set all are of one kind."""
 
 COMPACT_ABOVE = 64

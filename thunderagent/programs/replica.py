@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import inf
 
 from thunderagent.programs.capacity import CapacityControl
@@ -28,24 +29,26 @@ class Replica:
         "flushed_s",
         "let_in",
         "marked",
+        "own_causes",
         "programs",
         "reasoning",
         "replica_id",
         "residency",
-        "suspended_for",
+        "suspended_everywhere_for",
         "tells_cached",
         "tripped",
         "up",
     )
 
-    def __init__(self, replica_id: str, account: Account) -> None:
-        """Begin with a replica that is not up yet."""
+    def __init__(self, replica_id: str, account: Account, suspended_everywhere_for: Mapping[str, None]) -> None:
+        """Begin with a replica that is not up yet, and see the causes for which nothing is granted on any."""
         self.replica_id = replica_id
         self.account = account
         self.up = False
         self.draining = False
-        self.suspended_for: dict[str, None] = {}
-        """Causes for which nothing is granted here, in the order in which they came."""
+        self.suspended_everywhere_for = suspended_everywhere_for
+        self.own_causes: dict[str, None] = {}
+        """Causes for which nothing is granted on this one alone, in the order in which they came."""
         self.flushed_s = -inf
         """When what it kept for later turns was thrown away last."""
         self.tripped = False
@@ -80,6 +83,12 @@ class Replica:
         if demand_tokens <= limit_tokens or not self.let_in:
             return True
         return demand_tokens + claim_tokens <= limit_tokens * (1.0 + overdraft_ratio)
+
+    @property
+    def suspended_for(self) -> Mapping[str, None]:
+        """Causes for which nothing is granted here: on no replica, then on this one."""
+        everywhere, own = self.suspended_everywhere_for, self.own_causes
+        return {**everywhere, **own} if everywhere and own else everywhere or own
 
     @property
     def open_to_programs(self) -> bool:

@@ -80,6 +80,7 @@ from thunderagent.programs.events import (
     ToolStarted,
     TurnAbandoned,
     TurnArrived,
+    TurnDue,
     TurnFailed,
     TurnFinished,
     TurnProgressed,
@@ -124,6 +125,9 @@ LEARNING_RATIO = 0.05
 
 MAX_HOPELESS_COUNT = 10_000
 """So many ids of programs that were ended as hopeless are remembered, the oldest forgotten first."""
+
+REMOVED_COUNT = 1000
+"""So many replicas that were removed are remembered."""
 
 IN_DEMAND_RATIO = 0.8
 """A replica is in demand while others wait and so much of what may be claimed there is: then more may be tried."""
@@ -212,7 +216,8 @@ class Scheduler:
         self.hopeless_ids: dict[str, None] = {}
         """Programs that were ended because they were judged hopeless: turns of these are rejected."""
         self.suspended_for: dict[str, None] = {}
-        """Causes for which nothing is granted on any replica; each replica has them, too."""
+        """Causes for which nothing is granted on any replica; each replica sees them, and has its own beside them."""
+        self._removed_ids: dict[str, None] = {}  # those removed last: what comes late of one does not bring it back
         self._open_replicas: list[Replica] = []
         self._granting_replicas: list[Replica] = []
         self._limits_clock = LimitsClock()
@@ -253,6 +258,7 @@ class Scheduler:
             SandboxReady: self._sandbox_ready,
             SandboxFailed: self._sandbox_failed,
             SandboxesMeasured: self._sandboxes_measured,
+            TurnDue: lambda _: None,  # who must have its lease gets it after every event
             Tick: self._tick,
             **self.control.handlers(),
         }
@@ -283,7 +289,7 @@ class Scheduler:
         """
         self._now_s = max(self._now_s, event.now_s)
         if self.tenants is not None:
-            self.tenants.now_s = self._now_s
+            self.tenants.advance(self._now_s)
         decisions = self._decisions = []
         self._active_before_count = self.active_count
         self._handlers[type(event)](event)
@@ -409,7 +415,7 @@ class Scheduler:
 
     def _place_turn(self, program: Program, turn: Turn, event: TurnArrived, earlier: Turn | None) -> None:
         """Grant a turn where its program has others in flight, place its program anew, or hold it where that is."""
-        suspended = program.status is Status.ACTIVE and bool(self.replicas[program.replica_id or ""].suspended_for)
+        suspended = self._is_suspended(program)
         wanted_here = event.wanted_replica_id is not None and event.wanted_replica_id == program.replica_id
         if program.in_flight and not wanted_here and self._can_avoid(program, event.avoid_replica_id):
             self.mark(program, Reason.TURN_FAILED)
@@ -565,7 +571,9 @@ class Scheduler:
         turn.resident_tokens = min(turn.prompt_tokens, self.resident_tokens(program, replica.replica_id))
         if self._emits:
             projected_tokens = turn.prompt_tokens + program.reserve_tokens
-            self.signal(GpuSubmit(self._now_s, program.program_id, turn.turn_id, replica.replica_id, projected_tokens))
+            held_s = self._now_s - turn.arrived_s
+            ids = program.program_id, turn.turn_id, replica.replica_id
+            self.signal(GpuSubmit(self._now_s, *ids, projected_tokens, held_s))
         program.in_flight[turn.turn_id] = turn
         program.turn_count += 1
         replica.account.turn_count += 1
@@ -1291,11 +1299,12 @@ class Scheduler:
         if program is None or event.generation != program.generation:
             return
         settings, verdicts = self.settings, program.verdicts
-        verdicts.add(
+        if not verdicts.add(
             Verdict(event.turn_count, event.will_succeed, event.confidence_ratio),
             fail_count=settings.judge_fail_count,
             least_confidence_ratio=settings.judge_confidence_ratio,
-        )
+        ):
+            return
         assert verdicts.level is not None, "a verdict makes a level"
         self.knowledge.judge_record.level_counts[verdicts.level] += 1
         prediction = "success" if event.will_succeed else "failure"
@@ -1438,18 +1447,20 @@ class Scheduler:
         self.policy.balance(self._view, moment)
         self.changed_replicas.clear()
 
-    def _replica(self, replica_id: str) -> Replica:
+    def _known_or_new(self, replica_id: str) -> Replica | None:
+        """Return a replica, a new one if there is none; None if it was removed: then its news are late."""
         replica = self.replicas.get(replica_id)
-        if replica is None:
+        if replica is None and replica_id not in self._removed_ids:
             account = self.ledger.open(replica_id, self._now_s)
-            replica = self.replicas[replica_id] = Replica(replica_id, account)
-            replica.suspended_for = dict(self.suspended_for)
+            replica = self.replicas[replica_id] = Replica(replica_id, account, self.suspended_for)
         return replica
 
     def _replicas_changed(self) -> None:
         before = self._open_replicas, self._granting_replicas
         self._open_replicas = [replica for replica in self.replicas.values() if replica.open_to_programs]
         self._granting_replicas = [replica for replica in self._open_replicas if replica.grants]
+        if self.tenants is not None:
+            self.tenants.set_granting(replica.replica_id for replica in self._granting_replicas)
         self.control.replicas_changed()
         halted = bool(self._open_replicas) and not self._granting_replicas
         self._limits_clock.set_halted(self._now_s, halted=halted)
@@ -1499,15 +1510,22 @@ class Scheduler:
         replica.account.usable = replica.grants
 
     def _replica_up(self, event: ReplicaUp) -> None:
-        replica = self._replica(event.replica_id)
-        if not replica.up or replica.draining:
+        self._removed_ids.pop(event.replica_id, None)
+        replica = self._known_or_new(event.replica_id)
+        assert replica is not None, "one that is up was not removed"
+        grown = event.capacity_tokens not in (None, replica.account.capacity_tokens)
+        if event.capacity_tokens is not None and grown:
+            self._set_capacity(replica, event.capacity_tokens)
+        if grown or not replica.up or replica.draining:
             self._set_health(replica, up=True, draining=False)
             self._end_marks(replica, Reason.REPLICA_DRAINING)
             self._replicas_changed()
 
     def _replica_down(self, event: ReplicaDown) -> None:
-        self._empty(self._replica(event.replica_id), Reason.REPLICA_DOWN)
-        self._replicas_changed()
+        replica = self._known_or_new(event.replica_id)
+        if replica is not None:
+            self._empty(replica, Reason.REPLICA_DOWN)
+            self._replicas_changed()
 
     def _replica_removed(self, event: ReplicaRemoved) -> None:
         replica = self.replicas.get(event.replica_id)
@@ -1515,7 +1533,9 @@ class Scheduler:
             self._empty(replica, Reason.REPLICA_REMOVED)
             del self.replicas[event.replica_id]
         self.ledger.close(event.replica_id)
-        self._learn_largest_capacity()
+        self._removed_ids[event.replica_id] = None
+        if len(self._removed_ids) > REMOVED_COUNT:
+            del self._removed_ids[next(iter(self._removed_ids))]
         if replica is not None:
             self._replicas_changed()
 
@@ -1531,7 +1551,7 @@ class Scheduler:
         account.other_tokens = 0
         account.turn_count = 0
         replica.residency.clear()
-        replica.suspended_for = dict(self.suspended_for)  # an engine that starts again is paused no longer
+        replica.own_causes.clear()  # an engine that starts again is paused no longer
         for turn in [turn for turn in self.anonymous_held.values() if turn.pinned_replica_id == replica.replica_id]:
             self._decisions.append(Reject(turn.turn_id, None, Reason.NO_REPLICA))
             self._drop_turn(turn, "rejected")
@@ -1555,10 +1575,11 @@ class Scheduler:
         self._put(program)
 
     def _replica_draining(self, event: ReplicaDraining) -> None:
-        replica = self._replica(event.replica_id)
-        self._set_health(replica, up=replica.up, draining=True)
-        self._send_away(replica, Reason.REPLICA_DRAINING)
-        self._replicas_changed()
+        replica = self._known_or_new(event.replica_id)
+        if replica is not None:
+            self._set_health(replica, up=replica.up, draining=True)
+            self._send_away(replica, Reason.REPLICA_DRAINING)
+            self._replicas_changed()
 
     def _replica_tripped(self, event: ReplicaTripped) -> None:
         replica = self.replicas.get(event.replica_id)
@@ -1581,27 +1602,35 @@ class Scheduler:
                 self.pause(program, reason)
 
     def _grants_suspended(self, event: GrantsSuspended) -> None:
-        if event.replica_id is None:
+        replica = self._known_or_new(event.replica_id) if event.replica_id is not None else None
+        if replica is not None:
+            replica.own_causes[event.cause] = None
+        elif event.replica_id is None:
             self.suspended_for[event.cause] = None
-            replicas = list(self.replicas.values())
-        else:
-            replicas = [self._replica(event.replica_id)]
-        for replica in replicas:
-            replica.suspended_for[event.cause] = None
-            self._settle_usable(replica)
-            self._disturb_turns(replica)
+        for each in self._meant(event.replica_id):
+            self._settle_usable(each)
+            self._disturb_turns(each)
         self._replicas_changed()
 
     def _grants_continued(self, event: GrantsContinued) -> None:
+        """End a cause on all replicas or on one: a cause of one stands when the same one ends for all."""
+        replicas = self._meant(event.replica_id)
+        suspended = [replica for replica in replicas if replica.suspended_for]
         if event.replica_id is None:
             self.suspended_for.pop(event.cause, None)
-        for replica in self.replicas.values():
-            if event.replica_id in (None, replica.replica_id) and event.cause in replica.suspended_for:
-                del replica.suspended_for[event.cause]
-                if not replica.suspended_for:
-                    self._settle_usable(replica)
-                    self._continue_programs(replica)
+        for replica in suspended if event.replica_id is not None else ():
+            replica.own_causes.pop(event.cause, None)
+        for replica in suspended:
+            if not replica.suspended_for:
+                self._settle_usable(replica)
+                self._continue_programs(replica)
         self._replicas_changed()
+
+    def _meant(self, replica_id: str | None) -> list[Replica]:
+        """Return the replica of that id if it is known, or all for None."""
+        if replica_id is None:
+            return list(self.replicas.values())
+        return [self.replicas[replica_id]] if replica_id in self.replicas else []
 
     def _continue_programs(self, replica: Replica) -> None:
         """Grant what was held in place on a replica, who waits longest first, and let the idle limit run again."""
@@ -1611,8 +1640,9 @@ class Scheduler:
             self._grant_in_place(program)
             self._measure_claim(program)
             self._put(program)
-        for program in replica.acting:
-            if program not in self.table.acting_with_limit:  # the idle limit was over, and passed it by
+        forgotten_before_s = self._limits_clock.at(self._now_s) - self.settings.forget_limit_s
+        for program in replica.acting:  # a limit was over, and passed it by
+            if program not in self.table.acting_with_limit or program.limits_since_s < forgotten_before_s:
                 self._limits_begin(program)
                 self._watch_for_idleness(program)
 
@@ -1631,7 +1661,9 @@ class Scheduler:
                 turn.disturbed = True
 
     def _replica_polled(self, event: ReplicaPolled) -> None:
-        replica = self._replica(event.replica_id)
+        replica = self._known_or_new(event.replica_id)
+        if replica is None:
+            return
         account = replica.account
         if event.kv_used_ratio is not None:
             account.kv_used_ratio = event.kv_used_ratio
@@ -1650,15 +1682,22 @@ class Scheduler:
             mean_tokens = account.reasoning_tokens // max(1, account.reasoning_count)
             replica.control.preempted(event.preemption_count * mean_tokens)
         if event.capacity_tokens is not None and event.capacity_tokens != account.capacity_tokens:
-            self.ledger.settle(account, self._now_s)
-            account.capacity_tokens = replica.residency.capacity_tokens = event.capacity_tokens
-            self._learn_largest_capacity()
+            self._set_capacity(replica, event.capacity_tokens)
             if replica.open_to_programs:
                 self._replicas_changed()
 
-    def _learn_largest_capacity(self) -> None:
-        capacities_tokens = [account.capacity_tokens or 0 for account in self.ledger.accounts.values()]
-        self.knowledge.capacity_tokens = max(capacities_tokens, default=0)
+    def _set_capacity(self, replica: Replica, capacity_tokens: int) -> None:
+        self.ledger.settle(replica.account, self._now_s)
+        replica.account.capacity_tokens = replica.residency.capacity_tokens = capacity_tokens
+
+    def break_even_s(self, replica_id: str | None) -> float:
+        """Return how long a replica takes to prefill its whole memory; see `View`."""
+        account = self.ledger.accounts.get(replica_id) if replica_id is not None else None
+        capacity_tokens = account.capacity_tokens if account is not None else None
+        if capacity_tokens is None:
+            capacities_tokens = (replica.account.capacity_tokens or 0 for replica in self._open_replicas)
+            capacity_tokens = max(capacities_tokens, default=0)
+        return self.knowledge.break_even_s(capacity_tokens)
 
     def _residency_reported(self, event: ResidencyReported) -> None:
         replica = self.replicas.get(event.replica_id)
@@ -1726,7 +1765,7 @@ class Scheduler:
         clock_s, settings = self._limits_clock.at(self._now_s), self.settings
         with_limit = self.table.acting_with_limit
         while (program := with_limit.first()) and clock_s > program.idle_at_s:
-            if program.status is Status.ACTIVE and self.replicas[program.replica_id or ""].suspended_for:
+            if self._is_suspended(program):
                 with_limit.discard(program)  # until grants go on there
                 continue
             if settings.idle_limit_s is None:
@@ -1743,8 +1782,13 @@ class Scheduler:
                 self._put(program)
             if self._admission is not None:
                 self._wait_outside(program)
-        while (program := self.table.longest_acting()) and clock_s - program.limits_since_s > settings.forget_limit_s:
-            self._terminate(program, Reason.FORGOTTEN)
+        for program in self.table.acting_longer(clock_s - settings.forget_limit_s):
+            if not self._is_suspended(program):
+                self._terminate(program, Reason.FORGOTTEN)
+
+    def _is_suspended(self, program: Program) -> bool:
+        """Say whether a program is active where nothing is granted now."""
+        return program.status is Status.ACTIVE and bool(self.replicas[program.replica_id or ""].suspended_for)
 
     def _reject_all_held(self) -> None:
         """Reject every turn that has waited for a replica for longer than the limit."""

@@ -14,13 +14,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class GpuSubmit:
-    """A turn goes to a replica: `projected_tokens` of KV cache are expected for its prompt and its answer."""
+    """A turn goes to a replica: `projected_tokens` of KV cache are expected for its prompt and its answer.
+
+    `held_s` is how long it waited for that.
+    """
 
     now_s: float
     program_id: str
     turn_id: int
     replica_id: str
     projected_tokens: int
+    held_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

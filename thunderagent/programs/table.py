@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
+from itertools import takewhile
 
 from thunderagent.programs.program import Program
 from thunderagent.programs.ranked_set import RankedSet
@@ -100,3 +101,7 @@ class ProgramTable:
             del self._counts[tenant]
             self._acting_of.pop(tenant, None)
             self._by_count.discard(tenant)
+
+    def acting_longer(self, than_s: float) -> list[Program]:
+        """Return the programs whose tools run and that were heard of last before that time. Cost: O(these)."""
+        return list(takewhile(lambda program: program.limits_since_s < than_s, self._acting))

@@ -72,25 +72,26 @@ class Verdicts:
         self.failure_count = 0
         """F: failures among all verdicts so far."""
         self.first_failure_turn_count: int | None = None
-        """The fewest turns after which a failure was predicted."""
+        """Of the first failure of all."""
 
-    def add(self, verdict: Verdict, *, fail_count: int, least_confidence_ratio: float) -> None:
-        """Take in one more; one that comes late takes the place that its turn has."""
+    def add(self, verdict: Verdict, *, fail_count: int, least_confidence_ratio: float) -> bool:
+        """Take in one more; a late one, on fewer turns than the last was, changes nothing, and False says so."""
+        if self.last and verdict.turn_count < self.last[-1].turn_count:
+            return False
         is_failure = not verdict.will_succeed and verdict.confidence_ratio >= least_confidence_ratio
-        place = sum(each.turn_count <= verdict.turn_count for each in self.last)
-        self.last = (*self.last[:place], verdict, *self.last[place:])[-2:]
-        self._failures = (*self._failures[:place], is_failure, *self._failures[place:])[-2:]
+        self.last = (*self.last[-1:], verdict)
+        self._failures = (*self._failures[-1:], is_failure)
         if is_failure:
             self.failure_count += 1
-            first_turn_count = self.first_failure_turn_count
-            if first_turn_count is None or verdict.turn_count < first_turn_count:
+            if self.first_failure_turn_count is None:
                 self.first_failure_turn_count = verdict.turn_count
         if self.failure_count > fail_count:
             self.level = Level.LOWEST
-        elif not self._failures[-1]:
+        elif not is_failure:
             self.level = Level.HIGH
         else:
             self.level = Level.LOW if self._failures == (True, True) else Level.MEDIUM
+        return True
 
 
 class Record:

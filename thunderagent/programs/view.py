@@ -166,10 +166,9 @@ class SchedulerView:
         """See `View`."""
         return self._scheduler.knowledge.prefill_speed.token_s
 
-    @property
-    def break_even_s(self) -> float:
+    def break_even_s(self, replica_id: str | None) -> float:
         """See `View`."""
-        return self._scheduler.knowledge.break_even_s
+        return self._scheduler.break_even_s(replica_id)
 
     @property
     def growth_tokens_per_s(self) -> float:

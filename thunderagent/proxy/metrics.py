@@ -254,14 +254,13 @@ class StateCollector:
 
     def _tenants(self) -> Iterator[Metric]:
         tenants = self._runtime.scheduler.tenants or Tenants({})
-        tenants.now_s = max(tenants.now_s, self._runtime.now_s())
         service = CounterMetricFamily(
             "thunderagent_tenant_service_token_seconds",
             "What each tenant's programs claimed of memory over time.",
             labels=["tenant"],
         )
         waiting = GaugeMetricFamily("thunderagent_tenant_waiting", "Programs that wait.", labels=["tenant"])
-        by_service = sorted(tenants, key=lambda tenant: -tenant.service_token_s)
+        by_service = sorted(tenants.as_of(self._runtime.now_s()), key=lambda tenant: -tenant.service_token_s)
         for tenant in by_service[:NAMED_TENANTS_COUNT]:
             service.add_metric([tenant.name], tenant.service_token_s)
             waiting.add_metric([tenant.name], tenant.waiting_count)
@@ -277,12 +276,17 @@ class StateCollector:
         )
 
     def _learned(self) -> Iterator[Metric]:
-        knowledge = self._runtime.scheduler.knowledge
-        yield GaugeMetricFamily(
+        scheduler = self._runtime.scheduler
+        knowledge = scheduler.knowledge
+        break_even = GaugeMetricFamily(
             "thunderagent_break_even_seconds",
-            "Time in which the largest replica could prefill its whole memory, as learned.",
-            knowledge.break_even_s,
+            "Time in which a replica could prefill its whole memory, as learned; absent if its size is not known.",
+            labels=["replica"],
         )
+        for replica_id, account in scheduler.ledger.accounts.items():
+            if account.capacity_tokens is not None:
+                break_even.add_metric([replica_id], scheduler.break_even_s(replica_id))
+        yield break_even
         yield GaugeMetricFamily(
             "thunderagent_prefill_seconds_per_token",
             "Time to prefill a token of a prompt that is not cached, as learned.",
@@ -291,7 +295,7 @@ class StateCollector:
         residence_s = knowledge.median_residence_s
         yield GaugeMetricFamily(
             "thunderagent_median_residence_seconds",
-            "Median time between a program's first turn and its end; absent until one ended.",
+            "Median time between a program's first turn and the end of its last; absent until one ended.",
             residence_s if isfinite(residence_s) else None,
         )
 

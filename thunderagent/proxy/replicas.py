@@ -293,8 +293,10 @@ class Replicas:
 
     def replica_up(self, replica_id: str) -> None:
         """Let the scheduler use a replica; raise the alarm if nobody knows how large it is."""
+        known = self.known[replica_id]
         account = self._runtime.scheduler.ledger.accounts.get(replica_id)
-        capacity_tokens = account.capacity_tokens if account is not None else None
+        said_before_tokens = account.capacity_tokens if account is not None else None
+        capacity_tokens = self._capacity_override_tokens or known.reading.capacity_tokens or said_before_tokens
         log.info("replica_up", replica_id=replica_id, capacity_tokens=capacity_tokens)
         if capacity_tokens is None:
             log.warning(
@@ -302,13 +304,12 @@ class Replicas:
                 replica_id=replica_id,
                 effect="every program is let in there; set --capacity-tokens if the engine cannot say it",
             )
-        known = self.known[replica_id]
         known.why_down = ""
         known.is_up = True
         self._notices.replica_up(replica_id)
         self.priorities.forget(replica_id)
         if known.draining_since_s is None:
-            self._runtime.replica_up(replica_id)
+            self._runtime.replica_up(replica_id, capacity_tokens)
 
     def ranks_found(self, url: str, ranks_count: int) -> None:
         """Pass on how many ranks a URL has: it may make replicas come and go."""

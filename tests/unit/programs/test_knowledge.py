@@ -8,6 +8,7 @@ from math import inf
 import pytest
 
 from tests.builders import Driver
+from thunderagent.policy_loader import load_policy
 from thunderagent.programs.policies.base import ClaimRules
 from thunderagent.programs.policies.passthrough import Passthrough
 from thunderagent.programs.scheduler import SchedulerSettings
@@ -137,25 +138,53 @@ def test_the_median_residence_is_that_of_programs_that_ended() -> None:
         driver.takes_turn(name, 100)
     assert knowledge.median_residence_s == inf
     driver.passes(60.0)
+    for name in ("a", "b", "c"):
+        driver.takes_turn(name, 100)
     driver.releases_all("a", "b", "c")
     assert 40.0 < knowledge.median_residence_s < 90.0
 
 
-def test_the_break_even_is_the_time_to_prefill_the_largest_memory() -> None:
-    """0 until a capacity is known: nothing can be said then."""
+def test_the_median_residence_does_not_count_the_forget_limit() -> None:
+    """A program that nobody releases is forgotten half an hour after its last turn: it took as long as its turns."""
+    driver = Driver()
+    for name in ("a", "b", "c"):
+        driver.takes_turn(name, 100)
+        driver.passes(10.0)
+        driver.takes_turn(name, 100)
+    driver.ticks(5000.0)
+    assert len(driver.scheduler.table) == 0
+    assert 5.0 < driver.scheduler.knowledge.median_residence_s < 20.0
+
+
+def test_the_break_even_is_the_time_to_prefill_a_replica_s_own_memory() -> None:
+    """0 until a capacity is known; of one whose size is not, that of the largest that is open."""
     driver = driver_with(None)
-    assert driver.scheduler.knowledge.break_even_s == 0
+    scheduler = driver.scheduler
+    assert scheduler.break_even_s("r0") == 0
     driver.comes_up("r1", 100_000)
     driver.comes_up("r2", 40_000)
-    assert driver.scheduler.knowledge.break_even_s == pytest.approx(5.0)
+    expected_s = {"r0": 5.0, "r1": 5.0, "r2": 2.0, None: 5.0, "never-was": 5.0}
+    assert {each: scheduler.break_even_s(each) for each in expected_s} == pytest.approx(expected_s)
+    driver.goes_down("r1")
+    assert scheduler.break_even_s("r0") == scheduler.break_even_s(None) == pytest.approx(2.0)
+    driver.is_removed("r2")
+    assert scheduler.break_even_s("r0") == 0
 
 
-def test_the_largest_memory_may_become_smaller() -> None:
-    """An engine that is started anew with less memory says so in its next poll."""
-    driver = driver_with(50_000)
-    driver.comes_up("r1", 100_000)
-    driver.comes_up("r1", 40_000)
-    assert driver.scheduler.knowledge.capacity_tokens == 50_000
+def test_a_small_replica_holds_by_its_own_break_even() -> None:
+    """Beside one that is ten times as large: the longer a memory takes to fill, the longer it pays to hold."""
+    driver = Driver(load_policy("breakeven", {"reserve_tokens": 0}), replicas={"small": 10_000, "large": 100_000})
+    held_s = {}
+    for name in ("a", "b"):
+        driver.takes_turn(name, 100, tool="ls")
+        program = driver.program(name)
+        held_s[program.replica_id] = program.hold_until_s - driver.now_s
+    driver.routes("program", "b", small=1)
+    driver.passes(0.01)
+    driver.takes_turn("b", 100, tool="ls")
+    program = driver.program("b")
+    held_s[program.replica_id] = program.hold_until_s - driver.now_s
+    assert held_s["small"] < held_s["large"]
 
 
 def test_prefill_is_learned_from_what_was_not_cached() -> None:

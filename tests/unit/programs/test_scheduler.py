@@ -10,7 +10,7 @@ import pytest
 
 from tests.builders import Driver, of_kind, restored_on
 from thunderagent.programs.decisions import Grant, Hold, Mark, Pause, Reason, Reject, Release, Restore
-from thunderagent.programs.events import Tick, TurnAbandoned, TurnArrived
+from thunderagent.programs.events import ReplicaPolled, ReplicaUp, Tick, TurnAbandoned, TurnArrived
 from thunderagent.programs.lifecycle import Phase, Status
 from thunderagent.programs.policies.base import ClaimRules, Moment, Placement, Policy, ProgramView, ReplicaView, View
 from thunderagent.programs.policies.breakeven import BreakEven
@@ -281,15 +281,22 @@ def test_a_removed_replica_is_forgotten_and_what_was_in_flight_there_is_lost() -
     assert driver.granted_on[again] != gone
 
 
-def test_the_largest_replica_counts_no_longer_when_it_is_removed() -> None:
-    """What it pays to hold is measured by the largest replica that there is."""
+@pytest.mark.parametrize("late", ["polled", "down", "draining", "suspended", "residency"])
+def test_late_news_of_a_removed_replica_do_not_bring_it_back(late: str) -> None:
+    """Only that it is up does, and what its size is then."""
     driver = by_memory(r0=1000, r1=900)
-    assert driver.scheduler.knowledge.capacity_tokens == 1000
     driver.is_removed("r0")
-    assert driver.scheduler.knowledge.capacity_tokens == 900
-    driver.is_removed("r1")
-    driver.is_removed("never-was")
-    assert driver.scheduler.knowledge.capacity_tokens == 0
+    {
+        "polled": lambda: driver.send(ReplicaPolled(driver.now_s, "r0", 500)),
+        "down": lambda: driver.goes_down("r0"),
+        "draining": lambda: driver.drains("r0"),
+        "suspended": lambda: driver.suspends("pause", "r0"),
+        "residency": lambda: driver.reports("r0", a=10),
+    }[late]()
+    assert list(driver.scheduler.replicas) == list(driver.scheduler.ledger.accounts) == ["r1"]
+    driver.send(ReplicaUp(driver.now_s, "r0", 700))
+    assert driver.scheduler.replicas["r0"].account.capacity_tokens == 700
+    assert driver.granted_on[driver.arrives("small", 10)] == "r1"
 
 
 def test_a_draining_replica_gets_nothing_new_and_keeps_what_is_in_flight() -> None:

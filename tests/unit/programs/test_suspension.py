@@ -185,14 +185,49 @@ def test_who_found_no_replica_waits_for_grants_where_one_comes_that_is_suspended
 
 
 def test_a_cause_that_holds_for_all_holds_for_a_replica_that_comes_later() -> None:
-    """It may end for one of them alone."""
+    """Until it ends for all."""
     driver = Driver(settings=LIMITS)
     driver.suspends()
     driver.comes_up("r1", 1000)
     turn_id = driver.arrives("a", 10)
     assert driver.held(turn_id)
     driver.goes_on(replica_id="r1")
-    assert driver.granted_on[turn_id] == "r1"
+    assert driver.held(turn_id)
+    driver.goes_on()
+    assert not driver.held(turn_id)
+
+
+def test_a_cause_for_all_and_the_same_one_of_a_replica_are_different_things() -> None:
+    """Neither ends with the other, in whichever order they came."""
+    for first, second in ((None, "r0"), ("r0", None)):
+        driver = Driver(settings=LIMITS)
+        driver.suspends("pause", first)
+        driver.suspends("pause", second)
+        turn_id = driver.arrives("a", 10)
+        driver.goes_on("pause", first)
+        assert driver.held(turn_id)
+        assert list(driver.scheduler.replicas["r0"].suspended_for) == ["pause"]
+        driver.goes_on("pause", second)
+        assert not driver.held(turn_id)
+
+
+def test_nobody_is_forgotten_on_a_suspended_replica_while_another_grants() -> None:
+    """The forget limit stands still there, and begins anew when grants go on; elsewhere it holds."""
+    driver = Driver(replicas={"r0": 1000, "r1": 1000}, settings=LIMITS)
+    for name in ("a", "b"):
+        driver.takes_turn(name, 10)
+        driver.routes("program", name, **{"r0" if name == "a" else "r1": 1})
+        driver.takes_turn(name, 10)
+    driver.suspends("pause", "r0")
+    for _ in range(3):
+        driver.ticks(LIMITS.forget_limit_s)
+    assert [program.program_id for program in driver.scheduler.table] == ["a"]
+    assert driver.home("a") == "r0"
+    driver.goes_on("pause", "r0")
+    driver.ticks(LIMITS.forget_limit_s / 2)
+    assert driver.scheduler.table.get("a") is not None
+    driver.ticks(LIMITS.forget_limit_s)
+    assert driver.scheduler.table.get("a") is None
 
 
 # --- What else may happen meanwhile

@@ -28,17 +28,18 @@ def test_the_longest_acting_program_is_the_one_whose_tool_began_first() -> None:
     """The order is that of the beginnings; who has a turn with us, or ended, is not in it."""
     table = ProgramTable()
     first, second, third = (table.open(name, 0.0) for name in "abc")
-    assert table.longest_acting() is None
-    for program in (first, second, third):
+    assert table.acting_longer(9.0) == []
+    for since_s, program in enumerate((first, second, third)):
+        program.limits_since_s = since_s
         table.acting_begins(program)
-    assert table.longest_acting() is first
+    assert table.acting_longer(0.0) == []
+    assert table.acting_longer(2.0) == [first, second]
     table.acting_ends(first)
-    assert table.longest_acting() is second
     table.remove(second)
-    assert table.longest_acting() is third
+    assert table.acting_longer(9.0) == [third]
+    first.limits_since_s = 4.0
     table.acting_begins(first)
-    table.acting_begins(third)
-    assert table.longest_acting() is first
+    assert table.acting_longer(9.0) == [third, first]
 
 
 def test_programs_are_listed_in_the_order_of_their_opening() -> None:

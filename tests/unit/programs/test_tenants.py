@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from itertools import count
+from itertools import count, groupby
 
 import pytest
 
 from tests.builders import Driver
 from thunderagent.policy_loader import load_policy
+from thunderagent.programs.events import ProgramReleased, TurnArrived
+from thunderagent.programs.program import Program
 from thunderagent.programs.scheduler import SchedulerSettings
-from thunderagent.programs.tenants import Tenants
+from thunderagent.programs.tenants import FairSet, Tenants
 
 
 def fair(active_count: int = 2, **weight_ratios: float) -> Driver:
@@ -75,33 +77,159 @@ def test_jain_tells_fair_from_unfair() -> None:
     for name, tokens in (("all", 100), ("none", 0)):
         tenants.waits(name, 1)
         tenants.claims(name, tokens)
-    tenants.now_s = 10.0
+    tenants.advance(10.0)
     assert tenants.jain_ratio() == 0.5
 
 
+def waiting(tenants: Tenants, name: str, replica_id: str | None = None) -> tuple[FairSet, Program]:
+    """Have a program of a tenant wait."""
+    where, program = FairSet(tenants, replica_id), Program(f"{name}-waits", 1, 0.0)
+    program.tenant = name
+    where.add(program, 0.0)
+    return where, program
+
+
 def test_nobody_saves_up_and_nobody_begins_anew() -> None:
-    """Who comes is level with the least; who leaves while ahead is ahead when it comes back."""
+    """Who comes is level with the least that waits; who leaves while ahead is ahead when it comes back."""
     tenants = Tenants({})
-    tenants.claims("steady", 10)
-    tenants.claims("greedy", 30)
-    tenants.now_s = 10.0
+    tenants.set_granting(["r0"])
+    for name, tokens in (("steady", 10), ("greedy", 30), ("tiny", 1)):
+        tenants.claims(name, tokens)
+    where, program = waiting(tenants, "steady")
+    tenants.event_ended()
+    tenants.advance(10.0)
     tenants.claims("greedy", -30)
     tenants.event_ended()
-    assert tenants.level_token_s("greedy") == 300
-    assert tenants.level_token_s("new") == 100
+    levels = [tenants.level_token_s(name) for name in ("steady", "greedy", "new", "tiny")]
+    assert levels == [100, 300, 100, 100]
     tenants.waits("new", 1)
     tenants.waits("greedy", 1)
     assert [tenants.level_token_s(name) for name in ("new", "greedy")] == [100, 300]
     tenants.waits("new", -1)
     tenants.waits("greedy", -1)
     tenants.event_ended()
-    assert {tenant.name for tenant in tenants} == {"steady", "greedy"}
-    tenants.now_s = 30.0
-    tenants.claims("steady", -10)
-    tenants.waits("steady", 1)
-    tenants.waits("steady", -1)
+    assert {tenant.name for tenant in tenants} == {"steady", "greedy", "tiny"}
+    tenants.advance(40.0)
     tenants.event_ended()
-    assert not {tenant.name for tenant in tenants} & {"new"}
+    assert {tenant.name for tenant in tenants} == {"steady", "tiny"}, "all others have caught up with it"
+    where.discard(program)
+    tenants.event_ended()
+    tenants.advance(90.0)
+    assert tenants.level_token_s("steady") == 400, "what nobody waits for takes nothing from others"
+
+
+def test_who_waits_where_nothing_is_granted_holds_nobody_back() -> None:
+    """Its level stands still, and is not the least; when grants go on there it begins as all others do."""
+    tenants = Tenants({})
+    tenants.set_granting(["r0"])
+    waiting(tenants, "stuck", "r1")
+    waiting(tenants, "steady", "r0")
+    tenants.claims("steady", 10)
+    tenants.event_ended()
+    tenants.advance(10.0)
+    assert [tenants.level_token_s(name) for name in ("stuck", "steady", "new")] == [0, 100, 100]
+    tenants.set_granting(["r0", "r1"])
+    assert tenants.level_token_s("stuck") == 100
+
+
+def test_a_tiny_tenant_lets_no_newcomer_go_many_times_in_a_row() -> None:
+    """One that had next to nothing and does not wait is no measure for who comes: those that wait are."""
+    driver = fair(2)
+    driver.arrives("tiny", 10, tenant="tiny")
+    numbers = count()
+    large = {driver.arrives(f"large-{next(numbers)}", 1000, tenant="large") for _ in range(3)}
+
+    def round_of(tenant: str, turns: set[int]) -> None:
+        """Let what runs of a tenant end after 10 s, and as much come again."""
+        for turn_id in [turn_id for turn_id in turns if turn_id in driver.granted_on]:
+            turns.remove(turn_id)
+            program_id = next(each.program_id for each in driver.scheduler.table if turn_id in each.in_flight)
+            driver.finishes(turn_id, 1000)
+            turns.add(driver.arrives(f"{tenant}-{next(numbers)}", 1000, tenant=tenant))
+            driver.releases(program_id)
+
+    for _ in range(30):
+        driver.passes(10.0)
+        round_of("large", large)
+    new = {driver.arrives(f"new-{next(numbers)}", 1000, tenant="new") for _ in range(3)}
+    whose = []
+    for _ in range(24):
+        driver.passes(10.0)
+        whose.append("new" if new & set(driver.granted_on) else "large")
+        round_of("large", large)
+        round_of("new", new)
+    longest = max(len(list(run)) for name, run in groupby(whose) if name == "new")
+    assert longest <= 2, whose
+    assert abs(whose.count("new") - 12) <= 2
+
+
+def test_tenants_that_come_and_go_are_not_kept_and_cost_little() -> None:
+    """Though one waits for a replica on which nothing is granted: what is kept, and looked up, does not grow."""
+    driver = fair(2)
+    tenants = driver.scheduler.tenants
+    assert tenants is not None
+    driver.comes_up("r1", 100_000)
+    driver.arrives("stuck-0", 100, tenant="stuck")
+    driver.routes("tenant", "stuck", r1=1)
+    driver.suspends("pause", "r1")
+    assert driver.held(driver.arrives("stuck-1", 100, tenant="stuck"))
+    driver.releases("stuck-0")
+    numbers = count()
+    for _ in range(5):
+        driver.arrives(f"steady-{next(numbers)}", 100, tenant="steady")
+    looked_up = lookups_of(tenants)
+    kept, per_event = [], []
+    for n in range(400):
+        driver.passes(1.0)
+        for tenant, program_id in zip(
+            ("steady", f"tenant-{n}"), list(driver.scheduler.replicas["r0"].programs), strict=True
+        ):
+            looked_up.count = 0
+            driver.scheduler.handle(ProgramReleased(driver.now_s, program_id))
+            per_event.append(looked_up.count)
+            driver.arrives(f"{tenant}-{next(numbers)}", 100, tenant=tenant)
+        kept.append(len(tenants))
+    assert max(kept) < 12
+    assert max(per_event) < 40
+    assert "tenant-399" in {tenant.name for tenant in tenants}
+
+
+def test_who_goes_first_is_found_among_4000_tenants_without_looking_at_all() -> None:
+    """Nor do the first few take one from each."""
+    driver = fair(1)
+    driver.arrives("holder", 100, tenant="holder")
+    for n in range(4000):
+        driver.scheduler.handle(TurnArrived(driver.now_s, 10_000 + n, f"p{n}", tenant=f"tenant-{n}", prompt_bytes=400))
+    tenants, waiting_set = driver.scheduler.tenants, driver.scheduler.queue.reasoning
+    assert tenants is not None
+    assert isinstance(waiting_set, FairSet)
+    looked_up = lookups_of(tenants)
+    assert [program.program_id for program in waiting_set.lowest(5)] == [f"p{n}" for n in range(5)]
+    assert looked_up.count <= 10
+    looked_up.count = 0
+    for n in range(20):
+        driver.passes(1.0)
+        driver.scheduler.handle(ProgramReleased(driver.now_s, "holder" if n == 0 else f"p{n - 1}"))
+        assert driver.scheduler.table.get(f"p{n}") in driver.scheduler.replicas["r0"].programs.values()
+    assert looked_up.count <= 20 * 12
+
+
+class Lookups:
+    """How many levels were looked up."""
+
+    count = 0
+
+
+def lookups_of(tenants: Tenants) -> Lookups:
+    """Count them from now on."""
+    lookups, look_up = Lookups(), tenants.level_token_s
+
+    def counted(name: str) -> float:
+        lookups.count += 1
+        return look_up(name)
+
+    tenants.level_token_s = counted  # type: ignore[method-assign]
+    return lookups
 
 
 def test_who_left_ahead_and_was_caught_up_with_comes_back_level() -> None:
@@ -155,12 +283,13 @@ def test_a_tenant_is_not_gone_for_a_moment() -> None:
     driver = fair()
     driver.arrives("a", 900, tenant="a")
     turn_id = driver.arrives("b", 10, tenant="b")
+    driver.arrives("c", 10, tenant="c")
     driver.passes(100.0)
     driver.progresses(turn_id, 5)
     tenants = driver.scheduler.tenants
     assert tenants is not None
     assert tenants.level_token_s("b") == 1000
-    assert {tenant.name: tenant.service_token_s for tenant in tenants} == {"a": 90_000, "b": 1000}
+    assert {tenant.name: tenant.service_token_s for tenant in tenants} == {"a": 90_000, "b": 1000, "c": 0}
 
 
 def test_who_is_alone_and_leaves_for_a_moment_takes_nobody_s_memory_along() -> None:
@@ -168,6 +297,7 @@ def test_who_is_alone_and_leaves_for_a_moment_takes_nobody_s_memory_along() -> N
     driver = fair()
     driver.arrives("a", 900, tenant="a")
     turn_id = driver.arrives("b", 10, tenant="b")
+    driver.arrives("c", 10, tenant="c")
     driver.passes(100.0)
     driver.releases("a")
     driver.progresses(turn_id, 5)

@@ -120,6 +120,18 @@ def test_a_verdict_is_in_the_story_and_on_nobody_else() -> None:
     assert driver.scheduler.knowledge.judge_record.level_counts[Level.MEDIUM] == 1
 
 
+def test_a_late_verdict_is_not_counted() -> None:
+    """One on fewer turns than the last was makes no level, and is not in the story."""
+    driver = Driver()
+    driver.takes_turn("a", 100)
+    driver.is_judged("a", will_succeed=True, at_turn=5)
+    counts = dict(driver.scheduler.knowledge.judge_record.level_counts)
+    entries_count = len(driver.program("a").story())
+    assert driver.is_judged("a", will_succeed=False, at_turn=3) == []
+    assert driver.scheduler.knowledge.judge_record.level_counts == counts
+    assert len(driver.program("a").story()) == entries_count
+
+
 def test_outcomes_are_counted_where_they_are_said() -> None:
     """A release without one, or with a word that is none, tells nothing of the judge."""
     driver = Driver()

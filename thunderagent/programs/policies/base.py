@@ -352,9 +352,11 @@ class View(Protocol):
     def prefill_token_s(self) -> float:
         """Seconds to prefill a token, as learned."""
 
-    @property
-    def break_even_s(self) -> float:
-        """Seconds in which the largest replica could prefill its whole memory, as learned."""
+    def break_even_s(self, replica_id: str | None) -> float:
+        """Return in how many seconds a replica could prefill its whole memory, as learned.
+
+        For one that is not known, or does not say how large it is, the largest of those that are open stands in.
+        """
 
     @property
     def growth_tokens_per_s(self) -> float:
@@ -366,7 +368,7 @@ class View(Protocol):
 
     @property
     def median_residence_s(self) -> float:
-        """Median time between a program's first turn and its end, as learned; infinite until one ended."""
+        """Median time between a program's first turn and the end of its last, as learned; infinite until one ended."""
 
     @property
     def tools_running_count(self) -> int:

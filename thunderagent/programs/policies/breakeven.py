@@ -7,7 +7,7 @@ the prompts of several have in common is claimed once (`ClaimRules`). Four rules
 
 **Hold or let go.** When a tool begins, its program keeps its claim: the next turn finds its history. Holding costs
 memory; letting go costs to compute the history again. Both grow with its size, so that the break-even is a time, the
-same for all: β·C, the time in which a replica could prefill its whole memory (β seconds a token, C tokens), times
+same for all on a replica: β·C, the time in which it could prefill its whole memory (β seconds a token, C tokens), times
 `hold_ratio`. How long a tool will run is not known, only how long tools of its name ran so far; so a program is held
 until its tool's rate of return falls under one in that time (`tool_times.py`). After that it is *expired*: its claim
 goes as soon as the first in the queue needs the room, and not before.
@@ -115,7 +115,7 @@ class BreakEven:
 
     def hold_s(self, view: View, program: ProgramView) -> float:
         """Return until when the program's tool returns more often than once in the break-even time."""
-        return view.tool_hold_s(program.tool, self.hold_ratio * view.break_even_s)
+        return view.tool_hold_s(program.tool, self.hold_ratio * view.break_even_s(program.replica_id))
 
     def pause_rank(self, program: ProgramView) -> float:
         """Rank the youngest first, and the last of a group last."""
@@ -217,7 +217,7 @@ class BreakEven:
         """Return the replica that takes nobody else in, once the head of the queue has waited for long enough."""
         if head is None or not self._has_waited_long(view, head):
             return None
-        return self._roomiest(view.replicas, self._foreseen_tokens(view, head))
+        return self._roomiest(view, head, view.replicas, foresees=self._foresees(view, head))
 
     def _has_waited_long(self, view: View, program: ProgramView) -> bool:
         return view.now_s - program.waiting_since_s > self.wait_ratio * view.median_residence_s
@@ -237,16 +237,16 @@ class BreakEven:
 
         `home` need not be among the candidates, which may be those only where something changed.
         """
-        grown_tokens = self._foreseen_tokens(view, program)
-        roomiest = self._roomiest(candidates, grown_tokens)
+        foresees = self._foresees(view, program)
+        roomiest = self._roomiest(view, program, candidates, foresees=foresees)
         if self._is_oversize(view, program, roomiest):
             return Placement(roomiest, Reason.OVERSIZE)
         if home is not None:
-            if self._fits(view, program, home, grown_tokens, make_room=make_room):
+            if self._fits(view, program, home, foresees=foresees, make_room=make_room):
                 return Placement(home, Reason.FITS)
             if home is not roomiest and self._waits_for_home(view, program, home):
                 return Placement(None, Reason.HOME_SOON)
-        if roomiest is not home and self._fits(view, program, roomiest, grown_tokens, make_room=make_room):
+        if roomiest is not home and self._fits(view, program, roomiest, foresees=foresees, make_room=make_room):
             return Placement(roomiest, Reason.FITS)
         return Placement(None, Reason.NO_ROOM)
 
@@ -260,13 +260,12 @@ class BreakEven:
         recompute_s = view.resident_tokens(program, home) * view.prefill_token_s
         return view.now_s - program.waiting_since_s < self.home_wait_ratio * recompute_s
 
-    def _fits(
-        self, view: View, program: ProgramView, replica: ReplicaView, grown_tokens: float, *, make_room: bool
-    ) -> bool:
+    def _fits(self, view: View, program: ProgramView, replica: ReplicaView, *, foresees: bool, make_room: bool) -> bool:
         """Say whether a program fits, if need be after those went who expired; one that would be alone always does."""
         account = replica.account
         if not account.active_count:
             return True
+        grown_tokens = self._foreseen_tokens(view, program, replica) if foresees else 0.0
         needed_tokens = view.claim_tokens_on(program, replica) + min(program.growth_tokens, grown_tokens)
         missing_tokens = needed_tokens - self._free_tokens(account, grown_tokens)
         if missing_tokens <= 0:
@@ -281,18 +280,20 @@ class BreakEven:
             view.propose_pause(each, Reason.EXPIRED)
         return not account.active_count or self._free_tokens(account, grown_tokens) >= needed_tokens
 
-    def _foreseen_tokens(self, view: View, program: ProgramView) -> float:
-        """Return for how much growth of each program on a replica there must be room, if `program` is let in.
+    def _foresees(self, view: View, program: ProgramView) -> bool:
+        """Say whether a program leaves room for growth: a newcomer does, where memory is short."""
+        return not program.turn_count and self.foresight_ratio > 0 and self._is_short(view, program)
+
+    def _foreseen_tokens(self, view: View, program: ProgramView, replica: ReplicaView) -> float:
+        """Return for how much growth of each program on a replica there must be room, if `program` is let in there.
 
         In t seconds it uses c·t + r·t²/2 of memory, and if it is to go then, c + r·t tokens are computed again, each of
         which is worth holding for the break-even time T: until t = (r·T - c + √(c² + r²·T²)) / r that does not pay.
         """
-        if program.turn_count or not self.foresight_ratio or not self._is_short(view, program):
-            return 0.0
         rate, claim_tokens = view.growth_tokens_per_s, program.claim_tokens
         if rate == inf:
             return inf
-        grown_tokens = rate * self.foresight_ratio * view.break_even_s
+        grown_tokens = rate * self.foresight_ratio * view.break_even_s(replica.replica_id)
         return grown_tokens - claim_tokens + hypot(claim_tokens, grown_tokens)
 
     def _is_short(self, view: View, program: ProgramView) -> bool:
@@ -308,11 +309,16 @@ class BreakEven:
             grown_tokens = min(program.claim_tokens, FIRST_GROWTH_RATIO * room_tokens / len(view.replicas))
         return count * (program.claim_tokens + grown_tokens) > room_tokens
 
-    def _roomiest(self, candidates: Sequence[ReplicaView], grown_tokens: float) -> ReplicaView:
+    def _roomiest(
+        self, view: View, program: ProgramView, candidates: Sequence[ReplicaView], *, foresees: bool
+    ) -> ReplicaView:
         """Return the replica with most room; among equals, as where no capacity is known, that with least on it."""
         if len(candidates) == 1:
             return candidates[0]
-        free_tokens = [self._free_tokens(replica.account, grown_tokens) for replica in candidates]
+        free_tokens = [
+            self._free_tokens(replica.account, self._foreseen_tokens(view, program, replica) if foresees else 0.0)
+            for replica in candidates
+        ]
         most_tokens = max(free_tokens)
         return least_loaded(
             [replica for replica, tokens in zip(candidates, free_tokens, strict=True) if tokens == most_tokens]

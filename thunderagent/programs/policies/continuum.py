@@ -163,8 +163,8 @@ class Continuum:
     _by_tool: OrderedDict[str, Durations] = field(init=False, repr=False, default_factory=OrderedDict)
     _memoryfulness: Memoryfulness = field(init=False, repr=False, default_factory=Memoryfulness)
     _delays_s: deque[float] = field(init=False, repr=False, default_factory=lambda: deque(maxlen=DELAYS_COUNT))
-    _came_s: dict[str, float] = field(init=False, repr=False, default_factory=dict)
-    """When a turn came of a program that had lost its memory, by the program."""
+    _lost_memory: set[str] = field(init=False, repr=False, default_factory=set)
+    """Programs that had lost their memory when their tool was through, until their next turn is granted."""
     tick_s: ClassVar[float] = 0.1
 
     def __post_init__(self) -> None:
@@ -189,15 +189,15 @@ class Continuum:
             self._tool_ended(signal.tool, signal.duration_s)
             program = view.program(signal.program_id)
             if program is not None and program.status is Status.PAUSED:
-                self._came_s[signal.program_id] = signal.now_s
+                self._lost_memory.add(signal.program_id)
         elif isinstance(signal, ToolStart):
-            self._came_s.pop(signal.program_id, None)
+            self._lost_memory.discard(signal.program_id)
         elif isinstance(signal, GpuSubmit):
-            came_s = self._came_s.pop(signal.program_id, None)
-            if came_s is not None:
-                self._delays_s.append(signal.now_s - came_s)
+            if signal.program_id in self._lost_memory:
+                self._lost_memory.remove(signal.program_id)
+                self._delays_s.append(signal.held_s)
         elif isinstance(signal, ProgramEnd):
-            self._came_s.pop(signal.program_id, None)
+            self._lost_memory.discard(signal.program_id)
             self._memoryfulness.add(signal.turn_count)
 
     def hold_s(self, view: View, program: ProgramView) -> float:

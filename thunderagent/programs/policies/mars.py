@@ -110,7 +110,7 @@ class Mars:
 
     def hold_s(self, view: View, program: ProgramView) -> float:
         """Return until when a warm return is worth more than the memory."""
-        return view.tool_hold_s(program.tool, self.warm_ratio * view.break_even_s)
+        return view.tool_hold_s(program.tool, self.warm_ratio * view.break_even_s(program.replica_id))
 
     def pause_rank(self, program: ProgramView) -> float:
         """Rank the lowest level first, in it the largest footprint; the last of a group last."""

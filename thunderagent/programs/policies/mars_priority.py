@@ -111,6 +111,7 @@ class MarsPriority:
             program, replica = view.program(signal.program_id), view.replica(signal.replica_id)
             known = program is not None and replica is not None
             resident_tokens = view.resident_tokens(program, replica) if known else 0  # type: ignore[arg-type]
+            self._returned_s[signal.program_id] = signal.now_s - signal.held_s
             self._submitted = signal.program_id, max(0, signal.projected_tokens - resident_tokens)
         elif isinstance(signal, GpuEnd) and signal.computed_tokens > 0:
             self._served.append((signal.now_s, signal.program_id, signal.computed_tokens))

@@ -51,12 +51,12 @@ class _Turn:
 
 @dataclass(slots=True)
 class _Attained:
-    """What a program got. `came_s` is when its turn came that was not granted yet."""
+    """What a program got. `waits` says whether the wait of its next turn counts: the others run beside that one."""
 
     service_tokens: int = 0
     service_s: float = 0.0
     wait_s: float = 0.0
-    came_s: float | None = None
+    waits: bool = True
     turns: dict[int, _Turn] = field(default_factory=dict)
 
 
@@ -111,7 +111,7 @@ class Plas:
     def observe(self, view: View, signal: Signal) -> None:
         """Count service and waiting."""
         if isinstance(signal, GpuSubmit):
-            self._submit(view, signal)
+            self._submit(signal)
         elif isinstance(signal, GpuFirstToken):
             turn = self._of(signal.program_id).turns.get(signal.turn_id)
             if turn is not None:
@@ -119,22 +119,18 @@ class Plas:
         elif isinstance(signal, GpuEnd):
             self._end(view, signal)
         elif isinstance(signal, ToolEnd | ToolStart):
-            self._of(signal.program_id).came_s = signal.now_s if isinstance(signal, ToolEnd) else None
+            self._of(signal.program_id).waits = isinstance(signal, ToolEnd)
         elif isinstance(signal, ProgramEnd):
             self._attained.pop(signal.program_id, None)
 
     def _of(self, program_id: str) -> _Attained:
         return self._attained.setdefault(program_id, _Attained())
 
-    def _submit(self, view: View, signal: GpuSubmit) -> None:
-        attained = self._attained.get(signal.program_id)
-        if attained is None:
-            program = view.program(signal.program_id)
-            attained = self._of(signal.program_id)
-            attained.came_s = None if program is None else program.opened_s
-        if attained.came_s is not None:
-            attained.wait_s += signal.now_s - attained.came_s
-            attained.came_s = None
+    def _submit(self, signal: GpuSubmit) -> None:
+        attained = self._of(signal.program_id)
+        if attained.waits:
+            attained.wait_s += signal.held_s
+            attained.waits = False
         attained.turns[signal.turn_id] = _Turn(attained.service_tokens)
 
     def _end(self, view: View, signal: GpuEnd) -> None:

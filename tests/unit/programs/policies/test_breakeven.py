@@ -252,6 +252,7 @@ def test_when_the_first_has_waited_for_long_nobody_passes_it_on_its_replica() ->
     driver = driver_with(wait_ratio=0.5, replicas={"r0": 1000})
     driver.takes_turn("lived", 10)
     driver.passes(100.0)
+    driver.takes_turn("lived", 10)
     driver.releases("lived")
     wait_s = 0.5 * driver.scheduler.knowledge.median_residence_s
     assert 40.0 < wait_s < 60.0

@@ -217,3 +217,24 @@ def test_what_is_remembered_of_tools_is_bounded() -> None:
     policy._tool_ended("tool-299", 3.0)
     assert len(policy._by_tool) == 256
     assert policy._by_tool["tool-299"].mean_s == 2.0
+
+
+def test_a_turn_that_was_left_while_it_was_held_is_no_delay() -> None:
+    """Only what a turn that is granted was held counts, not the time since one came that nobody waits for any more."""
+    policy = Continuum(reserve_tokens=0, prefill_token_s=PREFILL_TOKEN_S)
+    driver = Driver(policy, replicas={"r0": 1000})
+    driver.takes_turn("a", 600)
+    driver.ticks(500.0)
+    assert driver.home("a") is None
+    other = driver.arrives("b", 900)
+    left = driver.arrives("a", 600)
+    assert driver.held(left)
+    driver.passes(10.0)
+    driver.is_abandoned(left)
+    driver.passes(1000.0)
+    again = driver.arrives("a", 600)
+    driver.passes(7.0)
+    driver.finishes(other, 900)
+    driver.releases("b")
+    assert again in driver.granted_on
+    assert list(policy._delays_s) == [pytest.approx(7.0)]

@@ -183,11 +183,12 @@ def test_without_a_bound_it_waits_as_long_as_small_ones_come() -> None:
 def test_of_those_that_waited_too_long_the_one_goes_first_that_waits_for_longest() -> None:
     """Whatever their sizes."""
     driver = one_at_a_time(bound_ratio=0.0)
-    driver.arrives("holder", 10)
+    holder = driver.arrives("holder", 10)
     large = driver.arrives("large", 50_000)
     driver.passes(1.0)
     small = driver.arrives("small", 500)
     driver.passes(1.0)
+    driver.finishes(holder, 10)
     driver.releases("holder")
     driver.releases("nobody")
     assert not driver.held(large)

@@ -88,7 +88,7 @@ def test_who_waits_twice_as_long_as_it_was_served_goes_first() -> None:
 
 
 def test_a_second_tool_is_no_waiting() -> None:
-    """From the end of the last tool on it waits, not from that of the first."""
+    """Nor is what a client takes for its next turn: it waits while that is held."""
     part = Plas()
     driver = driver_with(part)
     turn_id, _ = next_priority(driver, "a")
@@ -99,7 +99,7 @@ def test_a_second_tool_is_no_waiting() -> None:
     driver.tool_ends("a")
     driver.passes(1.0)
     next_priority(driver, "a")
-    assert part._attained["a"].wait_s == pytest.approx(1.0)
+    assert part._attained["a"].wait_s == 0
 
 
 def test_inf_promotes_nobody() -> None:
@@ -185,3 +185,19 @@ def test_they_are_loaded_by_name() -> None:
     assert isinstance(policy.priority, Plas)  # type: ignore[attr-defined]
     assert policy.priority.critical_path  # type: ignore[attr-defined]
     assert load_policy("fcfs", {}) == Passthrough()
+
+
+def test_a_turn_that_was_left_while_it_was_held_is_no_waiting() -> None:
+    """What the next one is held counts, not the time between the two."""
+    part = Plas()
+    driver = Driver(load_policy("cap", {"n": 1, "order": "plas"}), replicas={"r0": 1000})
+    driver.scheduler.listen(lambda signal: part.observe(driver.scheduler.view, signal))
+    other = driver.arrives("b", 900)
+    driver.is_abandoned(driver.arrives("a", 100))
+    driver.passes(1000.0)
+    again = driver.arrives("a", 100)
+    driver.passes(7.0)
+    driver.finishes(other, 900)
+    driver.releases("b")
+    assert again in driver.granted_on
+    assert part._attained["a"].wait_s == pytest.approx(7.0)
