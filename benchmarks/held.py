@@ -51,6 +51,8 @@ class Turns:
             if answer.status == 200:
                 await answer.json()
             self.statuses[answer.status] += 1
+            if answer.status not in (200, 503):
+                print(answer.status, await answer.text())
             self.without_retry_after_count += answer.status == 503 and "Retry-After" not in answer.headers
 
     async def _sent(self) -> AsyncIterator[bytes]:
@@ -96,6 +98,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
             thunderagent(
                 *("serve", "--port", "0", "--backends", f"http://127.0.0.1:{engine_port}", "--policy", "passthrough"),
                 *("--max-held-bytes", str(args.max_held_bytes), "--log-level", "error"),
+                *("--no-replica-limit-s", "3600", "--poll-silence-limit-s", "3600"),  # the engine shares our core
                 log_path=log,
             ) as proxy,
             aiohttp.ClientSession(connector=connector, timeout=timeout) as client,

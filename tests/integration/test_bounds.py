@@ -207,7 +207,7 @@ async def test_a_client_that_stops_reading_loses_its_lease_and_the_engines_conne
             for _ in range(15):  # three times the limit
                 await asyncio.sleep(0.1)
                 assert not asked.left.is_set()
-                await asyncio.get_running_loop().sock_recv(client, 4_000_000)
+                await asyncio.get_running_loop().sock_recv(client, 400_000)
             async with asyncio.timeout(5):
                 await asked.left.wait()
             await proxy.nothing_left()

@@ -98,7 +98,7 @@ def build_app(
     if sandboxes is not None:
         registry.register(SandboxCollector(sandboxes, registry))
     keyring = keyring or Keyring()
-    guard = Guard(guard_settings, keyring, registry)
+    guard = Guard(guard_settings, keyring, registry, held)
     control_settings = control_settings or ControlSettings()
     control = Control(runtime, client, replicas, control_settings)
     weight_sync = WeightSync(runtime, replicas, limit_s=control_settings.weight_sync_limit_s)

@@ -120,7 +120,7 @@ class Leases:
             deadline_s=None if wanted.patience_s is None else self._runtime.now_s() + wanted.patience_s,
             parent_id=wanted.parent_id,
             tenant=self._tenancy.named(wanted.tenant),
-            while_held=self._waiting.turn(len(body)),
+            while_held=self._waiting.turn(request, len(body)),
         )
         try:
             url = self._replicas.url_of(lease.replica_id)
