@@ -20,9 +20,6 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from thunderagent.errors import KeyHeldLimitError, TooManyHeldError
 from thunderagent.proxy.keys import caller_key
 
-KEPT_BODY = "kept_body"
-"""Where a request has its `KeptBody`, if its body did not come with its head."""
-
 Bound = Literal["turns", "bytes", "key_turns", "key_bytes"]
 
 
@@ -145,6 +142,10 @@ class KeptBody:
         if self._bytes:
             self._held.give_back(self._key_name, 0, self._bytes)
             self._bytes = 0
+
+
+KEPT_BODY = web.RequestKey("kept_body", KeptBody)
+"""Where a request has it, if its body did not come with its head."""
 
 
 class HeldTurn:
