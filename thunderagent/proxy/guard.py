@@ -43,7 +43,7 @@ class GuardSettings:
     rate_limit_burst_count: int = 100
     metrics_need_key: bool = False
     client_stall_limit_s: float = 120.0
-    """A client that takes nothing of an answer that is streamed for so long is cut off."""
+    """A client that takes nothing of its answer for so long is cut off."""
 
 
 class Guard:
