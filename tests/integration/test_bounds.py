@@ -441,7 +441,6 @@ async def test_a_family_and_a_group_live_in_one_tenant(replica: FakeReplica) -> 
 
 
 async def test_a_prompt_that_begins_with_anothers_is_not_taken_for_its_next(replica: FakeReplica) -> None:
-    """Nor does an idempotency key end an attempt of another tenant's."""
     said = {"role": "assistant", "content": "yes"}
     choice = {"index": 0, "message": said, "finish_reason": "stop"}
     replica.behaviour = answers({"object": "chat.completion", "choices": [choice]})
