@@ -465,11 +465,12 @@ async def test_on_the_data_port_a_key_sees_its_own_programs(replica: FakeReplica
 
 async def test_where_only_admins_have_keys_all_programs_need_one(replica: FakeReplica) -> None:
     async with running_proxy(replica.url, admin_keys=(ADMIN_LINE,)) as proxy:
-        for target in ("/programs", "/programs/a", "/sandboxes/events"):
-            assert (await call(proxy.url, "GET", target)).status in {401, 404}, target
-        assert (await call(proxy.url, "GET", "/programs")).status == 401
-        assert (await call(proxy.url, "POST", "/programs/release", body={"all": True})).status == 401
-        assert (await call(proxy.url, "GET", "/programs", ADMIN)).status == 200
+        await ask(proxy.url, "a")
+        for target in ("/programs", "/programs/a"):
+            assert (await call(proxy.url, "GET", target)).status in {401, 403}, target
+            assert (await call(proxy.url, "GET", target, ADMIN)).status == 200, target
+        assert (await call(proxy.url, "POST", "/programs/release", body={"all": True})).status in {401, 403}
+        assert (await call(proxy.url, "DELETE", "/programs/a")).json()["released"]
 
 
 def test_settings_that_cannot_be_kept_are_refused() -> None:
