@@ -332,7 +332,7 @@ class ServeConfig(BaseSettings):
     )
     key_max_held_bytes: int | None = Field(None, gt=0, description="the same of one key's bodies, in bytes")
     client_stall_limit_s: float = Field(
-        120.0, gt=0, description="a client that takes nothing of a stream for longer is cut off, in seconds"
+        120.0, gt=0, description="a client that takes nothing of its answer for longer is cut off, in seconds"
     )
     max_programs_count: int = Field(
         100_000,

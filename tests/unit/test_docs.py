@@ -30,6 +30,7 @@ from thunderagent.programs.policies.breakeven import BreakEven
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.proxy.discovery import Discovery, DiscoverySettings
 from thunderagent.proxy.event_feed import KINDS, SIGNAL_KINDS
+from thunderagent.proxy.held import NO_LIMITS, HeldTurns
 from thunderagent.proxy.judge import Judge, JudgeCollector
 from thunderagent.proxy.judge.prompt import DEFAULT_PROMPT
 from thunderagent.proxy.metrics import StateCollector, TurnMetrics
@@ -117,6 +118,7 @@ def metric_names() -> set[str]:
     registry = CollectorRegistry()
     TurnMetrics(registry)
     RateLimits(1, 1, registry)
+    HeldTurns(NO_LIMITS, registry)
     runtime = Runtime(Scheduler(load_policy("passthrough", {})))
     replicas = Replicas(runtime, [])
     registry.register(StateCollector(runtime, replicas))

@@ -92,8 +92,8 @@ class ProgramTable:
         """Return the program, of one tenant or of all, whose tool runs and that was not heard of for longest."""
         return next(iter(self._acting if tenant is None else self._acting_of.get(tenant, ())), None)
 
-    def _count(self, tenant: str, more: int) -> None:
-        count = self._counts.get(tenant, 0) + more
+    def _count(self, tenant: str, more_count: int) -> None:
+        count = self._counts.get(tenant, 0) + more_count
         if count:
             self._counts[tenant] = count
             self._by_count.add(tenant, -count)

@@ -45,7 +45,7 @@ from thunderagent.proxy.replica_routes import ReplicaHandlers, SourceCollector
 from thunderagent.proxy.replicas import Replicas, Watcher
 from thunderagent.proxy.request_id import REQUEST_ID, mark
 from thunderagent.proxy.sandboxes import SandboxCollector, Sandboxes, SandboxHandlers
-from thunderagent.proxy.stall import STALL_LIMIT_S
+from thunderagent.proxy.stall import STALL_LIMIT_S, send_if_large
 from thunderagent.proxy.tenancy import Tenancy
 from thunderagent.proxy.turns import Turns, TurnSettings
 from thunderagent.proxy.weight_sync import WeightSync
@@ -106,7 +106,7 @@ def build_app(
     if sandboxes is not None:
         registry.register(SandboxCollector(sandboxes, registry))
     keyring = keyring or Keyring()
-    guard = Guard(guard_settings, keyring, registry)
+    guard = Guard(guard_settings, keyring, registry, held)
     control_settings = control_settings or ControlSettings()
     control = Control(runtime, client, replicas, control_settings)
     weight_sync = WeightSync(runtime, replicas, limit_s=control_settings.weight_sync_limit_s)
@@ -236,6 +236,7 @@ def answering_errors(handler: Handler) -> Handler:
             log.exception("bug", method=request.method, path=request.path, request_id=REQUEST_ID.get())
             response = _error_body(request, 500, "internal_error", "the proxy has a bug; its log has the trace")
         mark(response)
+        await send_if_large(request, response)
         return response
 
     return handle

@@ -143,4 +143,4 @@ def _earlier_of(attempt: Attempt, others: list[Attempt]) -> Attempt | None:
 
 def _place_of(attempt: Attempt) -> Place:
     body = attempt.turn.body
-    return attempt.turn.program_id or "", attempt.turn.branch_id, attempt.path, len(body), hash(body[-HASHED_BYTES:])
+    return _key_of(attempt) or "", attempt.turn.branch_id, attempt.path, len(body), hash(body[-HASHED_BYTES:])

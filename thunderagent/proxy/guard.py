@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from thunderagent.errors import BodyTimeoutError, BodyTooLargeError, OriginRefusedError, RequestError
 from thunderagent.proxy.access import Access, access_of_route, controls_engine
+from thunderagent.proxy.held import KEPT_BODY, HeldTurns, KeptBody
 from thunderagent.proxy.keys import KEY_HEADER, Keyring, check_key
 from thunderagent.proxy.rate_limit import RateLimits
 from thunderagent.proxy.request_id import REQUEST_ID, REQUEST_ID_HEADER, take_request_id
@@ -42,15 +43,16 @@ class GuardSettings:
     rate_limit_burst_count: int = 100
     metrics_need_key: bool = False
     client_stall_limit_s: float = 120.0
-    """A client that takes nothing of an answer that is streamed for so long is cut off."""
+    """A client that takes nothing of its answer for so long is cut off."""
 
 
 class Guard:
     """Stand before handlers."""
 
-    def __init__(self, settings: GuardSettings, keyring: Keyring, registry: CollectorRegistry) -> None:
-        """Ask for keys of `keyring`, if it has any; count in `registry`."""
+    def __init__(self, settings: GuardSettings, keyring: Keyring, registry: CollectorRegistry, held: HeldTurns) -> None:
+        """Ask for keys of `keyring`, if it has any; count in `registry`, and bodies in `held`."""
         self._settings = settings
+        self._held = held
         self._keyring = keyring
         self._limits = None
         if settings.rate_limit_per_s is not None:
@@ -76,9 +78,14 @@ class Guard:
                 self._check_origin(request, access)
             if checks_keys_or_rate:
                 await self._check_key_and_rate(request, for_admin=_is_for_admin(request, access))
-            if not request.content.is_eof():  # most bodies come with their head
-                await self._read_body(request)
-            return await handler(request)
+            if request.content.is_eof():  # most bodies come with their head
+                return await handler(request)
+            kept = request[KEPT_BODY] = KeptBody(self._held)
+            try:
+                await self._read_body(request, kept)
+                return await handler(request)
+            finally:
+                kept.release()
 
         return handle
 
@@ -100,18 +107,30 @@ class Guard:
             else:
                 await self._limits.wait(caller)
 
-    async def _read_body(self, request: web.Request) -> None:
-        """Read a body that did not come with its head; what a handler reads later is what was read here."""
-        settings = self._settings
+    async def _read_body(self, request: web.Request, kept: KeptBody) -> None:
+        """Read a body that did not come with its head; what a handler reads later is what was read here.
+
+        It is counted before it is read where its head says how long it is, else as it comes.
+        """
+        settings, length_bytes = self._settings, request.content_length
         if (request.content_length or 0) > settings.max_body_bytes:
             raise BodyTooLargeError(
                 f"the body has {request.content_length} bytes, the limit is {settings.max_body_bytes}"
             )
+        pieces, size_bytes = [], 0
+        kept.grow(length_bytes or 0)
         try:
             async with asyncio.timeout(settings.body_timeout_s):
-                await request.read()
+                while piece := await request.content.readany():
+                    pieces.append(piece)
+                    size_bytes += len(piece)
+                    if size_bytes > settings.max_body_bytes:
+                        raise BodyTooLargeError(f"the body is larger than the limit of {settings.max_body_bytes} bytes")
+                    if length_bytes is None:
+                        kept.grow(len(piece))
         except TimeoutError as error:
             raise BodyTimeoutError(f"the body did not come within {settings.body_timeout_s:g} s") from error
+        request._read_bytes = b"".join(pieces)  # noqa: SLF001 - where `request.read` keeps it
 
     # --- browsers ------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,9 @@
 """How many turns may be held, and how much of their bodies: for all callers together, and for each key.
 
-A held turn keeps its body in memory until it has run, so whoever may hold turns without end may take all memory. Past
-what all may hold a turn gets 503; past what one key may hold, 429, because it is that key's to send less.
+A held turn keeps its body in memory until it has run, so whoever may hold turns without end may take all memory; so may
+whoever sends bodies faster than they are read. A body counts from before it is read, with the length that its head
+says or as it comes, until its turn may run. Past what all may keep a request gets 503; past what one key may, 429,
+because it is that key's to send less.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal
 
+from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import GaugeMetricFamily, Metric
 
@@ -63,67 +66,112 @@ class HeldTurns:
     def __repr__(self) -> str:
         return f"<HeldTurns: {self._all.turns_count} turns, {self._all.body_bytes} bytes>"
 
-    def turn(self, body_bytes: int) -> HeldTurn:
+    def turn(self, request: web.Request, body_bytes: int) -> HeldTurn:
         """Return the block that a turn of this request, with a body of this size, is held in."""
-        return HeldTurn(self, body_bytes)
+        return HeldTurn(self, request.get(KEPT_BODY), body_bytes)
+
+    def runs(self, request: web.Request) -> None:
+        """Count the body of a request no longer, whose turn may run: how many run is the scheduler's matter."""
+        kept = request.get(KEPT_BODY)
+        if kept is not None:
+            kept.release()
 
     def collect(self) -> Iterator[Metric]:
-        """Yield what is held now; turns are counted by the scheduler."""
-        yield GaugeMetricFamily("thunderagent_held_body_bytes", "Bodies of held turns.", self._all.body_bytes)
+        """Yield what is kept now; turns are counted by the scheduler."""
+        yield GaugeMetricFamily(
+            "thunderagent_held_body_bytes",
+            "Bodies of held turns, and those that are on their way.",
+            self._all.body_bytes,
+        )
 
-    def enter(self, key_name: str, body_bytes: int) -> None:
-        """Take in one more held turn. Raises `KeyHeldLimitError` or `TooManyHeldError`."""
+    def take(self, key_name: str, turns_count: int, body_bytes: int) -> None:
+        """Count what is kept from now on. Raises `KeyHeldLimitError` or `TooManyHeldError`."""
         mine = self._by_key.get(key_name) or _Sums()
         if key_name:
-            if mine.turns_count >= self._key_turns_count:
-                raise self._key_error("key_turns", f"{self._key_turns_count:,} turns of this key are held")
-            if mine.turns_count and mine.body_bytes + body_bytes > self._key_body_bytes:
-                raise self._key_error("key_bytes", f"bodies of {mine.body_bytes:,} bytes of this key are held")
-        if self._all.turns_count >= self._limits.turns_count:
+            if turns_count and mine.turns_count >= self._key_turns_count:
+                raise self._key_error("key_turns", f"{mine.turns_count:,} turns of this key are held")
+            if mine.body_bytes and mine.body_bytes + body_bytes > self._key_body_bytes:
+                raise self._key_error("key_bytes", f"bodies of {mine.body_bytes:,} bytes of this key are kept")
+        if turns_count and self._all.turns_count >= self._limits.turns_count:
             raise self._error("turns", f"{self._all.turns_count:,} turns are held")
-        if self._all.turns_count and self._all.body_bytes + body_bytes > self._limits.body_bytes:
-            raise self._error("bytes", f"bodies of {self._all.body_bytes:,} bytes are held")
+        if self._all.body_bytes and self._all.body_bytes + body_bytes > self._limits.body_bytes:
+            raise self._error("bytes", f"bodies of {self._all.body_bytes:,} bytes are kept")
         if key_name:
             self._by_key[key_name] = mine
         for sums in (self._all, mine):
-            sums.turns_count += 1
+            sums.turns_count += turns_count
             sums.body_bytes += body_bytes
 
-    def leave(self, key_name: str, body_bytes: int) -> None:
-        """Let go of a turn that is held no longer."""
-        sums_of = [self._all, *([self._by_key[key_name]] if key_name else [])]
-        for sums in sums_of:
-            sums.turns_count -= 1
-            sums.body_bytes -= body_bytes
-        if key_name and not self._by_key[key_name].turns_count:
+    def give_back(self, key_name: str, turns_count: int, body_bytes: int) -> None:
+        """Count what is kept no longer."""
+        mine = self._by_key[key_name] if key_name else None
+        for sums in (self._all, mine):
+            if sums is not None:
+                sums.turns_count -= turns_count
+                sums.body_bytes -= body_bytes
+        if mine is not None and not mine.turns_count and not mine.body_bytes:
             del self._by_key[key_name]
 
     def _error(self, bound: Bound, why: str) -> TooManyHeldError:
         self._refused.labels(bound).inc()
-        return TooManyHeldError(f"{why}, and no more may be; the turn was not forwarded")
+        return TooManyHeldError(f"{why}, and no more may be; nothing was forwarded")
 
     def _key_error(self, bound: Bound, why: str) -> KeyHeldLimitError:
         self._refused.labels(bound).inc()
-        return KeyHeldLimitError(f"{why}, and no more may be; the turn was not forwarded")
+        return KeyHeldLimitError(f"{why}, and no more may be; nothing was forwarded")
+
+
+class KeptBody:
+    """A body that did not come with its head, from before it is read until its turn may run or its request ends."""
+
+    __slots__ = ("_bytes", "_held", "_key_name")
+
+    def __init__(self, held: HeldTurns) -> None:
+        """Keep nothing yet."""
+        self._held = held
+        self._key_name = _key_name()
+        self._bytes = 0
+
+    def grow(self, body_bytes: int) -> None:
+        """Count so much more. Raises as `HeldTurns.take` does."""
+        self._held.take(self._key_name, 0, body_bytes)
+        self._bytes += body_bytes
+
+    def release(self) -> None:
+        """Count it no longer; idempotent."""
+        if self._bytes:
+            self._held.give_back(self._key_name, 0, self._bytes)
+            self._bytes = 0
+
+
+KEPT_BODY = web.RequestKey("kept_body", KeptBody)
+"""Where a request has it, if its body did not come with its head."""
 
 
 class HeldTurn:
-    """The block in which one turn is held."""
+    """The block in which one turn is held; what was kept of its body before is counted there."""
 
-    __slots__ = ("_body_bytes", "_held", "_key_name")
+    __slots__ = ("_body_bytes", "_held", "_kept", "_key_name")
 
-    def __init__(self, held: HeldTurns, body_bytes: int) -> None:
+    def __init__(self, held: HeldTurns, kept: KeptBody | None, body_bytes: int) -> None:
         """Do nothing yet: most turns are not held."""
         self._held = held
+        self._kept = kept
         self._body_bytes = body_bytes
         self._key_name = ""
 
     def __enter__(self) -> None:
-        key = caller_key()
-        self._key_name = key.name if key is not None else ""
-        self._held.enter(self._key_name, self._body_bytes)
+        self._key_name = _key_name()
+        if self._kept is not None:
+            self._kept.release()
+        self._held.take(self._key_name, 1, self._body_bytes)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._held.leave(self._key_name, self._body_bytes)
+        self._held.give_back(self._key_name, 1, self._body_bytes)
+
+
+def _key_name() -> str:
+    key = caller_key()
+    return key.name if key is not None else ""

@@ -32,9 +32,6 @@ log = structlog.get_logger("thunderagent.leases")
 BYTES_PER_TOKEN = 4
 """The scheduler takes prompts by their bytes, and learns from usage how many make a token."""
 
-HEARD_AFTER_ROUNDS = 3
-"""So many rounds of the event loop after a write it has heard of a connection that was reset."""
-
 Tokens = Annotated[int, Field(ge=0, lt=2**31)]
 
 
@@ -81,6 +78,7 @@ class _Held:
     """A lease in its caller's hands."""
 
     lease: Lease
+    prompt_tokens: int
     watchdog: asyncio.TimerHandle
     started: bool = False
 
@@ -113,15 +111,16 @@ class Leases:
         wanted = read_model(LeaseRequest, body)
         program_id = None if wanted.program_id is None else check_program_id(wanted.program_id)
         self._tenancy.check(program_id)
+        prompt_tokens = self._believed(wanted.prompt_tokens) or 0
         lease = await self._runtime.lease(
             program_id,
             branch_id=wanted.branch_id,
-            prompt_bytes=(self._believed(wanted.prompt_tokens) or 0) * BYTES_PER_TOKEN,
+            prompt_bytes=prompt_tokens * BYTES_PER_TOKEN,
             group_id=wanted.group_id,
             deadline_s=None if wanted.patience_s is None else self._runtime.now_s() + wanted.patience_s,
             parent_id=wanted.parent_id,
             tenant=self._tenancy.named(wanted.tenant),
-            while_held=self._waiting.turn(len(body)),
+            while_held=self._waiting.turn(request, len(body)),
         )
         try:
             url = self._replicas.url_of(lease.replica_id)
@@ -129,7 +128,7 @@ class Leases:
             lease.failed()
             raise
         lease_id = uuid.uuid4().hex
-        self._held[lease_id] = _Held(lease, self._watch(lease_id))
+        self._held[lease_id] = _Held(lease, prompt_tokens, self._watch(lease_id))
         response = web.json_response(
             {
                 "lease_id": lease_id,
@@ -145,22 +144,22 @@ class Leases:
         return response
 
     async def _hand_over(self, request: web.Request, response: web.Response, lease_id: str) -> None:
-        """Write the answer here: a lease that nobody got is given back at once, and not when its limit is over."""
+        """Write the answer here: a lease that nobody can have got is given back at once, not when its limit is over."""
         is_there = False
         try:
             await begin(request, response)
             await write_eof(request, response)
-            for _ in range(HEARD_AFTER_ROUNDS):
-                await asyncio.sleep(0)
-            is_there = request.transport is not None and not request.transport.is_closing()
+            is_there = _is_connected(request)
         finally:
             if not is_there and lease_id in self._held:
                 self._give_back(lease_id)
 
-    def _believed(self, tokens: int | None) -> int | None:
-        """Return tokens as far as they can be true: of no more than the largest replica has room for."""
+    def _believed(self, tokens: int | None, *, beside_tokens: int = 0) -> int | None:
+        """Return tokens as far as they can be true: together no more than the largest replica has room for."""
         capacity_tokens = self._runtime.scheduler.knowledge.capacity_tokens
-        return tokens if tokens is None or not capacity_tokens else min(tokens, capacity_tokens)
+        if tokens is None or not capacity_tokens:
+            return tokens
+        return min(tokens, max(0, capacity_tokens - beside_tokens))
 
     async def progress(self, request: web.Request) -> web.Response:
         """Take a sign of life; the first one says that the first token came."""
@@ -174,7 +173,7 @@ class Leases:
             if not held.started:
                 held.started = True
                 held.lease.started()
-            held.lease.progressed(self._believed(report.output_tokens) or 0)
+            held.lease.progressed(self._believed(report.output_tokens, beside_tokens=held.prompt_tokens) or 0)
         return web.json_response({"lease_id": lease_id, "held": held is not None})
 
     async def end(self, request: web.Request) -> web.Response:
@@ -186,10 +185,10 @@ class Leases:
         if held is not None:
             held.watchdog.cancel()
             if said.outcome == "finished":
-                believed = self._believed
-                held.lease.finished(
-                    believed(said.prompt_tokens), believed(said.output_tokens), believed(said.cached_tokens), said.tool
-                )
+                prompt_tokens = self._believed(said.prompt_tokens)
+                beside_tokens = held.prompt_tokens if prompt_tokens is None else prompt_tokens
+                output_tokens = self._believed(said.output_tokens, beside_tokens=beside_tokens)
+                held.lease.finished(prompt_tokens, output_tokens, self._believed(said.cached_tokens), said.tool)
             else:
                 {
                     "failed": held.lease.failed,
@@ -214,3 +213,14 @@ class Leases:
         held = self._held.pop(lease_id)
         held.watchdog.cancel()
         held.lease.abandoned()
+
+
+def _is_connected(request: web.Request) -> bool:
+    """Say whether the client did not break its connection off, as far as the system has heard."""
+    if request.transport is None:
+        return False
+    try:
+        request.transport.get_extra_info("socket").getpeername()
+    except OSError:
+        return False
+    return True

@@ -1,7 +1,8 @@
 """Writes to clients that take what they are sent; one that takes nothing for too long is cut off.
 
-A stream goes on as fast as its client reads. One that stops reading keeps its lease, and its engine's connection, for
-as long as it likes: so a write that waits for it ends after the limit, and the handler with it.
+A stream goes on as fast as its client reads. One that stops reading keeps its lease, its engine's connection and what
+was answered for as long as it likes: so a write that waits for it ends after the limit, and the handler with it. What
+the system's buffers hold counts as taken, some megabytes on a quick network.
 """
 
 from __future__ import annotations
@@ -30,6 +31,14 @@ async def write(request: web.Request, response: web.StreamResponse, data: bytes)
         await response.write(data)  # a timer would cost as much
     else:
         await _within_limit(request, response.write(data))
+
+
+async def send_if_large(request: web.Request, response: web.StreamResponse) -> None:
+    """Send a whole answer that a client may leave waiting; a small one is the server's to send. Raises like `write`."""
+    body = response.body if isinstance(response, web.Response) and not response.prepared else None
+    if isinstance(body, bytes) and len(body) > NEVER_WAITS_BYTES:
+        await response.prepare(request)
+        await write_eof(request, response)
 
 
 async def write_eof(request: web.Request, response: web.StreamResponse) -> None:

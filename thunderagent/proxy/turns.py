@@ -322,7 +322,8 @@ class Turns:
         deadline_s = self._deadline_s(record, attempt)
         avoid_replica_id = None
         while True:
-            with await self._lease(record, attempt, path, prompt_bytes, deadline_s, avoid_replica_id) as lease:
+            with await self._lease(request, record, attempt, path, prompt_bytes, deadline_s, avoid_replica_id) as lease:
+                self._held.runs(request)
                 self._metrics.observe_hold(lease.held_s)
                 self._metrics.observe_added(monotonic() - record.arrived_s - record.held_s)
                 authorization = headers.get("Authorization")
@@ -362,6 +363,7 @@ class Turns:
 
     async def _lease(
         self,
+        request: web.Request,
         record: Record,
         attempt: Attempt,
         path: str,
@@ -394,7 +396,7 @@ class Turns:
             program_class=turn.program_class,
             role=turn.role,
             parent_branch_id=turn.parent_branch_id,
-            while_held=self._held.turn(record.held_bytes),
+            while_held=self._held.turn(request, record.held_bytes),
         )
         try:
             if record.held_stream is None:

@@ -23,8 +23,9 @@ def attempt(
     path: str = "/v1/chat/completions",
     branch_id: str = "",
     since_s: float = 0.0,
+    tenant: str = "",
 ) -> Attempt:
-    turn = TurnRequest(program_id, "body", branch_id, "", body, usage_added=False, prefix=())
+    turn = TurnRequest(program_id, "body", branch_id, "", body, usage_added=False, prefix=(), tenant=tenant)
     patience = Patience(retry_count=count, idempotency_key=key)
     return Attempt(turn, path, patience, since_s, None, next(IDS))
 
@@ -117,6 +118,21 @@ def test_anonymous_attempts_without_a_key_are_nobodys() -> None:
     assert len(attempts) == 0
     attempts.end(first, 1.0, answered=False)
     attempts.end(second, 1.0, answered=True)
+
+
+def test_an_idempotency_key_ends_no_attempt_of_another_tenants() -> None:
+    """Nor does its age go over."""
+    attempts, first = Attempts(), attempt(None, key="k", tenant="red")
+    stranger, own = (attempt(None, key="k", count=1, since_s=2.0, tenant=tenant) for tenant in ("blue", "red"))
+    attempts.begin(first, 0.0)
+    attempts.begin(stranger, 1.0)
+    assert not first.superseded
+    attempts.end(first, 1.0, answered=False)
+    attempts.end(stranger, 1.0, answered=True)
+    again = attempt(None, key="k", count=1, since_s=2.0, tenant="blue")
+    attempts.begin(again, 2.0)
+    attempts.begin(own, 2.0)
+    assert (again.since_s, own.since_s) == (2.0, 0.0)
 
 
 def test_what_nobody_came_back_for_is_let_go_in_time() -> None:

@@ -93,3 +93,18 @@ def test_engines_get_the_key_that_is_configured_for_them() -> None:
     assert mended(outgoing, X_ThunderAgent_Key=DATA_KEY, Authorization="Bearer own")["Authorization"] == "Bearer own"
     assert mended(Outgoing(Keyring(), "sk-configured"), Authorization="Bearer EMPTY") == theirs
     assert mended(Outgoing(Keyring()), Authorization="Bearer own") == {"Authorization": "Bearer own"}
+
+
+@pytest.mark.parametrize(("name", "tenant"), [("lab", "lab"), ("lab/2026", "lab"), ("a@b.org", "a@b.org")])
+def test_a_key_names_its_tenant(name: str, tenant: str) -> None:
+    """By its name, or what stands before a slash there: several keys may be one tenant's."""
+    key, line = mint_key(name)
+    found_key = Keyring([line]).find(key)
+    assert found_key is not None
+    assert (found_key.name, found_key.tenant) == (name, tenant)
+
+
+@pytest.mark.parametrize("name", ["a/b/c", "/a", "a/"])
+def test_a_name_has_one_slash_with_words_around_it(name: str) -> None:
+    with pytest.raises(ConfigurationError):
+        mint_key(name)

@@ -18,6 +18,7 @@ from thunderagent.proxy.app import build_app
 from thunderagent.proxy.dashboard import Dashboard
 from thunderagent.proxy.discovery import Discovery, DiscoverySettings
 from thunderagent.proxy.guard import GuardSettings
+from thunderagent.proxy.held import NO_LIMITS, HeldTurns
 from thunderagent.proxy.history import History
 from thunderagent.proxy.keys import Keyring
 from thunderagent.proxy.leases import Leases
@@ -29,6 +30,7 @@ from thunderagent.proxy.primitives import Primitives
 from thunderagent.proxy.replica_routes import ReplicaHandlers
 from thunderagent.proxy.replicas import Replicas
 from thunderagent.proxy.sandboxes import SandboxHandlers
+from thunderagent.proxy.tenancy import Tenancy
 from thunderagent.proxy.turns import TurnSettings
 from thunderagent.proxy.weight_sync import WeightSync
 from thunderagent.runtime import Runtime
@@ -90,17 +92,18 @@ def handlers() -> dict[tuple[str, str], object]:
     replicas = Replicas(runtime, [])
     discovery = Discovery(runtime, replicas, backend_of("vllm"), DiscoverySettings())
     registry = CollectorRegistry()
+    tenancy = Tenancy(runtime, from_key=False)
     history = History(runtime, replicas, TurnMetrics(registry).hold_counts)
     routes = [
-        *Admin(runtime, replicas, registry).routes(),
+        *Admin(runtime, replicas, registry, tenancy).routes(),
         *Dashboard().routes(),
-        *Leases(runtime, replicas, limit_s=1.0).routes(),
+        *Leases(runtime, replicas, tenancy, HeldTurns(NO_LIMITS, registry), limit_s=1.0).routes(),
         *Live(runtime, replicas, history, sandboxes_on=True, simulated=False).routes(),
         *Login(Keyring()).routes(),
         *OpenApi([]).routes(),
         *Primitives(runtime, None).routes(),
         *ReplicaHandlers(runtime, replicas, discovery).routes(),
-        *SandboxHandlers(None).routes(),
+        *SandboxHandlers(None, tenancy).routes(),
         *WeightSync(runtime, replicas, limit_s=1.0).routes(),
     ]
     return {(route.method, documented_path(route.path)): route.handler for route in routes}
