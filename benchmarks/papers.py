@@ -4,10 +4,14 @@
     scripts/bench papers fig2a      # Fig. 2a: how far two replicas drift apart in 90 minutes
     scripts/bench papers fig6b      # Fig. 6b: time between checks, and decay
     scripts/bench papers table2     # Table 2: a rollout of 144 programs on two replicas
-    scripts/bench papers orbit      # ORBIT, Table 1: latency of tasks that come to a right answer; --seeds 10
+    scripts/bench papers orbit      # ORBIT, Table 1 and Fig. 4: latency of tasks, right and wrong; recall by step
     scripts/bench papers orbit-front  # the same with the default policy in front of the engine
     scripts/bench papers oracle     # no figure of a paper: how near the clairvoyant policy comes to the bound L1
     scripts/bench papers mars       # MARS, Fig. 7, 10 and goodput: 20 points, ten policies
+    scripts/bench papers mars-orders  # the paper's order of admission beside ours
+    scripts/bench papers mars-fig8    # MARS, Fig. 8: GPT-OSS-120B
+    scripts/bench papers mars-fig11   # MARS, Fig. 11 and 12: a whole agent framework
+    scripts/bench papers mars-fig13   # MARS, Fig. 13: without a component each
     scripts/bench papers companions # Autellix, InferCept, Continuum and CONCUR beside ours, on our workloads
 
 Each writes its figures to `benchmarks/results/papers-NAME.json` and its plots beside it. Runs are deterministic; what
@@ -29,7 +33,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import mars
+from benchmarks import mars, mars_figures
 from benchmarks.companions import companions
 from benchmarks.machine import save_results
 from benchmarks.orbit import orbit, orbit_front
@@ -295,6 +299,10 @@ COMMANDS: dict[str, Callable[[Runner, Console], Figures]] = {
     "orbit": orbit,
     "orbit-front": orbit_front,
     "mars": mars.figure,
+    "mars-orders": mars_figures.orders,
+    "mars-fig8": mars_figures.fig8,
+    "mars-fig11": mars_figures.fig11,
+    "mars-fig13": mars_figures.fig13,
 }
 
 

@@ -2,6 +2,8 @@
 
 A question is an anonymous turn, as the proxy sends it: a prompt that all questions have in common, then the program's
 transcript cut to what a judge gets to read, and a short answer. When that is generated, the scheduler hears a verdict.
+While a transcript is read whole it goes on from what the last question read, which an engine may have cached; one that
+is cut in the middle is computed anew.
 
 Whether failure is predicted is a matter of chance that grows with the turns that a program has had: `recall` for one
 that will fail, `false_alarms` for one that will succeed. Each program has a fixed place between 0 and 1, and is
@@ -16,7 +18,7 @@ from dataclasses import dataclass
 from random import Random
 
 from thunderagent.programs.verdicts import FAILURE
-from thunderagent.simulator.contexts import TokenSpace
+from thunderagent.simulator.contexts import Context, TokenSpace
 from thunderagent.simulator.plans import ProgramPlan
 from thunderagent.simulator.records import EngineRequest
 
@@ -51,12 +53,18 @@ class JudgeModel:
             place = noise.random()
         return place < at(curve, turn_count)
 
-    def question(self, turn_id: int, tokens: TokenSpace, context_tokens: int) -> EngineRequest:
-        """Return what an engine is asked about a program whose context has that size."""
-        context = tokens.open("judge", self.prompt_tokens)
-        context.append(max(1, min(context_tokens, self.max_transcript_tokens)))
-        answer = context.following(self.output_tokens)
-        return EngineRequest(str(turn_id), context.tokens(), answer, prompt_hashes=context.hashes)
+    def begin(self, tokens: TokenSpace) -> Context:
+        """Return what is read of a program before its first question."""
+        return tokens.open("judge", self.prompt_tokens)
+
+    def question(self, turn_id: int, tokens: TokenSpace, read: Context, context_tokens: int) -> EngineRequest:
+        """Return what an engine is asked about a program with so large a context; `read` is what was read before."""
+        if context_tokens > self.max_transcript_tokens:
+            read = self.begin(tokens)
+            context_tokens = self.max_transcript_tokens
+        read.append(max(0, context_tokens + self.prompt_tokens - len(read)))
+        answer = tokens.open().following(self.output_tokens)
+        return EngineRequest(str(turn_id), read.tokens(), answer, prompt_hashes=list(read.hashes))
 
 
 def at(curve: Curve, turns: float) -> float:

@@ -46,7 +46,7 @@ from thunderagent.programs.policies.base import Policy
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.simulator.agenda import Agenda
 from thunderagent.simulator.clients import BYTES_PER_TOKEN, RunningProgram, Supplied, Supply
-from thunderagent.simulator.contexts import TokenSpace
+from thunderagent.simulator.contexts import Context, TokenSpace
 from thunderagent.simulator.plans import Workload
 from thunderagent.simulator.records import FinishedRequest
 from thunderagent.simulator.replicas import Outage, Reading, SimulatedReplica
@@ -100,6 +100,7 @@ class Simulation:
         self._restores = RestoreCounter(self.scheduler)
         self._programs: dict[int, RunningProgram] = {}  # by the id of the turn that is with the scheduler
         self._judged: dict[int, tuple[RunningProgram, int, int]] = {}  # questions: program, generation, turns
+        self._read_by_judge: dict[str, Context] = {}
         self._on_their_way: dict[int, str] = {}  # granted turns that are not in the engine yet: their replicas
         self._by_program_id: dict[str, RunningProgram] = {}
         self._turn_count = self._poll_count = 0
@@ -300,7 +301,8 @@ class Simulation:
     def _question_granted(self, grant: Grant) -> None:
         judge, (program, _, _) = self._scenario.judge, self._judged[grant.turn_id]
         assert judge is not None
-        request = judge.question(grant.turn_id, self._tokens, len(program.context))
+        read = self._read_by_judge.setdefault(program.plan.program_id, judge.begin(self._tokens))
+        request = judge.question(grant.turn_id, self._tokens, read, len(program.context))
         self._replicas[grant.replica_id].submit(request)
 
     def _question_answered(self, turn_id: int, finished: FinishedRequest) -> None:
@@ -310,6 +312,7 @@ class Simulation:
         usage = finished.prompt_tokens, finished.generated_tokens, finished.cached_tokens
         self._dispatch(TurnFinished(now_s, turn_id, *usage))
         fails = judge.predicts_failure(program.plan, self._scenario.seed, turn_count)
+        program.wait.verdicts.append((turn_count, fails))
         program_id = program.plan.program_id
         self._dispatch(ProgramJudged(now_s, program_id, generation, turn_count, not fails, judge.confidence_ratio))
 
@@ -325,6 +328,7 @@ class Simulation:
             plan = program.plan
             self._dispatch(ProgramReleased(self._agenda.now_s, plan.program_id, outcome=plan.outcome))
         del self._by_program_id[program.plan.program_id]
+        self._read_by_judge.pop(program.plan.program_id, None)
         self._tools.close(program.sandbox)
         if self._foresight is not None:
             del self._foresight[program.plan.program_id]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import StatisticsError, correlation
 from typing import Self
 
@@ -15,6 +15,7 @@ class ProgramWait:
 
     `held_s` is the sum over its turns and `longest_hold_s` that of one turn; what turns wait inside an engine counts in
     neither. `alone_s` is what it takes at least, on an idle engine, its tools included. `outcome` is that of its plan.
+    `verdicts` has what a judge said of it: after how many of its turns, and whether that was failure.
     """
 
     first_prompt_tokens: int = 0
@@ -25,6 +26,7 @@ class ProgramWait:
     started_s: float = 0.0
     ended_s: float = 0.0
     outcome: str = ""
+    verdicts: list[tuple[int, bool]] = field(default_factory=list)
 
     @property
     def residence_s(self) -> float:

@@ -7,6 +7,7 @@ from statistics import fmean
 import pytest
 
 from benchmarks.mars import (
+    FEW_LONG,
     LOADS,
     MARS,
     MARS_ON_STOCK,
@@ -66,8 +67,8 @@ def test_every_policy_can_be_made_and_only_mars_has_the_changed_engine() -> None
     for policy, text in POLICIES.items():
         assert str(Contestant.parse(text)) == text
         engine = scenario_of(POINTS[0], policy, 0).engine
-        assert engine.scheduling_policy == ("mlfq" if policy == MARS else "fcfs")
-        assert scenario_of(POINTS[0], policy, 0).engines_retain == (policy == MARS)
+        assert engine.scheduling_policy == ("mlfq" if policy in (MARS, FEW_LONG) else "fcfs")
+        assert scenario_of(POINTS[0], policy, 0).engines_retain == (policy in (MARS, FEW_LONG))
 
 
 def goodput_of(last: float) -> dict[str, float]:

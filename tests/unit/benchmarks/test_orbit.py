@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.orbit import IN_FRONT_OF_IT, IN_THE_ENGINE, JUDGE, latency_s, questions_count
+from benchmarks.orbit import IN_FRONT_OF_IT, IN_THE_ENGINE, JUDGE, PROFILE, latency_s, questions_count, recall_by_step
 from thunderagent.simulator.contestants import Contestant
 from thunderagent.simulator.judging import at
 from thunderagent.simulator.records import EngineConfig
@@ -17,10 +17,10 @@ from thunderagent.simulator.workloads import workload
 
 def test_right_and_wrong_tasks_are_read_apart() -> None:
     """Their latencies make that of all, weighed by how many there are; the judge's questions are counted."""
-    engine = EngineConfig(kv_tokens=400_000, block_size=64, max_num_seqs=4, timing=profile("qwen3-14b-h100"))
+    engine = EngineConfig(kv_tokens=4_000_000, block_size=64, max_num_seqs=4, timing=profile(PROFILE))
     scenario = Scenario(engine=engine, loop="open", programs_count=6, horizon_s=50_000, seed=3)
     policy, judge = IN_THE_ENGINE["JUDGE"]
-    result = Contestant.parse(policy).run(replace(scenario, judge=judge), workload("gaia-magentic-one"))
+    result = Contestant.parse(policy).run(replace(scenario, judge=judge), workload("gaia-orbit"))
     counts = [
         sum(program.outcome == outcome for program in result.waits.programs) for outcome in ("success", "failure")
     ]
@@ -29,9 +29,12 @@ def test_right_and_wrong_tasks_are_read_apart() -> None:
     assert wrong_s is not None
     whole_s = (right_s * counts[0] + wrong_s * counts[1]) / sum(counts)
     assert whole_s == pytest.approx(result.program_latency.mean_s)
+    assert latency_s("")(result) == pytest.approx(whole_s)
     assert latency_s("unknown")(result) is None
+    asked = [recall_by_step([result], outcome) for outcome in ("success", "failure")]
+    assert sum(count for each in asked for _, _, count in each) == questions_count(result)
     assert questions_count(result) == sum(
-        (turns - 1) // 5 for turns in (len(workload("gaia-magentic-one").program(n, 3).turns) for n in range(6))
+        turns - 1 for turns in (len(workload("gaia-orbit").program(n, 3).turns) for n in range(6))
     )
 
 
@@ -39,4 +42,6 @@ def test_every_contestant_can_be_made() -> None:
     """And the judge knows more of those that fail than it suspects of those that do not."""
     for policy, _ in (*IN_THE_ENGINE.values(), *IN_FRONT_OF_IT.values()):
         Contestant.parse(policy)
-    assert all(at(JUDGE.recall, turns) > 2 * at(JUDGE.false_alarms, turns) for turns in (5, 10, 20, 45, 100))
+    assert all(at(JUDGE.recall, turns) > at(JUDGE.false_alarms, turns) for turns in (10, 20, 45, 100))
+    assert at(JUDGE.recall, 10) < 0.05
+    assert at(JUDGE.recall, 45) == 1.0
