@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from typing import TYPE_CHECKING, NoReturn
 
@@ -25,6 +26,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if "tests/real/" in item.path.as_posix() or "tests/e2e/" in item.path.as_posix():
             fixtures = getattr(item, "fixturenames", ())
             item.add_marker(pytest.mark.xdist_group("engine" if "vllm" in fixtures else "beside"))
+
+
+def pytest_collection_finish() -> None:
+    """Spare the garbage collector what stays to the end: modules, tests and their parameters, half a million objects.
+
+    A whole collection, which tests of what is left behind make again and again, takes a second otherwise.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

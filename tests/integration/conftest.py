@@ -17,17 +17,12 @@ if TYPE_CHECKING:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep what lies here on one process where there are several: its tests watch sockets, processes and times.
-
-    But for long ones that watch their own alone: with them that process would end last.
-    """
+    """Keep what lies here on three processes where there are several: its tests start servers, and mostly wait."""
     for item in items:
         if "tests/integration/" in item.path.as_posix():
-            group = (
-                "apart"
-                if item.path.name in {"test_demo.py", "test_openapi.py", "test_primitives.py", "test_shutdown.py"}
-                else "integration"
-            )
+            name = item.path.name
+            is_long = name in {"test_demo.py", "test_openapi.py", "test_primitives.py", "test_shutdown.py"}
+            group = "long" if is_long else "first half" if name < "test_g" else "second half"
             item.add_marker(pytest.mark.xdist_group(group))
 
 

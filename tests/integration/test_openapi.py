@@ -165,9 +165,7 @@ def test_each_operation_answers_as_described(operation: Operation, mode: Generat
     """With values that it takes, and with others."""
     cases = api[operation.path][operation.method].as_strategy(generation_mode=mode)
 
-    @settings(
-        max_examples=EXAMPLES_COUNT, database=None, derandomize=True, deadline=None, suppress_health_check=HealthCheck
-    )
+    @settings(max_examples=EXAMPLES_COUNT, database=None, deadline=None, suppress_health_check=HealthCheck)
     @given(case=cases)
     def ask(case: Any) -> None:
         case.call_and_validate(headers=HEADERS, checks=CHECKS, timeout=10)

@@ -121,7 +121,7 @@ async def test_without_turns_the_end_is_quick() -> None:
             begin_s = loop.time()
             process.process.terminate()
             assert await process.exit_status() == 0
-            assert loop.time() - begin_s < 2
+            assert loop.time() - begin_s < 20
 
 
 def children_of(pid: int) -> list[int]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from statistics import median
@@ -75,8 +74,9 @@ class EngineClient:
     One that does not take token ids (`speaks_ids`) is sent words, each of which is `tokens_per_word` for it.
     """
 
-    def __init__(self, http: aiohttp.ClientSession, url: str) -> None:
+    def __init__(self, http: aiohttp.ClientSession, url: str, clock: Callable[[], float]) -> None:
         self._http = http
+        self.clock = clock
         self._url = url
         self.model = ""
         self.speaks_ids = True
@@ -129,12 +129,12 @@ class EngineClient:
             }
         )
         arrivals: list[tuple[float, bytes]] = []  # read when all is over: parsing takes time
-        sent_s = time.perf_counter()
+        sent_s = self.clock()
         async with self._request("POST", "/v1/completions", data=body) as response:
             try:
                 async for line in response.content:
                     if line.startswith(b"data:"):
-                        arrivals.append((time.perf_counter(), line))  # noqa: PERF401 - the time of each
+                        arrivals.append((self.clock(), line))  # noqa: PERF401 - the time of each
             except ValueError as error:  # aiohttp's word for it
                 raise CalibrationError(f"{self._url}/v1/completions streamed too long a line") from error
         return self._read(sent_s, arrivals)

@@ -93,12 +93,15 @@ class Measurement:
     rounds_count: int = 0
     tells_cached: bool = False
     context_hits_count: int = 0
-    _begin_s: float = field(default_factory=time.perf_counter)
+    _begin_s: float = field(init=False)
     # Prompts are to differ from each other and from the last calibration's, not to be secret.
     _random: random.Random = field(default_factory=random.Random)
     _last_sizes: dict[str, int] = field(default_factory=dict)
     _output_tokens: dict[tuple[int, int], int] = field(default_factory=dict)
     _interval_s: float = 0.01
+
+    def __post_init__(self) -> None:
+        self._begin_s = self.client.clock()
 
     async def run(self) -> None:
         """Measure round after round; the first is done to its end, however long it takes."""
@@ -113,7 +116,7 @@ class Measurement:
 
     @property
     def _is_over(self) -> bool:
-        return self.rounds_count > 0 and time.perf_counter() - self._begin_s > self.settings.budget_s
+        return self.rounds_count > 0 and self.client.clock() - self._begin_s > self.settings.budget_s
 
     @property
     def _limit_tokens(self) -> int:
@@ -201,9 +204,9 @@ class Measurement:
                     return
                 self._last_sizes[series] = size
             self.on_progress(f"round {self.rounds_count + 1}: {series}, {size}")
-            begin_s = time.perf_counter()
+            begin_s = self.client.clock()
             yield size
-            took_s = time.perf_counter() - begin_s
+            took_s = self.client.clock() - begin_s
 
     async def _observe_prefill(self, experiment: str, prompt: Sequence[int], likely_cached_tokens: int) -> Answer:
         answer = await self.client.generate(prompt, 1)
@@ -265,15 +268,19 @@ async def calibrate(
     model: str | None = None,
     api_key: str | None = None,
     on_progress: Callable[[str], None] = lambda _text: None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Calibration:
-    """Measure the engine at a URL. Raises CalibrationError if it cannot be, or its times tell no constants."""
+    """Measure the engine at a URL, by a clock in seconds.
+
+    Raises CalibrationError if it cannot be, or its times tell no constants.
+    """
     base_url = url.rstrip("/").removesuffix("/v1")
     timeout = aiohttp.ClientTimeout(total=max(60.0, settings.budget_s), sock_connect=10)
     # Connections are closed sooner than an engine closes idle ones (5 s), so that no request meets a closed one.
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     async with aiohttp.ClientSession(timeout=timeout, connector=connector, headers=headers) as http:
-        client = EngineClient(http, base_url)
+        client = EngineClient(http, base_url, clock)
         facts = await client.facts(model)
         measurement = Measurement(client, facts, settings, on_progress)
         await measurement.run()

@@ -50,7 +50,7 @@ class LiveEngine:
 
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
-        self.realtime = RealtimeEngine(config.engine, speed=config.speed, now_s=time.monotonic())
+        self.realtime = RealtimeEngine(config.engine, speed=config.speed, now_s=config.clock())
         self.tokenizer = WordTokenizer()
         self.started_s = int(time.time())
         self._work = asyncio.Event()
@@ -66,10 +66,10 @@ class LiveEngine:
                 self._work.clear()
                 await self._work.wait()
                 await self._may_step.wait()
-                realtime.catch_up(time.monotonic())
+                realtime.catch_up(self.config.clock())
                 continue
             result = realtime.begin_iteration()
-            await asyncio.sleep(realtime.time_left_s(result, time.monotonic()))
+            await asyncio.sleep(realtime.time_left_s(result, self.config.clock()))
             realtime.deliver(result)
 
     def stand_still(self) -> None:
@@ -100,7 +100,7 @@ class LiveEngine:
         """Run a request for as long as the context is open; leaving it early aborts the request at once."""
         self._request_count += 1
         request = EngineRequest(str(self._request_count), prompt, answer.token_ids, priority)
-        now_s = time.monotonic()
+        now_s = self.config.clock()
         with self.realtime.generation(request, answer.finish_reason, now_s, whole=whole, on_news=on_news) as generation:
             self._work.set()
             yield generation

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias, get_args
 
@@ -20,7 +22,7 @@ class ServerConfig:
     generated. `grace_s` is how long a shutdown lets requests finish. `end_with_stdin` ends the engine when its
     standard input does, so that it cannot outlive whoever started it. `data_parallel_count` engines, each as `engine`
     says, run behind the one address (vLLM's dialect only). `keep_zombies` goes on with whole answers whose client
-    left, as some versions of SGLang do. Raises ValueError.
+    left, as some versions of SGLang do. `clock` says the time in seconds, as the event loop's does. Raises ValueError.
     """
 
     engine: EngineConfig
@@ -34,6 +36,7 @@ class ServerConfig:
     end_with_stdin: bool = False
     data_parallel_count: int = 1
     keep_zombies: bool = False
+    clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:

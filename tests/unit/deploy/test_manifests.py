@@ -6,7 +6,6 @@ import configparser
 import copy
 import os
 import re
-import shutil
 import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ import pytest
 import yaml
 
 from tests.integration.kubernetes_api import LABEL_KEY, LABEL_VALUE, NAME
+from tests.unit.deploy.kubectl import kubectl
 from tests.unit.deploy.kubernetes_schema import problems
 from thunderagent.config import ServeConfig
 from thunderagent.serving import CLOSE_S
@@ -168,9 +168,7 @@ def test_every_file_is_in_a_kustomization() -> None:
 @pytest.mark.parametrize("folder", KUSTOMIZATIONS, ids=lambda folder: folder.name)
 def test_kustomize_makes_the_same(folder: Path) -> None:
     """`kubectl apply -k` sends what is judged here, all of it in one namespace."""
-    if shutil.which("kubectl") is None:
-        pytest.skip("no kubectl")
-    done = subprocess.run(["kubectl", "kustomize", str(folder)], capture_output=True, text=True, check=False)
+    done = subprocess.run([kubectl(), "kustomize", str(folder)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     made = list(yaml.safe_load_all(done.stdout))
     assert [problem for each in made for problem in problems(each)] == []

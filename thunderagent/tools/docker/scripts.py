@@ -51,7 +51,8 @@ command=$1 interval=$2
 until sh -c "$command" >/dev/null 2>&1; do {_SLEEP}; done
 """
 # Whether somebody listens is asked of the kernel inside. The published port would not tell: the engine's own proxy
-# accepts there before anybody does inside. 0A is the state of listening; the excepted addresses are loopback.
+# accepts there before anybody does inside. 0A is the state of listening; the excepted addresses are loopback. Under its
+# head a table has who listens, and then connections, of which there may be thousands: they are not read.
 UNTIL_PORT = f"""\
 port=$1 interval=$2
 is_open() {{
@@ -61,6 +62,8 @@ is_open() {{
             case $address/$state in
                 0100007F:"$port"/0A | *0100007F:"$port"/0A | 00000000000000000000000001000000:"$port"/0A) ;;
                 *:"$port"/0A) return 0 ;;
+                */0A | */st) ;;
+                *) break ;;
             esac
         done <"$table"
     done

