@@ -14,8 +14,9 @@ A split is the number of units (SMs, or cores) that decoding gets beside another
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 Split = int | None
 
@@ -209,3 +210,40 @@ class Stats:
     cached_images: int
     stage_s: dict[str, float] = field(default_factory=dict)  # total seconds of each stage so far
     stage_passes: dict[str, int] = field(default_factory=dict)
+
+
+class Scheduling(Protocol):
+    """The scheduler as the engine sees it: `Scheduler(policy_name, slots=…, split_policy=…)` in scheduler.py."""
+
+    def handle(self, event: Event) -> list[Decision]:
+        """Book one event and say what starts now, in order."""
+        ...
+
+    @property
+    def split(self) -> Split:
+        """The split in force."""
+        ...
+
+
+class Serving(Protocol):
+    """The engine as the server sees it: `Engine(vlm, pool, scheduler, config)` in engine.py."""
+
+    async def start(self) -> None:
+        """Start the workers."""
+        ...
+
+    async def stop(self) -> None:
+        """End them; requests still under way fail."""
+        ...
+
+    def submit(self, request: Request) -> AsyncIterator[Token]:
+        """Yield the tokens of a request. Closing the iterator cancels it. ValueError: it fits no slot."""
+        ...
+
+    def release(self, program_id: str) -> bool:
+        """Give a program's kept slot back; false if it has none."""
+        ...
+
+    def stats(self) -> Stats:
+        """Say where the requests stand."""
+        ...
