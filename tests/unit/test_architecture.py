@@ -111,13 +111,15 @@ ARROWS: dict[str, frozenset[str]] = {
     # From the configuration to the sources of replicas.
     "replica_sources": frozenset({"errors", "programs", "backends", "runtime", "proxy", "config"}),
     "provision": frozenset({"errors", "programs", "backends", "tools"}),
+    # An engine of its own behind the proxy, which knows it by its answers alone: nobody else imports it.
+    "nova": frozenset({"errors"}),
     # Lets whoever starts and ends replicas and the proxy hear of each other.
     "provisioning": frozenset({"errors", "backends", "provision", "proxy", "runtime", "config"}),
     # Makes keys, TLS and limits of the configuration.
     "security": frozenset({"errors", "proxy", "config"}),
     # Wires everything up; the command line starts it.
     "serving": EVERY_ROOM | {"config", "signal_log"},
-    "cli": EVERY_ROOM | {"config", "serving", "status", "calibrate", "log_lines", "lookups"},
+    "cli": EVERY_ROOM | {"config", "serving", "status", "calibrate", "log_lines", "lookups", "nova"},
     "__main__": frozenset({"cli"}),
 }
 
@@ -216,9 +218,9 @@ BANNED = (
     ),
     Banned("trajectory", "program"),
     Banned("job", "program"),
-    Banned("worker", "replica"),
+    Banned("worker", "replica", allowed_modules=(("thunderagent.nova", "a thread that runs the passes of a stage"),)),
     Banned("node", "replica"),
-    Banned("slot", "lease"),
+    Banned("slot", "lease", allowed_modules=(("thunderagent.nova", "room for one request in the KV cache"),)),
     Banned("permit", "lease"),
     Banned(
         "resume",
