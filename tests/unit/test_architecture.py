@@ -217,10 +217,17 @@ BANNED = (
         ),
     ),
     Banned("trajectory", "program"),
-    Banned("job", "program"),
+    Banned("job", "program", allowed_modules=(("thunderagent.nova", "what a stage's thread is given to do"),)),
     Banned("worker", "replica", allowed_modules=(("thunderagent.nova", "a thread that runs the passes of a stage"),)),
     Banned("node", "replica"),
-    Banned("slot", "lease", allowed_modules=(("thunderagent.nova", "room for one request in the KV cache"),)),
+    Banned(
+        "slot",
+        "lease",
+        allowed_modules=(
+            ("thunderagent.nova", "room for one request in the KV cache"),
+            ("thunderagent.backends.nova", "as Nova's metrics say"),
+        ),
+    ),
     Banned("permit", "lease"),
     Banned(
         "resume",
@@ -231,7 +238,14 @@ BANNED = (
         ),
     ),
     Banned("wake", "restore", allowed_modules=(("thunderagent.runtime", "it wakes waiting coroutines"),)),
-    Banned("evict", "pause", allowed_modules=(("thunderagent.simulator.engine", "an engine evicts blocks"),)),
+    Banned(
+        "evict",
+        "pause",
+        allowed_modules=(
+            ("thunderagent.simulator.engine", "an engine evicts blocks"),
+            ("thunderagent.nova.slots", "an engine evicts slots"),
+        ),
+    ),
     Banned("park", "hold"),
     Banned(
         "container",
