@@ -11,6 +11,7 @@ has the turn any more.
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -43,6 +44,9 @@ from thunderagent.nova.offload import CudaCopier, NullCopier, OffloadRing
 from thunderagent.nova.partition import DECODE, Pool
 from thunderagent.nova.slots import Kept, Slots
 from thunderagent.nova.workers import ENCODE, PREFILL, Job, Outcome, Stages, Turn, Worker
+
+# A worker that is done waits this long at most while another one runs Python. Python's own 5 ms is a whole step.
+_SWITCH_INTERVAL_S = 0.0005
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +91,13 @@ class Engine:
         *,
         on_pass: Callable[[Outcome], None] | None = None,
     ) -> None:
-        self._vlm, self._pool, self._scheduler, self._config = vlm, pool, scheduler, config
+        self._vlm, self.pool, self._scheduler, self._config = vlm, pool, scheduler, config
         self._slots = Slots(config.slots, config.keep_slots)
         self._cache = vlm.cache(self._slots.total, config.slot_tokens)
         self.stepper = Stepper(vlm, self._cache, pool, config.batch_buckets)
         self.ring = _ring(vlm, pool, config)
-        self._stages = Stages(vlm, self._cache, pool, self.stepper, group=config.encode_group_layers, ring=self.ring)
-        self._workers = {stage: Worker(stage, run, self._post) for stage, run in self._stages.runs.items()}
+        self.stages = Stages(vlm, self._cache, pool, self.stepper, group=config.encode_group_layers, ring=self.ring)
+        self._workers = {stage: Worker(stage, run, self._post) for stage, run in self.stages.runs.items()}
         self._clients: dict[str, _Client] = {}
         self._images: OrderedDict[str, Encoded] = OrderedDict()
         self._on_pass = on_pass
@@ -101,10 +105,12 @@ class Engine:
         self._seconds: Counter[str] = Counter()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopped = False
+        self._switch_interval_s = sys.getswitchinterval()
 
     async def start(self) -> None:
         """Capture graphs and start the workers."""
         self._loop = asyncio.get_running_loop()
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
         await asyncio.to_thread(self.stepper.capture)
         for worker in self._workers.values():
             worker.start()
@@ -116,7 +122,14 @@ class Engine:
             client.items.put_nowait(EngineError("the engine stopped"))
         self._clients.clear()
         await asyncio.gather(*(asyncio.to_thread(worker.stop) for worker in self._workers.values()))
-        self._pool.close()
+        self.pool.close()
+        sys.setswitchinterval(self._switch_interval_s)
+
+    def reschedule(self, scheduler: Scheduling) -> None:
+        """Go over to another scheduler. Nothing may be under way."""
+        if self._clients:
+            raise EngineError(f"{len(self._clients)} turns are under way")
+        self._scheduler = scheduler
 
     def check(self, request: Request) -> None:
         """Raise ValueError if a request can never run."""
@@ -125,7 +138,7 @@ class Engine:
             raise ValueError("a request needs a prompt and room for at least one token")
         if tokens + request.max_tokens > self._config.slot_tokens:
             raise ValueError(
-                f"{tokens} prompt tokens and {request.max_tokens} to come exceed the {self._config.slot_tokens} of a slot"
+                f"{tokens} prompt tokens and {request.max_tokens} more exceed the {self._config.slot_tokens} of a slot"
             )
 
     async def submit(self, request: Request) -> AsyncIterator[Token]:
@@ -210,14 +223,14 @@ class Engine:
     def _carry_out(self, decision: Decision) -> None:
         match decision:
             case StartEncode(request_id, split):
-                self._stages.encode_split = split
+                self.stages.encode_split = split
                 self._put(ENCODE, Job((self._begin(request_id, ENCODE),), split))
             case StartPrefill(request_id, begin, end, split):
                 self._put(PREFILL, Job((self._begin(request_id, PREFILL),), split, begin, end))
             case StartDecode(request_ids, split):
                 self._put(DECODE, Job(tuple(self._begin(each, DECODE) for each in request_ids), split))
             case Resplit(split):
-                self._stages.encode_split = split
+                self.stages.encode_split = split
             case Free(request_id):
                 self._free(request_id)
 
@@ -252,7 +265,7 @@ class Engine:
     # Outcomes
 
     def _post(self, outcome: Outcome) -> None:
-        """Called by a worker: hand its outcome to the loop."""
+        """Hand a worker's outcome to the loop. The worker calls it."""
         assert self._loop is not None
         try:
             self._loop.call_soon_threadsafe(self._on_outcome, outcome)

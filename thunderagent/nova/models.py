@@ -77,6 +77,17 @@ class Layout:
     is_image: torch.Tensor  # [tokens], on the host
 
 
+class _PatchProjection(nn.Module):
+    """The convolution over whole patches as the matrix product that it is: cuDNN takes many times longer in bf16."""
+
+    def __init__(self, convolution: nn.Conv3d) -> None:
+        super().__init__()
+        self.weight, self.bias = convolution.weight, convolution.bias
+
+    def forward(self, patches: torch.Tensor) -> torch.Tensor:
+        return functional.linear(patches.flatten(1), self.weight.flatten(1), self.bias)
+
+
 class _GridFamily:
     """Qwen2.5-VL, Qwen3-VL, GLM-4V: patches in a grid, positions in three dimensions."""
 
@@ -85,7 +96,10 @@ class _GridFamily:
     def __init__(self, model: Any) -> None:
         self._model = model
         self.image_token_id: int = model.config.image_token_id
-        self.layers: nn.ModuleList = model.model.visual.blocks
+        visual = model.model.visual
+        self.layers: nn.ModuleList = visual.blocks
+        if isinstance(visual.patch_embed.proj, nn.Conv3d):
+            visual.patch_embed.proj = _PatchProjection(visual.patch_embed.proj)
         # Lengths on the host, or each layer waits for the card. GLM-4V also computes with them.
         self._lengths_on_host = model.config.model_type.startswith("qwen")
 

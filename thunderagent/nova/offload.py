@@ -79,7 +79,14 @@ class OffloadRing:
     """Takes the layers' weights to the host and lends them back, a physical layer at a time."""
 
     def __init__(
-        self, layers: Sequence[nn.Module], device: torch.device, *, physical: int, resident: int = 0, copier: Copier
+        self,
+        layers: Sequence[nn.Module],
+        device: torch.device,
+        *,
+        physical: int,
+        resident: int = 0,
+        copier: Copier,
+        host: dict[int, torch.Tensor] | None = None,
     ) -> None:
         if not 2 <= physical <= len(layers) - resident:
             raise ValueError(f"physical layers must be 2 to {len(layers) - resident}, not {physical}")
@@ -88,15 +95,20 @@ class OffloadRing:
         self._place = {layer: place for place, layer in enumerate(self._turning)}
         self._copier = copier
         self._parameters = [list(layer.parameters()) for layer in layers]
-        self._host = [_flat_on_host(self._parameters[index], pin=device.type == "cuda") for index in self._turning]
-        size, dtype = self._host[0].numel(), self._host[0].dtype
+        self.host = {} if host is None else host  # by layer; one ring may leave it to the next
+        for index in self._turning:
+            if index not in self.host:
+                self.host[index] = _flat_on_host(self._parameters[index], pin=device.type == "cuda")
+        first = self.host[self._turning[0]]
+        size, dtype = first.numel(), first.dtype
+        self._shapes = [parameter.shape for parameter in self._parameters[self._turning[0]]]
         self._buffers = [torch.empty(size, dtype=dtype, device=device) for _ in range(physical)]
-        self._views = [_views(buffer, self._parameters[self._turning[0]]) for buffer in self._buffers]
+        self._views = [_views(buffer, self._shapes) for buffer in self._buffers]
         self._ready = [copier.event() for _ in range(physical)]
         self._free = [copier.event() for _ in range(physical)]
         self._holds: dict[int, int] = {}  # place in the turn -> physical layer
-        for place in self._turning:
-            for parameter in self._parameters[place]:
+        for index in self._turning:
+            for parameter in self._parameters[index]:
                 parameter.data = parameter.data.new_empty(0)
         for physical_layer in range(physical):
             self._fill(physical_layer, physical_layer)
@@ -125,11 +137,18 @@ class OffloadRing:
         self._free[physical].record()
         self._fill(physical, (place + len(self._buffers)) % len(self._turning))
 
+    def put_back(self) -> None:
+        """Put all weights on the device again. The ring is then of no more use."""
+        for index in self._turning:
+            flat = self.host[index].to(self._buffers[0].device)
+            for parameter, view in zip(self._parameters[index], _views(flat, self._shapes), strict=True):
+                parameter.data = view
+
     def _fill(self, physical: int, place: int) -> None:
         self._holds[place] = physical
         with self._copier.stream():
             self._free[physical].wait()
-            self._buffers[physical].copy_(self._host[place], non_blocking=True)
+            self._buffers[physical].copy_(self.host[self._turning[place]], non_blocking=True)
             self._ready[physical].record()
 
 
@@ -138,9 +157,9 @@ def _flat_on_host(parameters: Sequence[nn.Parameter], *, pin: bool) -> torch.Ten
     return flat.pin_memory() if pin else flat
 
 
-def _views(buffer: torch.Tensor, parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
+def _views(buffer: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
     views, begin = [], 0
-    for parameter in parameters:
-        views.append(buffer[begin : begin + parameter.numel()].view(parameter.shape))
-        begin += parameter.numel()
+    for shape in shapes:
+        views.append(buffer[begin : begin + shape.numel()].view(shape))
+        begin += shape.numel()
     return views

@@ -117,10 +117,16 @@ class Stages:
         self, vlm: Vlm, cache: SlotCache, pool: Pool, stepper: Stepper, *, group: int, ring: OffloadRing | None = None
     ) -> None:
         self._vlm, self._cache, self._pool, self._stepper = vlm, cache, pool, stepper
-        self._group, self._ring = group, ring
+        self._group = group
         self.encode_split: Split = None  # in force; the encoder takes it before each group
         self._marks: list[Any] = []
-        vlm.before_layer, vlm.after_layer = self._before_layer, ring.after if ring else None
+        vlm.before_layer = self._before_layer
+        self.lend(ring)
+
+    def lend(self, ring: OffloadRing | None) -> None:
+        """Let the encoder's weights come and go by a ring, or stay. No pass may be under way."""
+        self._ring = ring
+        self._vlm.after_layer = None if ring is None else ring.after
 
     def encode(self, job: Job) -> list[Encoded]:
         """Encode the missing images of a turn."""

@@ -27,7 +27,9 @@ def engine_of(vlm: Vlm, config: EngineConfig = SMALL, policy: str = "nova", pool
     return Engine(vlm, pool, Scheduler(policy, slots=config.slots, split_policy=splits), config, **more)
 
 
-async def ask(engine: Engine, prompt: Prompt, name: str, *, tokens: int = 10, after_s: float = 0.0, **more) -> list[int]:
+async def ask(
+    engine: Engine, prompt: Prompt, name: str, *, tokens: int = 10, after_s: float = 0.0, **more
+) -> list[int]:
     await asyncio.sleep(after_s)
     return [token.token_id async for token in engine.submit(Request(name, prompt, tokens, **more))]
 

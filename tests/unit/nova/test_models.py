@@ -58,6 +58,8 @@ def test_chunked_prefill_gives_the_keys_of_a_whole_one(family: str):
 def test_a_model_of_another_family_is_refused():
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    tiny_llama = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=8)
+    tiny_llama = LlamaConfig(
+        hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=8
+    )
     with pytest.raises(UnsupportedModelError, match="llama is none of"):
         Vlm(LlamaForCausalLM(tiny_llama))

@@ -69,9 +69,7 @@ def test_copies_and_passes_wait_for_each_other_in_order():
     copier = LoggingCopier()
     ring = OffloadRing(list(vlm.encoder_layers), torch.device("cpu"), physical=2, copier=copier)
     ready, free = (0, 1), (2, 3)
-    preload = [
-        entry for k in (0, 1) for entry in (("copy", "wait", free[k]), ("copy", "record", ready[k]))
-    ]
+    preload = [entry for k in (0, 1) for entry in (("copy", "wait", free[k]), ("copy", "record", ready[k]))]
     assert copier.log == preload
     copier.log.clear()
     vlm.before_layer, vlm.after_layer = ring.before, ring.after
