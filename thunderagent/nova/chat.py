@@ -143,12 +143,8 @@ def template_messages(messages: Sequence[Message]) -> list[Json]:
 
 def images_of(messages: Sequence[Message]) -> list[bytes]:
     """Return the bytes of all images, in their order; ApiError for one that is no data URL: nothing is fetched."""
-    images = []
-    for message in messages:
-        for part in message.content if isinstance(message.content, list) else ():
-            if isinstance(part, ImagePart):
-                images.append(_bytes_of(part.image_url.url))
-    return images
+    parts = [part for message in messages if isinstance(message.content, list) for part in message.content]
+    return [_bytes_of(part.image_url.url) for part in parts if isinstance(part, ImagePart)]
 
 
 def _bytes_of(url: str) -> bytes:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, Protocol
 from uuid import uuid4
@@ -22,7 +22,6 @@ import msgspec
 import structlog
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from thunderagent.nova.chat import (
     DONE,
@@ -32,13 +31,15 @@ from thunderagent.nova.chat import (
     Json,
     ReleaseBody,
     check,
+    event_bytes,
     images_of,
     parse,
     stops_of,
     template_messages,
     usage_of,
 )
-from thunderagent.nova.messages import Prompt, Request, Serving, Stats, Token
+from thunderagent.nova.messages import Prompt, Request, Serving, Token
+from thunderagent.nova.metrics import StatsCollector
 from thunderagent.nova.text import TextStream
 
 log = structlog.get_logger(__name__)
@@ -76,9 +77,8 @@ class NovaServer:
         self._readers = ThreadPoolExecutor(READERS_COUNT, thread_name_prefix="images")
         self._registry = CollectorRegistry()
         self._registry.register(StatsCollector(engine))
-        self._tokens = Counter(
-            "nova:tokens", "Tokens of prompts, of images among them, answered.", ["kind"], registry=self._registry
-        )
+        what = "Tokens of prompts, of images among these, and of answers."
+        self._tokens = Counter("nova:tokens", what, ["kind"], registry=self._registry)
         self.app = web.Application(middlewares=[_answer_errors], client_max_size=MAX_BODY_BYTES)
         self.app.add_routes(
             [
@@ -120,30 +120,28 @@ class NovaServer:
 
     def _turn_of(self, body: ChatBody, prompt: Prompt) -> Request:
         """Return what the engine is asked; ApiError if no slot has room for it."""
-        room_tokens = self._engine.stats().slot_tokens - len(prompt.token_ids)
+        prompt_tokens, slot_tokens = len(prompt.token_ids), self._engine.stats().slot_tokens
+        room_tokens = slot_tokens - prompt_tokens
         if room_tokens < 1:
-            text = f"The prompt has {len(prompt.token_ids)} tokens; it and its answer must fit in {room_tokens + len(prompt.token_ids)}."
+            text = f"The prompt has {prompt_tokens} tokens. It and its answer must fit in {slot_tokens}."
             raise ApiError(text, param="messages")
-        wanted = body.max_completion_tokens or body.max_tokens or room_tokens
-        return Request(
-            uuid4().hex, prompt, min(wanted, room_tokens), stop_ids=self._codec.stop_ids, program_id=body.program_id
-        )
+        wanted_tokens = body.max_completion_tokens or body.max_tokens or room_tokens
+        most_tokens = min(wanted_tokens, room_tokens)
+        return Request(uuid4().hex, prompt, most_tokens, stop_ids=self._codec.stop_ids, program_id=body.program_id)
 
-    async def _answer(self, turn: Request, stops: Sequence[str]) -> AsyncIterator[_Part]:
+    async def _answer(self, turn: Request, stops: Sequence[str]) -> AsyncGenerator[_Part, None]:
         """Yield an answer's text as it grows; what it cost comes with the last part."""
         text = TextStream(self._codec.text, stops)
         output_tokens = 0
-        async with contextlib.aclosing(_closing(self._engine.submit(turn))) as tokens:
+        async with contextlib.aclosing(_tokens_of(self._engine.submit(turn))) as tokens:
             async for token in tokens:
                 output_tokens += 1
-                is_stop_token = token.finish_reason == "stop" and token.token_id in turn.stop_ids
-                part = "" if is_stop_token else text.add(token.token_id)
+                part = "" if token.token_id in turn.stop_ids else text.add(token.token_id)
                 if token.finish_reason is not None or text.is_stopped:
                     reason = "stop" if text.is_stopped else token.finish_reason
                     yield _Part(part + text.end(), reason, self._usage(turn, output_tokens))
                     return
                 yield _Part(part)
-        raise EngineStoppedError("the engine ended an answer before its end")
 
     def _usage(self, turn: Request, output_tokens: int) -> Json:
         image_tokens = turn.prompt.token_ids.count(self._codec.image_token_id)
@@ -152,7 +150,7 @@ class NovaServer:
             self._tokens.labels(kind).inc(count)
         return usage_of(prompt_tokens, image_tokens, output_tokens)
 
-    async def _in_one(self, parts: AsyncIterator[_Part], form: ChatForm) -> web.Response:
+    async def _in_one(self, parts: AsyncGenerator[_Part, None], form: ChatForm) -> web.Response:
         texts = []
         async for part in parts:
             texts.append(part.text)
@@ -161,7 +159,7 @@ class NovaServer:
         raise AssertionError("an answer ends with its usage")
 
     async def _in_events(
-        self, request: web.Request, parts: AsyncIterator[_Part], form: ChatForm, *, include_usage: bool
+        self, request: web.Request, parts: AsyncGenerator[_Part, None], form: ChatForm, *, include_usage: bool
     ) -> web.StreamResponse:
         first = await anext(parts)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
@@ -175,6 +173,8 @@ class NovaServer:
             if include_usage and last.usage is not None:
                 await response.write(form.usage_event(last.usage))
             await response.write(DONE)
+        except ApiError as error:  # too late for a status
+            await response.write(event_bytes(error.body()))
         except ConnectionResetError:
             log.info("client_left")
         return response
@@ -199,21 +199,22 @@ class NovaServer:
         return _json({"program_id": body.program_id, "released": self._engine.release(body.program_id)})
 
 
-class EngineStoppedError(RuntimeError):
-    """An answer had no end."""
-
-
 class _Part(msgspec.Struct):
     text: str
     finish_reason: str | None = None
     usage: Json | None = None
 
 
-async def _closing(tokens: AsyncIterator[Token]) -> AsyncIterator[Token]:
-    """Yield tokens, and close where they come from whatever happens: that is what cancels a request."""
+async def _tokens_of(tokens: AsyncIterator[Token]) -> AsyncGenerator[Token, None]:
+    """Yield tokens; close where they come from whatever happens, which cancels a request. Its errors are ApiErrors."""
     try:
         async for token in tokens:
             yield token
+    except ValueError as error:
+        raise ApiError(str(error)) from None
+    except RuntimeError as error:
+        log.warning("engine_failed", error=str(error))
+        raise ApiError(str(error), status=500, kind="engine_error") from None
     finally:
         close = getattr(tokens, "aclose", None)
         if close is not None:
@@ -230,50 +231,8 @@ async def _answer_errors(
         refusal = error
     except web.HTTPException as error:
         refusal = ApiError(error.reason, status=error.status)
-    except (ValueError, RuntimeError) as error:
-        # The engine's word that a request fits no slot; or that a pass failed, or it stopped.
-        is_bad = isinstance(error, ValueError)
-        log.warning("request_failed", path=request.path, error=str(error))
-        refusal = ApiError(
-            str(error), status=400 if is_bad else 500, kind="invalid_request_error" if is_bad else "engine_error"
-        )
     return _json(refusal.body(), status=refusal.status)
 
 
 def _json(value: object, *, status: int = 200) -> web.Response:
     return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")
-
-
-GAUGES: Final[dict[str, tuple[str, Callable[[Stats], float]]]] = {
-    "nova:num_requests_running": ("Requests that a stage works on.", lambda stats: stats.running),
-    "nova:num_requests_waiting": ("Requests that wait for a stage.", lambda stats: stats.waiting),
-    "nova:pending_encode": ("Requests that are encoded or wait for it.", lambda stats: stats.pending_encode),
-    "nova:pending_prefill": ("Requests that are prefilled or wait for it.", lambda stats: stats.pending_prefill),
-    "nova:decoding": ("Requests that are decoded.", lambda stats: stats.decoding),
-    "nova:slots": ("Requests that fit at the same time.", lambda stats: stats.slots),
-    "nova:slots_used": ("Slots that requests hold.", lambda stats: stats.slots_used),
-    "nova:slots_kept": ("Slots that programs keep between turns.", lambda stats: stats.slots_kept),
-    "nova:slot_tokens": ("Tokens that fit in a slot.", lambda stats: stats.slot_tokens),
-    "nova:split_units": ("Units that decoding has beside another stage; 0: all.", lambda stats: stats.split or 0),
-    "nova:cached_images": ("Images whose encoding is kept.", lambda stats: stats.cached_images),
-}
-
-
-class StatsCollector:
-    """The engine's numbers as metrics, read when they are asked for."""
-
-    def __init__(self, engine: Serving) -> None:
-        self._engine = engine
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield every metric."""
-        stats = self._engine.stats()
-        for name, (what, value_of) in GAUGES.items():
-            yield GaugeMetricFamily(name, what, value=value_of(stats))
-        seconds = CounterMetricFamily("nova:stage_seconds", "Seconds that passes of a stage took.", labels=["stage"])
-        passes = CounterMetricFamily("nova:stage_passes", "Passes of a stage.", labels=["stage"])
-        for stage in ("encode", "prefill", "decode"):
-            seconds.add_metric([stage], stats.stage_s.get(stage, 0.0))
-            passes.add_metric([stage], stats.stage_passes.get(stage, 0))
-        yield seconds
-        yield passes

@@ -21,6 +21,7 @@ from thunderagent.nova.policy import (
     decode_share,
     expected_wait_s,
     pair_of,
+    paper_like,
     pareto_front,
 )
 
@@ -96,6 +97,13 @@ def test_the_papers_shares(pending: int, beside_encode: int, beside_prefill: int
     """SM_op 24 and 30, alpha 4 and 6: "SM_dec will drop to SM_min when the number of pending requests reaches 4"."""
     assert (PAPER.split("encode", pending), PAPER.split("prefill", pending)) == (beside_encode, beside_prefill)
     assert PAPER.split("encode", pending + 50) == 12
+
+
+def test_the_papers_shares_in_proportion() -> None:
+    """132 SMs in eights: 37.7 becomes 32, and 18.9 becomes 16."""
+    policy = paper_like(132, tuple(range(8, 128, 8)))
+    assert [policy.split("encode", pending) for pending in (1, 2, 3, 4)] == [32, 24, 24, 16]
+    assert paper_like(2, (1,)).split("encode", 1) == 1
 
 
 def test_the_share_is_never_below_the_floor() -> None:
