@@ -6,8 +6,8 @@
     e3  adaptive splits beside multi-stream, chunked and decode-limited prefill
     e4  adaptive beside static splits, a burst's timeline, overhead, waits beside M/G/1
 
-Each writes `nova-eN.json` to --out (the results' folder unless said) as it goes. Without a GPU the same runs take a small
-model on the machine's cores: lanes are cores then, and e0 and e2 tell little.
+Each writes `nova-eN.json` to --out (the results' folder unless said) as it goes. Without a GPU the same runs take a
+small model on the machine's cores: lanes are cores then, and e0 and e2 tell little.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ class Bench:
         self.path.write_text(json.dumps(self.told, indent=1) + "\n")
         print(f"{time.monotonic() - self.begin_s:6.1f} s  {key}: {_short(value)}", flush=True)
 
-    def engine(self, counts: tuple[int, ...] = nova_rig.COUNTS) -> tuple[Vlm, Engine]:
+    def engine(self, counts: tuple[int, ...] | None = None) -> tuple[Vlm, Engine]:
         """Draw the model and make the engine."""
         vlm = nova_rig.draw(self.size, self.device)
         self.note("drawn", {"seconds": time.monotonic() - self.begin_s, "memory_gb": _allocated_gb()})
-        pool = nova_rig.pool_for(self.device, counts)
+        pool = nova_rig.pool_for(self.device, self.options.counts if counts is None else counts)
         engine = Engine(
             vlm, pool, nova_rig.scheduler_of("nova", self.size), nova_rig.engine_config(self.size),
             on_pass=self.passes.append,
@@ -97,6 +97,7 @@ def e1(bench: Bench) -> None:
     vlm, engine = bench.engine()
     asyncio.run(bench.started(engine))
     subject = nova_rig.subject_of(engine, bench.size, vlm, batch=4)
+    bench.note("graphs_give_what_calls_give", nova_card.graphs_agree(engine, subject))
     profile = measure(subject, repeats=bench.options.repeats, batch=BATCH)
     save(profile, bench.options.profile, about=bench.told["about"], batch=BATCH)
     step_s = profile.decode_s[BATCH]
@@ -239,6 +240,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
     parser.add_argument("--profile", type=Path, help="what e1 writes and e3 and e4 read; in --out unless said")
     parser.add_argument("--requests", type=int, default=200, help="turns of each run (the paper takes 500)")
+    parser.add_argument("--counts", type=int, nargs="+", default=nova_rig.COUNTS, help="SMs for decoding to measure")
     parser.add_argument("--repeats", type=int, default=4, help="passes of each stage for one time")
     parser.add_argument("--loads", type=float, nargs="+", default=[0.55, 0.7, 0.85], help="of encoding and prefill")
     options = parser.parse_args()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks import nova_rig
+from thunderagent.nova.engine import Engine
 from thunderagent.nova.messages import Profile
 from thunderagent.nova.offload import CudaCopier, NullCopier, OffloadRing, resident_layers
 from thunderagent.nova.partition import DECODE, GreenPool, PartitionError
@@ -100,6 +101,14 @@ def _bus(device: torch.device, note: Note) -> None:
     stream = torch.cuda.Stream(device)
     milliseconds = _event_ms(stream, lambda: on_card.copy_(host, non_blocking=True), 20)
     note("pinned_to_card_gb_per_s", host.numel() / milliseconds / 1e6)
+
+
+def graphs_agree(engine: Engine, subject: Subject) -> dict[str, bool]:
+    """Say whether each lane's graph gives the tokens of a plain call."""
+    rows = [turn.row for turn in subject.batch]
+    with torch.inference_mode():
+        called = engine.stepper.step(rows, None, plainly=True)
+        return {str(split): engine.stepper.step(rows, split) == called for split in (None, *subject.pool.splits)}
 
 
 def beside_whole(subject: Subject, profile: Profile, repeats: int, batch: int) -> dict[str, float]:

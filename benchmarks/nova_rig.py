@@ -51,9 +51,9 @@ class Size:
 
 
 # CogAgent's shape as the paper gives it: 4.4 B + 9.4 B, 1600 tokens an image, 70 MB of KV a request.
-PAPER = Size(64, 1792, 10240, 16, 40, 4096, 13696, 32, 2, 151552, 1120, 1920, 16)
+PAPER = Size(64, 1792, 10240, 16, 40, 4096, 13696, 32, 2, 151552, 1120, 1791, 16)
 # The same with little of everything, for two cores: encoding to prefill to a step is about 20 : 8 : 1 there too.
-SMALL = Size(8, 128, 512, 4, 4, 192, 512, 6, 2, 151552, 336, 288, 8)
+SMALL = Size(8, 128, 512, 4, 4, 192, 512, 6, 2, 151552, 336, 335, 8)
 
 
 def draw(size: Size, device: torch.device) -> Vlm:

@@ -57,8 +57,11 @@ class Stepper:
                     for bucket in self.buckets:
                         self._graphs[split, bucket] = self._captured(bucket, memory)
 
-    def step(self, rows: Sequence[tuple[int, int, int, int]], split: Split) -> list[int]:
-        """Decode for (row, last token, its index, its position) each; return the tokens in that order."""
+    def step(self, rows: Sequence[tuple[int, int, int, int]], split: Split, *, plainly: bool = False) -> list[int]:
+        """Decode for (row, last token, its index, its position) each; return the tokens in that order.
+
+        `plainly` calls the model where there is a graph too.
+        """
         bucket = self.buckets[bisect.bisect_left(self.buckets, 1 + max(row for row, *_ in rows))]
         fresh = self._host_in
         fresh[_POSITIONS] = self._cache.idle_position
@@ -68,7 +71,7 @@ class Stepper:
         with self._pool.enter(DECODE, split):
             self._in.copy_(fresh, non_blocking=True)
             graph = self._graphs.get((split, bucket))
-            if graph is None:
+            if graph is None or plainly:
                 self._step(bucket)
             else:
                 graph.replay()
