@@ -225,12 +225,15 @@ def run_serve(args: argparse.Namespace) -> int:
 
 def run_nova(args: argparse.Namespace) -> int:
     """Serve a vision-language model until a signal."""
+    from thunderagent.nova.config import config_of  # noqa: PLC0415 - see _NovaParser
+
+    config = config_of(args)
     try:
-        from thunderagent.nova import command  # noqa: PLC0415 - only this command needs torch
+        from thunderagent.nova import command  # noqa: PLC0415 - and torch with it
     except ModuleNotFoundError as error:
         raise ConfigurationError(f"nova needs the extra nova, pip install 'thunderagent[nova]': {error}") from error
     configure_logging("info", as_json=False)
-    return command.run(args)
+    return command.run(config)
 
 
 def run_status(args: argparse.Namespace) -> int:

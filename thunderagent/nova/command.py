@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import signal
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +14,7 @@ from aiohttp import web
 
 from thunderagent.errors import ConfigurationError
 from thunderagent.nova.codec import Codec
-from thunderagent.nova.config import NovaConfig, config_of, static_split
+from thunderagent.nova.config import NovaConfig, static_split
 from thunderagent.nova.engine import Engine, EngineConfig
 from thunderagent.nova.models import UnsupportedModelError, Vlm
 from thunderagent.nova.partition import CorePool, NullPool, PartitionError, Pool, StreamPool, green_pool
@@ -29,9 +27,8 @@ SHUTDOWN_S = 5.0
 """Answers that are under way get so long."""
 
 
-def run(args: argparse.Namespace) -> int:
+def run(config: NovaConfig) -> int:
     """Serve until a signal; 1 if nobody can listen there."""
-    config = config_of(args)
     engine, codec = build(config)
     try:
         uvloop.run(serve(config, engine, codec))
@@ -73,10 +70,9 @@ def build(config: NovaConfig) -> tuple[Engine, Codec]:
 
 async def serve(config: NovaConfig, engine: Engine, codec: Codec) -> None:
     """Serve until SIGINT or SIGTERM; print where, once it is ready."""
-    stop = asyncio.Event()
+    stop, name = asyncio.Event(), config.name
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    name = config.model_name or Path(config.model).resolve().name
     await engine.start()
     server = NovaServer(engine, codec, name, max_waiting=config.max_waiting)
     # A client that leaves cancels its handler, and so its request.

@@ -64,6 +64,11 @@ class NovaConfig:
         if self.resident_layers and not self.physical_layers:
             raise ConfigurationError("--resident-layers needs --physical-layers: else all layers are resident")
 
+    @property
+    def name(self) -> str:
+        """Return the name that clients ask for."""
+        return self.model_name or self.model.resolve().name
+
 
 def static_split(text: str) -> tuple[int, int] | None:
     """Return the units beside encoding and beside prefill that `24` or `24,30` names; None for `adaptive`."""

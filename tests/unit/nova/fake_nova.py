@@ -46,10 +46,8 @@ class CharacterCodec:
         for message in messages:
             content = message["content"]
             for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
-                text = part.get("text", "")
-                ids += (
-                    [ord(letter) for letter in text] if part["type"] == "text" else [IMAGE_TOKEN] * TOKENS_OF_AN_IMAGE
-                )
+                is_text = part["type"] == "text"
+                ids += [ord(letter) for letter in part["text"]] if is_text else [IMAGE_TOKEN] * TOKENS_OF_AN_IMAGE
         if b"broken" in images:
             raise ApiError("An image cannot be read.", param="image_url")
         return Prompt(tuple(ids), tuple(Image(image, None, str(image)) for image in images))
