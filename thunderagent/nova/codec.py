@@ -30,7 +30,7 @@ class Codec:
         self._processor = _image_processor(folder)
         self._most_pixels = most_pixels
         self.image_token_id: int = config.image_token_id
-        self._tile_tokens: int | None = getattr(config, "image_seq_length", None)
+        self._tile_tokens = _tile_tokens(config)
         self._around = tuple(
             [self._tokenizer.convert_tokens_to_ids(mark)] if self._tile_tokens else [] for mark in ("<img>", "</img>")
         )
@@ -67,7 +67,6 @@ class Codec:
 
     def _tokens_of(self, image: Image) -> int:
         if image.grid is None:
-            assert self._tile_tokens is not None, "a family without grids has tiles"
             return self._tile_tokens * len(image.pixels)
         patches = 1
         for length in image.grid:
@@ -87,6 +86,15 @@ class Codec:
         grids = made.get("image_grid_thw")
         grid = None if grids is None else tuple(int(length) for length in grids[0])
         return Image(made["pixel_values"], grid, hashlib.sha256(data).hexdigest())
+
+
+def _tile_tokens(config: Any) -> int:
+    """Return how many tokens a tile becomes; 0 for a family that has grids."""
+    ratio = getattr(config, "downsample_ratio", None)
+    if ratio is None:
+        return 0
+    (height, width), (down, across) = config.vision_config.image_size, config.vision_config.patch_size
+    return int((height // down) * (width // across) * ratio**2)
 
 
 def _image_processor(folder: Path) -> Any:
