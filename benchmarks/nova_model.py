@@ -257,15 +257,22 @@ def compare(rate_per_s: float, *, count: int = 500, seed: int = 0) -> dict[str, 
 
 
 def main() -> None:
-    """Print a line of JSON for each rate: mean and longest latency of each policy, in seconds."""
+    """Print a line of JSON for each rate: mean and longest latency of each policy, in seconds; means over the runs."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--count", type=int, default=500, help="requests of each run (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--runs", type=int, default=10, help="runs, each with arrivals of its own (default: %(default)s)"
+    )
     args = parser.parse_args()
     for rate_per_s in RATES_PER_S:
-        outcomes = compare(rate_per_s, count=args.count, seed=args.seed)
-        table = {name: [round(each.mean_s, 2), round(max(each.latencies_s), 2)] for name, each in outcomes.items()}
-        print(json.dumps({"rate_per_s": rate_per_s, "mean_and_longest_s": table}))
+        runs = [compare(rate_per_s, count=args.count, seed=seed) for seed in range(args.runs)]
+        table = {name: _mean_and_longest_s([run[name] for run in runs]) for name in runs[0]}
+        print(json.dumps({"rate_per_s": rate_per_s, "mean_and_longest_s": table}), flush=True)
+
+
+def _mean_and_longest_s(outcomes: Sequence[Outcome]) -> tuple[float, float]:
+    longest_s = fmean(max(each.latencies_s) for each in outcomes)
+    return round(fmean(each.mean_s for each in outcomes), 1), round(longest_s, 1)
 
 
 if __name__ == "__main__":
