@@ -98,7 +98,12 @@ def e1(bench: Bench) -> None:
     asyncio.run(bench.started(engine))
     subject = nova_rig.subject_of(engine, bench.size, vlm, batch=4)
     bench.note("graphs_give_what_calls_give", nova_card.graphs_agree(engine, subject))
-    profile = measure(subject, repeats=bench.options.repeats, batch=BATCH)
+    refused: dict[int, str] = {}
+    profile = measure(
+        subject, repeats=bench.options.repeats, batch=BATCH,
+        on_refused=lambda split, error: refused.update({split: str(error)[:200]}),
+    )  # fmt: skip
+    bench.note("refused", refused)
     save(profile, bench.options.profile, about=bench.told["about"], batch=BATCH)
     step_s = profile.decode_s[BATCH]
     bench.note("alone", {"encode_s": profile.encode_s, "prefill_s": profile.prefill_s, "decode_s": profile.decode_s})
@@ -153,8 +158,9 @@ def e4(bench: Bench) -> None:
     profile = bench.profile()
     adaptive = adaptive_of(profile, MEAN_OUTPUT_TOKENS)
     shares = adaptive.shares
-    middle = shares[len(shares) // 2]
-    statics = {f"static {units}": Static(units, units) for units in (shares[0], middle, shares[-2 % len(shares)])}
+    best = adaptive.beside_encode_units
+    tried = {shares[min(1, len(shares) - 1)], int(best), shares[-2 % len(shares)]}
+    statics = {f"static {units}": Static(units, units) for units in sorted(tried)}
 
     async def go() -> None:
         _vlm, engine = bench.engine(_splits_used(profile, shares))
@@ -242,7 +248,13 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=200, help="turns of each run (the paper takes 500)")
     parser.add_argument("--counts", type=int, nargs="+", default=nova_rig.COUNTS, help="SMs for decoding to measure")
     parser.add_argument("--repeats", type=int, default=4, help="passes of each stage for one time")
-    parser.add_argument("--loads", type=float, nargs="+", default=[0.55, 0.7, 0.85], help="of encoding and prefill")
+    parser.add_argument(
+        "--loads",
+        type=float,
+        nargs="+",
+        default=[0.4, 0.55, 0.7],
+        help="rates, times what encoding and prefill take alone",
+    )
     options = parser.parse_args()
     options.profile = options.profile or options.out / "nova-profile.json"
     for name in options.experiments:

@@ -26,9 +26,8 @@ from thunderagent.nova.workers import Outcome, Turn
 
 SEED = 7
 IMAGE_ID, START_ID, END_ID = 151501, 151502, 151503
-COUNTS = tuple(range(8, 128, 8))  # SMs for decoding: Hopper hands them out in eights
+COUNTS = tuple(range(8, 120, 8))  # SMs for decoding: Hopper hands them out in eights
 OUTPUT_TOKENS = (30, 80)  # the paper's range
-_HOPPER_SPLITS_MEMORY = 2048
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,8 @@
 
 Theory of operation
 -------------------
-Two threads run the workers' own passes, one the encoder or the prefill, the other a decoding step after another, each in
-its lane. A pass counts if the other thread was busy from its begin to its end. The median of a few is taken. The sum of
+Two threads run the workers' own passes, one the encoder or the prefill, the other one decoding step after another, each
+in its lane. A pass counts if the other thread was busy from its begin to its end. The median of a few is taken. The sum of
 what two lanes do in a second, each in units of its rate alone, less one, is what running beside each other gains.
 """
 
@@ -35,11 +35,23 @@ class Subject:
     batch: Sequence[Turn]  # each has a slot and a first token
 
 
-def measure(subject: Subject, *, repeats: int, batch: int, splits: Sequence[int] | None = None) -> Profile:
-    """Measure all splits of the pool. Costs about `repeats` passes of each stage, twice, for each split."""
+def measure(
+    subject: Subject, *, repeats: int, batch: int, on_refused: Callable[[int, RuntimeError], None] | None = None
+) -> Profile:
+    """Measure all splits of the pool. Costs about `repeats` passes of each stage, twice, for each split.
+
+    A library's kernel may not fit a lane of few SMs: such a split is left out, and `on_refused` hears of it.
+    """
     alone = {stage: _alone(subject, stage, repeats, batch) for stage in (ENCODE, PREFILL)}
     by_batch = {n: _alone(subject, DECODE, 4 * repeats, n) for n in range(1, len(subject.batch) + 1)}
-    times = [_beside(subject, split, repeats, batch) for split in (subject.pool.splits if splits is None else splits)]
+    times = []
+    for split in subject.pool.splits:
+        try:
+            times.append(_beside(subject, split, repeats, batch))
+        except RuntimeError as error:
+            if on_refused is None:
+                raise
+            on_refused(split, error)
     return Profile(subject.pool.name, subject.pool.units, alone[ENCODE], alone[PREFILL], by_batch, tuple(times))
 
 
@@ -52,8 +64,7 @@ def beside(subject: Subject, stage: str, split: Split, repeats: int, batch: int)
 
     def run_front() -> None:
         begun.wait()
-        for _ in range(repeats + 1):
-            front.append(_timed(_pass(subject, stage, split, batch)))
+        front.extend(_timed(_pass(subject, stage, split, batch)) for _ in range(repeats + 1))
         over.set()
 
     def run_steps() -> None:
