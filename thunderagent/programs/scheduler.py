@@ -795,9 +795,11 @@ class Scheduler:
 
     def _nearer_to_encode(self, candidates: Sequence[Replica], program: Program) -> Sequence[Replica]:
         """Return the candidates with the fewest images to encode, if they are not all, and the program's last one."""
+        if program.status is Status.ACTIVE:
+            return ()
         counts = [replica.account.pending_encode_count or 0 for replica in candidates]
         fewest = min(counts)
-        if program.status is Status.ACTIVE or fewest == max(counts):
+        if fewest == max(counts):
             return ()
         chosen = zip(candidates, counts, strict=True)
         return [each for each, count in chosen if count == fewest or each.replica_id == program.replica_id]
