@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
+
+from aiohttp import web
 
 from thunderagent.nova.chat import ApiError, Json
 from thunderagent.nova.messages import (
@@ -29,10 +33,12 @@ from thunderagent.nova.messages import (
 )
 from thunderagent.nova.policy import PAPER
 from thunderagent.nova.scheduler import Scheduler
+from thunderagent.nova.server import NovaServer
 
 IMAGE_TOKEN = 1
 TOKENS_OF_AN_IMAGE = 16
 STOP_TOKEN = 2
+PNG = "data:image/png;base64," + base64.b64encode(b"a picture").decode()
 
 
 class CharacterCodec:
@@ -184,6 +190,21 @@ class FakeEngine:
         running.is_finished = reason is not None
         running.items.put_nowait(Token(token, reason))
         return running.is_finished
+
+
+@asynccontextmanager
+async def running_nova(engine: FakeEngine, **settings: Any) -> AsyncIterator[str]:
+    """Serve on a port of the loopback, as `thunderagent nova serve` does."""
+    server = NovaServer(engine, CharacterCodec(), "tiny", **settings)
+    runner = web.AppRunner(server.app, handler_cancellation=True, access_log=None, shutdown_timeout=1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+        await engine.stop()
 
 
 def is_idle(stats: Stats) -> bool:

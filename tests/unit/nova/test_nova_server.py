@@ -11,30 +11,20 @@ from typing import Any
 
 import httpx
 import pytest
-from aiohttp import web
 
-from tests.unit.nova.fake_nova import TOKENS_OF_AN_IMAGE, CharacterCodec, FakeEngine, until_idle
+from tests.unit.nova.fake_nova import PNG, TOKENS_OF_AN_IMAGE, FakeEngine, running_nova, until_idle
 from thunderagent.backends.nova import NovaBackend
-from thunderagent.nova.server import NovaServer
 
-PNG = "data:image/png;base64," + base64.b64encode(b"a picture").decode()
 CHAT = "/v1/chat/completions"
 
 
 @asynccontextmanager
 async def served(engine: FakeEngine, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
-    """Serve on a port of the loopback, as `thunderagent nova serve` does."""
-    server = NovaServer(engine, CharacterCodec(), "tiny", **settings)
-    runner = web.AppRunner(server.app, handler_cancellation=True, access_log=None, shutdown_timeout=1)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{runner.addresses[0][1]}", trust_env=False) as client:
-            yield client
-    finally:
-        await runner.cleanup()
-        await engine.stop()
+    async with (
+        running_nova(engine, **settings) as url,
+        httpx.AsyncClient(base_url=url, trust_env=False) as client,
+    ):
+        yield client
 
 
 def chat(text: str = "hello", *urls: str, **fields: Any) -> dict[str, Any]:
