@@ -55,6 +55,7 @@ from thunderagent.programs.decisions import (
     Unmark,
 )
 from thunderagent.programs.events import (
+    EncodesPolled,
     Event,
     GrantsContinued,
     GrantsSuspended,
@@ -190,11 +191,10 @@ class Scheduler:
         self._observe: Observe | None = getattr(policy, "observe", None)
         self._listeners: tuple[Callable[[Signal], None], ...] = ()
         self._emits = self._observe is not None
-        outside_rank = None if self._admission is None else self._admission.rank
         self.tenants = Tenants(self.settings.tenant_weight_ratios) if self.settings.fair_tenants else None
-        self.queue = PausedQueue(
-            policy.restore_rank, outside_rank, self.tenants
-        )  # a policy sees a Program as a ProgramView
+        self.queue = PausedQueue(  # a policy sees a Program as a ProgramView
+            policy.restore_rank, None if self._admission is None else self._admission.rank, self.tenants
+        )
         self.admitted_count = 0
         """Programs that may begin, or began: all, where the policy has no admission."""
         self.replicas: dict[str, Replica] = {}
@@ -210,7 +210,7 @@ class Scheduler:
         self.impatient = Impatient(self.settings.patience_margin_s, self.settings.patience_ratio)
         self.changed_replicas: dict[str, Replica] = {}
         """On which programs came, went or changed in size since the policy was asked to balance."""
-        self.previous_tick_s = 0.0
+        self.previous_tick_s = self._now_s = 0.0
         self.sandboxes = SandboxSums()
         """As last measured."""
         self.hopeless_ids: dict[str, None] = {}
@@ -228,7 +228,7 @@ class Scheduler:
         self._decisions: list[Decision] = []
         self._active_before_count = 0
         """Active programs before this event."""
-        self._now_s = 0.0
+        self._some_encode = False  # until a replica tells how many images it has yet to encode
         self._view = SchedulerView(self)
         self.control = Control(self)
         self._handlers: dict[type[Any], Callable[[Any], None]] = {
@@ -252,6 +252,7 @@ class Scheduler:
             ReplicaFlushed: self._replica_flushed,
             ReplicaTripped: self._replica_tripped,
             ReplicaPolled: self._replica_polled,
+            EncodesPolled: self._encodes_polled,
             ResidencyReported: self._residency_reported,
             ToolStarted: self._tool_started,
             ToolEnded: self._tool_ended,
@@ -576,7 +577,7 @@ class Scheduler:
             self.signal(GpuSubmit(self._now_s, *ids, projected_tokens, held_s))
         program.in_flight[turn.turn_id] = turn
         program.turn_count += 1
-        replica.account.turn_count += 1
+        replica.account.turn_granted()
 
     def _book_residency(self, program: Program) -> None:
         """Note what of a program its turns in flight have in memory; its claim must have been measured with them."""
@@ -617,7 +618,7 @@ class Scheduler:
         account = self.replicas[replica_id].account
         self.ledger.settle(account, self._now_s)
         account.other_tokens += turn.claim_tokens
-        account.turn_count += 1
+        account.turn_granted()
         turn.account_id = replica_id
         turn.granted_s = self._now_s
         self._decisions.append(Grant(turn.turn_id, None, replica_id, Reason.ANONYMOUS))
@@ -856,8 +857,14 @@ class Scheduler:
         return target, reason
 
     def _place_among(self, candidates: Sequence[Replica], program: Program) -> tuple[Replica | None, Reason]:
-        """Return where a program may be active now, or its parent's claim lets it in; if nowhere, why."""
-        replica, reason = self.policy.place(self._view, program, candidates)
+        """Return where a program may be active now, or its parent's claim lets it in; if nowhere, why.
+
+        Of replicas where it fits, one with fewer images to encode comes first: they are encoded one after the other.
+        """
+        nearer = self._nearer_to_encode(candidates, program) if self._some_encode else ()
+        replica, reason = self.policy.place(self._view, program, nearer or candidates)
+        if nearer and reason is not Reason.FITS:
+            replica, reason = self.policy.place(self._view, program, candidates)
         target = self.open_replica(replica)
         if target is None and self._parent_holds_a_claim(program):
             overdrawable = self._overdrawable(program, candidates)
@@ -871,6 +878,17 @@ class Scheduler:
         wanted, ratio = self._wanted_by(program), self.settings.patience_overdraft_ratio
         able = candidates if wanted is None else [wanted]
         return [replica for replica in able if replica.may_overdraw(program.claim_tokens, ratio)]
+
+    def _nearer_to_encode(self, candidates: Sequence[Replica], program: Program) -> Sequence[Replica]:
+        """Return the candidates with the fewest images to encode, if they are not all, and the program's last one."""
+        if program.status is Status.ACTIVE:
+            return ()
+        counts = [replica.account.pending_encode_count or 0 for replica in candidates]
+        fewest = min(counts)
+        if fewest == max(counts):
+            return ()
+        chosen = zip(candidates, counts, strict=True)
+        return [each for each, count in chosen if count == fewest or each.replica_id == program.replica_id]
 
     def _parent_holds_a_claim(self, program: Program) -> bool:
         """Say whether a program must be let in because its parent, of the same tenant, may wait for it.
@@ -1698,6 +1716,10 @@ class Scheduler:
             capacities_tokens = (replica.account.capacity_tokens or 0 for replica in self._open_replicas)
             capacity_tokens = max(capacities_tokens, default=0)
         return self.knowledge.break_even_s(capacity_tokens)
+
+    def _encodes_polled(self, event: EncodesPolled) -> None:
+        self._some_encode = True
+        self._replica(event.replica_id).account.pending_encode_count = event.pending_encode_count
 
     def _residency_reported(self, event: ResidencyReported) -> None:
         replica = self.replicas.get(event.replica_id)

@@ -1,0 +1,198 @@
+"""How many units decoding gets beside another stage: the latency of a split, the best one, and how it follows the load.
+
+Theory of operation
+-------------------
+A profile says how long a pass of each stage takes for each split of the units. Encoding and prefill run beside decoding
+and never beside each other, so a request that never waits takes (Eq. 1, 2 of the paper "Nova")
+
+    E[t] = t_v(P_v) + t_p(P_p) + (prop_v * t_d(P_v) + prop_p * t_d(P_p)) * L,    prop_x = t_x / (t_v + t_p)
+
+with P_v and P_p the splits beside encoding and beside prefill, and L tokens of output. The best pair (Eq. 3) is found
+by looking at all of them. Requests pass one after the other through the first two stages, and are decoded together, so
+the throughput is 1 / (t_v + t_p) (Eq. 4). What is not worse than another pair in both is the Pareto front: along it,
+a higher rate of requests wants fewer units for decoding, almost linearly. The rate is not known; how many requests are
+in the first two stages is. Hence the share of decoding (Eq. 5)
+
+    SM_dec = max(SM_min, SM_op - alpha * (N_pend - 1))
+
+where SM_op is the best share by Eq. 3 and SM_min keeps the time between two tokens bounded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+from typing import Protocol
+
+from thunderagent.nova.messages import Profile, Split, SplitTimes
+
+PENDING_AT_FLOOR = 4
+"""With so many requests pending decoding has its smallest share: the paper's alpha of 4 and 6 are (24 - 12) / 3 and
+(30 - 12) / 3."""
+
+LONGEST_TOKEN_S = 0.08
+"""A token may take so long in the smallest share (the paper's bound, by which it sets SM_min to 12)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A split beside encoding and one beside prefill, and what they make of a request that never waits."""
+
+    beside_encode: SplitTimes
+    beside_prefill: SplitTimes
+    latency_s: float
+    throughput_per_s: float
+
+
+def pair_of(beside_encode: SplitTimes, beside_prefill: SplitTimes, output_tokens: float) -> Pair:
+    """Return what two splits make of a request: Eq. 1, 2 and 4."""
+    encode_s, prefill_s = beside_encode.encode_s, beside_prefill.prefill_s
+    front_s = encode_s + prefill_s
+    token_s = (
+        encode_s * beside_encode.decode_beside_encode_s + prefill_s * beside_prefill.decode_beside_prefill_s
+    ) / front_s
+    return Pair(beside_encode, beside_prefill, front_s + token_s * output_tokens, 1.0 / front_s)
+
+
+def all_pairs(profile: Profile, output_tokens: float) -> list[Pair]:
+    """Return every pair of splits. Cost: O(n²) of the splits."""
+    return [pair_of(first, second, output_tokens) for first in profile.splits for second in profile.splits]
+
+
+def best_pair(profile: Profile, output_tokens: float) -> Pair:
+    """Return the pair with the least latency of a request that never waits: Eq. 3. ValueError without splits."""
+    return min(all_pairs(profile, output_tokens), key=lambda pair: (pair.latency_s, -pair.throughput_per_s))
+
+
+def pareto_front(profile: Profile, output_tokens: float) -> list[Pair]:
+    """Return the pairs that no other beats in both latency and throughput, the quickest first."""
+    front: list[Pair] = []
+    best_per_s = 0.0
+    for pair in sorted(all_pairs(profile, output_tokens), key=lambda pair: (pair.latency_s, -pair.throughput_per_s)):
+        if pair.throughput_per_s > best_per_s:
+            front.append(pair)
+            best_per_s = pair.throughput_per_s
+    return front
+
+
+def decode_share(best: float, floor: float, step: float, pending: int) -> float:
+    """Return the units for decoding while so many requests are in the first two stages: Eq. 5."""
+    return max(floor, best - step * max(0, pending - 1))
+
+
+class SplitPolicy(Protocol):
+    """Say which split is to be beside encoding and beside prefill."""
+
+    def split(self, stage: str, pending: int) -> Split:
+        """Return the split beside `encode` or `prefill` while so many requests are in these two stages."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """Give each pass the whole device: the hardware shares it out among what runs at the same time."""
+
+    def split(self, stage: str, pending: int) -> Split:  # noqa: ARG002 - the protocol's signature
+        """Return none."""
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Static:
+    """Give decoding always the same."""
+
+    beside_encode_units: int
+    beside_prefill_units: int
+
+    def split(self, stage: str, pending: int) -> Split:  # noqa: ARG002 - the protocol's signature
+        """Return the one for that stage."""
+        return self.beside_encode_units if stage == "encode" else self.beside_prefill_units
+
+
+@dataclass(frozen=True, slots=True)
+class Adaptive:
+    """Give decoding less the more requests are pending: Eq. 5, rounded down to a share that there is.
+
+    `shares` are those of the device's partitions, in units, ascending.
+    """
+
+    shares: tuple[int, ...]
+    beside_encode_units: float
+    beside_prefill_units: float
+    floor_units: float
+    encode_step_units: float
+    prefill_step_units: float
+
+    def __post_init__(self) -> None:
+        """Refuse a device that cannot be split, and shares in no order."""
+        if not self.shares or list(self.shares) != sorted(set(self.shares)):
+            raise ValueError(f"shares of decoding must be ascending, and some: {self.shares}")
+
+    def split(self, stage: str, pending: int) -> Split:
+        """Return the share of Eq. 5, or the next smaller that there is."""
+        if stage == "encode":
+            wanted = decode_share(self.beside_encode_units, self.floor_units, self.encode_step_units, pending)
+        else:
+            wanted = decode_share(self.beside_prefill_units, self.floor_units, self.prefill_step_units, pending)
+        return max((share for share in self.shares if share <= wanted), default=self.shares[0])
+
+
+def adaptive_of(profile: Profile, output_tokens: float, longest_token_s: float = LONGEST_TOKEN_S) -> Adaptive:
+    """Return the adaptive policy of a profile: SM_op by Eq. 3, SM_min by how long a token may take.
+
+    Where every share is too slow for that bound, decoding keeps at least the lesser of the two best ones. Without a
+    profile of any split there is nothing to adapt, and ValueError is raised.
+    """
+    best = best_pair(profile, output_tokens)
+    encode_units, prefill_units = best.beside_encode.decode_units, best.beside_prefill.decode_units
+    quick_units = (times.decode_units for times in profile.splits if _token_s(times) <= longest_token_s)
+    floor_units = min(encode_units, prefill_units, min(quick_units, default=encode_units))
+    return Adaptive(
+        shares=tuple(sorted(times.decode_units for times in profile.splits)),
+        beside_encode_units=encode_units,
+        beside_prefill_units=prefill_units,
+        floor_units=floor_units,
+        encode_step_units=(encode_units - floor_units) / (PENDING_AT_FLOOR - 1),
+        prefill_step_units=(prefill_units - floor_units) / (PENDING_AT_FLOOR - 1),
+    )
+
+
+def _token_s(times: SplitTimes) -> float:
+    return max(times.decode_beside_encode_s, times.decode_beside_prefill_s)
+
+
+PAPER = Adaptive(
+    shares=tuple(range(2, 84, 2)),
+    beside_encode_units=24,
+    beside_prefill_units=30,
+    floor_units=12,
+    encode_step_units=4,
+    prefill_step_units=6,
+)
+"""What the paper uses on an RTX A6000: 84 SMs, two to a unit of partitioning."""
+
+PAPER_UNITS = 84
+
+
+def paper_like(units: int, shares: tuple[int, ...]) -> Adaptive:
+    """Return the paper's policy in proportion to another device: better than nothing, until that one is measured."""
+    ratio = units / PAPER_UNITS
+    return Adaptive(
+        shares=shares,
+        beside_encode_units=PAPER.beside_encode_units * ratio,
+        beside_prefill_units=PAPER.beside_prefill_units * ratio,
+        floor_units=PAPER.floor_units * ratio,
+        encode_step_units=PAPER.encode_step_units * ratio,
+        prefill_step_units=PAPER.prefill_step_units * ratio,
+    )
+
+
+def expected_wait_s(rate_per_s: float, mean_s: float, deviation_s: float = 0.0) -> float:
+    """Return how long a request waits for the first two stages: M/G/1, Eq. 6; infinite from full load on.
+
+    `mean_s` and `deviation_s` are of the time in both stages together; arrivals are Poisson.
+    """
+    load = rate_per_s * mean_s
+    if load >= 1.0:
+        return inf
+    return rate_per_s * (mean_s**2 + deviation_s**2) / (2.0 * (1.0 - load))
