@@ -1718,8 +1718,10 @@ class Scheduler:
         return self.knowledge.break_even_s(capacity_tokens)
 
     def _encodes_polled(self, event: EncodesPolled) -> None:
-        self._some_encode = True
-        self._replica(event.replica_id).account.pending_encode_count = event.pending_encode_count
+        replica = self._known_or_new(event.replica_id)
+        if replica is not None:
+            self._some_encode = True
+            replica.account.pending_encode_count = event.pending_encode_count
 
     def _residency_reported(self, event: ResidencyReported) -> None:
         replica = self.replicas.get(event.replica_id)

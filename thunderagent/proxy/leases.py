@@ -156,7 +156,8 @@ class Leases:
 
     def _believed(self, tokens: int | None, *, beside_tokens: int = 0) -> int | None:
         """Return tokens as far as they can be true: together no more than the largest replica has room for."""
-        capacity_tokens = self._runtime.scheduler.knowledge.capacity_tokens
+        accounts = self._runtime.scheduler.ledger.accounts.values()
+        capacity_tokens = max((account.capacity_tokens or 0 for account in accounts), default=0)
         if tokens is None or not capacity_tokens:
             return tokens
         return min(tokens, max(0, capacity_tokens - beside_tokens))
