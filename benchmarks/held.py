@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 
 from benchmarks.instant import instant_engine
-from benchmarks.machine import describe_machine, save_results
+from benchmarks.machine import save_results
 from benchmarks.processes import resident_mb, thunderagent
 from thunderagent.serving import raise_file_limit
 
@@ -144,7 +144,7 @@ def main() -> None:
     args = parser.parse_args()
     figures = asyncio.run(measure(args))
     print(json.dumps(figures, indent=2))
-    print(save_results("held", {"machine": describe_machine(), "figures": figures}))
+    print(save_results("held", {"figures": figures}))
 
 
 if __name__ == "__main__":

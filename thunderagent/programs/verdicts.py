@@ -72,26 +72,27 @@ class Verdicts:
         self.failure_count = 0
         """F: failures among all verdicts so far."""
         self.first_failure_turn_count: int | None = None
-        """Of the first failure of all."""
+        """The fewest turns after which a failure was predicted."""
 
     def add(self, verdict: Verdict, *, fail_count: int, least_confidence_ratio: float) -> bool:
-        """Take in one more; a late one, on fewer turns than the last was, changes nothing, and False says so."""
-        if self.last and verdict.turn_count < self.last[-1].turn_count:
-            return False
+        """Take in one more, in the place that its turn has; False says that it is late and changes no level."""
         is_failure = not verdict.will_succeed and verdict.confidence_ratio >= least_confidence_ratio
-        self.last = (*self.last[-1:], verdict)
-        self._failures = (*self._failures[-1:], is_failure)
+        place = sum(each.turn_count <= verdict.turn_count for each in self.last)
+        is_newest, level_before = place == len(self.last), self.level
+        self.last = (*self.last[:place], verdict, *self.last[place:])[-2:]
+        self._failures = (*self._failures[:place], is_failure, *self._failures[place:])[-2:]
         if is_failure:
             self.failure_count += 1
-            if self.first_failure_turn_count is None:
+            first_turn_count = self.first_failure_turn_count
+            if first_turn_count is None or verdict.turn_count < first_turn_count:
                 self.first_failure_turn_count = verdict.turn_count
         if self.failure_count > fail_count:
             self.level = Level.LOWEST
-        elif not is_failure:
+        elif not self._failures[-1]:
             self.level = Level.HIGH
         else:
             self.level = Level.LOW if self._failures == (True, True) else Level.MEDIUM
-        return True
+        return is_newest or self.level is not level_before
 
 
 class Record:

@@ -121,7 +121,7 @@ def test_a_verdict_is_in_the_story_and_on_nobody_else() -> None:
 
 
 def test_a_late_verdict_is_not_counted() -> None:
-    """One on fewer turns than the last was makes no level, and is not in the story."""
+    """One on fewer turns than the last was, which changes no level, is counted for none and is not in the story."""
     driver = Driver()
     driver.takes_turn("a", 100)
     driver.is_judged("a", will_succeed=True, at_turn=5)
