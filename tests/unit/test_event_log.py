@@ -10,7 +10,7 @@ import pytest
 from tests.builders import Driver
 from thunderagent.errors import ConfigurationError, EventLogError
 from thunderagent.event_log import EVENTS, EventLogWriter, read_events, replay
-from thunderagent.programs.events import ProvisionAsked, ReplicaKilled
+from thunderagent.programs.events import ProvisionAsked, ReplicaKilled, TurnDue
 from thunderagent.programs.policies.cap import Cap
 from thunderagent.programs.scheduler import Scheduler, SchedulerSettings
 
@@ -60,6 +60,7 @@ def every_event() -> Driver:
     driver.drains("r0")
     driver.goes_down("r0")
     driver.is_removed("r0")
+    driver.send(TurnDue(driver.now_s, turn))
     driver.ticks(100.0)
     return driver
 

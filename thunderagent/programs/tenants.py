@@ -192,12 +192,12 @@ class Tenants:
                 self._ahead.add(name, tenant.level_token_s)
         self._left.clear()
         self._waited_before.clear()
-        while (ahead := self._ahead.first()) is not None:
-            caught_up = self._tenants[ahead].level_token_s <= self._least_token_s
+        while (lowest := self._ahead.first()) is not None:
+            caught_up = self._tenants[lowest].level_token_s <= self._least_token_s
             if not caught_up and len(self._ahead) <= REMEMBERED_COUNT:
                 break
-            self._ahead.discard(ahead)
-            del self._tenants[ahead]
+            self._ahead.discard(lowest)
+            del self._tenants[lowest]
         self._contended = any(map(self._may_be_served, self._waiting))
 
     def level_token_s(self, name: str) -> float:
