@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from math import inf
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -48,6 +49,7 @@ from thunderagent.programs.events import (
     TurnStarted,
 )
 from thunderagent.programs.invariants import check
+from thunderagent.programs.ledger import Account
 from thunderagent.programs.scheduler import Scheduler, SchedulerSettings
 from thunderagent.programs.signals import GpuEnd, GpuSubmit, Signal, ToolNum
 
@@ -166,6 +168,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.now_s = 100.0
         self.next_turn_id = 0
         self.answered: set[int] = set()
+        self.there_was_token_s: dict[Account, float] = {}
+        self.counted_until_s = self.now_s
         for replica_id in ("r0", "r1"):
             self.send(ReplicaPolled(self.now_s, replica_id, capacity_tokens=2000))
             self.send(ReplicaUp(self.now_s, replica_id))
@@ -179,6 +183,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         return scheduler
 
     def send(self, event: Event) -> None:
+        elapsed_s, self.counted_until_s = event.now_s - self.counted_until_s, event.now_s
+        for account in self.scheduler.ledger.accounts.values():
+            capacity_tokens = inf if account.capacity_tokens is None else account.capacity_tokens
+            before_token_s = self.there_was_token_s.get(account, 0.0)
+            self.there_was_token_s[account] = before_token_s + (capacity_tokens * elapsed_s if elapsed_s else 0.0)
         decisions = self.scheduler.handle(event)
         self.log.append((event, list(decisions)))
         if isinstance(event, TurnArrived) and event.supersedes_id is not None:
@@ -474,6 +483,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         for account in self.scheduler.ledger.accounts.values():
             costs = account.costs
             assert min(asdict(costs).values()) >= 0
+            there_was_token_s = self.there_was_token_s.get(account, 0.0)
+            assert costs.spent_token_s <= there_was_token_s * (1 + 1e-9) + 1e-3, "more was spent than there was"
 
     @invariant()
     def what_is_judged_makes_sense(self) -> None:
