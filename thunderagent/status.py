@@ -118,7 +118,7 @@ def _replica_table(replicas: list[dict[str, Any]]) -> Table:
 
 
 def _cost_table(replicas: list[dict[str, Any]]) -> Table:
-    terms = ("decode", "prefill", "recompute", "unused", "caching")
+    terms = ("decode", "prefill", "recompute", "unused", "caching", "queued")
     table = _table("Costs in token-seconds", "replica", numbers=terms)
     for replica in replicas:
         table.add_row(replica["replica_id"], *(_short(replica["costs_token_s"][term]) for term in terms))

@@ -195,7 +195,7 @@ async def test_replicas_report_ledger_and_engine() -> None:
         assert first["growth_tokens"] >= 0
         assert (first["acting_count"], first["reasoning_count"]) == (1, 0)
         assert first["engine"]["running_count"] == 2
-        assert set(first["costs_token_s"]) == {"decode", "prefill", "recompute", "unused", "caching"}
+        assert set(first["costs_token_s"]) == {"decode", "prefill", "recompute", "unused", "caching", "queued"}
         assert (second["up"], second["why_down"]) == (False, "connection refused")
 
 
@@ -258,6 +258,7 @@ FAMILIES = {
     "thunderagent_turns_total": ("outcome",),
     "thunderagent_decisions_total": ("decision", "reason"),
     "thunderagent_cost_token_seconds_total": ("replica", "term"),
+    "thunderagent_queued_token_seconds_total": ("replica",),
     "thunderagent_demand_tokens": ("replica",),
     "thunderagent_capacity_tokens": ("replica",),
     "thunderagent_replica_limit_tokens": ("replica",),

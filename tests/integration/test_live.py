@@ -102,7 +102,7 @@ async def test_the_history_goes_on_where_the_reader_was() -> None:
             while not (fresh := (await get(proxy.url, f"/history?since={last_s}")).json()["samples"]):
                 await asyncio.sleep(0.05)
         assert fresh[0]["at_s"] > last_s
-        assert set(fresh[0]["costs_token_s"]) == {"decode", "prefill", "recompute", "unused", "caching"}
+        assert set(fresh[0]["costs_token_s"]) == {"decode", "prefill", "recompute", "unused", "caching", "queued"}
         for wrong in ("x", "nan", "inf", ""):
             assert (await get(proxy.url, f"/history?since={wrong}")).status == 400
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from math import inf
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -50,6 +51,7 @@ from thunderagent.programs.events import (
     TurnStarted,
 )
 from thunderagent.programs.invariants import check
+from thunderagent.programs.ledger import Account
 from thunderagent.programs.scheduler import Scheduler, SchedulerSettings
 from thunderagent.programs.signals import GpuEnd, GpuSubmit, Signal, ToolNum
 
@@ -170,6 +172,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.answered: set[int] = set()
         self.leaving: dict[int, set[int]] = {}
         """The turns in flight of programs that are to leave their replicas, by generation."""
+        self.there_was_token_s: dict[Account, float] = {}
+        self.counted_until_s = self.now_s
         for replica_id in ("r0", "r1"):
             self.send(ReplicaPolled(self.now_s, replica_id, capacity_tokens=2000))
             self.send(ReplicaUp(self.now_s, replica_id))
@@ -183,6 +187,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         return scheduler
 
     def send(self, event: Event) -> None:
+        elapsed_s, self.counted_until_s = event.now_s - self.counted_until_s, event.now_s
+        for account in self.scheduler.ledger.accounts.values():
+            capacity_tokens = inf if account.capacity_tokens is None else account.capacity_tokens
+            before_token_s = self.there_was_token_s.get(account, 0.0)
+            self.there_was_token_s[account] = before_token_s + (capacity_tokens * elapsed_s if elapsed_s else 0.0)
         decisions = self.scheduler.handle(event)
         self.log.append((event, list(decisions)))
         if isinstance(event, TurnArrived) and event.supersedes_id is not None:
@@ -510,6 +519,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         for account in self.scheduler.ledger.accounts.values():
             costs = account.costs
             assert min(asdict(costs).values()) >= 0
+            there_was_token_s = self.there_was_token_s.get(account, 0.0)
+            assert costs.spent_token_s <= there_was_token_s * (1 + 1e-9) + 1e-3, "more was spent than there was"
 
     @invariant()
     def what_is_judged_makes_sense(self) -> None:

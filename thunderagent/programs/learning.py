@@ -120,6 +120,11 @@ class PrefillSpeed:
             self._decode_s.add(duration_s / generated_tokens)
 
     @property
+    def learned_token_s(self) -> float | None:
+        """The same as `token_s`; None until a turn told it."""
+        return self.token_s if self._prefill_s.total else None
+
+    @property
     def token_s(self) -> float:
         """Seconds for each uncached prompt token."""
         return self._prefill_s.quantile(LOW_RATIO, FIRST_PREFILL_TOKEN_S)

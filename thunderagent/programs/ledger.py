@@ -12,13 +12,21 @@ is one number that shrinks by that factor: `DecayedSum` needs no loop over progr
 The five cost terms (section 4.2 there) are areas in the plane of memory and time, in token-seconds:
 
 - *decode*: a turn's tokens while it generates;
-- *prefill*: a turn's tokens from its grant to its first byte, for the part of the prompt that is new;
+- *prefill*: a turn's tokens while its prompt is computed, for the part of the prompt that is new;
 - *recompute*: the same, for the part of the uncached prompt that the program had sent before;
 - *caching*: claims of programs whose tools run;
 - *unused*: memory of a usable replica that nobody claims while a turn waits anywhere.
 
+What a turn waits for in an engine's own queue is none of them: it holds no memory there. It is a sixth quantity,
+*queued*: the tokens of its prompt for that time. Of the time from a grant to the first byte that is what is left after
+its uncached prompt at the learned speed of prefill, and at least the part of its time for which claims say that there
+was no memory for it: where turns in flight claim R tokens of C, each has memory for C/R of the time.
+
 Caching and unused are integrals of sums, and are brought up to date before a sum changes. Decode, prefill and
-recompute are booked when a turn ends, because only then its usage is known.
+recompute are booked when a turn ends, because only then its usage is known. So that the five never sum to more than
+there was - capacity times time -, claims share what there is: turns in flight first, then programs at their tools;
+what programs have in common counts once, as an equal part of each claim. What turns in flight may have had is kept in
+a pot (`flight_token_s`), and no turn is booked with more than is left in it.
 """
 
 from __future__ import annotations
@@ -44,6 +52,14 @@ class Costs:
     recompute_token_s: float = 0.0
     unused_token_s: float = 0.0
     caching_token_s: float = 0.0
+    queued_token_s: float = 0.0
+    """Of turns in an engine's own queue: no memory, and no part of the sum."""
+
+    @property
+    def spent_token_s(self) -> float:
+        """Return the sum of the five, which is never more than there was."""
+        working_token_s = self.decode_token_s + self.prefill_token_s + self.recompute_token_s
+        return working_token_s + self.unused_token_s + self.caching_token_s
 
 
 class DecayedSum:
@@ -97,6 +113,8 @@ class Account:
         "capacity_tokens",
         "costs",
         "engine_waiting_count",
+        "flight_s",
+        "flight_token_s",
         "growth_tokens",
         "hit_ratio",
         "idle_waited_s",
@@ -141,6 +159,10 @@ class Account:
         self.pending_encode_count: int | None = None
         """Images to encode there: as last polled, and one for each turn since; None where encoding is no stage."""
         self.costs = Costs()
+        self.flight_s = 0.0
+        """For how long a turn in flight all the time had memory: less than the clock says where it was short."""
+        self.flight_token_s = 0.0
+        """What turns in flight had of the memory, less what was booked for those that ended."""
         self.updated_s = now_s
         self.waited_s = 0.0
         self.idle_waited_s = 0.0
@@ -161,6 +183,14 @@ class Account:
     def demand_tokens(self) -> int:
         """Tokens that programs and anonymous turns claim; what several have in common counts once."""
         return self.reasoning_tokens + self.acting_tokens + self.other_tokens - self.shared_tokens
+
+    @property
+    def claimed_tokens(self) -> tuple[float, float]:
+        """Tokens that turns in flight and programs at their tools claim; each bears its part of what is shared."""
+        flight_tokens = self.reasoning_tokens + self.other_tokens
+        whole_tokens = flight_tokens + self.acting_tokens
+        own_ratio = max(0.0, self.demand_tokens / whole_tokens) if whole_tokens else 1.0
+        return flight_tokens * own_ratio, self.acting_tokens * own_ratio
 
     @property
     def limit_tokens(self) -> float:
@@ -228,11 +258,16 @@ class Ledger:
         if elapsed_s <= 0:
             return
         account.updated_s = now_s
-        account.costs.caching_token_s += account.acting_tokens * elapsed_s
+        flight_tokens, acting_tokens = account.claimed_tokens
+        capacity_tokens = inf if account.capacity_tokens is None else account.capacity_tokens
+        fitting_tokens = min(flight_tokens, capacity_tokens)
+        account.flight_s += elapsed_s * (fitting_tokens / flight_tokens if flight_tokens else 1.0)
+        account.flight_token_s += elapsed_s * fitting_tokens
+        account.costs.caching_token_s += elapsed_s * min(acting_tokens, capacity_tokens - fitting_tokens)
         waited_s = self.waited_s(now_s)
         if account.usable and account.capacity_tokens is not None and waited_s > account.waited_s:
             idle_tokens = max(0, account.capacity_tokens - account.demand_tokens)
-            account.costs.unused_token_s += idle_tokens * (waited_s - account.waited_s)
+            account.costs.unused_token_s += idle_tokens * min(elapsed_s, waited_s - account.waited_s)
             if not account.turn_count:
                 account.idle_waited_s += waited_s - account.waited_s
         account.waited_s = waited_s
@@ -247,23 +282,39 @@ class Ledger:
         output_tokens: int,
         cached_tokens: int | None,
         known_tokens: int,
+        prefill_token_s: float | None = None,
     ) -> None:
-        """Book a turn that ended under decode, prefill and recompute.
+        """Book a turn that ended under decode, prefill, recompute and queued.
 
         `known_tokens` is the part of the prompt that its program had sent or got before. Where the engine does not
-        say what was cached (`cached_tokens` None), the replica's polled hit rate stands in for it.
+        say what was cached (`cached_tokens` None), the replica's polled hit rate stands in for it. `prefill_token_s` is
+        the learned speed; without it what a turn waited in the engine's queue is known from claims only.
         """
+        self.settle(account, now_s)
         if cached_tokens is None:
             cached_tokens = int(prompt_tokens * account.hit_ratio)
         computed_tokens = max(0, prompt_tokens - cached_tokens)
         recomputed_tokens = min(computed_tokens, max(0, known_tokens - cached_tokens))
         duration_s = now_s - turn.granted_s
-        prefill_s = turn.first_token_s(now_s)
-        if prefill_s is None:
+        held_s = min(duration_s, account.flight_s - turn.granted_flight_s)
+        first_token_s = turn.first_token_s(now_s)
+        if first_token_s is None:
             prefill_weight = computed_tokens * PREFILL_TO_DECODE_RATIO
-            prefill_s = duration_s * (prefill_weight / (prefill_weight + output_tokens or 1.0))
+            prefill_s = held_s * (prefill_weight / (prefill_weight + output_tokens or 1.0))
+            queued_s = duration_s - held_s
+        else:
+            computing_s = inf if prefill_token_s is None else computed_tokens * prefill_token_s
+            prefill_s = min(first_token_s, computing_s, max(0.0, held_s - (duration_s - first_token_s)))
+            queued_s = first_token_s - prefill_s
+        decode_s = min(held_s - prefill_s, duration_s - (first_token_s or 0.0))
         recompute_ratio = recomputed_tokens / computed_tokens if computed_tokens else 0.0
+        prefill_area, decode_area = prompt_tokens * prefill_s, (prompt_tokens + output_tokens / 2) * decode_s
+        part_ratio = 1.0
+        if prefill_area + decode_area > account.flight_token_s:
+            part_ratio = account.flight_token_s / (prefill_area + decode_area)
+        account.flight_token_s = max(0.0, account.flight_token_s - prefill_area - decode_area)
         costs = account.costs
-        costs.recompute_token_s += prompt_tokens * prefill_s * recompute_ratio
-        costs.prefill_token_s += prompt_tokens * prefill_s * (1.0 - recompute_ratio)
-        costs.decode_token_s += (prompt_tokens + output_tokens / 2) * (duration_s - prefill_s)
+        costs.recompute_token_s += part_ratio * prefill_area * recompute_ratio
+        costs.prefill_token_s += part_ratio * prefill_area * (1.0 - recompute_ratio)
+        costs.decode_token_s += part_ratio * decode_area
+        costs.queued_token_s += prompt_tokens * queued_s

@@ -81,6 +81,7 @@ class Turn:
         "deadline_s",
         "disturbed",
         "expected_output_tokens",
+        "granted_flight_s",
         "granted_s",
         "kept_since_s",
         "kept_tokens",
@@ -131,6 +132,8 @@ class Turn:
         self.disturbed = False
         """Its replica was suspended or flushed while it ran: its times and hits tell nothing, nor does its end."""
         self.granted_s = 0.0
+        self.granted_flight_s = 0.0
+        """What its account's `flight_s` was then."""
         self.started_s: float | None = None
         self.resident_tokens = 0
         """Of its prompt, what was expected to lie in the replica's memory when it was granted."""

@@ -567,8 +567,9 @@ class Scheduler:
     def _begin_flight(self, program: Program, turn: Turn) -> None:
         """Put a turn in flight on its program's replica; the program's claim must be lifted, and may be stale after."""
         replica = self.replicas[program.replica_id or ""]
+        self.ledger.settle(replica.account, self._now_s)
         turn.account_id = program.replica_id
-        turn.granted_s = self._now_s
+        turn.granted_s, turn.granted_flight_s = self._now_s, replica.account.flight_s
         turn.resident_tokens = min(turn.prompt_tokens, self.resident_tokens(program, replica.replica_id))
         if self._emits:
             projected_tokens = turn.prompt_tokens + program.reserve_tokens
@@ -620,7 +621,7 @@ class Scheduler:
         account.other_tokens += turn.claim_tokens
         account.turn_granted()
         turn.account_id = replica_id
-        turn.granted_s = self._now_s
+        turn.granted_s, turn.granted_flight_s = self._now_s, account.flight_s
         self._decisions.append(Grant(turn.turn_id, None, replica_id, Reason.ANONYMOUS))
 
     def _turn_started(self, event: TurnStarted) -> None:
@@ -671,6 +672,7 @@ class Scheduler:
                 output_tokens=output_tokens,
                 cached_tokens=event.cached_tokens,
                 known_tokens=min(prompt_tokens, branch.context_tokens) if branch is not None else 0,
+                prefill_token_s=self.knowledge.prefill_speed.learned_token_s,
             )
             self._learn_from(turn, branch, prompt_tokens, output_tokens, event.cached_tokens)
         if event.prompt_tokens is not None and turn.prompt_bytes:

@@ -210,6 +210,11 @@ class StateCollector:
             "What a replica's memory was spent on, in token-seconds.",
             labels=["replica", "term"],
         )
+        queued = CounterMetricFamily(
+            "thunderagent_queued_token_seconds",
+            "Prompts of turns over the time that they waited in a replica's own queue, in token-seconds: no memory.",
+            labels=["replica"],
+        )
         for replica_id, known in self._replicas.known.items():
             gauges["draining"].add_metric([replica_id], int(known.draining_since_s is not None))
             replica = scheduler.replicas.get(replica_id)
@@ -228,10 +233,13 @@ class StateCollector:
             if account.capacity_tokens is not None:
                 gauges["capacity"].add_metric([replica_id], account.capacity_tokens)
                 gauges["limit"].add_metric([replica_id], account.limit_tokens)
-            for term, token_seconds in asdict(account.costs).items():
+            terms = asdict(account.costs)
+            queued.add_metric([replica_id], terms.pop("queued_token_s"))
+            for term, token_seconds in terms.items():
                 costs.add_metric([replica_id, term.removesuffix("_token_s")], token_seconds)
         yield from gauges.values()
         yield costs
+        yield queued
 
     def _goodput(self) -> Iterator[Metric]:
         goodput = self._runtime.scheduler.knowledge.goodput

@@ -71,9 +71,10 @@ def _latency_table(result: RunResult) -> Table:
 def _cost_table(result: RunResult) -> Table:
     """Show the five costs as parts of the memory that there was: capacity times time.
 
-    Turns that wait inside an engine claim memory that they do not have yet, so the parts may add up to more than 100%.
+    Beside them is what turns waited for in the engine's own queue: no memory, so it may be any part of it.
     """
-    table = table_of_numbers("Replica", "turns", "preempted", "decode", "prefill", "recompute", "caching", "unused")
+    costs_names = ("decode", "prefill", "recompute", "caching", "unused", "queued")
+    table = table_of_numbers("Replica", "turns", "preempted", *costs_names)
     for replica in result.replicas:
         costs = replica.costs
         whole_token_s = replica.capacity_tokens * result.measured_s or 1.0
@@ -83,6 +84,7 @@ def _cost_table(result: RunResult) -> Table:
             costs.recompute_token_s,
             costs.caching_token_s,
             costs.unused_token_s,
+            costs.queued_token_s,
         )
         table.add_row(
             replica.replica_id,

@@ -154,9 +154,8 @@ def draw(result: ComparisonResult) -> tuple[Plot, ...]:
         Plot(
             "costs",
             "What memory was spent on",
-            f"The five costs as parts of capacity times time, means {seeds}: what is over 100 % was claimed beyond the "
-            "capacity, by turns that wait inside an engine, and what lacks was empty while nobody waited; bars are cut "
-            "where an arrow is.",
+            f"The five costs as parts of capacity times time, means {seeds}: what lacks was empty while nobody waited. "
+            "What turns waited for inside an engine is no part of them.",
             costs(result),
         ),
         Plot(

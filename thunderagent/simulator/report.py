@@ -131,7 +131,7 @@ class HeldBySize:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaFigures:
-    """One replica over the measured time; `costs` are the five terms of the ledger."""
+    """One replica over the measured time; `costs` are the five terms of the ledger, and what engines queued."""
 
     replica_id: str
     capacity_tokens: int
@@ -286,4 +286,5 @@ def difference(after: Costs, before: Costs) -> Costs:
         recompute_token_s=after.recompute_token_s - before.recompute_token_s,
         unused_token_s=after.unused_token_s - before.unused_token_s,
         caching_token_s=after.caching_token_s - before.caching_token_s,
+        queued_token_s=after.queued_token_s - before.queued_token_s,
     )

@@ -80,13 +80,25 @@ def booked(
     cached: int | None = 400,
     known: int = 600,
     hit_ratio: float = 0.0,
+    claimed: int = 1100,
+    capacity: int | None = None,
+    prefill_token_s: float | None = None,
 ) -> Costs:
     ledger = Ledger(inf)
     account = ledger.open("r0", 0.0)
     account.hit_ratio = hit_ratio
+    account.capacity_tokens = capacity
+    account.reasoning_tokens = claimed
     turn = a_turn(granted_s=granted_s, started_s=started_s)
     ledger.charge_turn(
-        account, turn, ended_s, prompt_tokens=prompt, output_tokens=output, cached_tokens=cached, known_tokens=known
+        account,
+        turn,
+        ended_s,
+        prompt_tokens=prompt,
+        output_tokens=output,
+        cached_tokens=cached,
+        known_tokens=known,
+        prefill_token_s=prefill_token_s,
     )
     return account.costs
 
@@ -140,6 +152,55 @@ def test_a_prompt_that_was_cached_whole_is_prefill_and_no_recompute(cached: int)
 def test_a_turn_that_produced_nothing_and_took_no_time_costs_nothing() -> None:
     """No division by zero where prompt, output and duration are all zero."""
     assert booked(started_s=None, ended_s=0.0, prompt=0, output=0, cached=None, known=0) == Costs()
+
+
+def test_what_prefill_does_not_take_was_waited_in_the_engines_queue() -> None:
+    """600 tokens at a millisecond each are 0.6 of the 2 s to the first byte; for the rest the prompt had no memory."""
+    costs = booked(prefill_token_s=0.001)
+    assert costs.prefill_token_s + costs.recompute_token_s == pytest.approx(1000 * 0.6)
+    assert costs.queued_token_s == pytest.approx(1000 * 1.4)
+    assert costs.decode_token_s == pytest.approx(1050 * 8)
+    assert booked(prefill_token_s=0.01).queued_token_s == 0  # learned as slower than this turn was
+
+
+@pytest.mark.parametrize("started_s", [2.0, 9.0, None])
+def test_a_turn_waits_in_the_engines_queue_where_more_is_claimed_than_there_is(started_s: float | None) -> None:
+    """Turns in flight claim twice the memory for 10 s: this one had memory for 5 of them, at most for its own part."""
+    costs = booked(started_s=started_s, claimed=2200, capacity=1100)
+    working_token_s = costs.prefill_token_s + costs.recompute_token_s + costs.decode_token_s
+    assert 1000 * 5 <= working_token_s <= 1050 * 5 + 1e-6
+    assert costs.queued_token_s >= 1000 * (2 if started_s == 2.0 else 4)
+
+
+@given(
+    st.integers(1, 2000),
+    st.lists(st.tuples(st.integers(0, 900), st.integers(0, 900), st.floats(0, 5), st.floats(0, 1)), max_size=30),
+    st.integers(0, 500),
+)
+def test_the_five_costs_never_sum_to_more_than_there_was(
+    capacity: int, turns: list[tuple[int, int, float, float]], shared: int
+) -> None:
+    """However much is claimed, shared and waited for, and whatever usage says in the end."""
+    ledger, account = opened(capacity)
+    ledger.wait_begins(0.0)
+    now_s, in_flight = 0.0, list[tuple[Turn, int]]()
+    for number, (tokens, acting, elapsed_s, started_ratio) in enumerate(turns):
+        ledger.settle(account, now_s)
+        turn = a_turn(granted_s=now_s, started_s=now_s + started_ratio * elapsed_s)
+        turn.granted_flight_s = account.flight_s
+        account.reasoning_tokens += tokens
+        account.acting_tokens = acting
+        account.shared_tokens = min(shared, account.reasoning_tokens + acting)
+        in_flight.append((turn, tokens))
+        now_s += elapsed_s
+        if number % 3 == 2:
+            ended, claimed = in_flight.pop(0)
+            usage = {"prompt_tokens": 2 * claimed, "output_tokens": acting, "cached_tokens": claimed // 2}
+            ledger.charge_turn(account, ended, now_s, **usage, known_tokens=claimed, prefill_token_s=1e-4)
+            account.reasoning_tokens -= claimed
+            account.shared_tokens = min(shared, account.reasoning_tokens + acting)
+    ledger.settle(account, now_s)
+    assert account.costs.spent_token_s <= capacity * now_s * (1 + 1e-9) + 1e-6
 
 
 def opened(capacity_tokens: int | None, *, acting: int = 0, reasoning: int = 0) -> tuple[Ledger, Account]:

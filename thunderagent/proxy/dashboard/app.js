@@ -52,6 +52,10 @@ const charts = [
     rows: rates((now, before, s) => COSTS.map(([name]) => Math.max(0, now.costs_token_s[name] - before.costs_token_s[name]) / s)),
   },
   {
+    chart: new Chart({ title: "Queued in engines", unit: "tokens", format: short, series: [{ name: "queued", colour: "held" }] }),
+    rows: rates((now, before, s) => [Math.max(0, now.costs_token_s.queued - before.costs_token_s.queued) / s]),
+  },
+  {
     chart: new Chart({ title: "Held", unit: "over the last minute", format: duration, series: [
       { name: "median", colour: "reasoning" }, { name: "p90", colour: "held" }, { name: "p99", colour: "over" },
     ] }),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import inf
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -328,3 +329,12 @@ def test_every_program_claims_a_reserve_beside_its_context() -> None:
     assert driver.demand() == 500
     assert driver.held(driver.arrives("b", 401))
     assert not driver.held(driver.arrives("c", 400))
+
+
+def test_the_equations_have_the_papers_numbers() -> None:
+    """S_restore is Eq. 10 and S_pause Eq. 11, in the module and in the documentation."""
+    page = (Path(__file__).parents[4] / "docs" / "policies.md").read_text(encoding="utf-8")
+    assert "highest score first [Eq. 11]:\n\n    S_pause" in page
+    assert "highest score first [Eq. 10]:\n\n    S_restore" in page
+    assert "[Eq. 11]" in (ThunderAgent.pause_rank.__doc__ or "")
+    assert "[Eq. 10]" in (ThunderAgent.restore_rank.__doc__ or "")
