@@ -45,7 +45,9 @@ def build(config: NovaConfig) -> tuple[Engine, Codec]:
     device = torch.device(best if config.device == "auto" else config.device)
     try:
         vlm = Vlm.load(str(config.model), device=device, dtype=_dtype_of(config.dtype, device))
-        codec = Codec(config.model, vlm.model.config, most_pixels=config.max_image_pixels)
+        codec = Codec(
+            config.model, vlm.model.config, most_pixels=config.max_image_pixels, most_tokens=config.slot_tokens
+        )
         pool = _pool_of(config, device)
         split_policy = _split_policy_of(config, pool)
     except (OSError, ValueError, UnsupportedModelError, PartitionError) as error:
