@@ -8,6 +8,7 @@ from zlib import crc32
 
 from thunderagent.programs.decisions import Decision, Grant, Reason, Reject, Restore
 from thunderagent.programs.events import (
+    EncodesPolled,
     Event,
     GrantsContinued,
     GrantsSuspended,
@@ -281,6 +282,9 @@ class Driver:
         preemption_count: int | None = None,
     ) -> list[Decision]:
         return self.send(ReplicaPolled(self.now_s, replica_id, None, hit_ratio, query_tokens, preemption_count))
+
+    def has_to_encode(self, replica_id: str, pending_encode_count: int) -> list[Decision]:
+        return self.send(EncodesPolled(self.now_s, replica_id, pending_encode_count))
 
     def reports(self, replica_id: str, **resident_tokens: int) -> list[Decision]:
         """Let an engine say what lies in its memory of each program."""

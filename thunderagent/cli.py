@@ -1,4 +1,7 @@
-"""The command line: `thunderagent serve | engine | simulate | compare | calibrate | status | key | replay | record`."""
+"""The command line.
+
+`thunderagent serve | engine | simulate | compare | calibrate | status | key | replay | record | nova serve`.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ import uvloop
 from thunderagent import __version__
 from thunderagent.calibrate import command as calibrate_command
 from thunderagent.config import ENVIRONMENT_PREFIX, ServeConfig, unknown_variables
-from thunderagent.errors import ThunderAgentError
+from thunderagent.errors import ConfigurationError, ThunderAgentError
 from thunderagent.event_log import read_events, replay
 from thunderagent.log_lines import LineLogger, json_line
 from thunderagent.lookups import Loop
@@ -63,6 +66,18 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"thunderagent: error: {message}; see {self.prog} --help\n")
+
+
+class _NovaParser(_Parser):
+    """Takes its options in when it is asked for: nobody else imports that engine, and torch with it."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse, with the options that `nova serve` has."""
+        from thunderagent.nova import config  # noqa: PLC0415 - the reason of this class
+
+        self.description = config.DESCRIPTION
+        config.add_arguments(self)
+        return super().parse_known_args(args, namespace)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -179,6 +194,13 @@ def build_parser() -> argparse.ArgumentParser:
     record_parser.add_argument("log", type=Path, metavar="LOG")
     record_parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="file to write; must be new")
     record_parser.set_defaults(run=run_record)
+
+    nova_parser = commands.add_parser("nova", help="serve a vision-language model to agents on one device")
+    nova_commands = nova_parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_NovaParser)
+    nova_serve_parser = nova_commands.add_parser(
+        "serve", help="serve it", formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    nova_serve_parser.set_defaults(run=run_nova)
     return parser
 
 
@@ -199,6 +221,19 @@ def run_serve(args: argparse.Namespace) -> int:
         print(f"thunderagent: error: cannot serve on {config.host}:{config.port}: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def run_nova(args: argparse.Namespace) -> int:
+    """Serve a vision-language model until a signal."""
+    from thunderagent.nova.config import config_of  # noqa: PLC0415 - see _NovaParser
+
+    config = config_of(args)
+    try:
+        from thunderagent.nova import command  # noqa: PLC0415 - and torch with it
+    except ModuleNotFoundError as error:
+        raise ConfigurationError(f"nova needs the extra nova, pip install 'thunderagent[nova]': {error}") from error
+    configure_logging("info", as_json=False)
+    return command.run(config)
 
 
 def run_status(args: argparse.Namespace) -> int:

@@ -87,7 +87,7 @@ class ServeConfig(BaseSettings):
     data_parallel_ranks: int | Literal["auto"] = Field(
         1, description="data-parallel ranks of each URL that are replicas of their own; auto goes by the metrics"
     )
-    backend_type: Literal["auto", "vllm", "sglang"] = Field(
+    backend_type: Literal["auto", "vllm", "sglang", "nova"] = Field(
         "auto", description="engine kind of the replicas; auto finds it out for each"
     )
     capacity_tokens: int | None = Field(

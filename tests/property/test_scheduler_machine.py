@@ -12,6 +12,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from thunderagent.policy_loader import load_policy
 from thunderagent.programs.decisions import Grant, Reject
 from thunderagent.programs.events import (
+    EncodesPolled,
     Event,
     GrantsContinued,
     GrantsSuspended,
@@ -424,6 +425,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         used: float | None,
     ) -> None:
         self.send(ReplicaPolled(self.now_s, replica_id, capacity, hits, queries, preemptions, used))
+
+    @rule(replica_id=REPLICAS, count=st.integers(0, 9))
+    def encodes_are_polled(self, replica_id: str, count: int) -> None:
+        self.send(EncodesPolled(self.now_s, replica_id, count))
 
     @rule(replica_id=REPLICAS, tokens=st.lists(st.tuples(PROGRAMS.filter(bool), TOKENS), max_size=4))
     def residency_is_reported(self, replica_id: str, tokens: list[tuple[str, int]]) -> None:

@@ -111,13 +111,15 @@ ARROWS: dict[str, frozenset[str]] = {
     # From the configuration to the sources of replicas.
     "replica_sources": frozenset({"errors", "programs", "backends", "runtime", "proxy", "config"}),
     "provision": frozenset({"errors", "programs", "backends", "tools"}),
+    # An engine of its own behind the proxy, which knows it by its answers alone: nobody else imports it.
+    "nova": frozenset({"errors"}),
     # Lets whoever starts and ends replicas and the proxy hear of each other.
     "provisioning": frozenset({"errors", "backends", "provision", "proxy", "runtime", "config"}),
     # Makes keys, TLS and limits of the configuration.
     "security": frozenset({"errors", "proxy", "config"}),
     # Wires everything up; the command line starts it.
     "serving": EVERY_ROOM | {"config", "signal_log"},
-    "cli": EVERY_ROOM | {"config", "serving", "status", "calibrate", "log_lines", "lookups"},
+    "cli": EVERY_ROOM | {"config", "serving", "status", "calibrate", "log_lines", "lookups", "nova"},
     "__main__": frozenset({"cli"}),
 }
 
@@ -215,10 +217,17 @@ BANNED = (
         ),
     ),
     Banned("trajectory", "program"),
-    Banned("job", "program"),
-    Banned("worker", "replica"),
+    Banned("job", "program", allowed_modules=(("thunderagent.nova", "what a stage's thread is given to do"),)),
+    Banned("worker", "replica", allowed_modules=(("thunderagent.nova", "a thread that runs the passes of a stage"),)),
     Banned("node", "replica"),
-    Banned("slot", "lease"),
+    Banned(
+        "slot",
+        "lease",
+        allowed_modules=(
+            ("thunderagent.nova", "room for one request in the KV cache"),
+            ("thunderagent.backends.nova", "as Nova's metrics say"),
+        ),
+    ),
     Banned("permit", "lease"),
     Banned(
         "resume",
@@ -229,7 +238,14 @@ BANNED = (
         ),
     ),
     Banned("wake", "restore", allowed_modules=(("thunderagent.runtime", "it wakes waiting coroutines"),)),
-    Banned("evict", "pause", allowed_modules=(("thunderagent.simulator.engine", "an engine evicts blocks"),)),
+    Banned(
+        "evict",
+        "pause",
+        allowed_modules=(
+            ("thunderagent.simulator.engine", "an engine evicts blocks"),
+            ("thunderagent.nova.slots", "an engine evicts slots"),
+        ),
+    ),
     Banned("park", "hold"),
     Banned(
         "container",

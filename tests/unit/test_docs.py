@@ -19,6 +19,8 @@ from thunderagent.backends import backend_of, vllm
 from thunderagent.backends.discovery.file import parse
 from thunderagent.cli import LIST_FIELDS, build_parser
 from thunderagent.config import ENVIRONMENT_PREFIX, ServeConfig
+from thunderagent.nova.config import NovaConfig
+from thunderagent.nova.metrics import GAUGES
 from thunderagent.policy_loader import PRESETS, load_policy
 from thunderagent.programs.decisions import Reason
 from thunderagent.programs.events import ProgramReleased, ReplicaPolled, ReplicaUp, Tick, TurnArrived, TurnFinished
@@ -83,7 +85,7 @@ ENDPOINTS = {
     *("load_lora_adapter", "unload_lora_adapter", "init_weights_update_group", "init_weight_transfer_engine"),
     *("init_weight_transfer", "init_broadcaster", "init_weights_send_group_for_remote_instance"),
     *("send_weights_to_remote_instance", "workers", "list_workers", "weight_sync", "leases"),
-    *("get_load", "get_loads", "end"),
+    *("get_load", "get_loads", "end", "release"),
     *("add_worker", "remove_worker"),
     *("health_generate", "model_info", "server_info", "get_server_info", "open_session", "close_session"),
     "min",  # a column of a benchmark's table
@@ -195,6 +197,14 @@ def test_every_option_is_documented() -> None:
         if field.default not in (None, (), {}, ""):
             said, default = rows[option][3].strip("` "), field.default
             assert said.lower() == str(default).lower() or float(said) == default, option
+
+
+def test_every_option_and_metric_of_nova_is_documented() -> None:
+    """`thunderagent nova serve` has no option that its page does not name, nor its server a metric."""
+    named = set(re.findall(r"`([^`]+)`", FENCE.sub("", page("nova.md"))))
+    for field in fields(NovaConfig):
+        assert f"--{field.name.replace('_', '-')}" in named
+    assert set(GAUGES) | {"nova:stage_seconds_total", "nova:stage_passes_total", "nova:tokens_total"} <= named
 
 
 def test_every_option_of_the_engine_is_documented() -> None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from thunderagent.backends.base import Backend, ReplicaReading
 from thunderagent.backends.detection import DetectedBackend
+from thunderagent.backends.nova import NovaBackend
 from thunderagent.backends.sglang import SglangBackend
 from thunderagent.backends.vllm import VllmBackend
 from thunderagent.errors import ConfigurationError
@@ -15,7 +16,12 @@ if TYPE_CHECKING:
 
 __all__ = ["BACKENDS", "Backend", "ReplicaReading", "backend_of"]
 
-BACKENDS: dict[str, Callable[[], Backend]] = {"auto": DetectedBackend, "vllm": VllmBackend, "sglang": SglangBackend}
+BACKENDS: dict[str, Callable[[], Backend]] = {
+    "auto": DetectedBackend,
+    "vllm": VllmBackend,
+    "sglang": SglangBackend,
+    "nova": NovaBackend,
+}
 
 
 def backend_of(kind: str) -> Backend:

@@ -21,6 +21,8 @@ class ReplicaReading:
     - `kv_used_ratio`: 0 to 1; the part of the pool that running requests reference. Blocks that are only
       cached count as free, so a program whose tool runs is invisible here.
     - `running_count`, `waiting_count`: requests in the engine's batch, and in its queue.
+    - `pending_encode_count`: requests whose images are encoded or wait for it, of an engine that encodes one after the
+      other and decodes meanwhile.
     - `preemptions_total`: requests thrown out of the batch for want of blocks; an engine where it grows
       thrashes.
     - `cache_query_tokens_total`, `cache_hit_tokens_total`: prompt tokens looked up in the prefix cache, and
@@ -31,6 +33,7 @@ class ReplicaReading:
     kv_used_ratio: float | None = None
     running_count: int | None = None
     waiting_count: int | None = None
+    pending_encode_count: int | None = None
     preemptions_total: float | None = None
     cache_query_tokens_total: float | None = None
     cache_hit_tokens_total: float | None = None

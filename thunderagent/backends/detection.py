@@ -6,13 +6,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from thunderagent.backends.base import NOTHING_READ, Backend, Notices, Priorities, ReplicaReading
+from thunderagent.backends.nova import NovaBackend
 from thunderagent.backends.sglang import SglangBackend
 from thunderagent.backends.vllm import VllmBackend
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_BY_PREFIX: Final[Mapping[str, Backend]] = {"vllm:": VllmBackend(), "sglang:": SglangBackend()}
+_BY_PREFIX: Final[Mapping[str, Backend]] = {"vllm:": VllmBackend(), "sglang:": SglangBackend(), "nova:": NovaBackend()}
 
 
 @dataclass(slots=True)

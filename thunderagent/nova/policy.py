@@ -171,6 +171,21 @@ PAPER = Adaptive(
 )
 """What the paper uses on an RTX A6000: 84 SMs, two to a unit of partitioning."""
 
+PAPER_UNITS = 84
+
+
+def paper_like(units: int, shares: tuple[int, ...]) -> Adaptive:
+    """Return the paper's policy in proportion to another device: better than nothing, until that one is measured."""
+    ratio = units / PAPER_UNITS
+    return Adaptive(
+        shares=shares,
+        beside_encode_units=PAPER.beside_encode_units * ratio,
+        beside_prefill_units=PAPER.beside_prefill_units * ratio,
+        floor_units=PAPER.floor_units * ratio,
+        encode_step_units=PAPER.encode_step_units * ratio,
+        prefill_step_units=PAPER.prefill_step_units * ratio,
+    )
+
 
 def expected_wait_s(rate_per_s: float, mean_s: float, deviation_s: float = 0.0) -> float:
     """Return how long a request waits for the first two stages: M/G/1, Eq. 6; infinite from full load on.

@@ -9,8 +9,8 @@ and calls `start_…`. It is pure: the time of an event is only carried.
 
 - `nova` (Algorithm 1): each stage serves first come first served. Decoding never waits but for the batch in flight, and
   takes along all that are ready. Encoding and prefill never run beside each other; one request at a time, prefill
-  first. Beside decoding they share the units by a split. A stage that runs beside nothing gets the whole device: nothing can
-  come to be decoded while a request is encoded, because only a prefill makes it so.
+  first. Beside decoding they share the units by a split. A stage that runs beside nothing gets the whole device:
+  nothing can come to be decoded while a request is encoded, because only a prefill makes it so.
 - `multi_stream`: the same, and every pass has the whole device.
 - `pf_limit`: one pass at a time; encoding and prefill first, decoding once `decode_limit` wait for it or nothing else
   does.

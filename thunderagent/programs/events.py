@@ -249,6 +249,15 @@ class ReplicaPolled:
 
 
 @dataclass(frozen=True, slots=True)
+class EncodesPolled:
+    """A replica said how many of its requests have images that are not encoded yet: it encodes one after the other."""
+
+    now_s: float
+    replica_id: str
+    pending_encode_count: int
+
+
+@dataclass(frozen=True, slots=True)
 class ResidencyReported:
     """An engine said what lies in its memory: of each program named, so many tokens of its last context.
 
@@ -400,6 +409,7 @@ Event = (
     | ReplicaFlushed
     | ReplicaTripped
     | ReplicaPolled
+    | EncodesPolled
     | ResidencyReported
     | ToolStarted
     | ToolEnded

@@ -102,6 +102,7 @@ class Account:
         "kv_used_ratio",
         "marked_tokens",
         "other_tokens",
+        "pending_encode_count",
         "reasoning_count",
         "reasoning_tokens",
         "shared_tokens",
@@ -136,9 +137,17 @@ class Account:
         """As last polled; so are the next two."""
         self.kv_used_ratio = 0.0
         self.engine_waiting_count = 0
+        self.pending_encode_count: int | None = None
+        """Images to encode there: as last polled, and one for each turn since; None where encoding is no stage."""
         self.costs = Costs()
         self.updated_s = now_s
         self.waited_s = 0.0
+
+    def turn_granted(self) -> None:
+        """Count a turn in flight more; where images are encoded it is expected to bring one."""
+        self.turn_count += 1
+        if self.pending_encode_count is not None:
+            self.pending_encode_count += 1
 
     @property
     def active_count(self) -> int:

@@ -54,6 +54,7 @@ from thunderagent.programs.decisions import (
     Unmark,
 )
 from thunderagent.programs.events import (
+    EncodesPolled,
     Event,
     GrantsContinued,
     GrantsSuspended,
@@ -235,6 +236,7 @@ class Scheduler:
             ReplicaFlushed: self._replica_flushed,
             ReplicaTripped: self._replica_tripped,
             ReplicaPolled: self._replica_polled,
+            EncodesPolled: self._encodes_polled,
             ResidencyReported: self._residency_reported,
             ToolStarted: self._tool_started,
             ToolEnded: self._tool_ended,
@@ -545,7 +547,7 @@ class Scheduler:
             self.signal(GpuSubmit(self._now_s, program.program_id, turn.turn_id, replica.replica_id, projected_tokens))
         program.in_flight[turn.turn_id] = turn
         program.turn_count += 1
-        replica.account.turn_count += 1
+        replica.account.turn_granted()
         replica.residency.use(program.generation, self.shares.own_tokens(program, program.claim_tokens))
 
     def _anonymous_turn_arrived(self, event: TurnArrived) -> None:
@@ -582,7 +584,7 @@ class Scheduler:
         account = self.replicas[replica_id].account
         self.ledger.settle(account, self._now_s)
         account.other_tokens += turn.claim_tokens
-        account.turn_count += 1
+        account.turn_granted()
         turn.account_id = replica_id
         turn.granted_s = self._now_s
         self._decisions.append(Grant(turn.turn_id, None, replica_id, Reason.ANONYMOUS))
@@ -778,12 +780,29 @@ class Scheduler:
             self.restore(turn.program, self._cheapest(turn.program, self._open_to(turn.program)), Reason.PATIENCE)
 
     def _place_among(self, candidates: Sequence[Replica], program: Program) -> tuple[Replica | None, Reason]:
-        """Return where a program may be active now, or its parent's claim lets it in; if nowhere, why."""
-        replica, reason = self.policy.place(self._view, program, candidates)
+        """Return where a program may be active now, or its parent's claim lets it in; if nowhere, why.
+
+        Of replicas where it fits, one with fewer images to encode comes first: they are encoded one after the other.
+        """
+        nearer = self._nearer_to_encode(candidates, program)
+        replica, reason = self.policy.place(self._view, program, nearer or candidates)
+        if nearer and reason is not Reason.FITS:
+            replica, reason = self.policy.place(self._view, program, candidates)
         target = self.open_replica(replica)
         if target is None and self._parent_holds_a_claim(program):
             return self._cheapest(program, candidates), Reason.PARENT
         return target, reason
+
+    def _nearer_to_encode(self, candidates: Sequence[Replica], program: Program) -> Sequence[Replica]:
+        """Return the candidates with the fewest images to encode, if they are not all, and the program's last one."""
+        if program.status is Status.ACTIVE:
+            return ()
+        counts = [replica.account.pending_encode_count or 0 for replica in candidates]
+        fewest = min(counts)
+        if fewest == max(counts):
+            return ()
+        chosen = zip(candidates, counts, strict=True)
+        return [each for each, count in chosen if count == fewest or each.replica_id == program.replica_id]
 
     def _parent_holds_a_claim(self, program: Program) -> bool:
         """Say whether a program must be let in because its parent may wait for it.
@@ -1496,6 +1515,9 @@ class Scheduler:
             self._learn_largest_capacity()
             if replica.open_to_programs:
                 self._replicas_changed()
+
+    def _encodes_polled(self, event: EncodesPolled) -> None:
+        self._replica(event.replica_id).account.pending_encode_count = event.pending_encode_count
 
     def _learn_largest_capacity(self) -> None:
         capacities_tokens = [account.capacity_tokens or 0 for account in self.ledger.accounts.values()]

@@ -27,6 +27,7 @@ import msgspec
 from thunderagent.errors import RequestError, TooManyListenersError
 from thunderagent.programs.decisions import Decision, Reject
 from thunderagent.programs.events import (
+    EncodesPolled,
     Event,
     ProgramsReleased,
     ReplicaPolled,
@@ -55,7 +56,7 @@ MAX_BATCH_COUNT = 256
 COALESCE_S = 0.05
 """A listener that waited gets what comes within this time at once."""
 
-QUIET = frozenset({Tick, TurnProgressed, ReplicaPolled, ResidencyReported, SandboxesMeasured})
+QUIET = frozenset({Tick, TurnProgressed, ReplicaPolled, EncodesPolled, ResidencyReported, SandboxesMeasured})
 """Events that come all the time and say little; what is decided on them is in the feed."""
 
 LEFT_OUT = frozenset({"now_s", "prefix"})

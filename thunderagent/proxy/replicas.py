@@ -18,7 +18,7 @@ from thunderagent.backends.client import ReplicaClient
 from thunderagent.backends.poller import ReplicaEndpoint
 from thunderagent.errors import NoReplicaError, ReplicaRemovedError
 from thunderagent.programs.decisions import Decision, Release
-from thunderagent.programs.events import Event, GrantsContinued, GrantsSuspended, ReplicaDown, ReplicaUp
+from thunderagent.programs.events import EncodesPolled, Event, GrantsContinued, GrantsSuspended, ReplicaDown, ReplicaUp
 from thunderagent.proxy.breaker import Breakers, BreakerSettings
 from thunderagent.proxy.notices import NoticeSender, TaggedPrograms
 from thunderagent.proxy.priorities import EnginePriorities
@@ -274,6 +274,9 @@ class Replicas:
         news = (news and capacity_tokens is not None) or load != (before.kv_used_ratio, before.waiting_count)
         if since.query_tokens or since.preemption_count or news:
             self._runtime.replica_polled(replica_id, capacity_tokens, *since, *load)
+        encodes_count = reading.pending_encode_count
+        if encodes_count is not None and (account is None or encodes_count != account.pending_encode_count):
+            self._runtime.dispatch(EncodesPolled(self._runtime.now_s(), replica_id, encodes_count))
 
     def replica_up(self, replica_id: str) -> None:
         """Let the scheduler use a replica; raise the alarm if nobody knows how large it is."""

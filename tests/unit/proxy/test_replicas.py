@@ -9,7 +9,7 @@ from thunderagent.backends.base import ReplicaReading
 from thunderagent.backends.client import ClientSettings, open_client
 from thunderagent.backends.poller import ReplicaEndpoint
 from thunderagent.programs.decisions import Decision
-from thunderagent.programs.events import Event, ReplicaPolled
+from thunderagent.programs.events import EncodesPolled, Event, ReplicaPolled
 from thunderagent.programs.policies.cap import Cap
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.proxy.replicas import Replicas
@@ -110,3 +110,17 @@ async def test_nothing_is_kept_of_priorities_on_a_replica_that_was_removed() -> 
         assert replicas.priorities.for_engine("r0", 7) is not None
         await replicas.remove("r0")
     assert not replicas.priorities._learned
+
+
+def test_images_to_encode_are_told_until_the_core_knows_as_many() -> None:
+    """It counts one for each turn until the next poll, so that an unchanged reading may be news."""
+    runtime = Overheard()
+    replicas = Replicas(runtime, [ReplicaEndpoint("r0", "http://r0", backend_of("nova"))])
+    four = ReplicaReading(capacity_tokens=1000, pending_encode_count=4)
+    for _ in range(3):
+        replicas.replica_polled("r0", four)
+    runtime.scheduler.ledger.accounts["r0"].turn_granted()
+    replicas.replica_polled("r0", four)
+    replicas.replica_polled("r0", ReplicaReading(capacity_tokens=1000))
+    assert [event for event in runtime.events if isinstance(event, EncodesPolled)] == [EncodesPolled(1.0, "r0", 4)] * 2
+    assert runtime.scheduler.ledger.accounts["r0"].pending_encode_count == 4

@@ -214,6 +214,10 @@ class AccountView(Protocol):
         """Requests that waited in the engine at the last poll."""
 
     @property
+    def pending_encode_count(self) -> int | None:
+        """Turns there whose images are yet to be encoded, as far as known; None where encoding is no stage."""
+
+    @property
     def demand_tokens(self) -> int:
         """All claims, each in full, besides what they share if the policy wants that counted once."""
 
@@ -500,8 +504,16 @@ class Policy(Protocol):
 
 
 def least_loaded(candidates: Sequence[ReplicaView]) -> ReplicaView:
-    """Return the replica with the fewest turns in flight, then the smallest demand, then the first."""
-    return min(candidates, key=lambda replica: (replica.account.turn_count, replica.account.demand_tokens))
+    """Return the replica with the fewest turns in flight, then the smallest demand, then the first.
+
+    A turn whose images are yet to be encoded counts twice: it goes through a stage that serves one at a time.
+    """
+    return min(candidates, key=_load_of)
+
+
+def _load_of(replica: ReplicaView) -> tuple[int, int]:
+    account = replica.account
+    return account.turn_count + (account.pending_encode_count or 0), account.demand_tokens
 
 
 def home_of(program: ProgramView, candidates: Sequence[ReplicaView]) -> ReplicaView | None:

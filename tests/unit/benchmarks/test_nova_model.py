@@ -1,0 +1,77 @@
+"""Nova's policies in virtual time: which is better, at four rates, with the stage times of the paper."""
+
+from __future__ import annotations
+
+from statistics import fmean, pstdev
+
+import pytest
+
+from benchmarks.nova_model import (
+    MEAN_OUTPUT_TOKENS,
+    RATES_PER_S,
+    STATIC_UNITS,
+    Model,
+    arrivals,
+    compare,
+    decode_s,
+    profile,
+    run,
+)
+from thunderagent.nova.policy import Static, adaptive_of, expected_wait_s
+from thunderagent.nova.scheduler import Scheduler
+
+
+@pytest.mark.parametrize("rate_per_s", RATES_PER_S)
+def test_the_adaptive_split_is_the_best_of_five_policies(rate_per_s: float) -> None:
+    """It is at most 5 % worse than the best static split, whichever that is, and better than the three others."""
+    mean_s = {name: outcome.mean_s for name, outcome in compare(rate_per_s, count=500).items()}
+    adaptive_s = mean_s.pop("adaptive")
+    best_static_s = min(seconds for name, seconds in mean_s.items() if name.startswith("static"))
+    assert adaptive_s <= 1.05 * best_static_s
+    for name in ("multi_stream", "chunked", "pf_limit"):
+        assert adaptive_s < mean_s[name], name
+
+
+def test_no_static_split_is_good_at_every_rate() -> None:
+    """Which one is best depends on the load: the larger the load, the smaller the share of decoding."""
+    best = []
+    for rate_per_s in (RATES_PER_S[0], RATES_PER_S[-1]):
+        mean_s = {
+            units: run("nova", rate_per_s, split_policy=Static(units, units), count=500).mean_s
+            for units in STATIC_UNITS
+        }
+        best.append(min(mean_s, key=lambda units: mean_s[units]))
+    assert best == [24, 12]
+
+
+@pytest.mark.parametrize("policy_name", ["nova", "multi_stream", "chunked", "pf_limit"])
+def test_one_request_alone_takes_what_its_stages_take(policy_name: str) -> None:
+    """806.8 ms, 324.1 ms, and 28.9 ms for each token but the first; chunks each read the weights again."""
+    outcome = Model(Scheduler(policy_name, slots=1), [(1.0, 41)]).run()
+    prefill_s = 14 * 0.0289 if policy_name == "chunked" else 0.3241
+    assert outcome.latencies_s == [pytest.approx(0.8068 + prefill_s + 40 * decode_s(1))]
+
+
+def test_all_requests_end_in_the_order_of_their_loads() -> None:
+    """The same arrivals make the same run."""
+    first, second = (run("nova", 0.5, count=50) for _ in range(2))
+    assert first == second
+    assert len(arrivals(0.5, 50, 0)) == len(first.latencies_s) == 50
+    assert max(first.latencies_s) < 60
+
+
+@pytest.mark.parametrize("rate_per_s", [0.3, 0.4])
+def test_waits_are_those_of_the_queue_model(rate_per_s: float) -> None:
+    """Eq. 6 within a tenth, while the split seldom changes: later requests are served faster, so they wait less."""
+    adaptive = adaptive_of(profile(), MEAN_OUTPUT_TOKENS)
+    outcome = run("nova", rate_per_s, split_policy=adaptive, count=3000)
+    expected_s = expected_wait_s(rate_per_s, fmean(outcome.front_s), pstdev(outcome.front_s))
+    assert fmean(outcome.waits_s) == pytest.approx(expected_s, rel=0.1)
+
+
+def test_both_stages_take_what_the_paper_measured() -> None:
+    """Table V: 1.35 to 1.44 s for encoding and prefill, at each rate."""
+    adaptive = adaptive_of(profile(), MEAN_OUTPUT_TOKENS)
+    for rate_per_s in RATES_PER_S:
+        outcome = run("nova", rate_per_s, split_policy=adaptive, count=500)
+        assert 1.33 <= fmean(outcome.front_s) <= 1.46

@@ -1,0 +1,82 @@
+"""A chat becomes the prompt that the model's own tokenizer and image processor make of it, and back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the extra `nova` is not installed")
+pytest.importorskip("transformers", reason="the extra `nova` is not installed")
+
+from tests.unit.nova import folder, tiny  # noqa: E402
+from thunderagent.nova.chat import ApiError  # noqa: E402
+from thunderagent.nova.codec import Codec  # noqa: E402
+from thunderagent.nova.models import Vlm  # noqa: E402
+
+IMAGE_PART = {"type": "image"}
+
+
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl", "glm4v", "internvl"])
+def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Vlm, Codec]:
+    path: Path = tmp_path_factory.mktemp(request.param)
+    folder.write(path, request.param)
+    vlm = Vlm.load(str(path), device=torch.device("cpu"), dtype=torch.float32)
+    return vlm, Codec(path, vlm.model.config, most_pixels=10_000)
+
+
+def said(*content: object) -> list[dict[str, object]]:
+    return [{"role": "user", "content": list(content)}]
+
+
+def test_each_image_gets_as_many_tokens_as_the_encoder_makes(loaded: tuple[Vlm, Codec]) -> None:
+    """Of two that differ in size, each."""
+    vlm, codec = loaded
+    text = {"type": "text", "text": "look"}
+    images = [folder.png(9), folder.png(200, 32, 96)]
+    prompt = codec.prompt(said(IMAGE_PART, text, IMAGE_PART), None, images)
+    made = [len(encoded.features) for encoded in vlm.encode(prompt.images)]
+    runs = "".join("i" if token == tiny.IMAGE else "t" for token in prompt.token_ids).split("t")
+    assert [len(run) for run in runs if run] == made
+    assert len({image.digest for image in prompt.images}) == 2
+    assert codec.image_token_id == tiny.IMAGE
+
+
+def test_text_comes_back(loaded: tuple[Vlm, Codec]) -> None:
+    """As the template puts it; special tokens are no text."""
+    _, codec = loaded
+    prompt = codec.prompt([{"role": "user", "content": "hello there"}], None, [])
+    assert codec.text(prompt.token_ids) == "user: hello there;assistant: "
+    assert codec.text([tiny.IMAGE]) == ""
+
+
+def test_an_image_that_the_prompt_forges_is_refused(loaded: tuple[Vlm, Codec]) -> None:
+    """The mark of an image, written as text, is no image."""
+    _, codec = loaded
+    with pytest.raises(ApiError, match="place"):
+        codec.prompt([{"role": "user", "content": "<image>"}], None, [])
+
+
+@pytest.mark.parametrize(("data", "status"), [(b"no image", 400), (folder.png(0, 200, 200), 413), (b"", 400)])
+def test_images_that_cannot_be_read_are_refused(loaded: tuple[Vlm, Codec], data: bytes, status: int) -> None:
+    """Or are larger than is allowed: before their pixels are unpacked."""
+    _, codec = loaded
+    with pytest.raises(ApiError) as refused:
+        codec.prompt(said(IMAGE_PART), None, [data])
+    assert refused.value.status == status
+
+
+def test_a_cut_image_is_refused(loaded: tuple[Vlm, Codec]) -> None:
+    """Its header is there, its pixels are not."""
+    _, codec = loaded
+    with pytest.raises(ApiError):
+        codec.prompt(said(IMAGE_PART), None, [folder.png(7)[:60]])
+
+
+def test_a_folder_without_a_processor_is_refused(tmp_path: Path) -> None:
+    """In words."""
+    folder.write(tmp_path)
+    config = Vlm.load(str(tmp_path), device=torch.device("cpu"), dtype=torch.float32).model.config
+    (tmp_path / "preprocessor_config.json").unlink()
+    with pytest.raises(ValueError, match="image processor"):
+        Codec(tmp_path, config, most_pixels=1)

@@ -1,0 +1,65 @@
+"""`thunderagent nova serve`: its options, and who imports what."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import fields
+
+import pytest
+
+from thunderagent.cli import build_parser, main
+from thunderagent.errors import ConfigurationError
+from thunderagent.nova.config import POLICIES, NovaConfig, config_of, static_split
+from thunderagent.nova.scheduler import POLICIES as SCHEDULED
+
+
+def config(*options: str) -> NovaConfig:
+    return config_of(build_parser().parse_args(["nova", "serve", "--model", "m", *options]))
+
+
+def test_every_field_has_an_option_and_its_default() -> None:
+    """What is not given is as the class says."""
+    given = config()
+    assert {field.name: getattr(given, field.name) for field in fields(NovaConfig) if field.name != "model"} == {
+        field.name: field.default for field in fields(NovaConfig) if field.name != "model"
+    }
+    assert (given.name, config("--model-name", "n").name) == ("m", "n")
+    assert config("--slots", "3", "--policy", "chunked", "--split", "24,30").slots == 3
+    assert set(POLICIES) == set(SCHEDULED)
+
+
+@pytest.mark.parametrize(("text", "units"), [("adaptive", None), ("24", (24, 24)), ("24,30", (24, 30))])
+def test_splits(text: str, units: tuple[int, int] | None) -> None:
+    """By load, one for both stages, or one each."""
+    assert static_split(text) == units
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--split", "x"),
+        ("--split", "0"),
+        ("--split", "1,2,3"),
+        ("--slots", "0"),
+        ("--keep-slots", "-1"),
+        ("--physical-layers", "1"),
+        ("--resident-layers", "2"),
+    ],
+)
+def test_what_means_nothing_is_refused(options: tuple[str, ...]) -> None:
+    """In words, and before a model is loaded."""
+    with pytest.raises(ConfigurationError):
+        config(*options)
+    assert main(["nova", "serve", "--model", "m", *options]) == 2
+
+
+def test_serving_the_proxy_imports_nothing_of_nova() -> None:
+    """Nor torch: who needs it not, need not have it. Even the parser takes it in only when it is asked for."""
+    code = (
+        "import sys; from thunderagent.cli import build_parser; build_parser().parse_args(['serve']);"
+        "import thunderagent.serving;"
+        "print([name for name in sys.modules if name.startswith(('thunderagent.nova', 'torch', 'transformers'))])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "[]"

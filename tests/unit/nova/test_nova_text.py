@@ -1,0 +1,62 @@
+"""Tokens become text while they come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from thunderagent.nova.text import TextStream
+
+
+def bytes_to_text(token_ids: Sequence[int]) -> str:
+    return bytes(token_ids).decode(errors="replace")
+
+
+def parts_of(text: str, *stops: str) -> list[str]:
+    stream = TextStream(bytes_to_text, stops)
+    return [*(stream.add(token) for token in text.encode()), stream.end()]
+
+
+@given(st.text())
+def test_the_parts_make_the_text(text: str) -> None:
+    """Whatever characters it has, and whichever of them take several tokens."""
+    assert "".join(parts_of(text)) == text
+
+
+def test_no_half_character_is_sent() -> None:
+    """Three bytes of the euro sign are three tokens here."""
+    assert parts_of("a€b") == ["a", "", "", "€", "b", ""]
+
+
+def test_half_a_character_at_the_end_is_shown() -> None:
+    """An answer that was cut there."""
+    stream = TextStream(bytes_to_text)
+    assert [stream.add(token) for token in "a€".encode()[:-1]] == ["a", "", ""]
+    assert stream.end() == "\N{REPLACEMENT CHARACTER}"
+
+
+def test_what_begins_a_stop_text_is_held_back() -> None:
+    """And sent if it does not go on as one."""
+    assert parts_of("a<b<en", "<end>") == ["a", "", "<b", "", "", "", "<en"]
+
+
+@given(st.text("ab", max_size=12), st.lists(st.text("ab", min_size=1, max_size=3), max_size=2))
+def test_a_stop_text_ends_the_answer(text: str, stops: list[str]) -> None:
+    """Nothing of the first that is complete is sent, and nothing after it."""
+    cuts = [text[:end] for end in range(len(text) + 1) if any(text[:end].endswith(stop) for stop in stops)]
+    expected = (
+        text if not cuts else min((cuts[0].removesuffix(stop) for stop in stops if cuts[0].endswith(stop)), key=len)
+    )
+    assert "".join(parts_of(text, *stops)) == expected
+
+
+@pytest.mark.parametrize(("text", "stopped"), [("abc", True), ("ab", False)])
+def test_it_says_that_it_stopped(text: str, stopped: bool) -> None:
+    """So that the request can be ended."""
+    stream = TextStream(bytes_to_text, ["bc"])
+    for token in text.encode():
+        stream.add(token)
+    assert stream.is_stopped == stopped

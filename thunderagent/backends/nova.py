@@ -1,0 +1,94 @@
+"""Nova: what the metrics of our own engine for vision-language agents mean, and how it is told that a program ended.
+
+Its memory is slots, one for a request, of so many tokens each: their product is the capacity. Images are encoded one
+after the other, which is what turns wait for there, so their number is told apart (`docs/nova.md`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from thunderagent.backends.base import NamedTurn, Notice, ReplicaReading
+from thunderagent.backends.exposition import is_sane, samples_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from prometheus_client.samples import Sample
+
+SLOTS: Final = "nova:slots"
+SLOTS_USED: Final = "nova:slots_used"
+SLOT_TOKENS: Final = "nova:slot_tokens"
+RUNNING: Final = "nova:num_requests_running"
+WAITING: Final = "nova:num_requests_waiting"
+PENDING_ENCODE: Final = "nova:pending_encode"
+
+_NEEDED: Final = (SLOTS, SLOTS_USED, SLOT_TOKENS, RUNNING, WAITING, PENDING_ENCODE)
+
+RELEASE_PATH: Final = "/release"
+
+
+@dataclass(frozen=True, slots=True)
+class NovaNotices:
+    """Name the program of a turn, so that it may keep its slot, and say when it ended.
+
+    Whose client leaves is seen by the connection alone.
+    """
+
+    def name_turn(self, path: str, body: bytes, program_id: str | None, *, tags_programs: bool) -> NamedTurn:
+        """Put `program_id` at the front of a body, if that is wished for; what is no object is left as it is."""
+        opening = body.find(b"{") + 1
+        is_object = opening > 0 and not body[: opening - 1].strip() and body[opening:].lstrip()[:1] == b'"'
+        if not (tags_programs and program_id is not None and is_object and path.startswith("/v1/")):
+            return NamedTurn(body)
+        tag = b'"program_id":%b,' % msgspec.json.encode(program_id)
+        return NamedTurn(b"".join((body[:opening], tag, memoryview(body)[opening:])), is_tagged=True)
+
+    def turn_left(self, engine_request_id: str) -> Notice:
+        """Refuse: turns have no ids there, so none is ever asked for."""
+        raise AssertionError(f"no turn has the id {engine_request_id!r}")
+
+    def program_ended(self, program_id: str) -> Notice:
+        """Return what gives its slot back; 200 for one that is not known."""
+        return Notice(RELEASE_PATH, msgspec.json.encode({"program_id": program_id}))
+
+
+@dataclass(frozen=True, slots=True)
+class NovaBackend:
+    """Read Nova."""
+
+    kind: str = "nova"
+    metrics_path: str = "/metrics"
+    health_path: str = "/health"
+    info_paths: tuple[str, ...] = ()
+    notices: NovaNotices = NovaNotices()
+    priorities: None = None
+    observed_paths: tuple[str, ...] = ()
+    readiness_path: str = ""
+    rank_label: str = "engine"
+    rank_header: str = "X-data-parallel-rank"
+
+    def read_metrics(self, exposition: str) -> ReplicaReading:
+        """Read an exposition; never raise: what cannot be read is None."""
+        samples = samples_of(exposition, _NEEDED)
+        slots, slot_tokens = _count(samples, SLOTS), _count(samples, SLOT_TOKENS)
+        used = _count(samples, SLOTS_USED)
+        return ReplicaReading(
+            capacity_tokens=slots * slot_tokens if slots and slot_tokens else None,
+            kv_used_ratio=min(1.0, used / slots) if used is not None and slots else None,
+            running_count=_count(samples, RUNNING),
+            waiting_count=_count(samples, WAITING),
+            pending_encode_count=_count(samples, PENDING_ENCODE),
+        )
+
+    def read_info(self, info: str) -> int | None:  # noqa: ARG002 - the protocol's signature
+        """Read nothing: Nova says all in its metrics."""
+        return None
+
+
+def _count(samples: Mapping[str, list[Sample]], name: str) -> int | None:
+    values = [sample.value for sample in samples.get(name, ())]
+    return int(values[-1]) if values and is_sane(values[-1]) else None
