@@ -29,8 +29,8 @@ from benchmarks.nova_rig import PAPER, SMALL, Run, Size, Turns
 from thunderagent.nova.engine import Engine
 from thunderagent.nova.messages import Profile
 from thunderagent.nova.models import Vlm
-from thunderagent.nova.policy import Static, adaptive_of, best_pair, expected_wait_s
-from thunderagent.nova.profile import load, measure, save
+from thunderagent.nova.policy import Adaptive, Static, adaptive_of, best_pair, expected_wait_s
+from thunderagent.nova.profile import load, measure, save, warm
 from thunderagent.nova.workers import ENCODE, PREFILL, Outcome
 
 MEAN_OUTPUT_TOKENS = sum(nova_rig.OUTPUT_TOKENS) / 2
@@ -69,12 +69,14 @@ class Bench:
         self.note("pool", {"units": pool.units, "splits": pool.splits})
         return vlm, engine
 
-    async def started(self, engine: Engine) -> None:
-        """Capture the graphs."""
+    async def started(self, engine: Engine, vlm: Vlm) -> None:
+        """Capture the graphs, and run each stage once on each lane."""
         begin_s = time.monotonic()
         await engine.start()
         graphs = {"graphs": engine.stepper.graphs, "seconds": time.monotonic() - begin_s, "memory_gb": _allocated_gb()}
         self.note("captured", graphs)
+        warm(nova_rig.subject_of(engine, self.size, vlm, batch=1))
+        self.note("warm", {"memory_gb": _allocated_gb(), "reserved_gb": _reserved_gb()})
 
     async def run(self, engine: Engine, policy: str, split: Any, rate_per_s: float, tag: str) -> Run:
         """Serve the turns that every policy gets at this rate."""
@@ -86,6 +88,16 @@ class Bench:
         """Read what e1 measured."""
         return load(self.options.profile)
 
+    def adaptive(self, profile: Profile) -> Adaptive:
+        """Return the adaptive policy: Eq. 3's shares, or those that were said."""
+        if self.options.adaptive is None:
+            return adaptive_of(profile, MEAN_OUTPUT_TOKENS)
+        encode, prefill, floor, step = self.options.adaptive
+        shares = tuple(
+            split.decode_units for split in profile.splits if floor <= split.decode_units <= max(encode, prefill)
+        )
+        return Adaptive(shares, encode, prefill, floor, step, step)
+
 
 def e0(bench: Bench) -> None:
     """Say what partitions are on this card."""
@@ -95,7 +107,7 @@ def e0(bench: Bench) -> None:
 def e1(bench: Bench) -> None:
     """Measure stage times alone and beside decoding for each split."""
     vlm, engine = bench.engine()
-    asyncio.run(bench.started(engine))
+    asyncio.run(bench.started(engine, vlm))
     subject = nova_rig.subject_of(engine, bench.size, vlm, batch=4)
     bench.note("graphs_give_what_calls_give", nova_card.graphs_agree(engine, subject))
     refused: dict[int, str] = {}
@@ -132,39 +144,38 @@ def e2(bench: Bench) -> None:
 def e3(bench: Bench) -> None:
     """Serve the same turns under each policy at each rate."""
     profile = bench.profile()
-    adaptive = adaptive_of(profile, MEAN_OUTPUT_TOKENS)
+    adaptive = bench.adaptive(profile)
 
     async def go() -> None:
-        _vlm, engine = bench.engine(_splits_used(profile, adaptive.shares))
-        await bench.started(engine)
+        vlm, engine = bench.engine(adaptive.shares)
+        await bench.started(engine, vlm)
         for load_share in bench.options.loads:
             rate = load_share / (profile.encode_s + profile.prefill_s)
-            for name, policy, split in (
-                ("nova", "nova", adaptive),
-                ("multi_stream", "multi_stream", None),
-                ("chunked", "chunked", None),
-                ("pf_limit", "pf_limit", None),
-            ):
+            for name in bench.options.policies:
+                policy, _, units = name.partition("-")
+                split = Static(int(units), int(units)) if units else adaptive if policy == "nova" else None
+                policy = "nova" if policy == "static" else policy
                 run = await bench.run(engine, policy, split, rate, f"{name}-{load_share}")
                 bench.note(f"{name} at load {load_share}", {"rate_per_s": rate, **run.figures()})
         await engine.stop()
 
     bench.note("adaptive", _policy(adaptive))
+    bench.note("rates", [share / (profile.encode_s + profile.prefill_s) for share in bench.options.loads])
     asyncio.run(go())
 
 
 def e4(bench: Bench) -> None:
     """Serve the same turns with static splits and the adaptive one; a burst; overhead; M/G/1."""
     profile = bench.profile()
-    adaptive = adaptive_of(profile, MEAN_OUTPUT_TOKENS)
+    adaptive = bench.adaptive(profile)
     shares = adaptive.shares
     best = adaptive.beside_encode_units
     tried = {shares[min(1, len(shares) - 1)], int(best), shares[-2 % len(shares)]}
     statics = {f"static {units}": Static(units, units) for units in sorted(tried)}
 
     async def go() -> None:
-        _vlm, engine = bench.engine(_splits_used(profile, shares))
-        await bench.started(engine)
+        vlm, engine = bench.engine(tuple(split.decode_units for split in profile.splits))
+        await bench.started(engine, vlm)
         for load_share in bench.options.loads:
             rate = load_share / (profile.encode_s + profile.prefill_s)
             for name, split in {"adaptive": adaptive, **statics}.items():
@@ -179,11 +190,6 @@ def e4(bench: Bench) -> None:
 
     bench.note("adaptive", _policy(adaptive))
     asyncio.run(go())
-
-
-def _splits_used(profile: Profile, shares: tuple[int, ...]) -> tuple[int, ...]:
-    """Leave out splits that no policy asks for: each costs graphs."""
-    return tuple(split.decode_units for split in profile.splits if split.decode_units in shares)
 
 
 def _policy(adaptive: Any) -> dict[str, Any]:
@@ -230,6 +236,10 @@ def _allocated_gb() -> float:
     return torch.cuda.memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
 
 
+def _reserved_gb() -> float:
+    return torch.cuda.memory_reserved() / 2**30 if torch.cuda.is_available() else 0.0
+
+
 def _short(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{key} {_short(each)}" for key, each in value.items())[:400]
@@ -255,6 +265,14 @@ def main() -> None:
         default=[0.4, 0.55, 0.7],
         help="rates, times what encoding and prefill take alone",
     )
+    parser.add_argument(
+        "--adaptive", type=int, nargs=4, metavar=("ENCODE", "PREFILL", "FLOOR", "STEP"),
+        help="units of Eq. 5, for e3 and e4; from the profile by Eq. 3 unless said",
+    )  # fmt: skip
+    parser.add_argument(
+        "--policies", nargs="+", default=["nova", "multi_stream", "chunked", "pf_limit"],
+        help="of e3; static-N is a static split of N units",
+    )  # fmt: skip
     options = parser.parse_args()
     options.profile = options.profile or options.out / "nova-profile.json"
     for name in options.experiments:

@@ -124,7 +124,7 @@ def beside_whole(subject: Subject, profile: Profile, repeats: int, batch: int) -
 async def offload(bench: Bench, requests: int) -> None:
     """Time the encoder with its weights in place and with 2 to 5 physical layers, alone and serving."""
     vlm, engine = bench.engine(())
-    await bench.started(engine)
+    await bench.started(engine, vlm)
     subject = nova_rig.subject_of(engine, bench.size, vlm, batch=1)
     layers = list(vlm.encoder_layers)
     whole_bytes = sum(p.numel() * p.element_size() for layer in layers for p in layer.parameters())

@@ -3,8 +3,8 @@
 Theory of operation
 -------------------
 Two threads run the workers' own passes, one the encoder or the prefill, the other one decoding step after another, each
-in its lane. A pass counts if the other thread was busy from its begin to its end. The median of a few is taken. The sum of
-what two lanes do in a second, each in units of its rate alone, less one, is what running beside each other gains.
+in its lane. A pass counts if the other thread was busy from its begin to its end. The median of a few is taken. The sum
+of what two lanes do in a second, each in units of its rate alone, less one, is what running beside each other gains.
 """
 
 from __future__ import annotations
@@ -53,6 +53,13 @@ def measure(
                 raise
             on_refused(split, error)
     return Profile(subject.pool.name, subject.pool.units, alone[ENCODE], alone[PREFILL], by_batch, tuple(times))
+
+
+def warm(subject: Subject) -> None:
+    """Run the first two stages once on each lane: what a first pass makes there, a stream's memory among it, stays."""
+    for split in (None, *subject.pool.splits):
+        for stage in (ENCODE, PREFILL):
+            _timed(_pass(subject, stage, split, 1))
 
 
 def beside(subject: Subject, stage: str, split: Split, repeats: int, batch: int) -> tuple[float, float]:
