@@ -9,6 +9,7 @@ request where it goes, and counts for limits that are none.
 from __future__ import annotations
 
 import asyncio
+import re
 from base64 import b64encode
 from collections import deque
 from contextlib import suppress
@@ -37,6 +38,10 @@ _BODILESS_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
 
 _IDEMPOTENT_METHODS = _BODILESS_METHODS | {"PUT", "DELETE"}
 """RFC 9110, 9.2.2: may be sent once more if the connection closed before an answer came."""
+
+
+_SENDABLE = re.compile(r"/[!\"$-~]*")
+"""Printable ASCII without `#`: nobody can end such a path sooner than we do."""
 
 
 class Answer:
@@ -271,7 +276,9 @@ class Pool:
     ) -> Answer:
         """Send a request, once more if a connection that was kept turns out to be closed, and nothing is done twice."""
         target = self._targets.get(base_url) or self._target(base_url)
-        line = f"{method} {target.path}{path.partition('#')[0]} HTTP/1.1"
+        if not _SENDABLE.fullmatch(path):  # it is sent as it was judged, or not at all
+            raise ValueError("the path of a request to a replica begins with / and holds no #, space or control")
+        line = f"{method} {target.path}{path} HTTP/1.1"
         sent = CIMultiDict(target.headers)
         sent.extend(headers)
         if body is not None:
