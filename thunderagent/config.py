@@ -358,6 +358,16 @@ class ServeConfig(BaseSettings):
     allow_open: bool = Field(
         False, description="whether to listen without api_keys on an address that other machines reach"
     )
+    forward_unknown: Literal["admin", "data", "off"] | None = Field(
+        None,
+        description="who may call paths that are neither the proxy's nor known to be an engine's: admin or data keys, "
+        "or nobody; by default admin where there are keys, data where there are none",
+    )
+    allowed_hosts: Annotated[tuple[str, ...], NoDecode] = Field(
+        (),
+        description="names by which browsers and operators may call the proxy where there are no keys, separated by "
+        "commas, besides localhost, host and all addresses; * is any",
+    )
     metrics_need_key: bool = Field(False, description="whether /metrics needs an admin key")
     tls_cert: Path | None = Field(
         None, description="certificate chain to serve https with, PEM; read again on SIGHUP; none: plain http"
@@ -516,6 +526,7 @@ class ServeConfig(BaseSettings):
         "api_keys",
         "admin_keys",
         "cors_origins",
+        "allowed_hosts",
         mode="before",
     )
     @classmethod

@@ -110,6 +110,20 @@ class OtherTenantError(RequestError):
     code = "other_tenant"
 
 
+class HostRefusedError(RequestError):
+    """The request calls the proxy by a name that is not one of its own."""
+
+    status = 421
+    code = "host_refused"
+
+
+class ExpectationError(RequestError):
+    """The request expects something that nobody here knows."""
+
+    status = 417
+    code = "expectation_failed"
+
+
 class BodyTimeoutError(RequestError):
     """The body of a request did not come in time."""
 
@@ -324,6 +338,12 @@ class ReplicaTrippedError(ReplicaUnreachableError):
 
 class ReplicaRefusedError(ReplicaUnreachableError):
     """Nobody listens there: the replica is down."""
+
+
+class ReplicaRedirectError(ReplicaError):
+    """The replica sends its client to another server, where it would be past keys and scheduler."""
+
+    code = "replica_redirects"
 
 
 class ReplicaRemovedError(ReplicaUnreachableError):

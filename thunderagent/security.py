@@ -11,6 +11,7 @@ from pydantic import SecretStr
 
 from thunderagent.config import ServeConfig
 from thunderagent.errors import ConfigurationError
+from thunderagent.proxy.access import ForwardUnknown
 from thunderagent.proxy.guard import GuardSettings
 from thunderagent.proxy.judge import read_prompt
 from thunderagent.proxy.keys import Keyring, mint_key
@@ -62,6 +63,8 @@ def guard_settings(config: ServeConfig) -> GuardSettings:
         cors_origins=config.cors_origins,
         metrics_need_key=config.metrics_need_key,
         client_stall_limit_s=config.client_stall_limit_s,
+        forward_unknown=ForwardUnknown(config.forward_unknown) if config.forward_unknown is not None else None,
+        hosts=(config.host, *config.allowed_hosts),
         rate_limit_per_s=config.rate_limit_per_s,
         rate_limit_burst_count=config.rate_limit_burst_count,
     )

@@ -43,7 +43,7 @@ from thunderagent.proxy.observer import Observer
 from thunderagent.proxy.outgoing import Outgoing
 from thunderagent.proxy.replicas import Replicas
 from thunderagent.proxy.retry_budget import RetrySettings
-from thunderagent.proxy.server_log import server_logger
+from thunderagent.proxy.server import Runner
 from thunderagent.proxy.turns import TurnSettings
 from thunderagent.replica_sources import followers_of, sources_of, static_of
 from thunderagent.runtime import Runtime, RuntimeSettings
@@ -355,10 +355,8 @@ async def _background(*loops: Callable[[], Coroutine[Any, Any, None]]) -> AsyncI
 async def _listening(
     app: web.Application, config: ServeConfig, tls: ServerTls | None, admin_port: AdminPort | None
 ) -> AsyncIterator[str]:
-    runner = web.AppRunner(
+    runner = Runner(
         app,
-        access_log=None,
-        logger=server_logger(),
         handler_cancellation=True,
         auto_decompress=False,
         max_line_size=MAX_HEADER_BYTES,

@@ -197,6 +197,20 @@ class Wire:
         with contextlib.suppress(ConnectionError):
             await self._writer.wait_closed()
 
+    def end(self) -> None:
+        """Send nothing more, and go on reading."""
+        self._writer.write_eof()
+
+    async def line(self) -> bytes:
+        """Read the first line of a head, and the rest of it."""
+        async with asyncio.timeout(DEADLINE_S):
+            return (await self._reader.readuntil(b"\r\n\r\n")).partition(b"\r\n")[0]
+
+    async def rest(self) -> bytes:
+        """Read up to the end of the connection."""
+        async with asyncio.timeout(DEADLINE_S):
+            return await self._reader.read()
+
     def reset(self) -> None:
         """Break the connection off, as a client does that is killed."""
         self._writer.transport.abort()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import logging
 import os
@@ -153,8 +154,7 @@ async def test_admin_keys_alone_leave_data_open(replica: FakeReplica) -> None:
         assert (await get(proxy.url, "/queue")).status == 401
         assert (await get(proxy.url, "/metrics")).status == 401
         assert (await call(proxy.url, "GET", "/metrics", bearer(ADMIN_KEY))).status == 200
-        cookie = ("Cookie", f"theme=dark; thunderagent_key={ADMIN_KEY}")
-        assert (await call(proxy.url, "GET", "/queue", cookie)).status == 200
+        assert (await call(proxy.url, "GET", "/queue", bearer(ADMIN_KEY))).status == 200
 
 
 async def test_a_stranger_sends_no_body(replica: FakeReplica) -> None:
@@ -297,6 +297,9 @@ async def test_a_browser_trades_an_admin_key_for_a_cookie(replica: FakeReplica) 
         assert login.status == 200
         cookie, *attributes = (login.header("Set-Cookie") or "").split("; ")
         assert {"HttpOnly", "SameSite=Strict", "Path=/"} == set(attributes)
+        assert ADMIN_KEY not in cookie
+        assert (await call(proxy.url, "GET", "/replicas", ("Cookie", cookie[:-1]))).status == 401
+        assert (await call(proxy.url, "GET", "/replicas", ("Cookie", f"thunderagent_login={ADMIN_KEY}"))).status == 401
         assert (await call(proxy.url, "GET", "/replicas", ("Cookie", cookie))).status == 200
         for key, status in ((DATA_KEY, 403), ("wrong", 401), ("", 401), (None, 400)):
             refused = await post(proxy.url, "/dashboard/login", {"key": key})
@@ -304,7 +307,275 @@ async def test_a_browser_trades_an_admin_key_for_a_cookie(replica: FakeReplica) 
         assert (await post(proxy.url, "/dashboard/login", {"key": ADMIN_KEY}, PAGE)).status == 403
 
 
+async def test_no_cookie_of_ours_reaches_an_engine(replica: FakeReplica) -> None:
+    """In whichever of several headers it stands; other cookies pass."""
+    async with running_proxy(replica.url, **KEYS) as proxy:
+        login = await post(proxy.url, "/dashboard/login", {"key": ADMIN_KEY})
+        cookie = (login.header("Set-Cookie") or "").partition(";")[0]
+        both = [("Cookie", "theme=dark"), ("Cookie", f"a=b; {cookie}; c=d")]
+        assert (await post(proxy.url, CHAT, turn("p"), *both)).status == 200
+        assert [value for name, value in replica.calls[-1].headers if name.lower() == "cookie"] == [
+            "theme=dark; a=b; c=d"
+        ]
+
+
+async def test_an_origin_that_nobody_could_be_is_refused_and_no_bug(replica: FakeReplica) -> None:
+    async with running_proxy(replica.url) as proxy:
+        refused = await post(proxy.url, "/programs/release", b'{"all": true}', ("Origin", "http://["))
+        assert (refused.status, refused.error["code"]) == (403, "origin_refused")
+
+
+async def test_with_origins_named_nothing_an_engine_says_of_origins_is_left() -> None:
+    """Its `Allow-Credentials` would let pages read what they may not."""
+    headers = [JSON_TYPE, ("Access-Control-Allow-Credentials", "true"), ("Access-Control-Expose-Headers", "X-Own")]
+    async with (
+        fake_replica(answers(headers=headers)) as replica,
+        running_proxy(replica.url, cors_origins="https://page.test") as proxy,
+    ):
+        answer = await post(proxy.url, CHAT, turn("p"), PAGE)
+        assert answer.header("Access-Control-Allow-Credentials") is None
+        assert "X-Own" not in (answer.header("Access-Control-Expose-Headers") or "")
+        assert (await get(proxy.url, "/v1/files")).header("Access-Control-Allow-Credentials") is None
+
+
+@pytest.mark.parametrize(
+    ("method", "target"), [("POST", "/replicas"), ("GET", "/programs"), ("POST", "/pause"), ("POST", "//pause")]
+)
+async def test_without_keys_nobody_calls_us_by_a_name_that_is_not_ours(
+    method: str, target: str, replica: FakeReplica
+) -> None:
+    """A page may have its own name lead to this machine, and is then of our origin."""
+    async with running_proxy(replica.url, allowed_hosts="proxy.test") as proxy:
+        for name in ("evil.example", "evil.example:8300", "127.0.0.1.evil.example", "localhost.evil.example", "["):
+            refused = await named(proxy.url, method, target, name)
+            assert (refused.status, refused.error["code"]) == (421, "host_refused"), name
+        for name in ("localhost:1", "app.localhost", "127.0.0.1", "[::1]:8300", "10.0.0.7:80", "proxy.test:8300"):
+            assert (await named(proxy.url, method, target, name)).status != 421, name
+
+
+async def test_without_keys_no_page_of_another_name_uses_the_engines(replica: FakeReplica) -> None:
+    """A browser says that it is one; whoever else calls us by another name means it."""
+    agent, page = ("User-Agent", "Mozilla/5.0"), ("Origin", "http://evil.example")
+    async with running_proxy(replica.url) as proxy:
+        for header in (agent, page, ("Sec-Fetch-Site", "same-origin")):
+            assert (await named(proxy.url, "POST", CHAT, "evil.example", header)).status == 421
+        assert not replica.calls
+        assert (await named(proxy.url, "POST", CHAT, "gateway.internal")).status == 200
+        assert (await named(proxy.url, "GET", "/health", "gateway.internal")).status == 200
+
+
+async def test_with_keys_every_name_will_do(replica: FakeReplica) -> None:
+    """A page has no key."""
+    async with running_proxy(replica.url, **KEYS) as proxy:
+        assert (await named(proxy.url, "GET", "/queue", "proxy.internal", bearer(ADMIN_KEY))).status == 200
+
+
+async def named(url: str, method: str, target: str, name: str, *headers: Header) -> Answer:
+    """Call the proxy by a name."""
+    async with Wire.open(url) as wire:
+        own = [("Host", name), ("Connection", "close"), ("Content-Length", "2" if method == "POST" else "0"), *headers]
+        wire.send_raw(head_bytes(f"{method} {target} HTTP/1.1", own) + b"{}" * (method == "POST"))
+        return await wire.answer()
+
+
+# --- what is asked for
+
+
+@pytest.mark.parametrize("admin_port", [False, True])
+async def test_no_spelling_of_a_target_gets_past_its_key(admin_port: bool, replica: FakeReplica) -> None:
+    """Whoever judges a target and whoever sends it have read the same."""
+    more: dict[str, Any] = {"admin_port": 0} if admin_port else {}
+    targets = ("/p/a/pause#x", "/p/a/sleep#", "/slow_down#x", "/inference/v1/pause", "/debug/pause", "/v1/%2e%2e/pause")
+    async with running_proxy(replica.url, **KEYS, **more) as proxy:
+        for target in (*targets, "//pause", "/pause/", "/PAUSE", "/pause;x", "/v1%2fpause", "/p/a/x/pause", "/new"):
+            refused = await call(proxy.url, "POST", target, bearer(DATA_KEY), body=b"{}")
+            assert refused.status in {400, 403, 404}, target
+        assert not replica.calls
+        assert (await call(proxy.url, "POST", "/p/a/pause#x", bearer(ADMIN_KEY))).error["code"] == "invalid_request"
+        assert not replica.calls
+
+
+async def test_a_control_call_in_another_spelling_is_the_same_call(replica: FakeReplica) -> None:
+    """The scheduler hears of it, and the engine gets the plain one."""
+    async with running_proxy(replica.url, **KEYS) as proxy:
+        for target in ("//pause?mode=keep", "/pause/?mode=keep", "/p/a/%70ause/?mode=keep"):
+            assert (await call(proxy.url, "POST", target, bearer(ADMIN_KEY))).status == 200
+            assert replica.calls[-1].target == "/pause?mode=keep"
+            assert all(each.suspended_for for each in proxy.runtime.scheduler.replicas.values())
+            assert (await call(proxy.url, "POST", "/resume", bearer(ADMIN_KEY))).status == 200
+
+
+@pytest.mark.parametrize(
+    ("forward", "keys", "statuses"),
+    [
+        (None, True, (401, 403, 200)),
+        ("data", True, (401, 200, 200)),
+        ("off", True, (404, 404, 404)),
+        (None, False, (200, 200, 200)),
+        ("off", False, (404, 404, 404)),
+    ],
+)
+async def test_what_is_not_known_to_be_data_is_the_operators_to_open(
+    forward: str | None, keys: bool, statuses: tuple[int, int, int], replica: FakeReplica
+) -> None:
+    """By default it needs an admin key where there are keys; data is data as ever."""
+    given: dict[str, Any] = {**(KEYS if keys else {}), **({"forward_unknown": forward} if forward else {})}
+    async with running_proxy(replica.url, **given) as proxy:
+        for headers, status in zip(([], [bearer(DATA_KEY)], [bearer(ADMIN_KEY)]), statuses, strict=True):
+            answer = await call(proxy.url, "POST", "/v1/new/thing", *headers, body=b"{}")
+            assert answer.status == status
+            if status == 404:
+                assert answer.error["code"] == "not_found"
+        assert (await call(proxy.url, "POST", "/tokenize", bearer(DATA_KEY), body=b"{}")).status == 200
+
+
+async def test_a_url_of_ours_is_a_target_and_one_of_others_is_not(replica: FakeReplica) -> None:
+    """RFC 9112, 3.2.2."""
+    async with running_proxy(replica.url) as proxy:
+        assert (await call(proxy.url, "GET", f"{proxy.url}/health")).status == 200
+        assert (await call(proxy.url, "GET", f"{proxy.url}/p/a/v1/files?x")).status == 200
+        assert replica.calls[-1].target == "/v1/files?x"
+        assert (await call(proxy.url, "OPTIONS", "*")).error["code"] == "invalid_request"
+
+
+MESSAGES = json.dumps(turn("p"))
+UNUSUAL: dict[str, tuple[str, bytes, tuple[Header, ...]]] = {
+    "byte order mark": (CHAT, MESSAGES.encode("utf-8-sig"), ()),
+    "UTF-16": (CHAT, MESSAGES.encode("utf-16"), ()),
+    "UTF-16, no mark": (CHAT, MESSAGES.encode("utf-16-le"), ()),
+    "UTF-32": (CHAT, MESSAGES.encode("utf-32-be"), ()),
+    "slash behind": (CHAT + "/", MESSAGES.encode(), ()),
+    "two slashes": ("/" + CHAT, MESSAGES.encode(), ()),
+    "small and large": (CHAT.title(), MESSAGES.encode(), ()),
+    "gzip": (CHAT, gzip.compress(MESSAGES.encode()), (("Content-Encoding", "gzip"),)),
+    "no JSON": (CHAT, b"--x", ()),
+    "not a dialect": ("/invocations", MESSAGES.encode(), ()),
+    "a form": ("/v1/audio/transcriptions", b"--x", (("Content-Type", "multipart/form-data; boundary=x"),)),
+    "unknown": ("/v1/new", b"", ()),
+}
+
+
+@pytest.mark.parametrize("way", UNUSUAL)
+async def test_every_post_that_can_generate_takes_a_lease(way: str, replica: FakeReplica) -> None:
+    """So it waits where nothing is granted, and it is counted."""
+    target, body, headers = UNUSUAL[way]
+    async with running_proxy(replica.url) as proxy:
+        answer = await call(proxy.url, "POST", target, *headers, body=body)
+        assert (answer.status, answer.header("X-Hold-Ms")) == (200, "0")
+        assert proxy.runtime.outcome_counts["finished"] == 1
+        is_read = way.startswith(("byte", "UTF", "slash", "two", "small"))
+        assert [program.program_id for program in proxy.runtime.scheduler.table] == (["p"] if is_read else [])
+        (sent,) = replica.calls
+        if is_read:
+            assert (sent.target, sent.json()) == (
+                CHAT,
+                {
+                    **turn(),
+                },
+            )
+        else:
+            assert sent.target == target
+            assert sent.body == (body if way != "not a dialect" else json.dumps(turn()).encode())
+
+
+async def test_an_admin_key_alone_closes_what_concerns_every_program(replica: FakeReplica) -> None:
+    """Data is open then, and what is of all programs is not data."""
+    async with running_proxy(replica.url, admin_keys=(ADMIN_LINE,), sandboxes="callback") as proxy:
+        assert (await ask(proxy.url, "p")).status == 200
+        for headers in ([], [bearer("wrong")]):
+            refused = await call(proxy.url, "POST", "/programs/release", *headers, body=b'{"all": true}')
+            assert (refused.status, refused.error["code"]) == (403, "admin_key_needed")
+            refused = await call(proxy.url, "GET", "/sandboxes/events", *headers)
+            assert (refused.status, refused.error["code"]) == (403, "admin_key_needed")
+            for method, target in (("GET", "/replicas"), ("POST", "/pause"), ("POST", "/v1/new/thing")):
+                assert (await call(proxy.url, method, target, *headers)).status == 401
+        assert proxy.runtime.scheduler.table.get("p") is not None
+        mine = await call(proxy.url, "POST", "/programs/release", bearer(ADMIN_KEY), body=b'{"all": true}')
+        assert mine.status == 200
+
+
+@pytest.mark.parametrize(
+    ("location", "told"),
+    [
+        ("/v1/elsewhere?x", "{prefix}/v1/elsewhere?x"),
+        ("elsewhere", "{prefix}/v1/chat/elsewhere"),
+        ("{replica}/v1/elsewhere", "{prefix}/v1/elsewhere"),
+        ("{replica}//evil.test/x", "{prefix}/evil.test/x"),
+        ("http://evil.test/v1/elsewhere", None),
+        ("//evil.test/v1/elsewhere", None),
+        ("http://[", None),
+    ],
+)
+@pytest.mark.parametrize("way", ["turn", "side call", "replica"])
+async def test_a_redirect_of_an_engine_leads_nowhere_but_here(
+    way: str, location: str, told: str | None, replica: FakeReplica
+) -> None:
+    """To the same program or replica of ours; past keys and scheduler it leads nobody."""
+    location = location.format(replica=replica.url)
+    prefix = f"/workers/{replica.replica_id}" if way == "replica" else "/p/a"
+    replica.behaviour = answers(
+        b"", status="307 Temporary Redirect", headers=[("Location", location), ("Alt-Svc", 'h2="evil.test:443"')]
+    )
+    async with running_proxy(replica.url) as proxy:
+        method = "GET" if way == "side call" else "POST"
+        answer = await call(proxy.url, method, prefix + CHAT, body=b"{}" if method == "POST" else b"")
+        assert answer.header("Alt-Svc") is None
+        if told is None:
+            assert (answer.status, answer.header("Location")) == (502, None)
+            assert answer.error["code"] == "replica_redirects"
+        else:
+            assert (answer.status, answer.header("Location")) == (307, told.format(prefix=prefix))
+
+
 # --- limits
+
+
+async def test_a_body_is_invited_only_once_it_is_welcome(replica: FakeReplica) -> None:
+    """After the key and the size: curl and others wait for it with large bodies (RFC 9110, 10.1.1)."""
+    expects = [("Host", "localhost"), ("Expect", "100-continue")]
+    async with running_proxy(replica.url, **KEYS, max_body_bytes=1000) as proxy:
+        for headers, length, status in (
+            ([], 10, b"401"),
+            ([bearer(DATA_KEY)], 2000, b"413"),
+            ([bearer(DATA_KEY), ("Expect", "a miracle")], 10, b"417"),
+            ([bearer(DATA_KEY)], 10, b"100"),
+        ):
+            own = [*expects[: 1 if len(headers) == 2 else 2], *headers, ("Content-Length", str(length))]
+            async with Wire.open(proxy.url) as wire:
+                wire.send_raw(head_bytes(f"POST {CHAT} HTTP/1.1", own))
+                first = await wire.line()
+                assert first.split()[1] == status
+                if status == b"100":
+                    wire.send_raw(b"{" + b" " * 8 + b"}")
+                    assert (await wire.answer()).status == 200
+        assert len(replica.calls) == 1
+
+
+@pytest.mark.parametrize("version", ["1.1", "1.0"])
+async def test_a_client_that_half_closes_gets_its_answer(version: str, replica: FakeReplica) -> None:
+    """It sends nothing more, and reads: `nc -N` and some libraries do so."""
+    body = json.dumps(turn("p")).encode()
+    async with running_proxy(replica.url) as proxy:
+        for waits_s in (0.0, 0.3):
+            replica.behaviour = gate = Gate()
+            async with Wire.open(proxy.url) as wire:
+                head = [("Host", "localhost"), ("Content-Length", str(len(body)))]
+                wire.send_raw(head_bytes(f"POST {CHAT} HTTP/{version}", head) + body)
+                wire.end()
+                await asyncio.sleep(waits_s)
+                gate.open()
+                assert (await wire.answer()).status == 200
+                assert await wire.rest() == b""
+
+
+async def test_a_client_that_closes_while_it_waits_is_still_seen_to_leave(replica: FakeReplica) -> None:
+    """Both ends look the same at first; its turn is given up, and no replica works for it."""
+    replica.behaviour = Gate()
+    async with running_proxy(replica.url) as proxy:
+        async with Wire.open(proxy.url) as wire:
+            wire.send("POST", CHAT, body=json.dumps(turn("p")).encode())
+            await replica.call()
+        await proxy.nothing_left(within_s=2.0)
 
 
 async def test_turns_over_the_rate_wait_and_admin_requests_are_refused(replica: FakeReplica) -> None:
@@ -528,7 +799,7 @@ async def test_no_secret_is_ever_shown(tmp_path: Path) -> None:
                 assert (await post(process.url, CHAT, turn("p"), *headers)).status == 200
             for key in (DATA_KEY, ADMIN_KEY, "sk-of-the-client"):
                 await call(process.url, "POST", "/pause", bearer(key))
-                for header in (bearer(key), ("Cookie", f"thunderagent_key={key}"), ("X-API-Key", key)):
+                for header in (bearer(key), ("Cookie", f"thunderagent_login={key}"), ("X-API-Key", key)):
                     for target in ("/programs", "/programs/p", "/replicas", "/queue", "/tools", "/sandboxes", "/none"):
                         said = await call(process.url, "GET", target, header)
                         assert not [secret for secret in secrets if secret.encode() in said.body], target

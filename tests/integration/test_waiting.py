@@ -447,7 +447,7 @@ async def test_an_error_after_a_heartbeat_comes_as_an_event() -> None:
 
 async def test_the_messages_api_has_an_event_for_heartbeats_and_one_for_errors() -> None:
     async def handle(request: web.Request) -> web.StreamResponse:
-        stream = HeldStream(request, "/v1/messages?beta=true", dialect_of("/v1/messages"), 0.01, {})
+        stream = HeldStream(request, "/v1/messages", dialect_of("/v1/messages"), 0.01, {})
         async with stream.beating():
             await asyncio.sleep(0.05)
         return await stream.fail(NoReplicaError("none is up"))

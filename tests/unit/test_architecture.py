@@ -379,6 +379,30 @@ def _numbers(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
                 yield line, name, text
 
 
+# --- One reading of what is asked for -------------------------------------------------------------------------
+
+READS_TARGETS = "thunderagent.proxy.target"
+# What aiohttp has of a request's target: each is another reading of it. `match_info` and `query` are of the URL that
+# the target was routed by.
+OTHER_READINGS = frozenset({"raw_path", "rel_url", "path_qs", "query_string", "path_safe", "raw_parts"})
+
+
+def other_readings(module: Module) -> Iterator[str]:
+    """Find who looks at a request's path, or cuts one, and is not the one place that reads it."""
+    if not module.is_in("thunderagent.proxy", "thunderagent.backends") or module.is_in(READS_TARGETS):
+        return
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Attribute):
+            of = ast.unparse(node.value)
+            is_requests = node.attr in ("path", "url") and (of in ("request", "message") or of.endswith(".request"))
+            if is_requests or (node.attr in OTHER_READINGS and module.is_in("thunderagent.proxy")):
+                yield f"{module.name}:{node.lineno}: {of}.{node.attr} is another reading of the target"
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            cuts = node.func.attr in ("partition", "rpartition", "split", "rsplit")
+            if cuts and any(isinstance(each, ast.Constant) and each.value in ("?", "#") for each in node.args):
+                yield f"{module.name}:{node.lineno}: it cuts a path, which only {READS_TARGETS} may"
+
+
 # --- The package obeys ----------------------------------------------------------------------------------------
 
 MODULES = all_modules()
@@ -418,6 +442,21 @@ def test_public_names_are_documented() -> None:
 def test_numbers_in_the_core_have_units() -> None:
     """A reader of the core sees the unit of every number in its name."""
     assert complaints(unitless_numbers, CORE) == []
+
+
+def test_a_target_is_read_in_one_place() -> None:
+    """Two opinions on a path are a hole: one for whoever judges it, one for whoever sends it."""
+    allowed = "thunderagent.backends.discovery.base"  # the fragment of a URL in the configuration
+    found = [each for each in complaints(other_readings, MODULES) if not each.startswith(allowed)]
+    assert found == []
+    for source in (
+        'path.partition("?")[0]',
+        'path.split("#")',
+        "request.path",
+        "trace.request.url",
+        "request.raw_path",
+    ):
+        assert list(other_readings(module_of(source, "thunderagent.proxy.sample"))), source
 
 
 def test_no_exception_from_the_units_is_left_over() -> None:

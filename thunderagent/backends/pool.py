@@ -9,6 +9,7 @@ request where it goes, and counts for limits that are none.
 from __future__ import annotations
 
 import asyncio
+import re
 from base64 import b64encode
 from collections import deque
 from contextlib import suppress
@@ -38,6 +39,10 @@ _BODILESS_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
 
 class _StaleConnectionError(Exception):
     """A connection that had carried other requests ended before a byte of this one's answer came."""
+
+
+_SENDABLE = re.compile(r"/[!\"$-~]*")
+"""Printable ASCII without `#`: nobody can end such a path sooner than we do."""
 
 
 class Answer:
@@ -275,7 +280,9 @@ class Pool:
     ) -> Answer:
         """Send a request; once more, on a new connection, if one that was kept turns out to be dead."""
         target = self._targets.get(base_url) or self._target(base_url)
-        line = f"{method} {target.path}{path.partition('#')[0]} HTTP/1.1"
+        if not _SENDABLE.fullmatch(path):  # it is sent as it was judged, or not at all
+            raise ValueError("the path of a request to a replica begins with / and holds no #, space or control")
+        line = f"{method} {target.path}{path} HTTP/1.1"
         sent = CIMultiDict(target.headers)
         sent.extend(headers)
         if body is not None:

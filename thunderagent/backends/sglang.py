@@ -62,7 +62,7 @@ class SglangPriorities:
 
     def put(self, path: str, body: bytes, headers: CIMultiDict[str], priority: int) -> bytes:  # noqa: ARG002
         """Put the field in."""
-        return with_priority(body, priority) if path.partition("?")[0] in PATHS else body
+        return with_priority(body, priority) if path in PATHS else body
 
     def is_refusal(self, answer: bytes) -> bool:
         """Say whether the engine complains of a priority."""

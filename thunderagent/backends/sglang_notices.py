@@ -67,7 +67,7 @@ class SglangNotices:
 
         One that is several requests, or cannot be read, is left as it is. One pass that builds nothing: 1 ms for a MB.
         """
-        if path.partition("?")[0] not in PATHS:
+        if path not in PATHS:
             return NamedTurn(body)
         shape = _shape_of(body)
         if shape is None:

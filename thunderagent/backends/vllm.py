@@ -50,7 +50,7 @@ class VllmPriorities:
 
     def put(self, path: str, body: bytes, headers: CIMultiDict[str], priority: int) -> bytes:
         """Put the field in, or where there is none the header."""
-        if path.partition("?")[0] in PRIORITY_PATHS:
+        if path in PRIORITY_PATHS:
             return body if PRIORITY_HEADER in headers else with_priority(body, priority)
         headers.setdefault(PRIORITY_HEADER, str(priority))
         return body

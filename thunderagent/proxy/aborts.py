@@ -67,13 +67,11 @@ def is_abortable(path: str, *, has_token_prompt: bool) -> bool:
 
     Turns with tokens in may, those with text in stay held: who sent them does not know what an abort is.
     """
-    path = path.partition("?")[0]
     return path in (SGLANG_PATH, VLLM_PATH, SKYRL_PATH) or (path == COMPLETIONS_PATH and has_token_prompt)
 
 
 def abort_answer(path: str, body: bytes) -> AbortAnswer:
     """Return what the engine would answer had it aborted this request before its first token."""
-    path = path.partition("?")[0]
     fields = _read(body)
     build = {SGLANG_PATH: _sglang, VLLM_PATH: _vllm, SKYRL_PATH: _vllm, COMPLETIONS_PATH: _completion}[path]
     whole, events = build(fields)

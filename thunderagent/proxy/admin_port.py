@@ -11,7 +11,9 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 
 from thunderagent.errors import NotFoundError
-from thunderagent.proxy.access import CATCH_ALL, OF_OWN_TENANT, Access, access_of_route, controls_engine
+from thunderagent.proxy.access import CATCH_ALL, OF_OWN_TENANT, Access, access_of_route
+from thunderagent.proxy.guard import NEEDS
+from thunderagent.proxy.target import told_path
 from thunderagent.proxy.tenancy import Tenancy
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -44,13 +46,13 @@ class AdminPort:
         if (method, route_path) == OF_ALL_UNLESS_NAMED:
             return self._only_here(handler, lambda request: "program_id" not in request.query)
         if route_path == CATCH_ALL:  # a spelling that an engine may understand
-            return self._only_here(handler, lambda request: controls_engine(request.raw_path))
+            return self._only_here(handler, lambda request: request[NEEDS] is Access.ADMIN)
         return handler
 
     def _only_here(self, handler: Handler, concerns: Callable[[web.Request], bool]) -> Handler:
         async def handle(request: web.Request) -> web.StreamResponse:
             if not self._came_here(request) and concerns(request):
-                raise NotFoundError(f"there is no {request.path} on this port")
+                raise NotFoundError(f"there is no {told_path(request)} on this port")
             return await handler(request)
 
         return handle

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Protocol
-from urllib.parse import unquote
 
 import structlog
 from aiohttp import hdrs, web
@@ -16,27 +15,27 @@ from thunderagent.errors import (
     KeyNeededError,
     MethodNotAllowedError,
     NotFoundError,
+    RequestError,
     ThunderAgentError,
 )
-from thunderagent.proxy.access import CATCH_ALL
+from thunderagent.proxy.access import CATCH_ALL, Use, use_of
 from thunderagent.proxy.admin import Admin
 from thunderagent.proxy.admin_port import AdminPort
 from thunderagent.proxy.breaker import Breakers
 from thunderagent.proxy.commands import command_of
 from thunderagent.proxy.control import Control, ControlSettings
 from thunderagent.proxy.dashboard import Dashboard
-from thunderagent.proxy.dialects import TURN_DIALECTS, dialect_of
+from thunderagent.proxy.dialects import CHAT, TURN_DIALECTS, dialect_of
 from thunderagent.proxy.discovery import Discovery
 from thunderagent.proxy.facade import Facade
-from thunderagent.proxy.guard import Guard, GuardSettings, Handler
+from thunderagent.proxy.guard import Guard, GuardSettings, Handler, says_nothing_yet
 from thunderagent.proxy.held import HeldTurns
 from thunderagent.proxy.history import History
-from thunderagent.proxy.identity import split_path
 from thunderagent.proxy.judge import Judge, JudgeCollector
 from thunderagent.proxy.keys import Keyring
 from thunderagent.proxy.leases import Leases
 from thunderagent.proxy.live import Live
-from thunderagent.proxy.login import Login
+from thunderagent.proxy.login import Login, Logins
 from thunderagent.proxy.metrics import StateCollector, TurnMetrics
 from thunderagent.proxy.models import Models
 from thunderagent.proxy.openapi import OpenApi
@@ -46,6 +45,7 @@ from thunderagent.proxy.replicas import Replicas, Watcher
 from thunderagent.proxy.request_id import REQUEST_ID, mark
 from thunderagent.proxy.sandboxes import SandboxCollector, Sandboxes, SandboxHandlers
 from thunderagent.proxy.stall import STALL_LIMIT_S, send_if_large
+from thunderagent.proxy.target import target_of, told_path
 from thunderagent.proxy.tenancy import Tenancy
 from thunderagent.proxy.turns import Turns, TurnSettings
 from thunderagent.proxy.weight_sync import WeightSync
@@ -106,7 +106,8 @@ def build_app(
     if sandboxes is not None:
         registry.register(SandboxCollector(sandboxes, registry))
     keyring = keyring or Keyring()
-    guard = Guard(guard_settings, keyring, registry, held)
+    logins = Logins()
+    guard = Guard(guard_settings, keyring, registry, logins, held)
     control_settings = control_settings or ControlSettings()
     control = Control(runtime, client, replicas, control_settings)
     weight_sync = WeightSync(runtime, replicas, limit_s=control_settings.weight_sync_limit_s)
@@ -132,7 +133,7 @@ def build_app(
         *Primitives(runtime, provisioner).routes(),
         *live.routes(),
         *Dashboard().routes(),
-        *Login(keyring).routes(),
+        *Login(keyring, logins).routes(),
         *(web.post(path, turns.handle) for path in TURN_DIALECTS),
         web.get("/v1/models", models.handle),
     ]
@@ -146,9 +147,9 @@ def build_app(
         if tracing is not None:
             handler = tracing.around(handler)
         if route.method == "GET":
-            app.router.add_get(route.path, handler)  # allows HEAD too
+            app.router.add_get(route.path, handler, expect_handler=says_nothing_yet)  # allows HEAD too
         else:
-            app.router.add_route(route.method, route.path, handler)
+            app.router.add_route(route.method, route.path, handler, expect_handler=says_nothing_yet)
     return app
 
 
@@ -178,23 +179,27 @@ def _closing(*owners: WeightSync | Leases) -> Callable[[web.Application], Awaita
 def _by_inner_path(
     turns: Turns, models: Models, control: Control, replicas: Replicas, own_parts: frozenset[str]
 ) -> Handler:
-    """Return the handler of paths that name a program, and of the engine's own paths.
+    """Return the handler of paths that name a program, and of the engine's own paths, however they are spelt.
 
     A control call under a program's path is one to that program's replica.
     """
 
     async def handle(request: web.Request) -> web.StreamResponse:
-        path_id, raw_path = split_path(request.raw_path)
-        path = unquote(raw_path.partition("?")[0])
-        if request.method == "POST" and path in TURN_DIALECTS:
+        target = target_of(request)
+        if target.climbs:
+            raise RequestError("the path of a request holds no . and .. segments, escaped ones neither")
+        use = use_of(target, request.method)
+        if use is Use.TURN:
             return await turns.handle(request)
-        if request.method == "GET" and path == "/v1/models":
+        if request.method == "GET" and target.spelt == "/v1/models":
             return await models.handle(request)
-        if path_id is None and path.split("/")[1] in own_parts | {"p"}:
+        if (command := command_of(target.spelt)) is not None:
+            if target.program_id is None:
+                return await control.broadcast(request)
+            return await control.tell_one(request, target.plainly(), replicas.serving(target.program_id), command)
+        if target.program_id is None and target.words[:1] and target.words[0] in own_parts | {"p"}:
             raise await _no_route(request)
-        if path_id is not None and (command := command_of(path)) is not None:
-            return await control.tell_one(request, raw_path, replicas.serving(path_id), command)
-        return await turns.forward(request)
+        return await (turns.handle_other(request) if use is Use.GENERATE else turns.forward(request))
 
     return handle
 
@@ -206,9 +211,9 @@ async def _no_route(request: web.Request) -> ThunderAgentError:
         methods |= (await resource.resolve(request))[1]
     methods.discard(hdrs.METH_ANY)  # that is CATCH_ALL
     if not methods:
-        return NotFoundError(f"there is no {request.path}")
+        return NotFoundError(f"there is no {told_path(request)}")
     allowed = ", ".join(sorted(methods))
-    error = MethodNotAllowedError(f"{request.path} takes {allowed}, not {request.method}")
+    error = MethodNotAllowedError(f"{told_path(request)} takes {allowed}, not {request.method}")
     error.answer_headers = {"Allow": allowed}
     return error
 
@@ -233,8 +238,10 @@ def answering_errors(handler: Handler) -> Handler:
         except ConnectionError:
             response = web.Response(status=CLIENT_CLOSED_REQUEST)  # never sent: the client left
         except Exception:
-            log.exception("bug", method=request.method, path=request.path, request_id=REQUEST_ID.get())
+            log.exception("bug", method=request.method, path=told_path(request), request_id=REQUEST_ID.get())
             response = _error_body(request, 500, "internal_error", "the proxy has a bug; its log has the trace")
+        if "Expect" in request.headers and not request.content.is_eof() and not response.prepared:
+            response.force_close()  # its body may still come, or not: nobody was told which
         mark(response)
         await send_if_large(request, response)
         return response
@@ -254,8 +261,11 @@ def error_response(request: web.Request, error: ThunderAgentError) -> web.Respon
 
 
 def _error_body(request: web.Request, status: int, code: str, message: str) -> web.Response:
-    path = split_path(request.raw_path)[1].partition("?")[0]
-    body = dialect_of(path).error(status, code, message)
+    try:
+        dialect = dialect_of(target_of(request).spelt)
+    except RequestError:
+        dialect = CHAT
+    body = dialect.error(status, code, message)
     if body.get("type") == "error":  # Anthropic's schema, which has a place for it
         body["request_id"] = REQUEST_ID.get()
     return web.json_response(body, status=status)

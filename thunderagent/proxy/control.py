@@ -46,6 +46,7 @@ from thunderagent.proxy.commands import (
 from thunderagent.proxy.headers import forwarded_request_headers
 from thunderagent.proxy.large_bodies import read_aside
 from thunderagent.proxy.replicas import Replicas
+from thunderagent.proxy.target import Target, target_of
 from thunderagent.runtime import Runtime
 
 log = structlog.get_logger("thunderagent.control")
@@ -121,7 +122,8 @@ class Control:
 
     async def broadcast(self, request: web.Request) -> web.Response:
         """Tell every replica, up or not: one that misses a call would serve with other weights than the rest."""
-        command = command_of(request.path)
+        target = target_of(request).plainly()
+        command = command_of(target.engine_path)
         assert command is not None
         engines = self._replicas.engines()
         if not engines:
@@ -130,31 +132,32 @@ class Control:
         asked = await read_call(request, body)
         ordered = contextlib.nullcontext() if command.reads or command.is_abort else self._one_at_a_time
         async with ordered:
-            replies = await self._tell(request, request.raw_path, body, command, asked, engines, only_one=False)
-        return _joined(request.path, replies)
+            replies = await self._tell(request, target, body, command, asked, engines, only_one=False)
+        return _joined(target.engine_path, replies)
 
-    async def tell_one(self, request: web.Request, path: str, replica_id: str, command: Command) -> web.Response:
-        """Tell one replica, and return its own answer; `path` is the raw path and query there.
+    async def tell_one(self, request: web.Request, target: Target, replica_id: str, command: Command) -> web.Response:
+        """Tell one replica what `target` asks of it, and return its own answer.
 
         What it does it does for all ranks behind its URL.
         """
         body = await request.read()
         asked = await read_call(request, body)
         engine = next(engine for engine in self._replicas.engines() if replica_id in engine)
-        replies = await self._tell(request, path, body, command, asked, [engine], only_one=True)
+        replies = await self._tell(request, target, body, command, asked, [engine], only_one=True)
         return replies[0].answer()
 
     async def refuse(self, request: web.Request) -> web.Response:
         """Say why a call does not go to all replicas, and how it goes to each."""
+        path = target_of(request).spelt
         raise PerReplicaOnlyError(
-            f"{request.path} is not sent to all replicas: {REPLICA_COMMANDS[request.path]}. Send it to each one: "
-            f"GET /workers lists their URLs here, /workers/REPLICA_ID{request.path}"
+            f"{path} is not sent to all replicas: {REPLICA_COMMANDS[path]}. Send it to each one: "
+            f"GET /workers lists their URLs here, /workers/REPLICA_ID{path}"
         )
 
     async def _tell(
         self,
         request: web.Request,
-        path: str,
+        target: Target,
         body: bytes,
         command: Command,
         asked: Asked,
@@ -171,11 +174,11 @@ class Control:
                 stack.enter_context(self._suspended(replica_id))
             if aborts:
                 aborted_count = sum(map(self._runtime.abort_held, suspended_ids))
-                log.info("held_turns_aborted", path=request.path, turns_count=aborted_count)
+                log.info("held_turns_aborted", path=target.engine_path, turns_count=aborted_count)
 
             async def tell(engine: Sequence[str]) -> list[Reply]:
                 recently_s = self._runtime.now_s() - OVERTAKING_S
-                send = partial(self.call, engine[0], request, path, body, names_rank=False)
+                send = partial(self.call, engine[0], request, target, body, names_rank=False)
                 reply = await send()
                 replies = [reply._replace(replica_id=replica_id) for replica_id in engine]
                 for each in (
@@ -188,7 +191,8 @@ class Control:
 
             replies = [reply for told in await asyncio.gather(*map(tell, engines)) for reply in told]
         if not command.reads:
-            log.info("engines_told", path=request.path, replies={reply.replica_id: reply.status for reply in replies})
+            told = {reply.replica_id: reply.status for reply in replies}
+            log.info("engines_told", path=target.engine_path, replies=told)
         return replies
 
     async def _abort_overtaken(
@@ -203,7 +207,7 @@ class Control:
                 await abort()
 
     async def call(
-        self, replica_id: str, request: web.Request, path: str, body: bytes, *, names_rank: bool = True
+        self, replica_id: str, request: web.Request, target: Target, body: bytes, *, names_rank: bool = True
     ) -> Reply:
         """Send a request on to one replica and read its whole answer. A failure is a reply, too."""
         headers = forwarded_request_headers(request.headers)
@@ -215,7 +219,7 @@ class Control:
                     replica_id,
                     url,
                     request.method,
-                    path,
+                    target.sent,
                     headers,
                     body or None,
                     silence_timeout_s=self._settings.timeout_s,

@@ -10,20 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from typing import Any
-from urllib.parse import quote, unquote
+from urllib.parse import quote
 
 from aiohttp import web
 
 from thunderagent.errors import NotFoundError
+from thunderagent.proxy.access import Use, is_known, use_of
 from thunderagent.proxy.commands import command_of
 from thunderagent.proxy.control import Control
-from thunderagent.proxy.dialects import TURN_DIALECTS
 from thunderagent.proxy.loads import load_of, old_load_of
 from thunderagent.proxy.replicas import Replicas
+from thunderagent.proxy.target import Target, target_of
 from thunderagent.runtime import Runtime
 
-ForwardTo = Callable[[web.Request, str, str], Awaitable[web.StreamResponse]]
-"""Send a request on to a replica, on a raw path there, with a lease or without, and relay the answer."""
+ForwardTo = Callable[[web.Request, str, Target], Awaitable[web.StreamResponse]]
+"""Send a request on to a replica, for a target there, with a lease or without, and relay the answer."""
 
 OLD_LOAD_PATHS = ("/get_load", "/get_loads")
 
@@ -75,18 +76,20 @@ class Facade:
 
     async def pass_on(self, request: web.Request) -> web.StreamResponse:
         """Send a request on to the replica that it names."""
-        replica_id, path = self._split(request.raw_path)
-        bare_path = path.partition("?")[0]
-        command = command_of(bare_path)
+        replica_id, target = target_of(request).below()
+        if replica_id not in self._replicas.known:
+            raise NotFoundError(f"there is no replica {replica_id!r}")
+        command = command_of(target.spelt)
         if command is not None:
-            return await self._control.tell_one(request, path, replica_id, command)
-        if request.method == "POST" and bare_path in TURN_DIALECTS:
-            return await self._turn_on(request, replica_id, path)
-        if request.method == "GET" and bare_path == "/v1/loads":
-            return await self._loads_of(request, replica_id, path)
-        if request.method == "GET" and bare_path in OLD_LOAD_PATHS:
+            return await self._control.tell_one(request, target.plainly(), replica_id, command)
+        use = use_of(target, request.method)
+        if use is Use.TURN or (use is Use.GENERATE and is_known(target, request.method)):
+            return await self._turn_on(request, replica_id, target)
+        if request.method == "GET" and target.spelt == "/v1/loads":
+            return await self._loads_of(request, replica_id, target.plainly())
+        if request.method == "GET" and target.spelt in OLD_LOAD_PATHS:
             return web.json_response(old_load_of(self._runtime, [replica_id]))
-        return await self._forward_to(request, replica_id, path)
+        return await self._forward_to(request, replica_id, target)
 
     async def loads(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler's signature
         """Count turns in flight and held, of all replicas."""
@@ -96,10 +99,10 @@ class Facade:
         """Count them in the older shape."""
         return web.json_response(old_load_of(self._runtime, list(self._replicas.known)))
 
-    async def _loads_of(self, request: web.Request, replica_id: str, path: str) -> web.Response:
+    async def _loads_of(self, request: web.Request, replica_id: str, target: Target) -> web.Response:
         """Answer with what the engine counts and the turns held for it; with our own count if it has none."""
         own = load_of(self._runtime, [replica_id])
-        reply = await self._control.call(replica_id, request, path, b"")
+        reply = await self._control.call(replica_id, request, target, b"")
         loads = reply.value.get("loads") if reply.ok and isinstance(reply.value, dict) else None
         if not (isinstance(loads, list) and loads and isinstance(loads[0], dict)):
             return web.json_response(own)
@@ -107,14 +110,6 @@ class Facade:
         _add(loads[0], held_count, "num_waiting_reqs", "num_total_reqs")
         _add(reply.value.get("aggregate"), held_count, "total_waiting_reqs", "total_reqs")
         return web.json_response(reply.value)
-
-    def _split(self, raw_path: str) -> tuple[str, str]:
-        """Split `/workers/{replica_id}/...` into the replica and the raw path there. Raises `NotFoundError`."""
-        segment, _, rest = raw_path.removeprefix("/workers/").partition("/")
-        replica_id = unquote(segment)
-        if replica_id not in self._replicas.known:
-            raise NotFoundError(f"there is no replica {replica_id!r}")
-        return replica_id, "/" + rest
 
     def _url(self, request: web.Request, replica_id: str) -> str:
         return f"{request.scheme}://{request.host}/workers/{quote(replica_id, safe=':')}"

@@ -1,4 +1,4 @@
-"""What every request passes before its handler: an id, its origin, its key, its rate, its body in time.
+"""What every request passes before its handler: an id, its target, host, origin, key, rate, its body in time.
 
 Where none of that is configured, a request costs here no more than its id and a look for the header `Origin`.
 """
@@ -11,19 +11,34 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from aiohttp import web
+from aiohttp.http import HttpVersion11
 from prometheus_client import CollectorRegistry
 
-from thunderagent.errors import BodyTimeoutError, BodyTooLargeError, OriginRefusedError, RequestError
-from thunderagent.proxy.access import Access, access_of_route, controls_engine
+from thunderagent.errors import (
+    BodyTimeoutError,
+    BodyTooLargeError,
+    ExpectationError,
+    NotFoundError,
+    OriginRefusedError,
+)
+from thunderagent.proxy.access import Access, ForwardUnknown, access_of_route, engine_access
 from thunderagent.proxy.held import KEPT_BODY, HeldTurns, KeptBody
+from thunderagent.proxy.hosts import Hosts, comes_from_a_browser
 from thunderagent.proxy.keys import KEY_HEADER, Keyring, check_key
+from thunderagent.proxy.login import Logins
 from thunderagent.proxy.rate_limit import RateLimits
 from thunderagent.proxy.request_id import REQUEST_ID, REQUEST_ID_HEADER, take_request_id
+from thunderagent.proxy.target import target_of
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 PREFLIGHT_AGE_S = 600
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+NEEDS = web.RequestKey("needs", Access)
+"""What a request needs, once the guard has said so."""
+
 EXPOSED_HEADERS = (
     f"{REQUEST_ID_HEADER}, X-Program-ID, X-Program-ID-Source, X-Replica-ID, X-Hold-Ms, Retry-After, WWW-Authenticate"
 )
@@ -44,16 +59,31 @@ class GuardSettings:
     metrics_need_key: bool = False
     client_stall_limit_s: float = 120.0
     """A client that takes nothing of its answer for so long is cut off."""
+    forward_unknown: ForwardUnknown | None = None
+    """Who may call a path of an engine that is not known; None is admins where there are keys, else everybody."""
+    hosts: tuple[str, ...] = ()
+    """Names by which the proxy may be called where there are no keys, besides those of loopback; `*` is any."""
 
 
 class Guard:
     """Stand before handlers."""
 
-    def __init__(self, settings: GuardSettings, keyring: Keyring, registry: CollectorRegistry, held: HeldTurns) -> None:
-        """Ask for keys of `keyring`, if it has any; count in `registry`, and bodies in `held`."""
+    def __init__(
+        self,
+        settings: GuardSettings,
+        keyring: Keyring,
+        registry: CollectorRegistry,
+        logins: Logins,
+        held: HeldTurns,
+    ) -> None:
+        """Ask for keys of `keyring`, if it has any, or for one of `logins`; count in `registry`, bodies in `held`."""
         self._settings = settings
         self._held = held
         self._keyring = keyring
+        self._logins = logins
+        self._hosts = None if keyring else Hosts(settings.hosts)
+        default = ForwardUnknown.ADMIN if keyring else ForwardUnknown.DATA
+        self._forward_unknown = settings.forward_unknown or default
         self._limits = None
         if settings.rate_limit_per_s is not None:
             self._limits = RateLimits(settings.rate_limit_per_s, settings.rate_limit_burst_count, registry)
@@ -70,14 +100,15 @@ class Guard:
 
         async def handle(request: web.Request) -> web.StreamResponse:
             REQUEST_ID.set(take_request_id(request.headers))
-            if not request.raw_path.startswith("/"):  # it would become a part of the replica's host name
-                raise RequestError("the target of a request is a path, not a whole URL")
+            needs = request[NEEDS] = self._needs(request, access)
+            if self._hosts is not None and (needs is Access.ADMIN or comes_from_a_browser(request.headers)):
+                self._hosts.check(request.headers)
             if "Origin" in request.headers:
                 if self._is_preflight(request):
                     return self._preflight(request)
-                self._check_origin(request, access)
+                self._check_origin(request, asks_engine=access is Access.ENGINE and needs is Access.DATA)
             if checks_keys_or_rate:
-                await self._check_key_and_rate(request, for_admin=_is_for_admin(request, access))
+                await self._check_key_and_rate(request, for_admin=needs is Access.ADMIN)
             if request.content.is_eof():  # most bodies come with their head
                 return await handler(request)
             kept = request[KEPT_BODY] = KeptBody(self._held)
@@ -89,6 +120,16 @@ class Guard:
 
         return handle
 
+    def _needs(self, request: web.Request, access: Access) -> Access:
+        """Return what a request needs on a route of this access. Raises `RequestError` for an odd target."""
+        target = target_of(request)
+        if access is not Access.ENGINE:
+            return access
+        needs = engine_access(target, request.method, self._forward_unknown)
+        if needs is None:
+            raise NotFoundError("this path is not one of those that are forwarded to engines")
+        return needs
+
     def _access_of(self, method: str, route_path: str) -> Access:
         if route_path == "/metrics" and self._settings.metrics_need_key:
             return Access.ADMIN
@@ -97,7 +138,7 @@ class Guard:
     async def _check_key_and_rate(self, request: web.Request, *, for_admin: bool) -> None:
         caller = f"address {request.remote}"
         if self._keyring:
-            key = self._keyring.key_of(request.headers)
+            key = self._keyring.key_of(request.headers) or self._logins.key_of(request.headers)
             check_key(key, self._keyring, for_admin=for_admin)
             if key is not None:
                 caller = f"key {key.name}"
@@ -119,6 +160,8 @@ class Guard:
             )
         pieces, size_bytes = [], 0
         kept.grow(length_bytes or 0)
+        if "Expect" in request.headers and request.version >= HttpVersion11:
+            await _invite(request)
         try:
             async with asyncio.timeout(settings.body_timeout_s):
                 while piece := await request.content.readany():
@@ -156,24 +199,23 @@ class Guard:
         }
         return web.Response(status=204, headers=headers)
 
-    def _check_origin(self, request: web.Request, access: Access) -> None:
+    def _check_origin(self, request: web.Request, *, asks_engine: bool) -> None:
         """Refuse what a page of another origin makes its reader's browser do to our own API.
 
         Browsers send such requests without asking first, and without a key they may be enough on loopback. What goes
         to an engine is the engine's to judge, unless it controls the engine.
         """
-        if request.method in SAFE_METHODS:
-            return
-        if access is Access.ENGINE and not _is_for_admin(request, access):
+        if request.method in SAFE_METHODS or asks_engine:
             return
         origin = request.headers["Origin"]
-        if urlsplit(origin).netloc != request.host and not self._is_allowed(origin):
+        if _host_and_port(origin) != request.host and not self._is_allowed(origin):
             raise OriginRefusedError("a page of this origin may not do that; cors_origins says which may")
 
     async def _mark_cors(self, request: web.Request, response: web.StreamResponse) -> None:
-        """Say in an answer which origin may read it; what an engine says of that holds no longer."""
-        for name in [name for name in response.headers if name.lower().startswith("access-control-allow-origin")]:
-            response.headers.popall(name)
+        """Say in an answer which origin may read it, and how; what an engine says of that holds no longer."""
+        if not self._is_preflight(request):  # that answer is ours
+            for name in {name for name in response.headers if name.lower().startswith("access-control-")}:
+                response.headers.popall(name, None)
         response.headers.add("Vary", "Origin")
         origin = request.headers.get("Origin")
         if origin is not None and self._is_allowed(origin):
@@ -181,5 +223,22 @@ class Guard:
             response.headers["Access-Control-Expose-Headers"] = EXPOSED_HEADERS
 
 
-def _is_for_admin(request: web.Request, access: Access) -> bool:
-    return access is Access.ADMIN or (access is Access.ENGINE and controls_engine(request.raw_path))
+def _host_and_port(origin: str) -> str | None:
+    """Return whom an origin names; None for one that nobody could be."""
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:
+        return None
+
+
+async def _invite(request: web.Request) -> None:
+    """Say to a client that waits for it that its body is welcome (RFC 9110, 10.1.1). Raises `ExpectationError`."""
+    if request.headers["Expect"].lower() != "100-continue":
+        raise ExpectationError("nothing can be expected of this server but 100-continue")
+    writer = request.writer
+    await writer.write(CONTINUE)
+    writer.output_size = 0  # that was no part of the answer
+
+
+async def says_nothing_yet(request: web.Request) -> None:
+    """Leave a client that expects to be told to go on waiting: the guard tells it, once it may."""

@@ -36,10 +36,10 @@ class HeldStream:
     def __init__(
         self, request: web.Request, path: str, dialect: Dialect, period_s: float, headers: dict[str, str]
     ) -> None:
-        """Beat every `period_s`; `headers` go into the head if one must be sent before the lease is there."""
+        """Beat every `period_s` on `path`; `headers` go into the head if one must be sent before the lease is there."""
         self._request = request
         self._dialect = dialect
-        self._is_messages = path.partition("?")[0] == MESSAGES_PATH
+        self._is_messages = path == MESSAGES_PATH
         self._period_s = period_s
         self._headers = headers
         self.response: web.StreamResponse | None = None

@@ -12,7 +12,6 @@ import json
 import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
-from urllib.parse import unquote
 
 import msgspec
 from msgspec import UNSET
@@ -71,20 +70,6 @@ OUTCOME_HEADER = "X-Program-Outcome"
 
 CLASS_HEADER = "X-Program-Class"
 """What sort of program it is: says which sandboxes it gets."""
-
-_NAMING = ("/p/", "/sessions/", "/v1/v1/")
-"""What a path begins with that names a program, or needs mending."""
-
-_PROGRAM_PATHS = (
-    re.compile(r"^/(?:p|sessions)/(?P<program_id>.+)(?P<rest>/inference/v1/(?:generate|abort_requests))$", re.DOTALL),
-    re.compile(r"^/(?:p|sessions)/(?P<program_id>.+)(?P<rest>/skyrl/v1/generate)$", re.DOTALL),
-    re.compile(r"^/(?:p|sessions)/(?P<program_id>.+)(?P<rest>/v1(?:/.*)?)$", re.DOTALL),
-    re.compile(r"^/(?:p|sessions)/(?P<program_id>.+)(?P<rest>/(?:generate|tokenize|detokenize))$", re.DOTALL),
-    re.compile(r"^/p/(?P<program_id>[^/]+)(?P<rest>/.*)$", re.DOTALL),
-)
-"""Paths that name a program, and what of them is the engine's: of vLLM's token-in API and SkyRL's form of it, of what
-has a version, of the few paths without one that agents and trainers call, and of whatever else there is: then the id
-ends at the next slash."""
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
@@ -165,6 +150,10 @@ class TurnRequest(NamedTuple):
     outcome: str = ""
     parent_branch_id: str = ""
     """The branch that waits for this one; empty is the main branch."""
+    told_id: str = ""
+    """The program that a turn of nobody says it is of."""
+    is_unknown: bool = False
+    """Whether it is on an API that we do not speak: then it may do more than generate."""
 
 
 class SideCallRequest(NamedTuple):
@@ -191,19 +180,20 @@ class IdentityRules(NamedTuple):
 NO_RULES = IdentityRules()
 
 
-def split_path(raw_path: str) -> tuple[str | None, str]:
-    """Split `/p/{program_id}/v1/...` into the decoded program id and the path to forward; None if it names no program.
+def in_utf8(body: bytes) -> bytes:
+    """Return a body that is JSON in UTF-16 or UTF-32, or has a byte order mark, in plain UTF-8, as engines read it.
 
-    The id may hold `/`, `:` and percent-escapes, so it reaches up to the last `/v1`; a doubled `/v1/v1` is mended.
-    Where there is no `/v1`, nor another path that is known, it holds no `/` but an escaped one.
+    Any other is returned as it is. Cost: a look at four bytes, as a rule.
     """
-    if not raw_path.startswith(_NAMING):
-        return None, raw_path
-    path, mark, query = raw_path.partition("?")
-    for pattern in _PROGRAM_PATHS:
-        if (match := pattern.match(path)) is not None:
-            return unquote(match["program_id"].removesuffix("/v1")), match["rest"] + mark + query
-    return None, raw_path.removeprefix("/v1") if path.startswith("/v1/v1/") else raw_path
+    encoding = json.detect_encoding(body)
+    if encoding == "utf-8":
+        return body
+    try:
+        text = body.decode(encoding)
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return body
+    return text.encode("utf-8", "surrogatepass")
 
 
 def check_program_id(value: object) -> str:

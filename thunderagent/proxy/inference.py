@@ -263,20 +263,21 @@ def _content_of(content: object) -> tuple[object, list[object]]:
         return content.strip(), []
     if not isinstance(content, list):
         return content or "", []
-    kept: list[object] = [""]
+    kept: list[object] = []
+    texts: list[str] = []  # joined in the end: to add to a text each time would copy it each time
     calls: list[object] = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind in _TEXTS and isinstance(part.get("text"), str):
-            if isinstance(kept[-1], str):
-                kept[-1] += part["text"]
-            else:
-                kept.append(part["text"])
+            texts.append(part["text"])
         elif kind == "tool_use":
             calls.append([part.get("id"), part.get("name"), _arguments(part.get("input"))])
         elif kind not in _THOUGHTS:
-            kept.append({k: v for k, v in part.items() if k not in _SERVERS_OWN} if isinstance(part, dict) else part)
-    return kept[0].strip() if len(kept) == 1 and isinstance(kept[0], str) else kept, calls
+            other = {k: v for k, v in part.items() if k not in _SERVERS_OWN} if isinstance(part, dict) else part
+            kept += ("".join(texts), other)
+            texts.clear()
+    text = "".join(texts)
+    return ([*kept, text] if kept else text.strip()), calls
 
 
 def _call(call: object) -> object:

@@ -6,23 +6,22 @@ Keys are random, so that one round of SHA-256 is enough to hide them; each is co
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from hashlib import sha256
 from hmac import compare_digest
-from http.cookies import CookieError, SimpleCookie
 from secrets import token_urlsafe
 
-from multidict import CIMultiDict, CIMultiDictProxy
+from multidict import CIMultiDict, CIMultiDictProxy, MultiMapping
 
 from thunderagent.errors import AdminKeyNeededError, ConfigurationError, KeyNeededError
 
 KEY_HEADER = "X-ThunderAgent-Key"
 """Ours alone: whoever sends it keeps `Authorization` for the engine."""
 
-COOKIE = "thunderagent_key"
-"""Where a browser keeps an admin key for the dashboard."""
+COOKIE = "thunderagent_login"
+"""Where a browser keeps what it got for an admin key. A key itself is taken from no cookie."""
 
 KEY_PREFIX = "tak_"
 _LINE = re.compile(r"(?P<name>[\w.@-]{1,64}(?:/[\w.@-]{1,64})?):sha256:(?P<digest>[0-9a-f]{64})", re.ASCII)
@@ -92,7 +91,7 @@ class Keyring:
     def key_of(self, headers: CIMultiDictProxy[str]) -> Key | None:
         """Return the key that a request brings: in our own header, or else in any of those that clients know."""
         own = headers.get(KEY_HEADER)
-        texts = [own] if own is not None else [*_usual_texts(headers), *_cookie_texts(headers)]
+        texts = [own] if own is not None else _usual_texts(headers)
         for text in texts:
             if (key := self.find(text)) is not None:
                 return key
@@ -105,9 +104,9 @@ class Keyring:
             texts = headers.getall(name, ())
             if any(self.find(_bearer(text)) is not None for text in texts):
                 headers.popall(name)
-        if COOKIE in headers.get("Cookie", ""):
+        if any(name == COOKIE for name, _ in cookies_of(headers)):
             cookies = [each.strip() for text in headers.popall("Cookie") for each in text.split(";")]
-            if rest := "; ".join(each for each in cookies if each.partition("=")[0] != COOKIE):
+            if rest := "; ".join(each for each in cookies if each.partition("=")[0].strip() != COOKIE):
                 headers["Cookie"] = rest
 
 
@@ -120,14 +119,12 @@ def _bearer(text: str) -> str:
     return rest.strip() if scheme.lower() == "bearer" else text
 
 
-def _cookie_texts(headers: CIMultiDictProxy[str]) -> list[str]:
-    if COOKIE not in headers.get("Cookie", ""):
-        return []
-    try:
-        cookie = SimpleCookie(headers["Cookie"]).get(COOKIE)
-    except CookieError:
-        return []
-    return [cookie.value] if cookie is not None else []
+def cookies_of(headers: MultiMapping[str]) -> Iterator[tuple[str, str]]:
+    """Yield the cookies of a request, of all its headers, by their names."""
+    for text in headers.getall("Cookie", ()):
+        for each in text.split(";"):
+            name, _, value = each.partition("=")
+            yield name.strip(), value.strip().strip('"')
 
 
 def check_key(key: Key | None, keyring: Keyring, *, for_admin: bool) -> None:

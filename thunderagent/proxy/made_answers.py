@@ -6,7 +6,7 @@ import re
 from collections import deque
 from urllib.parse import unquote
 
-_ID_IN_PATH = re.compile(r"^/v1/responses/(?P<answer_id>[^/?]+)")
+_ID_IN_PATH = re.compile(r"^/v1/responses/(?P<answer_id>[^/]+)")
 
 PARTS_COUNT = 16
 

@@ -218,17 +218,22 @@ class Replicas:
         """Return the id if there is such a replica, up or not."""
         return replica_id if replica_id in self.known else None
 
+    def home_of(self, program_id: str) -> str | None:
+        """Return the replica that a program is on, if it is up; None for a program that is on none, or not known."""
+        program = self._runtime.scheduler.table.get(program_id)
+        home = self._runtime.scheduler.replicas.get(program.replica_id or "") if program is not None else None
+        return home.replica_id if home is not None and home.up else None
+
     def serving(self, program_id: str | None = None, avoid: Collection[str] = ()) -> str:
         """Return the replica that a request without a lease goes to: its program's, or the least busy one.
 
         Busy is what has turns or other requests in flight; among equals it is the turn of the one that had none for
         longest. Never one to `avoid`, because it just failed. Raises `NoReplicaError` if no other is up.
         """
+        home_id = self.home_of(program_id or "")
+        if home_id is not None and home_id not in avoid:
+            return home_id
         scheduler = self._runtime.scheduler
-        program = scheduler.table.get(program_id) if program_id is not None else None
-        home = scheduler.replicas.get(program.replica_id or "") if program is not None else None
-        if home is not None and home.replica_id not in avoid and home.up:
-            return home.replica_id
         usable = [replica for replica in scheduler.open_replicas if replica.replica_id not in avoid]
         if not usable:
             raise NoReplicaError("no replica is up")

@@ -25,13 +25,14 @@ from thunderagent.errors import (
 )
 from thunderagent.proxy.answer_headers import identity_headers, tell_with_error
 from thunderagent.proxy.dialects import dialect_of
-from thunderagent.proxy.headers import forwarded_request_headers, forwarded_response_headers
-from thunderagent.proxy.identity import IdentityRules, identify_side_call, split_path
+from thunderagent.proxy.headers import forwarded_request_headers, forwarded_response_headers, lead_back
+from thunderagent.proxy.identity import IdentityRules, identify_side_call
 from thunderagent.proxy.large_bodies import read_aside
 from thunderagent.proxy.made_answers import MadeAnswers
 from thunderagent.proxy.replicas import Replicas, Watcher
 from thunderagent.proxy.request_id import begin
 from thunderagent.proxy.stall import write, write_eof
+from thunderagent.proxy.target import Target, target_of
 from thunderagent.proxy.tenancy import Tenancy
 
 log = structlog.get_logger("thunderagent.side_calls")
@@ -76,55 +77,58 @@ class SideCalls:
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Relay one request, whatever its method. Raises `ReplicaError`, `NoReplicaError`."""
-        path_id, path = split_path(request.raw_path)
+        target = target_of(request)
         body = await request.read()
         says_whose = body if request.method == "POST" else b""
-        read = partial(identify_side_call, path_id, request.headers, says_whose, self._identity)
+        read = partial(identify_side_call, target.program_id, request.headers, says_whose, self._identity)
         call = await read_aside(read, len(says_whose))
         headers = identity_headers(call.program_id, call.source)
         try:
             program_id = call.program_id if self._tenancy.may_touch(call.program_id) else None
-            replica_id, upstream = await self._send(request, path, program_id, call.body or body)
+            replica_id, upstream = await self._send(request, target, program_id, call.body or body)
         except ThunderAgentError as error:
             tell_with_error(error, headers)
             raise
         try:
-            return await self._relay(request, path, replica_id, upstream, headers)
+            return await self._relay(request, target, replica_id, upstream, headers)
         finally:
             upstream.close()
 
-    async def forward_to(self, request: web.Request, replica_id: str, path: str) -> web.StreamResponse:
-        """Relay one request to a replica that its client chose; `path` is the raw path and query there."""
+    async def forward_to(self, request: web.Request, replica_id: str, target: Target) -> web.StreamResponse:
+        """Relay one request to a replica that its client chose; `target` is what it asks for there."""
         body = await request.read()
         headers = forwarded_request_headers(request.headers)
         try:
             url = self._replicas.url_of(replica_id)
-            upstream = await self._client.send(replica_id, url, request.method, path, headers, body or None)
+            upstream = await self._client.send(replica_id, url, request.method, target.sent, headers, body or None)
         except ReplicaError as error:
             look_at(self._watcher, error)
             tell_with_error(error, {})
             raise
         try:
-            return await self._relay(request, path, replica_id, upstream, {})
+            return await self._relay(request, target, replica_id, upstream, {})
         finally:
             upstream.close()
 
-    async def _send(self, request: web.Request, path: str, program_id: str | None, body: bytes) -> tuple[str, Answer]:
+    async def _send(
+        self, request: web.Request, target: Target, program_id: str | None, body: bytes
+    ) -> tuple[str, Answer]:
         """Send to one replica after the other until one answers; return which, and the head of its answer."""
         headers = forwarded_request_headers(request.headers)
-        maker_id = self._made.maker_of(path)
+        maker_id = self._made.maker_of(target.engine_path)
         replica_id = self._replicas.known_id(maker_id) or self._replicas.serving(program_id)
         failed_ids: list[str] = []
         while True:
             try:
                 url = self._replicas.url_of(replica_id)
-                return replica_id, await self._client.send(replica_id, url, request.method, path, headers, body or None)
+                sending = self._client.send(replica_id, url, request.method, target.sent, headers, body or None)
+                return replica_id, await sending
             except ReplicaError as error:
                 look_at(self._watcher, error)
                 failed_ids.append(replica_id)
                 if maker_id is not None or len(failed_ids) > self._retries_count:
                     raise
-                if not _may_repeat(request.method, path, error):
+                if not _may_repeat(request.method, target, error):
                     raise
                 try:
                     replica_id = self._replicas.serving(program_id, avoid=failed_ids)
@@ -134,7 +138,7 @@ class SideCalls:
     async def _relay(
         self,
         request: web.Request,
-        path: str,
+        target: Target,
         replica_id: str,
         upstream: Answer,
         headers: Mapping[str, str],
@@ -145,6 +149,7 @@ class SideCalls:
             reason=upstream.reason,
             headers=forwarded_response_headers(upstream.headers, keep_length=True),
         )
+        lead_back(response.headers, self._replicas.url_of, replica_id, target)
         response.headers.update({**headers, "X-Replica-ID": replica_id})
         await begin(request, response)
         last_chunk = b""
@@ -153,11 +158,10 @@ class SideCalls:
                 last_chunk = chunk
                 await write(request, response, chunk)
         except ReplicaError as error:
-            log.warning("replica_failed_request", replica_id=replica_id, path=path, why=str(error))
+            log.warning("replica_failed_request", replica_id=replica_id, path=target.engine_path, why=str(error))
             may_add = not any(name in upstream.headers for name in _SIZED_OR_ENCODED)
             if may_add and upstream.content_type == "text/event-stream":
-                dialect = dialect_of(path.partition("?")[0])
-                ending = dialect.break_off(error.code, error.message, last_chunk)
+                ending = dialect_of(target.spelt).break_off(error.code, error.message, last_chunk)
                 await write(request, response, b"\n\n" + ending)
             cut(request)
             return response
@@ -165,13 +169,13 @@ class SideCalls:
         return response
 
 
-def _may_repeat(method: str, path: str, error: ReplicaError) -> bool:
+def _may_repeat(method: str, target: Target, error: ReplicaError) -> bool:
     """Say whether a request that failed before its answer began may be sent to another replica."""
     if isinstance(error, ReplicaUnreachableError):
         return True  # nothing was sent
     if isinstance(error, ReplicaTimeoutError):
         return False
-    return method in IDEMPOTENT_METHODS or path.partition("?")[0].rpartition("/")[2] in PURE_CALLS
+    return method in IDEMPOTENT_METHODS or target.spelt.rpartition("/")[2] in PURE_CALLS
 
 
 def look_at(watcher: Watcher, error: ReplicaError) -> None:

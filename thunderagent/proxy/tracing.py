@@ -38,6 +38,7 @@ from thunderagent import __version__
 from thunderagent.programs.decisions import Decision, Grant, Release
 from thunderagent.programs.events import Event, TurnAbandoned, TurnArrived, TurnFailed, TurnFinished, TurnStarted
 from thunderagent.proxy.request_id import REQUEST_ID
+from thunderagent.proxy.target import told_path
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -191,7 +192,7 @@ class Tracing:
         is_clients = get_current_span(context).get_span_context().is_valid
         if program is not None and not is_clients:
             context = set_span_in_context(program.span)
-        attributes = {"url.path": trace.request.path, "thunderagent.request_id": REQUEST_ID.get()}
+        attributes = {"url.path": told_path(trace.request), "thunderagent.request_id": REQUEST_ID.get()}
         if trace.program_id is not None:
             attributes["thunderagent.program_id"] = trace.program_id
         links = [Link(program.span.get_span_context())] if program is not None and is_clients else []

@@ -37,6 +37,7 @@ from thunderagent.errors import (
     ReplicaRemovedError,
     ReplicaTimeoutError,
     ReplicaTrippedError,
+    ReplicaUnreachableError,
     RequestError,
     ThunderAgentError,
     TurnAbortedError,
@@ -48,10 +49,18 @@ from thunderagent.proxy.attempts import Attempt, Attempts
 from thunderagent.proxy.completion import Completions
 from thunderagent.proxy.dialects import NO_USAGE, TURN_DIALECTS, Dialect, Usage, dialect_of
 from thunderagent.proxy.dialects.base import KeepId
-from thunderagent.proxy.headers import forwarded_request_headers, forwarded_response_headers
+from thunderagent.proxy.headers import forwarded_request_headers, forwarded_response_headers, lead_back
 from thunderagent.proxy.heartbeat import HeldStream
 from thunderagent.proxy.held import NO_LIMITS, HeldLimits, HeldTurns
-from thunderagent.proxy.identity import CLASS_HEADER, NO_RULES, IdentityRules, TurnRequest, identify, split_path
+from thunderagent.proxy.identity import (
+    CLASS_HEADER,
+    NO_RULES,
+    IdentityRules,
+    TurnRequest,
+    identify,
+    identify_side_call,
+    in_utf8,
+)
 from thunderagent.proxy.inference import Chain, Inference, Prompt, prompt_of
 from thunderagent.proxy.judge import Judge
 from thunderagent.proxy.large_bodies import LARGE_BODY_BYTES, read_aside
@@ -64,6 +73,7 @@ from thunderagent.proxy.retry_budget import DEFAULT_RETRIES, RetryBudget, RetryS
 from thunderagent.proxy.sandboxes import Sandboxes
 from thunderagent.proxy.side_calls import SideCalls, cut, look_at
 from thunderagent.proxy.stall import write, write_eof
+from thunderagent.proxy.target import Target, target_of
 from thunderagent.proxy.tenancy import Tenancy
 from thunderagent.proxy.tool_calls import StreamToolCalls, tool_of_answer
 from thunderagent.proxy.usage import StreamUsage, usage_of_answer
@@ -118,6 +128,7 @@ class Record:
         "reason",
         "replica_id",
         "status",
+        "target",
         "tool",
         "tries_count",
         "turn",
@@ -125,10 +136,17 @@ class Record:
     )
 
     def __init__(
-        self, turn: TurnRequest, dialect: Dialect, arrived_s: float, body: bytes, chosen_id: str | None = None
+        self,
+        turn: TurnRequest,
+        target: Target,
+        dialect: Dialect,
+        arrived_s: float,
+        body: bytes,
+        chosen_id: str | None = None,
     ) -> None:
         """Begin with a turn that has no lease yet; unless it ends otherwise, its client left."""
         self.turn = turn
+        self.target = target
         self.held_bytes = len(body) + (len(turn.body) if turn.body is not body else 0)
         """What is kept of it until it has run: the body as it came, and as it is forwarded."""
         self.chosen_id = chosen_id
@@ -202,43 +220,42 @@ class Turns:
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Answer one turn. A body that is no JSON object goes to an engine as it is, for its own words on it."""
-        path_id, path = split_path(request.raw_path)
-        return await self._handle(request, path_id, path)
+        return await self._handle(request, target_of(request).plainly())
 
-    async def handle_on(self, request: web.Request, replica_id: str, path: str) -> web.StreamResponse:
+    async def handle_other(self, request: web.Request) -> web.StreamResponse:
+        """Answer a POST on an API that we do not speak: it may generate, so it is a turn of nobody."""
+        return await self._handle(request, target_of(request))
+
+    async def handle_on(self, request: web.Request, replica_id: str, target: Target) -> web.StreamResponse:
         """Answer one turn on the replica that its client chose: nobody's, whoever's it says it is."""
-        return await self._handle(request, None, path, chosen_id=replica_id)
+        spelt = target.plainly() if target.spelt in TURN_DIALECTS else target
+        return await self._handle(request, spelt, chosen_id=replica_id)
 
-    async def _handle(
-        self, request: web.Request, path_id: str | None, path: str, chosen_id: str | None = None
-    ) -> web.StreamResponse:
+    async def _handle(self, request: web.Request, target: Target, chosen_id: str | None = None) -> web.StreamResponse:
         """Answer one turn, on the replica `chosen_id` if one was chosen."""
         arrived_s = monotonic()
         body = await request.read()
-        bare_path = path.partition("?")[0]
-        dialect = TURN_DIALECTS.get(bare_path) or dialect_of(bare_path)  # a spelling with escapes is routed here, too
-        read = partial(_read_turn, path_id, request.headers, body, self._settings.identity, dialect, self._tenancy)
+        path = target.sent
+        read = partial(_read_turn, target, request.headers, body, self._settings.identity, self._tenancy)
         turn, prompt = await read_aside(read, len(body))
-        if turn is None:
-            return await self._judged_by_engine(request, path, chosen_id)
         if chosen_id is not None:
             turn, prompt = _of_nobody(turn), None
         turn = self._of_program(request, turn, prompt)
-        record = Record(turn, dialect, arrived_s, body, chosen_id)
+        record = Record(turn, target, dialect_of(target.spelt), arrived_s, body, chosen_id)
         if turn.previous_response_id:
             record.maker_id = self._made.maker(turn.previous_response_id)
         if prompt is not None:
-            record.chain, record.completions = prompt.chain(), Completions(dialect)
+            record.chain, record.completions = prompt.chain(), Completions(record.dialect)
             del prompt  # as large as the body, and of no more use
-        attempt = self._attempt(request, path if chosen_id is None else request.raw_path, turn)
+        attempt = self._attempt(request, path if chosen_id is None else target.prefix + path, turn)
         now_s = self._runtime.now_s()
         self._budget.turn_came(now_s)
         self._attempts.begin(attempt, now_s)
         try:
-            prompt_bytes = len(body) if turn.has_whole_prompt else 0
-            return await self._try_replicas(request, path, prompt_bytes, record, attempt)
+            prompt_bytes = len(turn.body) if turn.has_whole_prompt else 0
+            return await self._try_replicas(request, prompt_bytes, record, attempt)
         except TurnAbortedError:
-            make = partial(abort_answer, path, turn.body)
+            make = partial(abort_answer, target.engine_path, turn.body)
             content_type, answer = await read_aside(make, len(turn.body))
             record.status, record.outcome = 200, "aborted"
             if record.held_stream is not None and record.held_stream.response is not None:
@@ -286,12 +303,6 @@ class Turns:
             self._sandboxes.program_seen(turn.program_id, request.headers[CLASS_HEADER])
         return turn
 
-    async def _judged_by_engine(self, request: web.Request, path: str, chosen_id: str | None) -> web.StreamResponse:
-        """Relay what is no turn after all."""
-        if chosen_id is not None:
-            return await self.forward_to(request, chosen_id, path)
-        return await self.forward(request)
-
     def _attempt(self, request: web.Request, path: str, turn: TurnRequest) -> Attempt:
         try:
             patience = patience_of(request.headers, self._settings.patience_s)
@@ -304,7 +315,7 @@ class Turns:
         return Attempt(turn, path, patience, self._runtime.now_s(), task, self._runtime.new_turn_id())
 
     async def _try_replicas(
-        self, request: web.Request, path: str, prompt_bytes: int, record: Record, attempt: Attempt
+        self, request: web.Request, prompt_bytes: int, record: Record, attempt: Attempt
     ) -> web.StreamResponse:
         """Take a lease, forward, relay; before the first byte of an answer, try another replica if one fails."""
         turn = record.turn
@@ -314,7 +325,7 @@ class Turns:
         if self._settings.heartbeat_s is not None and turn.streams:
             record.held_stream = HeldStream(
                 request,
-                path,
+                record.target.engine_path,
                 record.dialect,
                 self._settings.heartbeat_s,
                 identity_headers(turn.program_id, turn.source),
@@ -322,15 +333,15 @@ class Turns:
         deadline_s = self._deadline_s(record, attempt)
         avoid_replica_id = None
         while True:
-            with await self._lease(request, record, attempt, path, prompt_bytes, deadline_s, avoid_replica_id) as lease:
+            with await self._lease(request, record, attempt, prompt_bytes, deadline_s, avoid_replica_id) as lease:
                 self._held.runs(request)
                 self._metrics.observe_hold(lease.held_s)
                 self._metrics.observe_added(monotonic() - record.arrived_s - record.held_s)
                 authorization = headers.get("Authorization")
-                named = await self._named(turn, lease.replica_id, path, authorization)
+                named = await self._named(record, lease.replica_id, authorization)
                 try:
                     try:
-                        upstream = await self._send(record, lease, path, headers, named.body)
+                        upstream = await self._send(record, lease, headers, named.body)
                     except ReplicaError as error:
                         ended = self._ended_meanwhile(turn, attempt)
                         self._lease_failed(lease, error)
@@ -366,7 +377,6 @@ class Turns:
         request: web.Request,
         record: Record,
         attempt: Attempt,
-        path: str,
         prompt_bytes: int,
         deadline_s: float | None,
         avoid_replica_id: str | None,
@@ -385,14 +395,14 @@ class Turns:
             prefix=turn.prefix,
             group_id=turn.group_id,
             pinned_replica_id=record.chosen_id,
-            abortable=is_abortable(path, has_token_prompt=turn.has_token_prompt),
+            abortable=is_abortable(record.target.engine_path, has_token_prompt=turn.has_token_prompt),
             turn_id=attempt.turn_id,
             deadline_s=deadline_s,
             supersedes_id=attempt.supersedes_id,
             waiting_since_s=attempt.since_s if record.tries_count or attempt.patience.retry_count else None,
             parent_id=turn.parent_id,
             tenant=turn.tenant,
-            wanted_replica_id=record.maker_id,
+            wanted_replica_id=record.maker_id or (self._replicas.home_of(turn.told_id) if turn.told_id else None),
             program_class=turn.program_class,
             role=turn.role,
             parent_branch_id=turn.parent_branch_id,
@@ -424,20 +434,20 @@ class Turns:
             )
         return lease
 
-    async def _send(self, record: Record, lease: Lease, path: str, headers: CIMultiDict[str], body: bytes) -> Answer:
+    async def _send(self, record: Record, lease: Lease, headers: CIMultiDict[str], body: bytes) -> Answer:
         """Forward a turn, with its priority if the scheduler gives it one, and return when its answer's head came.
 
         A turn that its engine refuses for its priority is sent again without.
         """
         if lease.engine_priority is None:
-            return await self._send_once(record, lease.replica_id, path, headers, body)
+            return await self._send_once(record, lease.replica_id, headers, body)
         given = self._replicas.priorities.for_engine(lease.replica_id, lease.engine_priority)
         if given is None:
-            return await self._send_once(record, lease.replica_id, path, headers, body)
+            return await self._send_once(record, lease.replica_id, headers, body)
         (priorities, priority), with_priority = given, CIMultiDict(headers)
-        put = partial(priorities.put, path, body, with_priority, priority)
+        put = partial(priorities.put, record.target.engine_path, body, with_priority, priority)
         with_it = await read_aside(put, len(body))
-        upstream = await self._send_once(record, lease.replica_id, path, with_priority, with_it)
+        upstream = await self._send_once(record, lease.replica_id, with_priority, with_it)
         if upstream.status != 400:
             return upstream
         try:
@@ -448,14 +458,12 @@ class Turns:
         if not priorities.is_refusal(answer):
             return upstream
         upstream.close()
-        upstream = await self._send_once(record, lease.replica_id, path, headers, body)
+        upstream = await self._send_once(record, lease.replica_id, headers, body)
         if upstream.status != 400:
             self._replicas.priorities.refused(lease.replica_id)
         return upstream
 
-    async def _send_once(
-        self, record: Record, replica_id: str, path: str, headers: CIMultiDict[str], body: bytes
-    ) -> Answer:
+    async def _send_once(self, record: Record, replica_id: str, headers: CIMultiDict[str], body: bytes) -> Answer:
         """Forward a turn and return when the head of its answer is there; tell the replica's breaker how it went."""
         breakers = self._replicas.breakers
         probe = await breakers.admit(replica_id)
@@ -464,7 +472,7 @@ class Turns:
             headers["Accept-Encoding"] = "identity"  # the head was sent, and promises nothing else
         try:
             url = self._replicas.url_of(replica_id)
-            upstream = await self._client.send(replica_id, url, "POST", path, headers, body)
+            upstream = await self._client.send(replica_id, url, "POST", record.target.sent, headers, body)
         except ReplicaError as error:
             if isinstance(error, ReplicaRemovedError):
                 breakers.left(replica_id, probe)
@@ -481,6 +489,8 @@ class Turns:
         """Say whether a turn may be tried again that failed before its first byte."""
         if error.replica_id in (record.chosen_id, record.maker_id):
             return False  # elsewhere it would only be refused
+        if record.turn.is_unknown and not isinstance(error, ReplicaUnreachableError):
+            return False  # it may have been done
         if isinstance(error, ReplicaTimeoutError) and not isinstance(error, FirstByteTimeoutError):
             return False
         refused_before = self._budget.refused_count
@@ -493,8 +503,9 @@ class Turns:
             self._log.warning("retry_over_budget", program_id=record.turn.program_id, replica_id=error.replica_id)
         return may_retry
 
-    async def _named(self, turn: TurnRequest, replica_id: str, path: str, authorization: str | None) -> NamedTurn:
+    async def _named(self, record: Record, replica_id: str, authorization: str | None) -> NamedTurn:
         """Return the body as it goes to an engine: with an id, where that wants to be told of clients that left."""
+        turn, path = record.turn, record.target.engine_path
         name = partial(self._replicas.name_turn, replica_id, path, turn.body, turn.program_id, authorization)
         return await read_aside(name, len(turn.body))
 
@@ -502,15 +513,16 @@ class Turns:
         """Relay a request that is no turn, without a lease, to its program's replica or the least busy one."""
         return await self._side_calls.handle(request)
 
-    async def forward_to(self, request: web.Request, replica_id: str, path: str) -> web.StreamResponse:
+    async def forward_to(self, request: web.Request, replica_id: str, target: Target) -> web.StreamResponse:
         """Relay a request, without a lease, to a replica that its client chose."""
-        return await self._side_calls.forward_to(request, replica_id, path)
+        return await self._side_calls.forward_to(request, replica_id, target)
 
     async def _relay(self, request: web.Request, record: Record, lease: Lease, upstream: Answer) -> web.StreamResponse:
         """Relay an answer whose head has come, and end the lease."""
         record.status = upstream.status
         streams = upstream.content_type == "text/event-stream"
         headers = forwarded_response_headers(upstream.headers, keep_length=not streams)
+        lead_back(headers, self._replicas.url_of, lease.replica_id, record.target)
         headers.update(_headers_of(record))
         begun = record.held_stream is not None and record.held_stream.response is not None
         if begun and (not streams or upstream.status >= 400):
@@ -650,7 +662,7 @@ class Turns:
 
 
 def _of_nobody(turn: TurnRequest) -> TurnRequest:
-    return turn._replace(program_id=None, source="anonymous", is_final=False)
+    return turn._replace(program_id=None, source="anonymous", is_final=False, told_id="")
 
 
 async def _told(record: Record, error: ThunderAgentError) -> web.StreamResponse:
@@ -665,21 +677,47 @@ async def _told(record: Record, error: ThunderAgentError) -> web.StreamResponse:
 
 
 def _read_turn(
-    path_id: str | None,
+    target: Target,
     headers: CIMultiDictProxy[str],
     body: bytes,
     rules: IdentityRules,
-    dialect: Dialect,
     tenancy: Tenancy,
-) -> tuple[TurnRequest | None, Prompt | None]:
-    """Return whose turn it is, and its prompt where that must be inferred from it."""
-    turn = identify(path_id, headers, body, rules, dialect)
-    if turn is None:
-        return None, None
+) -> tuple[TurnRequest, Prompt | None]:
+    """Return whose turn it is, and its prompt where that must be inferred from it.
+
+    What is no JSON object, or is on an API that we do not speak, is nobody's.
+    """
+    body = in_utf8(body)
+    dialect = TURN_DIALECTS.get(target.spelt)
+    turn = identify(target.program_id, headers, body, rules, dialect) if dialect is not None else None
+    if dialect is None or turn is None:
+        turn = _unread(target, headers, body, rules)
+        return turn if tenancy.may_touch(turn.told_id or None) else turn._replace(told_id=""), None
     if (tenant := tenancy.named(turn.tenant)) != turn.tenant:
         turn = turn._replace(tenant=tenant)
     infers = rules.infers_programs and turn.program_id is None and turn.has_whole_prompt
     return turn, prompt_of(body, dialect, turn.tenant) if infers else None
+
+
+def _unread(target: Target, headers: CIMultiDictProxy[str], body: bytes, rules: IdentityRules) -> TurnRequest:
+    """Return a turn of nobody; whose it says it is its answer says, too, and it runs beside that program if it may.
+
+    The size of what holds sound or pictures says nothing about its prompt.
+    """
+    call = identify_side_call(target.program_id, headers, body, rules)
+    has_text = headers.get("Content-Type", "").partition("/")[0].lower() not in ("multipart", "audio", "image")
+    return TurnRequest(
+        None,
+        call.source,
+        "",
+        "",
+        call.body,
+        usage_added=False,
+        prefix=(),
+        has_whole_prompt=has_text,
+        told_id=call.program_id or "",
+        is_unknown=target.spelt not in TURN_DIALECTS,
+    )
 
 
 def _read_answer(record: Record, body: bytes, content_encoding: str | None, keep_id: KeepId) -> tuple[Usage, str]:
@@ -705,4 +743,4 @@ def _headers_of(record: Record) -> dict[str, str]:
     headers = {HOLD_HEADER: str(round(record.held_s * 1000))}
     if record.replica_id is not None:
         headers[REPLICA_HEADER] = record.replica_id
-    return {**headers, **identity_headers(record.turn.program_id, record.turn.source)}
+    return {**headers, **identity_headers(record.turn.program_id or record.turn.told_id or None, record.turn.source)}

@@ -93,7 +93,7 @@ async def test_a_request_says_what_it_was_given_and_no_more() -> None:
 
     async with pool_of(behaviour) as (server, pool):
         headers = CIMultiDict([("Accept", "a"), ("X-Mine", "ü"), ("accept", "b")])
-        answer = await pool.request("POST", server.url + "/under", "/v1/x?y=%20#z", headers, b"{}", LIMITS)
+        answer = await pool.request("POST", server.url + "/under", "/v1/x?y=%20", headers, b"{}", LIMITS)
         assert (answer.status, answer.reason, await answer.read()) == (200, "OK", b"{}")
         for method, body in (("GET", None), ("POST", None), ("DELETE", None)):
             assert await ask(pool, server.url, method, body=body) == b"{}"
@@ -106,6 +106,20 @@ async def test_a_request_says_what_it_was_given_and_no_more() -> None:
     )
     assert [b"Content-Length: 0\r\n" in head for head in seen[1:4]] == [False, True, True]
     assert b"Authorization: Basic YUBiOmM=\r\n" in seen[4]  # a@b:c
+
+
+@pytest.mark.parametrize("path", ["/v1/x#y", "/v1/x y", "/v1/x\r\nA: b", "v1/x", "", "http://h/", "/é"])
+async def test_a_path_that_is_not_sent_as_it_stands_is_not_sent(path: str) -> None:
+    """Whoever judged it saw all of it; nothing is cut off or written otherwise here."""
+
+    async def behaviour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async for _ in heads(reader):
+            writer.write(OK)
+
+    async with pool_of(behaviour) as (server, pool):
+        with pytest.raises(ValueError, match="path of a request"):
+            await pool.request("GET", server.url, path, CIMultiDict(), None, LIMITS)
+        assert (server.connections_count, pool.requests_count) == (0, 0)
 
 
 @pytest.mark.parametrize("method", ["GET", "POST"])

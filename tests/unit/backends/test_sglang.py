@@ -175,7 +175,7 @@ def name(body: str, *, path: str = CHAT, program_id: str | None = "p/1", tags: b
         (CHAT, '{"messages":[{"role":"user","content":"n"}],"n":1}'),
         (CHAT, '  {"messages": []}'),
         ("/v1/completions", '{"prompt": "hello"}'),
-        ("/v1/completions?x=1", '{"prompt": [ 1, 2 ], "n": null}'),
+        ("/v1/completions", '{"prompt": [ 1, 2 ], "n": null}'),
         ("/generate", '{"text": "a", "sampling_params": {"n": 1, "max_new_tokens": 3}}'),
         ("/generate", '{"text": null, "input_ids": [1, 2, 3], "stream": true}'),
     ],

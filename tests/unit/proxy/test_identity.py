@@ -17,7 +17,6 @@ from thunderagent.proxy.identity import (
     check_program_id,
     identify,
     identify_side_call,
-    split_path,
 )
 
 MESSAGES = b'"messages":[{"role":"user","content":"hi"}]'
@@ -303,74 +302,6 @@ def test_a_wrong_id_is_refused_whatever_its_source(source: str, body: bytes) -> 
     """Never taken for anonymous: the client meant something."""
     with pytest.raises(InvalidProgramIdError):
         identified(body, headers={"X-Session-ID": "a\tb"} if source == "header" else {})
-
-
-# --- Paths
-
-
-@pytest.mark.parametrize(
-    ("raw_path", "program_id", "rest"),
-    [
-        ("/p/a/v1/chat/completions", "a", "/v1/chat/completions"),
-        ("/sessions/a/v1/chat/completions", "a", "/v1/chat/completions"),
-        ("/p/a/v1", "a", "/v1"),
-        ("/p/a/b:c/d/v1/completions", "a/b:c/d", "/v1/completions"),
-        ("/p/a%2Fb%3Ac%20d/v1/completions", "a/b:c d", "/v1/completions"),
-        ("/p/%E6%97%A5/v1/models", "日", "/v1/models"),
-        ("/p/a/v1/v1/chat/completions", "a", "/v1/chat/completions"),
-        ("/p/a%2Fv1/v1/chat/completions", "a/v1", "/v1/chat/completions"),
-        ("/p/a/v10/v1/chat/completions", "a/v10", "/v1/chat/completions"),
-        ("/p/a+b/v1/x?beta=true&p=/v1/y", "a+b", "/v1/x?beta=true&p=/v1/y"),
-        ("/p/a/v1?x", "a", "/v1?x"),
-        ("/p//v1/v1/models", "", "/v1/models"),
-        ("/p/a/v1/v1/messages?beta=true", "a", "/v1/messages?beta=true"),
-        ("/p/a/generate", "a", "/generate"),
-        ("/p/a/b:c%2Fd/generate?x", "a/b:c/d", "/generate?x"),
-        ("/sessions/a/generate", "a", "/generate"),
-        ("/p/a/tokenize", "a", "/tokenize"),
-        ("/p/a/generate/v1/responses/resp_1/cancel", "a/generate", "/v1/responses/resp_1/cancel"),
-        ("/p/a/inference/v1/generate", "a", "/inference/v1/generate"),
-        ("/p/a/skyrl/v1/generate", "a", "/skyrl/v1/generate"),
-        ("/p/a/b/inference/v1/generate", "a/b", "/inference/v1/generate"),
-        ("/p/inference/v1/generate", "inference", "/v1/generate"),
-        ("/p/a/inference/v1/models", "a/inference", "/v1/models"),
-        ("/p/a/v1/b/v1/messages", "a/v1/b", "/v1/messages"),
-        ("/p/a/model_info?x", "a", "/model_info?x"),
-        ("/p/a%2Fb/server_info", "a/b", "/server_info"),
-        ("/p/a/v10/x", "a", "/v10/x"),
-        ("/p/a/cohere/v2/chat", "a", "/cohere/v2/chat"),
-        ("/p/a/", "a", "/"),
-    ],
-)
-def test_a_path_is_split_into_the_id_and_what_the_engine_sees(raw_path: str, program_id: str, rest: str) -> None:
-    """Greedy up to the last /v1, decoded once, a doubled /v1 mended, the query untouched."""
-    assert split_path(raw_path) == (program_id, rest)
-
-
-@pytest.mark.parametrize(
-    "raw_path",
-    [
-        "/v1/chat/completions",
-        "/p/a",
-        "/p//v1/models",
-        "/p//model_info",
-        "/sessions/a/model_info",
-        "/q/a/v1/models",
-        "/health",
-        "/x?q=/p/a/v1/b",
-        "/",
-        "/generate",
-        "/v1",
-    ],
-)
-def test_a_path_that_names_no_program_stays_as_it_is(raw_path: str) -> None:
-    """Also where the query looks like such a path."""
-    assert split_path(raw_path) == (None, raw_path)
-
-
-def test_a_doubled_v1_is_mended_without_a_program_too() -> None:
-    """A base URL with /v1, and a client that adds its own."""
-    assert split_path("/v1/v1/messages?x=/v1/v1/y") == (None, "/v1/messages?x=/v1/v1/y")
 
 
 # --- The prompt

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -165,3 +167,37 @@ def test_usage_in_every_event_is_not_switched_on_by_the_way() -> None:
     options = {"include_usage": False, "continuous_usage_stats": True}
     spliced = set_include_usage(json.dumps({"stream_options": options}).encode(), options)
     assert json.loads(spliced)["stream_options"] == {"include_usage": True, "continuous_usage_stats": False}
+
+
+def steps_count(size_bytes: int) -> int:
+    """Return how many calls it takes to take out a member that fills a body of this size again and again."""
+    member = b'"program_id":"a",'
+    body = b"{" + member * (size_bytes // len(member)) + b'"messages":[]}'
+    counted = Counter[str]()
+    sys.setprofile(lambda _frame, event, _arg: counted.update((event,)))
+    try:
+        rest = remove_member(body, ("program_id",))
+    finally:
+        sys.setprofile(None)
+    assert rest == b'{"messages":[]}'
+    return counted.total()
+
+
+def test_a_member_that_stands_there_a_thousand_times_costs_one_pass() -> None:
+    """Twice the body is twice the work, or any client could stop everybody for seconds."""
+    assert steps_count(40_000) < 3 * steps_count(20_000)
+
+
+@pytest.mark.parametrize(
+    ("body", "rest"),
+    [
+        (b'{"a":1, "k":2 , "k" : 3, "b":4}', b'{"a":1, "b":4}'),
+        (b'{"k":1, "a":2, "k":3 }', b'{"a":2 }'),
+        (b'{"k":1 ,"k":2}', b"{}"),
+        (b'{ "a":1 ,"k":2, "k":3 }', b'{ "a":1 }'),
+        (b'{"k":1,"k":2,"a":{"k":3}}', b'{"a":{"k":3}}'),
+    ],
+)
+def test_every_occurrence_of_a_member_goes_with_its_comma(body: bytes, rest: bytes) -> None:
+    """Parsers take the last of them, so all of them must go."""
+    assert remove_member(body, ("k",)) == rest

@@ -12,6 +12,7 @@ from thunderagent.proxy.app import answering_errors
 from thunderagent.proxy.held import NO_LIMITS, HeldTurns
 from thunderagent.proxy.leases import Leases
 from thunderagent.proxy.replicas import Replicas
+from thunderagent.proxy.server import Runner
 from thunderagent.proxy.tenancy import Tenancy
 from thunderagent.runtime import Runtime
 
@@ -24,7 +25,7 @@ async def test_a_lease_on_a_replica_that_was_removed_just_now_is_given_back() ->
     leases = Leases(runtime, Replicas(runtime, []), Tenancy(runtime, from_key=False), held, limit_s=60)
     app = web.Application()
     app.router.add_post("/leases", answering_errors(leases.take))
-    runner = web.AppRunner(app, shutdown_timeout=0)
+    runner = Runner(app, shutdown_timeout=0)
     await runner.setup()
     try:
         await web.TCPSite(runner, "127.0.0.1", 0).start()

@@ -14,7 +14,6 @@ from thunderagent.proxy.made_answers import PARTS_COUNT, MadeAnswers
     [
         "/v1/responses/resp_1",
         "/v1/responses/resp_1/cancel",
-        "/v1/responses/resp_1?stream=true",
         "/v1/responses/resp%5F1",
     ],
 )

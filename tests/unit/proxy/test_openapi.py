@@ -23,7 +23,7 @@ from thunderagent.proxy.history import History
 from thunderagent.proxy.keys import Keyring
 from thunderagent.proxy.leases import Leases
 from thunderagent.proxy.live import Live
-from thunderagent.proxy.login import Login
+from thunderagent.proxy.login import Login, Logins
 from thunderagent.proxy.metrics import TurnMetrics
 from thunderagent.proxy.openapi import OPERATIONS, UNDESCRIBED, OpenApi, Operation, documented_path
 from thunderagent.proxy.primitives import Primitives
@@ -99,7 +99,7 @@ def handlers() -> dict[tuple[str, str], object]:
         *Dashboard().routes(),
         *Leases(runtime, replicas, tenancy, HeldTurns(NO_LIMITS, registry), limit_s=1.0).routes(),
         *Live(runtime, replicas, history, sandboxes_on=True, simulated=False).routes(),
-        *Login(Keyring()).routes(),
+        *Login(Keyring(), Logins()).routes(),
         *OpenApi([]).routes(),
         *Primitives(runtime, None).routes(),
         *ReplicaHandlers(runtime, replicas, discovery).routes(),
