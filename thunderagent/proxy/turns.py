@@ -217,7 +217,7 @@ class Turns:
         self._budget.turn_came(now_s)
         self._attempts.begin(attempt, now_s)
         try:
-            prompt_bytes = len(body) if turn.has_whole_prompt else 0
+            prompt_bytes = len(body) - turn.media.size_bytes if turn.has_whole_prompt else 0
             return await self._try_replicas(request, path, prompt_bytes, record, attempt)
         except TurnAbortedError:
             make = partial(abort_answer, path, turn.body)
@@ -371,6 +371,7 @@ class Turns:
             program_class=turn.program_class,
             role=turn.role,
             parent_branch_id=turn.parent_branch_id,
+            media=turn.media.media,
         )
         try:
             if record.held_stream is None:
