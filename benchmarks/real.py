@@ -148,7 +148,7 @@ class Watch:
             self._idle.append(waits and not replica["turns_in_flight_count"])
 
     def figures(self) -> dict[str, float | None]:
-        """Return the least and the last ratio of the whole run, and the part of the measured time in which it was idle."""
+        """Return the least and the last ratio of the whole run, and the part of the measured time that it was idle."""
         ratios = self.capacity_ratios
         return {
             "lowest_capacity_ratio": min(ratios, default=None),

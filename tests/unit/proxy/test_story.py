@@ -100,10 +100,10 @@ def test_a_newcomer_is_told_what_others_may_grow_by() -> None:
         driver.passes(1.0)
         driver.finishes(turn_id, tokens)
         driver.passes(float(number < 2))
-    driver.arrives("second", 480)
+    driver.arrives("second", 400)
     waiting = waiting_of(driver, "second")
     (room,) = waiting.replicas
-    assert (room.free_tokens, room.needed_tokens, room.missing_tokens) == (500, 480, 0)
+    assert (room.free_tokens, room.needed_tokens, room.missing_tokens) == (500, 400, 0)
     assert room.growth_tokens > 100
     assert (
         f"keeps room free, as programs may grow there by {room.growth_tokens:,} tokens, or" in waiting.what_must_happen
