@@ -46,6 +46,7 @@ from thunderagent.programs.events import (
     Event,
     GrantsContinued,
     GrantsSuspended,
+    Media,
     MigrationAsked,
     PinnedTurnArrived,
     PrefixCut,
@@ -245,6 +246,7 @@ class Runtime:
         role: str = "",
         parent_branch_id: str = "",
         while_held: AbstractContextManager[object] = UNBOUNDED,
+        media: Media = (),
     ) -> Lease:
         """Wait for leave to run one turn; `program_id` None is an anonymous one. The rest is as in `TurnArrived`.
 
@@ -284,9 +286,10 @@ class Runtime:
                 program_class,
                 role,
                 parent_branch_id,
+                media,
             )
             if pinned_replica_id is None
-            else PinnedTurnArrived(arrived_s, turn_id, pinned_replica_id, prompt_bytes)
+            else PinnedTurnArrived(arrived_s, turn_id, pinned_replica_id, prompt_bytes, media)
         )
         for decision in reversed(decisions):
             if type(decision) is Grant and decision.turn_id == turn_id:

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 PrefixCut = tuple[int, int]
 """A place in a prompt up to which others may have the same: a digest of all before it, and how many bytes that is."""
 
+Media = tuple[tuple[str, int], ...]
+"""Images, audio and files of a prompt: their classes (a model, a kind, a size), and a first guess of their tokens."""
+
 
 @dataclass(frozen=True, slots=True)
 class ProgramOpened:
@@ -25,7 +28,8 @@ class TurnArrived:
     """A turn wants a lease.
 
     `program_id` None is an anonymous turn: it is counted as load and never held for memory.
-    `prompt_bytes` is the size of the request's body; the core learns tokens per byte from usage.
+    `prompt_bytes` is the size of the request's body without its `media`; the core learns tokens per byte from usage,
+    and how many tokens each class of media is.
     `avoid_replica_id` names the replica that failed the previous attempt at this turn. `prefix` are places in the
     prompt, in their order; programs whose prompts have the same digest at a place have the same prompt up to there.
     Programs of one `group_id` finish together. A program's tenant, its class (a word of its client's for what it does)
@@ -54,6 +58,7 @@ class TurnArrived:
     program_class: str = ""
     role: str = ""
     parent_branch_id: str = ""
+    media: Media = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +69,7 @@ class PinnedTurnArrived:
     turn_id: int
     replica_id: str
     prompt_bytes: int = 0
+    media: Media = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from math import inf
 from thunderagent.programs.goodput import Goodput
 from thunderagent.programs.histogram import LogHistogram
 from thunderagent.programs.learning import RESIDENCE_EDGES_S, Growth, PrefillSpeed
+from thunderagent.programs.media_sizes import MediaSizes
 from thunderagent.programs.policies.base import ClaimRules
 from thunderagent.programs.program import Branch, Program, Turn
 from thunderagent.programs.restore_pace import RestorePace
@@ -38,6 +39,7 @@ class Knowledge:
         "growth",
         "judge_record",
         "mean_tool_s",
+        "media_sizes",
         "prefill_speed",
         "restore_pace",
         "role_outputs",
@@ -50,6 +52,7 @@ class Knowledge:
         self.tool_times = ToolTimes()
         self.prefill_speed = PrefillSpeed()
         self.growth = Growth()
+        self.media_sizes = MediaSizes()
         self.goodput = Goodput()
         self.restore_pace = RestorePace()
         self.role_outputs = RoleOutputs()

@@ -8,6 +8,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from thunderagent.programs.decisions import Reason
+from thunderagent.programs.events import Media
 from thunderagent.programs.lifecycle import TRANSITIONS, Phase, Status, Trigger, no_transition
 from thunderagent.programs.prefixes import Chain
 from thunderagent.programs.verdicts import Level, Verdicts
@@ -85,6 +86,8 @@ class Turn:
         "granted_s",
         "kept_since_s",
         "kept_tokens",
+        "media",
+        "media_tokens",
         "output_tokens",
         "pinned_replica_id",
         "program",
@@ -117,6 +120,9 @@ class Turn:
         """When its client gives up."""
         self.prompt_tokens = 0
         """Size of the prompt as estimated at arrival."""
+        self.media: Media = ()
+        self.media_tokens = 0
+        """Of that, its images, audio and files."""
         self.output_tokens = 0
         """Generated so far, as far as was seen."""
         self.account_id: str | None = None
@@ -403,9 +409,9 @@ class Program:
         return [StoryEntry(*entry) for entry in self.story_entries]
 
     def estimate_prompt_tokens(self, turn: Turn, tokens_per_byte_ratio: float) -> int:
-        """Estimate a prompt from its bytes, by its branch's last usage, or the main branch's, or the given ratio."""
+        """Estimate a prompt: text by its branch's last usage, or the main branch's, or the given ratio; and media."""
         branch = self.branches.get(turn.branch_id) or self.branches[MAIN_BRANCH]
-        return int(turn.prompt_bytes * (branch.tokens_per_byte_ratio or tokens_per_byte_ratio))
+        return int(turn.prompt_bytes * (branch.tokens_per_byte_ratio or tokens_per_byte_ratio)) + turn.media_tokens
 
     def branch_of(self, turn: Turn, parent_id: str) -> Branch:
         """Return the branch of a turn that arrived, opened if there is none; the main one has no parent."""

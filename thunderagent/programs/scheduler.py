@@ -59,6 +59,7 @@ from thunderagent.programs.events import (
     Event,
     GrantsContinued,
     GrantsSuspended,
+    Media,
     PinnedTurnArrived,
     PrefixCut,
     ProgramJudged,
@@ -407,6 +408,7 @@ class Scheduler:
         if self.control.routes:
             self.control.bind(program)
         turn = self._new_turn(event, program, earlier)
+        self._measure_media(turn, event.media)
         turn.prompt_tokens = program.estimate_prompt_tokens(turn, self._tokens_per_byte_ratio)
         self.turns[turn.turn_id] = turn
         branch = program.branch_of(turn, event.parent_branch_id)
@@ -587,6 +589,7 @@ class Scheduler:
 
     def _anonymous_turn_arrived(self, event: TurnArrived) -> None:
         turn = Turn(event.turn_id, None, MAIN_BRANCH, event.prompt_bytes, self._now_s)
+        self._measure_media(turn, event.media)
         wanted = self.replicas.get(event.wanted_replica_id or "")
         if wanted is not None and wanted.open_to_programs:
             turn.pinned_replica_id = wanted.replica_id
@@ -600,11 +603,12 @@ class Scheduler:
             self._decisions.append(Reject(event.turn_id, None, Reason.NO_REPLICA))
             return
         turn = Turn(event.turn_id, None, MAIN_BRANCH, event.prompt_bytes, self._now_s)
+        self._measure_media(turn, event.media)
         turn.pinned_replica_id = event.replica_id
         self._place_anonymous(turn, [] if replica.suspended_for else [replica])
 
     def _place_anonymous(self, turn: Turn, candidates: Sequence[Replica]) -> None:
-        turn.claim_tokens = int(turn.prompt_bytes * self._tokens_per_byte_ratio)
+        turn.claim_tokens = int(turn.prompt_bytes * self._tokens_per_byte_ratio) + turn.media_tokens
         self.turns[turn.turn_id] = turn
         if candidates:
             self._grant_anonymous(turn, candidates)
@@ -676,11 +680,7 @@ class Scheduler:
             )
             self._learn_from(turn, branch, prompt_tokens, output_tokens, event.cached_tokens)
         if event.prompt_tokens is not None and turn.prompt_bytes:
-            ratio = event.prompt_tokens / turn.prompt_bytes
-            usual_ratio = min(ratio, MOST_TOKENS_PER_BYTE_RATIO)
-            self._tokens_per_byte_ratio += LEARNING_RATIO * (usual_ratio - self._tokens_per_byte_ratio)
-            if branch is not None:
-                branch.tokens_per_byte_ratio = ratio
+            self._learn_size(turn, branch, event.prompt_tokens)
         if program is None:
             self._end_without_program(turn)
             self._balance(Moment.TURN_ENDED)
@@ -702,6 +702,23 @@ class Scheduler:
             self._forget_branches(program, turn, finished=True)
         self._after_turn(program, turn, "finished", tool_begins=not turn.disturbed)
         self._balance(Moment.TURN_ENDED)
+
+    def _learn_size(self, turn: Turn, branch: Branch | None, prompt_tokens: int) -> None:
+        """Learn how many tokens the bytes of a prompt are, or, where it has media, what these are beside its text."""
+        if turn.media:
+            known_ratio = branch.tokens_per_byte_ratio if branch is not None else None
+            text_tokens = turn.prompt_bytes * (known_ratio or self._tokens_per_byte_ratio)
+            self.knowledge.media_sizes.learn(turn.media, prompt_tokens - text_tokens)
+            return
+        ratio = prompt_tokens / turn.prompt_bytes
+        usual_ratio = min(ratio, MOST_TOKENS_PER_BYTE_RATIO)
+        self._tokens_per_byte_ratio += LEARNING_RATIO * (usual_ratio - self._tokens_per_byte_ratio)
+        if branch is not None:
+            branch.tokens_per_byte_ratio = ratio
+
+    def _measure_media(self, turn: Turn, media: Media) -> None:
+        if media:
+            turn.media, turn.media_tokens = media, self.knowledge.media_sizes.tokens(media)
 
     def _learn_from(
         self, turn: Turn, branch: Branch | None, prompt_tokens: int, output_tokens: int, cached_tokens: int | None

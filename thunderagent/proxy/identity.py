@@ -24,6 +24,7 @@ from thunderagent.proxy.bearer import Tokens
 from thunderagent.proxy.dialects.base import Dialect
 from thunderagent.proxy.dialects.openai import OpenAI
 from thunderagent.proxy.json_splice import remove_member, set_include_usage
+from thunderagent.proxy.media import NO_MEDIA, MediaFound, media_of
 from thunderagent.proxy.outline import Outline
 from thunderagent.proxy.prefix import PromptFields, holds_token_ids, prefix_of
 
@@ -154,6 +155,8 @@ class TurnRequest(NamedTuple):
     """The program that a turn of nobody says it is of."""
     is_unknown: bool = False
     """Whether it is on an API that we do not speak: then it may do more than generate."""
+    media: MediaFound = NO_MEDIA
+    """What of the body is no text."""
 
 
 class SideCallRequest(NamedTuple):
@@ -252,7 +255,10 @@ def identify(
     program_class = _id_of(headers, (CLASS_HEADER,), "program class") if headers.get(CLASS_HEADER) else ""
     has_whole_prompt = fields.previous_response_id is None
     may_be_a_program = program_id is not None or rules.infers_programs
-    prefix = prefix_of(fields, outline) if may_be_a_program and has_whole_prompt else ()
+    media = media_of(outline.text, fields.model)
+    prefix: tuple[PrefixCut, ...] = ()
+    if may_be_a_program and has_whole_prompt:
+        prefix = prefix_of(fields, outline, has_media=bool(media.size_bytes))
     is_final = any(name in headers and headers[name].lower() in ("1", "true") for name in FINAL_HEADERS)
     return TurnRequest(
         program_id,
@@ -273,6 +279,7 @@ def identify(
         role=_id_of(headers, (ROLE_HEADER,), "role") if ROLE_HEADER in headers else "",
         outcome=outcome_of(headers) if is_final else "",
         parent_branch_id=parent_branch_id,
+        media=media,
     )
 
 

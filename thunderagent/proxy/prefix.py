@@ -18,6 +18,7 @@ import msgspec
 from msgspec import Raw
 
 from thunderagent.programs.events import PrefixCut
+from thunderagent.proxy.media import media_of
 from thunderagent.proxy.outline import Outline
 
 STEPS = (1, *chain.from_iterable((2**exponent, 3 * 2 ** (exponent - 1)) for exponent in range(1, 32)))
@@ -57,15 +58,17 @@ class PromptFields(msgspec.Struct):
     token_ids: Raw = Raw()
 
 
-def prefix_of(fields: PromptFields, outline: Outline | None = None) -> tuple[PrefixCut, ...]:
+def prefix_of(
+    fields: PromptFields, outline: Outline | None = None, *, has_media: bool = False
+) -> tuple[PrefixCut, ...]:
     """Return the chain of cuts of a prompt: (digest, size in bytes), both of all up to the cut.
 
     The model (LoRA names are model names) and the cache salt separate prompts from the start. Sizes are shares of the
-    body's size. Empty if the prompt is too short or of no known shape. `outline` holds token ids that the fields only
-    have a placeholder for. Cost: one pass over the prompt.
+    body's size, without media. Empty if the prompt is too short or of no known shape. `outline` holds token ids that
+    the fields only have a placeholder for. Cost: one pass over the prompt.
     """
     if fields.messages or fields.input:
-        return _cuts_of_messages(fields)
+        return _cuts_of_messages(fields, has_media=has_media)
     token_ids = fields.input_ids or fields.prompt_token_ids or fields.token_ids
     text: bytes = fields.prompt or fields.text or token_ids
     if outline is not None and outline.is_placeholder(text):
@@ -73,7 +76,7 @@ def prefix_of(fields: PromptFields, outline: Outline | None = None) -> tuple[Pre
     return _cuts_of_text(fields, text) if len(text) >= MIN_TEXT_BYTES else ()
 
 
-def _cuts_of_messages(fields: PromptFields) -> tuple[PrefixCut, ...]:
+def _cuts_of_messages(fields: PromptFields, *, has_media: bool) -> tuple[PrefixCut, ...]:
     """Cut after messages; tools come before the first, and a system prompt beside the messages is the first."""
     try:
         messages = _messages(fields)
@@ -81,14 +84,17 @@ def _cuts_of_messages(fields: PromptFields) -> tuple[PrefixCut, ...]:
         return ()
     digest = _begun(fields, b"messages")
     digest.update(fields.tools)
-    size_bytes = len(fields.tools)
+    size_bytes, media_bytes = len(fields.tools), 0
     cuts, start = [], 0
     for end in STEPS:
         size_bytes += sum(map(len, messages[start:end]))
         if end > len(messages) or size_bytes > MAX_HASHED_BYTES:
             break
-        digest.update(b"".join(messages[start:end]))
-        cuts.append((_number(digest), size_bytes))
+        piece = b"".join(messages[start:end])
+        digest.update(piece)
+        if has_media:
+            media_bytes += media_of(piece).size_bytes
+        cuts.append((_number(digest), size_bytes - media_bytes))
         start = end
     return tuple(cuts)
 

@@ -252,7 +252,7 @@ class Turns:
         self._budget.turn_came(now_s)
         self._attempts.begin(attempt, now_s)
         try:
-            prompt_bytes = len(turn.body) if turn.has_whole_prompt else 0
+            prompt_bytes = len(turn.body) - turn.media.size_bytes if turn.has_whole_prompt else 0
             return await self._try_replicas(request, prompt_bytes, record, attempt)
         except TurnAbortedError:
             make = partial(abort_answer, target.engine_path, turn.body)
@@ -407,6 +407,7 @@ class Turns:
             role=turn.role,
             parent_branch_id=turn.parent_branch_id,
             while_held=self._held.turn(request, record.held_bytes),
+            media=turn.media.media,
         )
         try:
             if record.held_stream is None:

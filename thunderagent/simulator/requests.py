@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import msgspec
 
 if TYPE_CHECKING:
     from thunderagent.simulator.tokens import WordTokenizer
+
+IMAGE_TOKENS = 85
+CHARS_PER_IMAGE_TOKEN = 1250
+"""An image is so many tokens, and one more for so much of its data: no real model's formula, but one of its own."""
 
 Json: TypeAlias = dict[str, Any]
 _Body = TypeVar("_Body", bound=msgspec.Struct)
@@ -183,10 +188,21 @@ def _encode_chat(
 
 
 def _part_text(part: Json) -> str:
+    if (data := _image_data(part)) is not None:
+        name = blake2b(data.encode("utf-8", "surrogatepass"), digest_size=6).hexdigest()
+        count = IMAGE_TOKENS + len(data) // CHARS_PER_IMAGE_TOKEN
+        return " ".join(f"<image-{name}-{number}>" for number in range(count))
     text = part.get("text")
     if not isinstance(text, str):
         raise ApiError(f"This model reads text only, got a part of type {part.get('type')!r}.", param="messages")
     return text
+
+
+def _image_data(part: Json) -> str | None:
+    """Return the data URL of an image; None for any other part."""
+    image = part.get("image_url")
+    url = image.get("url") if isinstance(image, dict) else None
+    return url if isinstance(url, str) and url.startswith("data:image/") else None
 
 
 def json_text(value: object) -> str:

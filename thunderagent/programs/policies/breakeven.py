@@ -64,8 +64,11 @@ from thunderagent.programs.policies.setting_checks import check_not_negative
 RESIDENT_RATIO = 0.1
 """A program is resident if so much of its claim is expected to lie in its replica's memory."""
 
-FIRST_GROWTH_RATIO = 1 / 16
-"""Until programs are seen to end, one is expected to grow by no more than that part of a replica's memory."""
+FIRST_GROWTH_FACTOR = 2.0
+"""Until programs are seen to end, one is taken to grow by so many times its claim where memory may be short."""
+
+MOST_FIRST_GROWTH_RATIO = 1 / 8
+"""But by no more than that part of a replica's memory."""
 
 LAST_OF_GROUP_RANK = inf
 
@@ -299,14 +302,15 @@ class BreakEven:
     def _is_short(self, view: View, program: ProgramView) -> bool:
         """Say whether memory is short: all that are in or wait, each as large as in the mean, do not fit.
 
-        A program is as large in the mean as `program` with what programs were seen to grow by. Until some ended, it is
-        taken to double, but to grow by no more than `FIRST_GROWTH_RATIO` of the memory.
+        A program is as large in the mean as `program` with what programs were seen to grow by. Until some ended, that
+        is a guess which lets in few enough of many that come at once, and holds nobody where few come.
         """
         count = view.active_count + max(1, view.waiting_count)
         room_tokens = self.low_ratio * sum(replica.account.limit_tokens for replica in view.replicas)
         grown_tokens = view.mean_growth_tokens
         if grown_tokens == inf:
-            grown_tokens = min(program.claim_tokens, FIRST_GROWTH_RATIO * room_tokens / len(view.replicas))
+            most_tokens = MOST_FIRST_GROWTH_RATIO * room_tokens / len(view.replicas)
+            grown_tokens = min(FIRST_GROWTH_FACTOR * program.claim_tokens, most_tokens)
         return count * (program.claim_tokens + grown_tokens) > room_tokens
 
     def _roomiest(

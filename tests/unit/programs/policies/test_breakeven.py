@@ -346,8 +346,8 @@ def test_a_newcomer_needs_room_for_what_all_will_grow_by() -> None:
 
 
 def test_until_growth_is_known_much_of_it_is_expected() -> None:
-    """A cold start does not fill the memory to the brim where it is short: ten fit, and six are let in."""
-    assert newcomers_let_in(driver_with(foresight_ratio=1.0, replicas={"r0": 1000})) == 6
+    """A cold start does not fill the memory to the brim: ten fit, at most half as many are let in."""
+    assert 1 <= newcomers_let_in(driver_with(foresight_ratio=1.0)) <= 5
 
 
 def test_where_all_fit_as_large_as_they_become_nobody_waits_for_growth() -> None:
