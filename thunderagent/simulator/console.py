@@ -71,9 +71,9 @@ def _latency_table(result: RunResult) -> Table:
 def _cost_table(result: RunResult) -> Table:
     """Show the five costs as parts of the memory that there was: capacity times time.
 
-    Beside them is what turns waited for in the engine's own queue: no memory, so it may be any part of it.
+    What turns waited for in the engine's own queue is no memory, and in the JSON only.
     """
-    costs_names = ("decode", "prefill", "recompute", "caching", "unused", "queued")
+    costs_names = ("decode", "prefill", "recompute", "caching", "unused")
     table = table_of_numbers("Replica", "turns", "preempted", *costs_names)
     for replica in result.replicas:
         costs = replica.costs
@@ -84,7 +84,6 @@ def _cost_table(result: RunResult) -> Table:
             costs.recompute_token_s,
             costs.caching_token_s,
             costs.unused_token_s,
-            costs.queued_token_s,
         )
         table.add_row(
             replica.replica_id,

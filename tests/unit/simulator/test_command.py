@@ -46,6 +46,7 @@ def test_all_figures_are_written_as_json(tmp_path: Path, capsys: pytest.CaptureF
         "recompute_token_s",
         "unused_token_s",
         "caching_token_s",
+        "queued_token_s",
     }
     assert len(written["samples"]) == 13
     assert [goodput["alpha_ratio"] for goodput in written["goodputs"]] == [1, 2, 3]
