@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 from math import inf
 
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.machine import RESULTS
 from thunderagent.nova.messages import Profile, SplitTimes
 from thunderagent.nova.policy import (
     PAPER,
@@ -139,6 +141,20 @@ def test_a_little_latency_buys_much_throughput() -> None:
     assert taken.latency_s < 1.03 * best.latency_s
     assert best.throughput_per_s < 0.87 * taken.throughput_per_s
     assert operating_pair(flat, 55, slack_ratio=0.0) == best
+
+
+def test_the_shares_of_an_h100() -> None:
+    """As it was measured: 29 % more requests a second than with Eq. 3's pair, for 4 % more latency without a queue."""
+    told = json.loads((RESULTS / "nova-profile.json").read_text())["profile"]
+    told["splits"] = tuple(SplitTimes(**split) for split in told["splits"])
+    told["decode_s"] = {int(batch): seconds for batch, seconds in told["decode_s"].items()}
+    h100 = Profile(**told)
+    best, taken = best_pair(h100, 55), operating_pair(h100, 55)
+    assert taken.latency_s < 1.05 * best.latency_s
+    assert taken.throughput_per_s > 1.2 * best.throughput_per_s
+    policy = adaptive_of(h100, 55)
+    assert policy.floor_units >= 16, "8 SMs: a token takes four times what it takes alone"
+    assert policy.beside_encode_units < 64
 
 
 def test_a_tighter_bound_on_tokens_lifts_the_floor() -> None:
