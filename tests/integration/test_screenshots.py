@@ -73,6 +73,8 @@ async def test_a_screenshot_is_claimed_as_what_it_is_and_nobody_is_paused_for_it
                     for name in range(4)
                 ),
             )
+        proxy.process.terminate()  # it writes its log out
+        assert await proxy.exit_status() == 0
     assert seeing[-1]["prompt_tokens"] > TURNS_COUNT * 1600
 
     claims: list[tuple[int, int]] = []

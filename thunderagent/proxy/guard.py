@@ -21,7 +21,7 @@ from thunderagent.errors import (
     NotFoundError,
     OriginRefusedError,
 )
-from thunderagent.proxy.access import Access, ForwardUnknown, access_of_route, engine_access
+from thunderagent.proxy.access import OF_OWN_TENANT, Access, ForwardUnknown, access_of_route, engine_access
 from thunderagent.proxy.held import KEPT_BODY, HeldTurns, KeptBody
 from thunderagent.proxy.hosts import Hosts, comes_from_a_browser
 from thunderagent.proxy.keys import KEY_HEADER, Keyring, check_key
@@ -101,7 +101,8 @@ class Guard:
         async def handle(request: web.Request) -> web.StreamResponse:
             REQUEST_ID.set(take_request_id(request.headers))
             needs = request[NEEDS] = self._needs(request, access)
-            if self._hosts is not None and (needs is Access.ADMIN or comes_from_a_browser(request.headers)):
+            tells_all = needs is Access.ADMIN or (method == "GET" and route_path in OF_OWN_TENANT)
+            if self._hosts is not None and (tells_all or comes_from_a_browser(request.headers)):
                 self._hosts.check(request.headers)
             if "Origin" in request.headers:
                 if self._is_preflight(request):

@@ -14,6 +14,7 @@ import structlog
 from aiohttp import web
 
 from thunderagent.proxy.request_id import REQUEST_ID
+from thunderagent.proxy.target import told_path
 
 log = structlog.get_logger("thunderagent.stall")
 
@@ -52,7 +53,7 @@ async def _within_limit(request: web.Request, writing: Awaitable[None]) -> None:
         async with asyncio.timeout(limit_s):
             await writing
     except TimeoutError:
-        log.warning("client_stalled", path=request.path, limit_s=limit_s, request_id=REQUEST_ID.get())
+        log.warning("client_stalled", path=told_path(request), limit_s=limit_s, request_id=REQUEST_ID.get())
         if request.transport is not None:
             request.transport.abort()  # to close it would wait for the client to read
         raise ConnectionResetError("the client took nothing of its answer for too long") from None
