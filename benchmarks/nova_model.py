@@ -19,9 +19,10 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf
+from pathlib import Path
 from statistics import fmean
 
 from thunderagent.nova.messages import (
@@ -86,6 +87,40 @@ def profile() -> Profile:
     return Profile("a model of an RTX A6000", UNITS, ENCODE_S, PREFILL_S, {n: decode_s(n) for n in (1, 3, 10)}, splits)
 
 
+@dataclass(frozen=True, slots=True)
+class Card:
+    """How long a stage takes alone, and how many times longer beside another one on a split."""
+
+    encode_s: float
+    prefill_s: float
+    decode_s: Callable[[int], float]
+    slowdown: Callable[[str, Split], float]
+
+
+def read_profile(path: Path) -> Profile:
+    """Read what `scripts/bench nova e1` measured, without torch."""
+    told = json.loads(path.read_text())["profile"]
+    decode_s = {int(batch): seconds for batch, seconds in told.pop("decode_s").items()}
+    splits = tuple(SplitTimes(**split) for split in told.pop("splits"))
+    return Profile(**told, decode_s=decode_s, splits=splits)
+
+
+def measured(of: Profile) -> Card:
+    """Return a card as it was measured; without a split it is as in the paper."""
+    by_share = {times.decode_units: times for times in of.splits}
+    most = max(of.decode_s)
+
+    def slowdown(stage: str, split: Split) -> float:
+        if split is None:
+            return _slowdown(stage, None)
+        times = by_share[split]
+        if stage == "decode":
+            return times.decode_beside_encode_s / of.decode_s[min(3, most)]
+        return times.encode_s / of.encode_s if stage == "encode" else times.prefill_s / of.prefill_s
+
+    return Card(of.encode_s, of.prefill_s, lambda batch: of.decode_s[min(batch, most)], slowdown)
+
+
 @dataclass(slots=True)
 class _Pass:
     """What a worker has: how long it takes alone, how much of it is left, and on which split."""
@@ -127,8 +162,9 @@ class Outcome:
 class Model:
     """One run of a scheduler over arrivals, in virtual time."""
 
-    def __init__(self, scheduler: Scheduler, arrivals: Sequence[tuple[float, int]]) -> None:
-        """Take arrivals as (time, output tokens), ascending."""
+    def __init__(self, scheduler: Scheduler, arrivals: Sequence[tuple[float, int]], card: Card | None = None) -> None:
+        """Take arrivals as (time, output tokens), ascending, on the paper's card unless another is given."""
+        self._card = card or Card(ENCODE_S, PREFILL_S, decode_s, _slowdown)
         self._scheduler = scheduler
         self._courses = {str(i): _Course(at_s, tokens) for i, (at_s, tokens) in enumerate(arrivals)}
         self._arrivals = [(at_s, str(i)) for i, (at_s, _) in enumerate(arrivals)]
@@ -166,15 +202,15 @@ class Model:
         match decision:
             case StartEncode(request_id, split):
                 self._courses[request_id].started_s = self._now_s
-                self._passes["encode"] = _Pass(decision, ENCODE_S, split)
+                self._passes["encode"] = _Pass(decision, self._card.encode_s, split)
             case StartPrefill(_, begin, end, split):
-                alone_s = PREFILL_S * (end - begin) / PROMPT_TOKENS
+                alone_s = self._card.prefill_s * (end - begin) / PROMPT_TOKENS
                 if end - begin < PROMPT_TOKENS:  # a chunk
-                    alone_s = max(alone_s, decode_s(1))
+                    alone_s = max(alone_s, self._card.decode_s(1))
                 self._passes["prefill"] = _Pass(decision, alone_s, split)
             case StartDecode(request_ids, split):
                 self._batches.append(len(request_ids))
-                self._passes["decode"] = _Pass(decision, decode_s(len(request_ids)), split)
+                self._passes["decode"] = _Pass(decision, self._card.decode_s(len(request_ids)), split)
             case Resplit(split):
                 self._passes["encode"].split = split
             case Free(request_id):
@@ -213,7 +249,7 @@ class Model:
             if is_shared and is_merged:
                 each.rate_per_s = 1.0 / merged_s
             else:
-                each.rate_per_s = 1.0 / (each.alone_s * (_slowdown(stage, each.split) if is_shared else 1.0))
+                each.rate_per_s = 1.0 / (each.alone_s * (self._card.slowdown(stage, each.split) if is_shared else 1.0))
 
 
 def _merged_s(passes_s: list[float]) -> float:
@@ -237,11 +273,17 @@ def arrivals(rate_per_s: float, count: int, seed: int) -> list[tuple[float, int]
 
 
 def run(
-    policy_name: str, rate_per_s: float, *, split_policy: SplitPolicy | None = None, count: int = 500, seed: int = 0
+    policy_name: str,
+    rate_per_s: float,
+    *,
+    split_policy: SplitPolicy | None = None,
+    count: int = 500,
+    seed: int = 0,
+    card: Card | None = None,
 ) -> Outcome:
     """Run one policy over one load, with slots enough for all."""
     scheduler = Scheduler(policy_name, slots=count, split_policy=split_policy)
-    return Model(scheduler, arrivals(rate_per_s, count, seed)).run()
+    return Model(scheduler, arrivals(rate_per_s, count, seed), card).run()
 
 
 def compare(rate_per_s: float, *, count: int = 500, seed: int = 0) -> dict[str, Outcome]:

@@ -38,6 +38,7 @@ def every_event() -> Driver:
     driver.releases("b", 2)
     driver.releases_all("never-was", "b")
     driver.reports("r0", b=50)
+    driver.has_to_encode("r0", 2)
     driver.opens("c", group="g")
     driver.tool_starts("c", "make")
     driver.tool_ends("c")

@@ -24,11 +24,16 @@ from thunderagent.nova.messages import Image, Prompt
 class Codec:
     """Reads and writes for one model. Safe to be called by several threads at a time."""
 
-    def __init__(self, folder: Path, config: Any, *, most_pixels: int) -> None:
-        """Load what a model's folder has; `config` is the model's. OSError or ValueError if something is missing."""
+    def __init__(self, folder: Path, config: Any, *, most_pixels: int, most_tokens: int) -> None:
+        """Load what a model's folder has; `config` is the model's. OSError or ValueError if something is missing.
+
+        An image has at most so many pixels, and all of a prompt together so many tokens: reading ends there, because a
+        small file may hold many pixels.
+        """
         self._tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
         self._processor = _image_processor(folder)
         self._most_pixels = most_pixels
+        self._most_tokens = most_tokens
         self.image_token_id: int = config.image_token_id
         self._tile_tokens = _tile_tokens(config)
         self._around = tuple(
@@ -45,7 +50,13 @@ class Codec:
         except (jinja2.TemplateError, ValueError, TypeError) as error:
             raise ApiError(f"The model's chat template refuses this: {error}", param="messages") from None
         token_ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        read = [self._read(image) for image in images]
+        read: list[Image] = []
+        room_tokens = self._most_tokens - len(token_ids)
+        for image in images:
+            read.append(self._read(image))
+            room_tokens -= self._tokens_of(read[-1])
+            if room_tokens < 0:
+                raise ApiError(f"The prompt has more than {self._most_tokens} tokens.", param="messages")
         return Prompt(tuple(self._with_room(token_ids, read)), tuple(read))
 
     def text(self, token_ids: Sequence[int]) -> str:

@@ -40,12 +40,16 @@ def run(config: NovaConfig) -> int:
 
 def build(config: NovaConfig) -> tuple[Engine, Codec]:
     """Load the model and what reads and writes for it; ConfigurationError if that cannot be."""
+    if not config.model.is_dir():
+        raise ConfigurationError(f"{config.model} is no folder")
     transformers.utils.logging.disable_progress_bar()
     best = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(best if config.device == "auto" else config.device)
     try:
         vlm = Vlm.load(str(config.model), device=device, dtype=_dtype_of(config.dtype, device))
-        codec = Codec(config.model, vlm.model.config, most_pixels=config.max_image_pixels)
+        codec = Codec(
+            config.model, vlm.model.config, most_pixels=config.max_image_pixels, most_tokens=config.slot_tokens
+        )
         pool = _pool_of(config, device)
         split_policy = _split_policy_of(config, pool)
     except (OSError, ValueError, UnsupportedModelError, PartitionError) as error:

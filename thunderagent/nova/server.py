@@ -110,13 +110,14 @@ class NovaServer:
         """Read the prompt in a thread, unless too many wait."""
         if self._engine.stats().waiting + self._reading_count >= self._max_waiting:
             raise ApiError(f"{self._max_waiting} requests wait.", status=503, kind="overloaded_error")
-        images, messages = images_of(body.messages), template_messages(body.messages)
         self._reading_count += 1
         try:
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._readers, self._codec.prompt, messages, body.tools, images)
+            return await asyncio.get_running_loop().run_in_executor(self._readers, self._read, body)
         finally:
             self._reading_count -= 1
+
+    def _read(self, body: ChatBody) -> Prompt:
+        return self._codec.prompt(template_messages(body.messages), body.tools, images_of(body.messages))
 
     def _turn_of(self, body: ChatBody, prompt: Prompt) -> Request:
         """Return what the engine is asked; ApiError if no slot has room for it."""

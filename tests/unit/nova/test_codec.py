@@ -22,7 +22,7 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     path: Path = tmp_path_factory.mktemp(request.param)
     folder.write(path, request.param)
     vlm = Vlm.load(str(path), device=torch.device("cpu"), dtype=torch.float32)
-    return vlm, Codec(path, vlm.model.config, most_pixels=10_000)
+    return vlm, Codec(path, vlm.model.config, most_pixels=10_000, most_tokens=200)
 
 
 def said(*content: object) -> list[dict[str, object]]:
@@ -66,6 +66,13 @@ def test_images_that_cannot_be_read_are_refused(loaded: tuple[Vlm, Codec], data:
     assert refused.value.status == status
 
 
+def test_reading_ends_when_no_slot_has_room(loaded: tuple[Vlm, Codec]) -> None:
+    """However many images a body has: the last one here is never looked at."""
+    _, codec = loaded
+    with pytest.raises(ApiError, match="more than 200"):
+        codec.prompt(said(*[IMAGE_PART] * 101), None, [*[folder.png(1)] * 100, b"no image"])
+
+
 def test_a_cut_image_is_refused(loaded: tuple[Vlm, Codec]) -> None:
     """Its header is there, its pixels are not."""
     _, codec = loaded
@@ -79,4 +86,4 @@ def test_a_folder_without_a_processor_is_refused(tmp_path: Path) -> None:
     config = Vlm.load(str(tmp_path), device=torch.device("cpu"), dtype=torch.float32).model.config
     (tmp_path / "preprocessor_config.json").unlink()
     with pytest.raises(ValueError, match="image processor"):
-        Codec(tmp_path, config, most_pixels=1)
+        Codec(tmp_path, config, most_pixels=1, most_tokens=1)
