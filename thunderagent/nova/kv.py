@@ -42,7 +42,7 @@ class SlotCache:
     @property
     def nbytes(self) -> int:
         """Bytes of the whole cache."""
-        return 2 * self.keys.numel() * self.keys.element_size()
+        return int(2 * self.keys.numel() * self.keys.element_size())
 
     def run(self, slot: int, begin: int, end: int) -> Run:
         """Return prefill's view: positions [begin, end) of one row."""

@@ -170,7 +170,8 @@ class StreamPool:
 
     def enter(self, stage: str, split: Split) -> AbstractContextManager[None]:
         """Make the stage's stream this thread's."""
-        return torch.cuda.stream(self.stream(stage, split))
+        lane: AbstractContextManager[None] = torch.cuda.stream(self.stream(stage, split))
+        return lane
 
     def move(self, stage: str, split: Split) -> None:
         """Make another stream this thread's, ordered after the one before."""
@@ -198,7 +199,7 @@ class _Pair:
 class GreenPool:
     """Disjoint SMs by green contexts. `driver` is `cuda.bindings.driver`; `wrap` makes a torch stream of a handle."""
 
-    def __init__(self, driver: Any, device: torch.device, counts: tuple[int, ...], wrap: Any, full: Pool) -> None:
+    def __init__(self, driver: Any, device: torch.device, counts: tuple[int, ...], wrap: Any, full: StreamPool) -> None:
         self._driver, self._wrap, self._full = driver, wrap, full
         self.device, self.units, self.name = device, full.units, full.name
         self._contexts: list[Any] = []
@@ -252,12 +253,13 @@ class GreenPool:
         """Return the stream of a lane."""
         split = nearest(self.splits, split)
         if split is None:
-            return self._full.stream(stage, None)  # type: ignore[attr-defined]
+            return self._full.stream(stage, None)
         return self._pairs[split].decode if stage == DECODE else self._pairs[split].rest
 
     def enter(self, stage: str, split: Split) -> AbstractContextManager[None]:
         """Make the lane's stream this thread's."""
-        return torch.cuda.stream(self.stream(stage, split))
+        lane: AbstractContextManager[None] = torch.cuda.stream(self.stream(stage, split))
+        return lane
 
     def move(self, stage: str, split: Split) -> None:
         """Make another lane's stream this thread's, ordered after the one before."""
