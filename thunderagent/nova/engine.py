@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -102,7 +102,7 @@ class Engine:
         self._images: OrderedDict[str, Encoded] = OrderedDict()
         self._on_pass = on_pass
         self._passes: Counter[str] = Counter()
-        self._seconds: Counter[str] = Counter()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopped = False
         self._switch_interval_s = sys.getswitchinterval()
@@ -224,18 +224,15 @@ class Engine:
         match decision:
             case StartEncode(request_id, split):
                 self.stages.encode_split = split
-                self._put(ENCODE, Job((self._begin(request_id, ENCODE),), split))
+                self._workers[ENCODE].put(Job((self._begin(request_id, ENCODE),), split))
             case StartPrefill(request_id, begin, end, split):
-                self._put(PREFILL, Job((self._begin(request_id, PREFILL),), split, begin, end))
+                self._workers[PREFILL].put(Job((self._begin(request_id, PREFILL),), split, begin, end))
             case StartDecode(request_ids, split):
-                self._put(DECODE, Job(tuple(self._begin(each, DECODE) for each in request_ids), split))
+                self._workers[DECODE].put(Job(tuple(self._begin(each, DECODE) for each in request_ids), split))
             case Resplit(split):
                 self.stages.encode_split = split
             case Free(request_id):
                 self._free(request_id)
-
-    def _put(self, stage: str, job: Job) -> None:
-        self._workers[stage].put(job)
 
     def _begin(self, request_id: str, stage: str) -> Turn:
         client = self._clients[request_id]

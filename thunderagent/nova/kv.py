@@ -42,14 +42,14 @@ class SlotCache:
     @property
     def nbytes(self) -> int:
         """Bytes of the whole cache."""
-        return 2 * self.keys.numel() * self.keys.element_size()
+        return int(2 * self.keys.numel() * self.keys.element_size())
 
     def run(self, slot: int, begin: int, end: int) -> Run:
-        """Prefill's view: positions [begin, end) of one row."""
+        """Return prefill's view: positions [begin, end) of one row."""
         return Run(self, slot, begin, end)
 
     def rows(self, count: int, positions: torch.Tensor) -> Rows:
-        """Decoding's view: one position in each of the first `count` rows."""
+        """Return decoding's view: one position in each of the first `count` rows."""
         return Rows(self, count, positions)
 
     def mask_of_run(self, begin: int, end: int, dtype: torch.dtype) -> torch.Tensor | None:
@@ -74,10 +74,10 @@ class _View:
     def __init__(self, seen: int) -> None:
         self._seen = seen
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
+    def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002  # all layers are alike
         return self._seen
 
-    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:  # noqa: ARG002
         return self._seen + query_length, 0
 
 

@@ -77,15 +77,13 @@ class Layout:
     is_image: torch.Tensor  # [tokens], on the host
 
 
-class _PatchProjection(nn.Module):
-    """The convolution over whole patches as the matrix product that it is: cuDNN takes many times longer in bf16."""
-
-    def __init__(self, convolution: nn.Conv3d) -> None:
-        super().__init__()
-        self.weight, self.bias = convolution.weight, convolution.bias
-
-    def forward(self, patches: torch.Tensor) -> torch.Tensor:
-        return functional.linear(patches.flatten(1), self.weight.flatten(1), self.bias)
+def _patch_projection(convolution: nn.Conv3d) -> nn.Linear:
+    """Return the convolution over whole patches as the matrix product that it is: cuDNN is slow at it in bf16."""
+    weight = convolution.weight.data.flatten(1)
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=convolution.bias is not None, device="meta")
+    linear.weight, linear.bias = nn.Parameter(weight), convolution.bias
+    linear.register_forward_pre_hook(lambda _linear, args: (args[0].flatten(1),))
+    return linear
 
 
 class _GridFamily:
@@ -99,7 +97,7 @@ class _GridFamily:
         visual = model.model.visual
         self.layers: nn.ModuleList = visual.blocks
         if isinstance(visual.patch_embed.proj, nn.Conv3d):
-            visual.patch_embed.proj = _PatchProjection(visual.patch_embed.proj)
+            visual.patch_embed.proj = _patch_projection(visual.patch_embed.proj)
         # Lengths on the host, or each layer waits for the card. GLM-4V also computes with them.
         self._lengths_on_host = model.config.model_type.startswith("qwen")
 

@@ -23,6 +23,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -169,7 +170,8 @@ class StreamPool:
 
     def enter(self, stage: str, split: Split) -> AbstractContextManager[None]:
         """Make the stage's stream this thread's."""
-        return torch.cuda.stream(self.stream(stage, split))
+        lane: AbstractContextManager[None] = torch.cuda.stream(self.stream(stage, split))
+        return lane
 
     def move(self, stage: str, split: Split) -> None:
         """Make another stream this thread's, ordered after the one before."""
@@ -197,7 +199,7 @@ class _Pair:
 class GreenPool:
     """Disjoint SMs by green contexts. `driver` is `cuda.bindings.driver`; `wrap` makes a torch stream of a handle."""
 
-    def __init__(self, driver: Any, device: torch.device, counts: tuple[int, ...], wrap: Any, full: Pool) -> None:
+    def __init__(self, driver: Any, device: torch.device, counts: tuple[int, ...], wrap: Any, full: StreamPool) -> None:
         self._driver, self._wrap, self._full = driver, wrap, full
         self.device, self.units, self.name = device, full.units, full.name
         self._contexts: list[Any] = []
@@ -206,11 +208,19 @@ class GreenPool:
         handle = self._ask("cuDeviceGet", device.index or 0)
         sm = driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
         whole = self._ask("cuDeviceGetDevResource", handle, sm)
-        for count in counts:
-            groups, _made, rest = self._ask("cuDevSmResourceSplitByCount", 1, whole, 0, count)
-            pair = _Pair(groups[0].sm.smCount, rest.sm.smCount, *(self._lane(handle, r) for r in (groups[0], rest)))
-            self._pairs.setdefault(pair.decode_units, pair)
+        try:
+            for count in counts:
+                groups, _made, rest = self._ask("cuDevSmResourceSplitByCount", 1, whole, 0, count)
+                if groups[0].sm.smCount not in self._pairs:  # the driver may round two counts up to one
+                    self._pair(handle, groups[0], rest)
+        except PartitionError:
+            self._destroy()
+            raise
         self.splits = tuple(sorted(self._pairs))
+
+    def _pair(self, handle: Any, decode: Any, rest: Any) -> None:
+        lanes = (self._lane(handle, decode), self._lane(handle, rest))
+        self._pairs[decode.sm.smCount] = _Pair(decode.sm.smCount, rest.sm.smCount, *lanes)
 
     def _ask(self, name: str, *args: Any) -> Any:
         """Call the driver. Raise what it answers but success."""
@@ -243,12 +253,13 @@ class GreenPool:
         """Return the stream of a lane."""
         split = nearest(self.splits, split)
         if split is None:
-            return self._full.stream(stage, None)  # type: ignore[attr-defined]
+            return self._full.stream(stage, None)
         return self._pairs[split].decode if stage == DECODE else self._pairs[split].rest
 
     def enter(self, stage: str, split: Split) -> AbstractContextManager[None]:
         """Make the lane's stream this thread's."""
-        return torch.cuda.stream(self.stream(stage, split))
+        lane: AbstractContextManager[None] = torch.cuda.stream(self.stream(stage, split))
+        return lane
 
     def move(self, stage: str, split: Split) -> None:
         """Make another lane's stream this thread's, ordered after the one before."""
@@ -259,21 +270,30 @@ class GreenPool:
         return _mark()
 
     def close(self) -> None:
-        """Destroy streams, then contexts, in the order opposite to their making."""
-        self._pairs.clear()
+        """Wait until every lane is idle. The lanes stay: see `green_pool`."""
+        for handle in self._handles:
+            self._ask("cuStreamSynchronize", handle)
+
+    def _destroy(self) -> None:
+        """Give back lanes that nothing ran on: streams, then contexts, the last first."""
         while self._handles:
             self._ask("cuStreamDestroy", self._handles.pop())
         while self._contexts:
             self._ask("cuGreenCtxDestroy", self._contexts.pop())
-        self._full.close()
 
 
 class PartitionError(RuntimeError):
     """The driver would not partition the device."""
 
 
+@lru_cache
 def green_pool(device: torch.device, counts: tuple[int, ...]) -> GreenPool:
-    """Partition a GPU. PartitionError: the driver refuses, or is too old."""
+    """Partition a GPU, once in a process. PartitionError: the driver refuses, or is too old.
+
+    PyTorch's allocators remember on which streams a block was used, and ask those when they free it, at the latest when
+    the process ends. So lanes that anything ran on are never destroyed, and a second engine gets the same ones. They
+    take about 11 MB of the card for each split.
+    """
     try:
         from cuda.bindings import driver  # noqa: PLC0415  # only a machine with a GPU has it
     except ImportError as error:

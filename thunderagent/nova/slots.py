@@ -3,9 +3,9 @@
 Theory of operation
 -------------------
 The scheduler lets at most `slots` requests hold one. `keep` more exist where programs keep theirs, so a request that
-waits with its program's slot never takes one that the scheduler counts on: used <= slots + keep at any time. What a slot
-holds is the prompt and every token but the last, which was never fed back. A later prompt may use the part that is the
-same, and never half an image.
+waits with its program's slot never takes one that the scheduler counts on: used <= slots + keep at any time. What a
+slot holds is the prompt and every token but the last, which was never fed back. A later prompt may use the part that is
+the same, and never half an image.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ import pytest
 torch = pytest.importorskip("torch", reason="the extra `nova` is not installed")
 pytest.importorskip("transformers", reason="the extra `nova` is not installed")
 
+from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
+
 from tests.unit.nova import tiny  # noqa: E402
 from thunderagent.nova.models import UnsupportedModelError, Vlm  # noqa: E402
 
@@ -56,8 +58,6 @@ def test_chunked_prefill_gives_the_keys_of_a_whole_one(family: str):
 
 
 def test_a_model_of_another_family_is_refused():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     tiny_llama = LlamaConfig(
         hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=8
     )
