@@ -45,8 +45,10 @@ class Bench:
         self.device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
         self.size: Size = PAPER if self.device.type == "cuda" else SMALL
         self.path: Path = options.out / f"nova-{name}.json"
-        self.told: dict[str, Any] = {"about": nova_rig.about(self.device), "options": {
-            "requests": options.requests, "loads": options.loads}}  # fmt: skip
+        self.made_by = nova_rig.made_by(self.device)
+        self.told: dict[str, Any] = {
+            **self.made_by, "options": {"requests": options.requests, "loads": options.loads}
+        }  # fmt: skip
         self.passes: list[Outcome] = []
         self.begin_s = time.monotonic()
 
@@ -116,7 +118,7 @@ def e1(bench: Bench) -> None:
         on_refused=lambda split, error: refused.update({split: str(error)[:200]}),
     )  # fmt: skip
     bench.note("refused", refused)
-    save(profile, bench.options.profile, about=bench.told["about"], batch=BATCH)
+    save(profile, bench.options.profile, batch=BATCH, **bench.made_by)
     step_s = profile.decode_s[BATCH]
     bench.note("alone", {"encode_s": profile.encode_s, "prefill_s": profile.prefill_s, "decode_s": profile.decode_s})
     bench.note("splits", [

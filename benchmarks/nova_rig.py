@@ -218,22 +218,19 @@ def scheduler_of(name: str, size: Size, split_policy: Any = None) -> Scheduler:
     return Scheduler(name, slots=size.slots, split_policy=split_policy)
 
 
-def about(device: torch.device) -> dict[str, Any]:
-    """Return what a reader needs to judge a figure of a card."""
+def made_by(device: torch.device) -> dict[str, Any]:
+    """Return which code made a figure, and on what device."""
     code = hashlib.sha256()
     for path in sorted(Path(__file__).parent.parent.glob("thunderagent/nova/*.py")):
         code.update(path.read_bytes())
-    told = {
-        "device": "cpu", "torch": torch.__version__, "commit": _commit(), "code_sha256": code.hexdigest()[:16],
-        "cores": torch.get_num_threads(),
-    }  # fmt: skip
+    machine = {"device": "cpu", "torch": torch.__version__, "cores": torch.get_num_threads()}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        told |= {
+        machine |= {
             "device": properties.name, "sms": properties.multi_processor_count, "cuda": torch.version.cuda,
             "memory_gb": round(properties.total_memory / 2**30, 1),
         }  # fmt: skip
-    return told
+    return {"commit": _commit(), "code": code.hexdigest()[:16], "machine": machine}
 
 
 def _commit() -> str:
