@@ -25,6 +25,7 @@ from math import inf
 from pathlib import Path
 from statistics import fmean
 
+from benchmarks.machine import save_results
 from thunderagent.nova.messages import (
     Arrived,
     Decision,
@@ -299,17 +300,20 @@ def compare(rate_per_s: float, *, count: int = 500, seed: int = 0) -> dict[str, 
 
 
 def main() -> None:
-    """Print a line of JSON for each rate: mean and longest latency of each policy, in seconds; means over the runs."""
+    """Print and keep mean and longest latency of each policy at each rate, in seconds; means over the runs."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--count", type=int, default=500, help="requests of each run (default: %(default)s)")
     parser.add_argument(
         "--runs", type=int, default=10, help="runs, each with arrivals of its own (default: %(default)s)"
     )
     args = parser.parse_args()
+    rates = []
     for rate_per_s in RATES_PER_S:
         runs = [compare(rate_per_s, count=args.count, seed=seed) for seed in range(args.runs)]
         table = {name: _mean_and_longest_s([run[name] for run in runs]) for name in runs[0]}
-        print(json.dumps({"rate_per_s": rate_per_s, "mean_and_longest_s": table}), flush=True)
+        rates.append({"rate_per_s": rate_per_s, "mean_and_longest_s": table})
+        print(json.dumps(rates[-1]), flush=True)
+    save_results("nova-model", {"arguments": vars(args), "rates": rates})
 
 
 def _mean_and_longest_s(outcomes: Sequence[Outcome]) -> tuple[float, float]:
