@@ -42,8 +42,8 @@ def measure(
 
     A library's kernel may not fit a lane of few SMs: such a split is left out, and `on_refused` hears of it.
     """
-    alone = {stage: _alone(subject, stage, repeats, batch) for stage in (ENCODE, PREFILL)}
-    by_batch = {n: _alone(subject, DECODE, 4 * repeats, n) for n in range(1, len(subject.batch) + 1)}
+    encode_s, prefill_s = (alone(subject, stage, repeats, batch) for stage in (ENCODE, PREFILL))
+    by_batch = {n: alone(subject, DECODE, 4 * repeats, n) for n in range(1, len(subject.batch) + 1)}
     times = []
     for split in subject.pool.splits:
         try:
@@ -52,14 +52,14 @@ def measure(
             if on_refused is None:
                 raise
             on_refused(split, error)
-    return Profile(subject.pool.name, subject.pool.units, alone[ENCODE], alone[PREFILL], by_batch, tuple(times))
+    return Profile(subject.pool.name, subject.pool.units, encode_s, prefill_s, by_batch, tuple(times))
 
 
 def warm(subject: Subject) -> None:
     """Run the first two stages once on each lane: what a first pass makes there, a stream's memory among it, stays."""
     for split in (None, *subject.pool.splits):
         for stage in (ENCODE, PREFILL):
-            _timed(_pass(subject, stage, split, 1))
+            _run(stage, lambda stage=stage, split=split: _timed(_pass(subject, stage, split, 1)))
 
 
 def beside(subject: Subject, stage: str, split: Split, repeats: int, batch: int) -> tuple[float, float]:
@@ -107,14 +107,10 @@ def _beside(subject: Subject, split: int, repeats: int, batch: int) -> SplitTime
     return SplitTimes(split, rest, encode_s, prefill_s, decode_encode_s, decode_prefill_s)
 
 
-def _alone(subject: Subject, stage: str, repeats: int, batch: int) -> float:
+def alone(subject: Subject, stage: str, repeats: int, batch: int) -> float:
+    """Return the seconds of one pass of a stage that has the whole device."""
     taken: list[tuple[float, float]] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        taken.extend(_timed(_pass(subject, stage, None, batch)) for _ in range(repeats + 1))
-
-    _join([_thread(stage, run, errors)], errors)
+    _run(stage, lambda: taken.extend(_timed(_pass(subject, stage, None, batch)) for _ in range(repeats + 1)))
     return _median(taken[1:])
 
 
@@ -140,8 +136,14 @@ def _median(taken: Sequence[tuple[float, float]]) -> float:
     return statistics.median(end - begin for begin, end in taken)
 
 
+def _run(stage: str, run: Callable[[], Any]) -> None:
+    """Run in a thread of its own: entering a lane of cores changes the thread that enters."""
+    errors: list[BaseException] = []
+    _join([_thread(stage, run, errors)], errors)
+
+
 def _thread(
-    stage: str, run: Callable[[], None], errors: list[BaseException], *release: threading.Event
+    stage: str, run: Callable[[], Any], errors: list[BaseException], *release: threading.Event
 ) -> threading.Thread:
     def guarded() -> None:
         try:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 
 torch = pytest.importorskip("torch", reason="the extra `nova` is not installed")
@@ -33,8 +36,10 @@ def subject(pool) -> Subject:
 def test_every_split_and_batch_is_measured(tmp_path):
     pool = CorePool()
     measured = subject(pool)
+    before = os.sched_getaffinity(0), Path("/proc/thread-self/comm").read_text()
     warm(measured)
     profile = measure(measured, repeats=2, batch=2)
+    assert (os.sched_getaffinity(0), Path("/proc/thread-self/comm").read_text()) == before, "who measures stays"
     assert [times.decode_units for times in profile.splits] == list(pool.splits)
     assert all(times.decode_units + times.rest_units == pool.units for times in profile.splits)
     assert set(profile.decode_s) == {1, 2}
