@@ -14,7 +14,7 @@ from thunderagent.nova.engine import Engine
 from thunderagent.nova.messages import Profile
 from thunderagent.nova.offload import CudaCopier, NullCopier, OffloadRing, resident_layers
 from thunderagent.nova.partition import DECODE, GreenPool, PartitionError
-from thunderagent.nova.profile import Subject, alone, beside
+from thunderagent.nova.profile import Subject, alone, beside, run_as
 from thunderagent.nova.workers import ENCODE, PREFILL
 
 if TYPE_CHECKING:
@@ -106,9 +106,16 @@ def _bus(device: torch.device, note: Note) -> None:
 def graphs_agree(engine: Engine, subject: Subject) -> dict[str, bool]:
     """Say whether each lane's graph gives the tokens of a plain call."""
     rows = [turn.row for turn in subject.batch]
-    with torch.inference_mode():
-        called = engine.stepper.step(rows, None, plainly=True)
-        return {str(split): engine.stepper.step(rows, split) == called for split in (None, *subject.pool.splits)}
+    agree: dict[str, bool] = {}
+
+    def compare() -> None:
+        with torch.inference_mode():
+            called = engine.stepper.step(rows, None, plainly=True)
+            for split in (None, *subject.pool.splits):
+                agree[str(split)] = engine.stepper.step(rows, split) == called
+
+    run_as(DECODE, compare)
+    return agree
 
 
 def beside_whole(subject: Subject, profile: Profile, repeats: int, batch: int) -> dict[str, float]:

@@ -144,10 +144,7 @@ def subject_of(engine: Engine, size: Size, vlm: Vlm, batch: int) -> Subject:
         prompt = prompt_with(image, chance)
         turn = Turn(Request(str(slot), prompt, 10), vlm.layout(prompt), [None], missing=[0], slot=slot, tokens=[11])
         turns.append(turn)
-    front = turns[-1]
-    with torch.inference_mode():
-        front.encoded = list(vlm.encode(front.request.prompt.images))
-    return Subject(engine.stages, engine.pool, front, turns[:batch])
+    return Subject(engine.stages, engine.pool, turns[-1], turns[:batch])
 
 
 @dataclass(slots=True)

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,13 +58,15 @@ def measure(
 
 def warm(subject: Subject) -> None:
     """Run the first two stages once on each lane: what a first pass makes there, a stream's memory among it, stays."""
+    _encode_once(subject)
     for split in (None, *subject.pool.splits):
         for stage in (ENCODE, PREFILL):
-            _run(stage, lambda stage=stage, split=split: _timed(_pass(subject, stage, split, 1)))
+            run_as(stage, partial(_timed, _pass(subject, stage, split, 1)))
 
 
 def beside(subject: Subject, stage: str, split: Split, repeats: int, batch: int) -> tuple[float, float]:
     """Return the seconds of one pass of `stage` and of one decoding step beside it."""
+    _encode_once(subject)
     front: list[tuple[float, float]] = []
     steps: list[tuple[float, float]] = []
     begun, over = threading.Event(), threading.Event()
@@ -109,8 +112,9 @@ def _beside(subject: Subject, split: int, repeats: int, batch: int) -> SplitTime
 
 def alone(subject: Subject, stage: str, repeats: int, batch: int) -> float:
     """Return the seconds of one pass of a stage that has the whole device."""
+    _encode_once(subject)
     taken: list[tuple[float, float]] = []
-    _run(stage, lambda: taken.extend(_timed(_pass(subject, stage, None, batch)) for _ in range(repeats + 1)))
+    run_as(stage, lambda: taken.extend(_timed(_pass(subject, stage, None, batch)) for _ in range(repeats + 1)))
     return _median(taken[1:])
 
 
@@ -136,7 +140,19 @@ def _median(taken: Sequence[tuple[float, float]]) -> float:
     return statistics.median(end - begin for begin, end in taken)
 
 
-def _run(stage: str, run: Callable[[], Any]) -> None:
+def _encode_once(subject: Subject) -> None:
+    """Give the turn at the front what its prefill needs."""
+    front = subject.front
+
+    def encode() -> None:
+        with torch.inference_mode():
+            front.encoded = list(subject.stages.encode(Job((front,), None)))
+
+    if None in front.encoded:
+        run_as(ENCODE, encode)
+
+
+def run_as(stage: str, run: Callable[[], Any]) -> None:
     """Run in a thread of its own: entering a lane of cores changes the thread that enters."""
     errors: list[BaseException] = []
     _join([_thread(stage, run, errors)], errors)

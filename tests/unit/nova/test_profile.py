@@ -28,8 +28,6 @@ def subject(pool) -> Subject:
         prompt = tiny.prompt("qwen2_5_vl", slot)
         request = Request(str(slot), prompt, 5)
         turns.append(Turn(request, vlm.layout(prompt), [None], missing=[0], slot=slot, tokens=[3]))
-    with torch.inference_mode():
-        turns[2].encoded = list(vlm.encode(turns[2].request.prompt.images))
     return Subject(engine.stages, engine.pool, turns[2], turns[:2])
 
 
