@@ -16,12 +16,16 @@ import argparse
 import asyncio
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
+try:
+    import torch
+except ImportError:
+    sys.exit("this benchmark needs the extra nova: .venv/bin/python -m pip install --editable '.[nova]'")
 
 from benchmarks import nova_card, nova_rig
 from benchmarks.machine import RESULTS

@@ -14,8 +14,8 @@ from thunderagent.nova.engine import Engine
 from thunderagent.nova.messages import Profile
 from thunderagent.nova.offload import CudaCopier, NullCopier, OffloadRing, resident_layers
 from thunderagent.nova.partition import DECODE, GreenPool, PartitionError
-from thunderagent.nova.profile import Subject, beside
-from thunderagent.nova.workers import ENCODE, PREFILL, Job
+from thunderagent.nova.profile import Subject, alone, beside, run_as
+from thunderagent.nova.workers import ENCODE, PREFILL
 
 if TYPE_CHECKING:
     from benchmarks.nova import Bench
@@ -106,9 +106,16 @@ def _bus(device: torch.device, note: Note) -> None:
 def graphs_agree(engine: Engine, subject: Subject) -> dict[str, bool]:
     """Say whether each lane's graph gives the tokens of a plain call."""
     rows = [turn.row for turn in subject.batch]
-    with torch.inference_mode():
-        called = engine.stepper.step(rows, None, plainly=True)
-        return {str(split): engine.stepper.step(rows, split) == called for split in (None, *subject.pool.splits)}
+    agree: dict[str, bool] = {}
+
+    def compare() -> None:
+        with torch.inference_mode():
+            called = engine.stepper.step(rows, None, plainly=True)
+            for split in (None, *subject.pool.splits):
+                agree[str(split)] = engine.stepper.step(rows, split) == called
+
+    run_as(DECODE, compare)
+    return agree
 
 
 def beside_whole(subject: Subject, profile: Profile, repeats: int, batch: int) -> dict[str, float]:
@@ -128,8 +135,8 @@ async def offload(bench: Bench, requests: int) -> None:
     subject = nova_rig.subject_of(engine, bench.size, vlm, batch=1)
     layers = list(vlm.encoder_layers)
     whole_bytes = sum(p.numel() * p.element_size() for layer in layers for p in layer.parameters())
-    raw_s = _encode_s(subject)
-    rate = 0.6 / (raw_s + _prefill_s(subject))
+    raw_s = alone(subject, ENCODE, 6, 1)
+    rate = 0.6 / (raw_s + alone(subject, PREFILL, 6, 1))
     bench.options.requests = requests
     served = (await bench.run(engine, "nova", None, rate, "raw")).figures()
     bench.note("raw", {"encode_s": raw_s, "layer_bytes": whole_bytes, "rate_per_s": rate, **served})
@@ -144,7 +151,7 @@ async def offload(bench: Bench, requests: int) -> None:
             layers, bench.device, physical=physical, resident=resident, copier=copier, host=host
         )  # fmt: skip
         engine.stages.lend(ring)
-        encode_s = _encode_s(subject)
+        encode_s = alone(subject, ENCODE, 6, 1)
         name = f"K={physical} R={resident}"
         served = (await bench.run(engine, "nova", None, rate, name)).figures()
         on_card = ring.device_bytes + whole_bytes * resident // len(layers)
@@ -152,16 +159,6 @@ async def offload(bench: Bench, requests: int) -> None:
         engine.stages.lend(None)
         ring.put_back()
     await engine.stop()
-
-
-def _encode_s(subject: Subject) -> float:
-    subject.stages.encode_split = None
-    return _median_s(lambda: subject.stages.encode(Job((subject.front,), None)))
-
-
-def _prefill_s(subject: Subject) -> float:
-    tokens = len(subject.front.request.prompt.token_ids)
-    return _median_s(lambda: subject.stages.prefill(Job((subject.front,), None, 0, tokens)))
 
 
 def _median_s(run: Callable[[], Any], repeats: int = 6) -> float:

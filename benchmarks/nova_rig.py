@@ -144,10 +144,7 @@ def subject_of(engine: Engine, size: Size, vlm: Vlm, batch: int) -> Subject:
         prompt = prompt_with(image, chance)
         turn = Turn(Request(str(slot), prompt, 10), vlm.layout(prompt), [None], missing=[0], slot=slot, tokens=[11])
         turns.append(turn)
-    front = turns[-1]
-    with torch.inference_mode():
-        front.encoded = list(vlm.encode(front.request.prompt.images))
-    return Subject(engine.stages, engine.pool, front, turns[:batch])
+    return Subject(engine.stages, engine.pool, turns[-1], turns[:batch])
 
 
 @dataclass(slots=True)
@@ -168,7 +165,8 @@ class Run:
 
     def figures(self) -> dict[str, Any]:
         """Sum it up; seconds, and requests for each second."""
-        latency = sorted(told.tokens_s[-1] - told.arrived_s for told in self.turns)
+        by_turn = [told.tokens_s[-1] - told.arrived_s for told in self.turns]
+        latency = sorted(by_turn)
         first = [told.tokens_s[0] - told.arrived_s for told in self.turns]
         gaps = [(told.tokens_s[-1] - told.tokens_s[0]) / (len(told.tokens_s) - 1) for told in self.turns]
         widest = [max(b - a for a, b in zip(told.tokens_s, told.tokens_s[1:], strict=False)) for told in self.turns]
@@ -181,6 +179,7 @@ class Run:
             "ttft_s": statistics.fmean(first), "tbt_s": statistics.fmean(gaps),
             "widest_gap_s": statistics.fmean(widest), "requests_per_s": len(latency) / span_s,
             "decode_batch": statistics.fmean(batches), "requests": len(latency),
+            "latency_s": [round(seconds, 4) for seconds in by_turn],  # paired: turn by turn the same for each policy
             "stage_mean_s": {
                 stage: statistics.fmean([done.end_s - done.begin_s for done in self.passes if done.stage == stage])
                 for stage in {done.stage for done in self.passes}

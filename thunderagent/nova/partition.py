@@ -99,7 +99,7 @@ class CorePool:
         self.units = len(self._cores)
         self.splits = tuple(range(1, self.units))
         self.name = f"{self.units} cores"
-        self._on: dict[str, tuple[int, ...]] = {}
+        self._thread = threading.local()  # `cores`: where this thread is
 
     def cores(self, stage: str, split: Split) -> tuple[int, ...]:
         """Return the cores of a lane."""
@@ -117,9 +117,9 @@ class CorePool:
     def move(self, stage: str, split: Split) -> None:
         """Go over to another lane's cores."""
         cores = self.cores(stage, split)
-        if self._on.get(stage) == cores:
+        if getattr(self._thread, "cores", None) == cores:
             return
-        self._on[stage] = cores
+        self._thread.cores = cores
         os.sched_setaffinity(threading.get_native_id(), cores)
         torch.set_num_threads(len(cores))
         _move_team(_named(stage), cores)
@@ -129,8 +129,7 @@ class CorePool:
         return _PAST
 
     def close(self) -> None:
-        """Forget which stage is where."""
-        self._on.clear()
+        """Do nothing: a thread leaves its cores when it ends."""
 
 
 def _named(stage: str) -> str:

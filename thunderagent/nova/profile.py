@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,8 @@ def measure(
 
     A library's kernel may not fit a lane of few SMs: such a split is left out, and `on_refused` hears of it.
     """
-    alone = {stage: _alone(subject, stage, repeats, batch) for stage in (ENCODE, PREFILL)}
-    by_batch = {n: _alone(subject, DECODE, 4 * repeats, n) for n in range(1, len(subject.batch) + 1)}
+    encode_s, prefill_s = (alone(subject, stage, repeats, batch) for stage in (ENCODE, PREFILL))
+    by_batch = {n: alone(subject, DECODE, 4 * repeats, n) for n in range(1, len(subject.batch) + 1)}
     times = []
     for split in subject.pool.splits:
         try:
@@ -52,18 +53,20 @@ def measure(
             if on_refused is None:
                 raise
             on_refused(split, error)
-    return Profile(subject.pool.name, subject.pool.units, alone[ENCODE], alone[PREFILL], by_batch, tuple(times))
+    return Profile(subject.pool.name, subject.pool.units, encode_s, prefill_s, by_batch, tuple(times))
 
 
 def warm(subject: Subject) -> None:
     """Run the first two stages once on each lane: what a first pass makes there, a stream's memory among it, stays."""
+    _encode_once(subject)
     for split in (None, *subject.pool.splits):
         for stage in (ENCODE, PREFILL):
-            _timed(_pass(subject, stage, split, 1))
+            run_as(stage, partial(_timed, _pass(subject, stage, split, 1)))
 
 
 def beside(subject: Subject, stage: str, split: Split, repeats: int, batch: int) -> tuple[float, float]:
     """Return the seconds of one pass of `stage` and of one decoding step beside it."""
+    _encode_once(subject)
     front: list[tuple[float, float]] = []
     steps: list[tuple[float, float]] = []
     begun, over = threading.Event(), threading.Event()
@@ -107,14 +110,11 @@ def _beside(subject: Subject, split: int, repeats: int, batch: int) -> SplitTime
     return SplitTimes(split, rest, encode_s, prefill_s, decode_encode_s, decode_prefill_s)
 
 
-def _alone(subject: Subject, stage: str, repeats: int, batch: int) -> float:
+def alone(subject: Subject, stage: str, repeats: int, batch: int) -> float:
+    """Return the seconds of one pass of a stage that has the whole device."""
+    _encode_once(subject)
     taken: list[tuple[float, float]] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        taken.extend(_timed(_pass(subject, stage, None, batch)) for _ in range(repeats + 1))
-
-    _join([_thread(stage, run, errors)], errors)
+    run_as(stage, lambda: taken.extend(_timed(_pass(subject, stage, None, batch)) for _ in range(repeats + 1)))
     return _median(taken[1:])
 
 
@@ -140,8 +140,26 @@ def _median(taken: Sequence[tuple[float, float]]) -> float:
     return statistics.median(end - begin for begin, end in taken)
 
 
+def _encode_once(subject: Subject) -> None:
+    """Give the turn at the front what its prefill needs."""
+    front = subject.front
+
+    def encode() -> None:
+        with torch.inference_mode():
+            front.encoded = list(subject.stages.encode(Job((front,), None)))
+
+    if None in front.encoded:
+        run_as(ENCODE, encode)
+
+
+def run_as(stage: str, run: Callable[[], Any]) -> None:
+    """Run in a thread of its own: entering a lane of cores changes the thread that enters."""
+    errors: list[BaseException] = []
+    _join([_thread(stage, run, errors)], errors)
+
+
 def _thread(
-    stage: str, run: Callable[[], None], errors: list[BaseException], *release: threading.Event
+    stage: str, run: Callable[[], Any], errors: list[BaseException], *release: threading.Event
 ) -> threading.Thread:
     def guarded() -> None:
         try:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 
 torch = pytest.importorskip("torch", reason="the extra `nova` is not installed")
@@ -25,16 +28,16 @@ def subject(pool) -> Subject:
         prompt = tiny.prompt("qwen2_5_vl", slot)
         request = Request(str(slot), prompt, 5)
         turns.append(Turn(request, vlm.layout(prompt), [None], missing=[0], slot=slot, tokens=[3]))
-    with torch.inference_mode():
-        turns[2].encoded = list(vlm.encode(turns[2].request.prompt.images))
     return Subject(engine.stages, engine.pool, turns[2], turns[:2])
 
 
 def test_every_split_and_batch_is_measured(tmp_path):
     pool = CorePool()
     measured = subject(pool)
+    before = os.sched_getaffinity(0), Path("/proc/thread-self/comm").read_text()
     warm(measured)
     profile = measure(measured, repeats=2, batch=2)
+    assert (os.sched_getaffinity(0), Path("/proc/thread-self/comm").read_text()) == before, "who measures stays"
     assert [times.decode_units for times in profile.splits] == list(pool.splits)
     assert all(times.decode_units + times.rest_units == pool.units for times in profile.splits)
     assert set(profile.decode_s) == {1, 2}
