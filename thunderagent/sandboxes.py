@@ -31,9 +31,9 @@ class RuntimePrograms:
 
     runtime: Runtime
 
-    def open(self, program_id: str) -> None:
+    def open(self, program_id: str, tenant: str = "") -> None:
         """See `Programs`."""
-        self.runtime.open_program(check_program_id(program_id))
+        self.runtime.open_program(check_program_id(program_id), tenant=tenant)
 
     def runs(self, program_id: str) -> bool:
         """See `Programs`."""

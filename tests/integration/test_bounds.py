@@ -369,7 +369,7 @@ async def test_a_tenant_comes_from_the_key_and_the_header_does_not_count(replica
             "a": "red",
             "b": "red",
             "c": "blue",
-            "d": "",
+            "d": "blue",
         }
 
 

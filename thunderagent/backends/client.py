@@ -114,12 +114,14 @@ class ReplicaClient:
         *,
         silence_timeout_s: float | None = None,
         names_rank: bool = True,
+        may_repeat: bool = False,
     ) -> Answer:
         """Send one request and return when the head of the answer is there; its body was not read.
 
         `path` is the raw path and query, `headers` are sent as they are. Close the response, or read it to its end.
         The replica's rank, if it is one, is named in a header, in place of any that the client sent, unless not
         `names_rank`: what an engine is told as a whole names none.
+        `may_repeat` says that to do it twice harms nobody, as for answers that are made anew.
         `silence_timeout_s` takes the place of the limits after the connection, for what may take longer than a turn.
         Raises `ReplicaUnreachableError` if no connection could be made (`ReplicaRefusedError` if nobody listens there,
         `ReplicaRemovedError` if the replica was removed, `ConnectTimeoutError` if that took too long),
@@ -140,7 +142,9 @@ class ReplicaClient:
         limits = self._limits_of(silence_timeout_s)
         total_timeout_s = self._settings.total_timeout_s if silence_timeout_s is None else None
         try:
-            answer = await pool.request(method, base_url, path, headers, body, limits, total_timeout_s)
+            answer = await pool.request(
+                method, base_url, path, headers, body, limits, total_timeout_s, may_repeat=may_repeat
+            )
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise _unreached(replica_id, error) from _untraced(error)
         except TimeoutError as error:

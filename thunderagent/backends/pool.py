@@ -36,8 +36,14 @@ PIECE_BYTES = 256 * 1024
 _BODILESS_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
 """Without a body they have no Content-Length either."""
 
+_IDEMPOTENT_METHODS = _BODILESS_METHODS | {"PUT", "DELETE"}
+"""RFC 9110, 9.2.2."""
 
-class _StaleConnectionError(Exception):
+STALE_WITHIN_S = 1.0
+"""A kept connection that dies later than this after a request was sent was no stale one: the engine had the request."""
+
+
+class _StaleConnectionError(aiohttp.ServerDisconnectedError):
     """A connection that had carried other requests ended before a byte of this one's answer came."""
 
 
@@ -213,19 +219,24 @@ class Pool:
         body: bytes | None,
         timeout: aiohttp.ClientTimeout,  # noqa: ASYNC109 - the limits of the parts of a request
         total_timeout_s: float | None = None,
+        *,
+        may_repeat: bool = False,
     ) -> Answer:
         """Send a request and return its answer's head; the request counts until the answer is whole or closed.
 
+        It is sent once more, on a new connection, if a kept one dies at once: the engine closed it just then. Not so if
+        that might do something twice: neither does the method say that it may be, nor `may_repeat`.
         `total_timeout_s` is for the whole answer: reading its body may raise `TimeoutError`, too.
         Raises `TimeoutError`, `ValueError` for a URL or headers that cannot be sent, or what aiohttp raises.
         """
         self.requests_count += 1
         limit = None if total_timeout_s is None else TotalLimit(total_timeout_s, self.pause)
         try:
+            may_repeat = may_repeat or method in _IDEMPOTENT_METHODS
             if limit is None:
-                return await self._exchange(method, base_url, path, headers, body, timeout)
+                return await self._exchange(method, base_url, path, headers, body, timeout, may_repeat=may_repeat)
             async with limit.head:
-                answer = await self._exchange(method, base_url, path, headers, body, timeout)
+                answer = await self._exchange(method, base_url, path, headers, body, timeout, may_repeat=may_repeat)
         except BaseException:
             if limit is not None:
                 limit.end()
@@ -277,6 +288,8 @@ class Pool:
         headers: CIMultiDict[str],
         body: bytes | None,
         timeout: aiohttp.ClientTimeout,  # noqa: ASYNC109
+        *,
+        may_repeat: bool,
     ) -> Answer:
         """Send a request; once more, on a new connection, if one that was kept turns out to be dead."""
         target = self._targets.get(base_url) or self._target(base_url)
@@ -289,9 +302,17 @@ class Pool:
             sent["Content-Length"] = str(len(body))
         elif method not in _BODILESS_METHODS:
             sent["Content-Length"] = "0"
-        with suppress(_StaleConnectionError):
+        sent_s = self._loop.time()
+        try:
             return await self._attempt(target, self._idle_connection(target), method, line, sent, body, timeout)
-        return await self._attempt(target, None, method, line, sent, body, timeout)
+        except _StaleConnectionError:
+            if not may_repeat or self._loop.time() - sent_s > STALE_WITHIN_S:
+                raise
+        try:
+            return await self._attempt(target, None, method, line, sent, body, timeout)
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            # It was sent before, so this is no connection that could not be made.
+            raise aiohttp.ServerDisconnectedError(f"it is gone: {error}") from error
 
     async def _attempt(
         self,

@@ -89,13 +89,17 @@ class _SeenTurn(NamedTuple):
     other_tokens: int
 
 
+MOST_SEEN_COUNT = 10_000
+"""Of an engine whose counters stay away for long, the oldest turns are forgotten."""
+
+
 class _Window:
     """The counters of an engine that does not tell of each turn, between two readings."""
 
     __slots__ = ("_from_s", "_read_s", "_seen", "expected_tokens", "hit_tokens", "other_tokens", "turn_count")
 
     def __init__(self) -> None:
-        self._seen: deque[_SeenTurn] = deque()
+        self._seen: deque[_SeenTurn] = deque(maxlen=MOST_SEEN_COUNT)
         self._read_s = -inf
         self._from_s = inf
         """When the first reading came; until then nothing counts."""
@@ -107,7 +111,8 @@ class _Window:
         self.turn_count = self.expected_tokens = self.hit_tokens = self.other_tokens = 0
 
     def add(self, turn: _SeenTurn) -> None:
-        self._seen.append(turn)
+        if self._read_s > -inf:  # what came before the first reading counts for none
+            self._seen.append(turn)
 
     def read(self, hit_tokens: int | None, asked_s: float, now_s: float) -> None:
         """Take in a reading; None is a count that began anew."""

@@ -436,9 +436,14 @@ class Scheduler:
         program.announced = False
         program.opened_s = self._now_s
         if event.tenant and not program.tenant:
+            group = program.group
             self.families.leave(program)
+            self._leave_group(program)
             self.table.name_tenant(program, event.tenant)
             self.families.join(program, program.parent_id)
+            program.group = None
+            if group is not None:
+                self._join_group(program, group.group_id)
         if program.group is None:
             self._join_group(program, event.group_id)
         if not program.parent_id:
@@ -899,15 +904,22 @@ class Scheduler:
         return [replica for replica in able if replica.may_overdraw(program.claim_tokens, ratio)]
 
     def _nearer_to_encode(self, candidates: Sequence[Replica], program: Program) -> Sequence[Replica]:
-        """Return the candidates with the fewest images to encode, if they are not all, and the program's last one."""
+        """Return the candidates with the fewest images to encode, if they are not all, and the program's last one.
+
+        Only where the program fits beside what is claimed: nobody gives up memory for it.
+        """
         if program.status is Status.ACTIVE:
             return ()
         counts = [replica.account.pending_encode_count or 0 for replica in candidates]
         fewest = min(counts)
         if fewest == max(counts):
             return ()
-        chosen = zip(candidates, counts, strict=True)
-        return [each for each, count in chosen if count == fewest or each.replica_id == program.replica_id]
+        return [
+            each
+            for each, count in zip(candidates, counts, strict=True)
+            if (count == fewest or each.replica_id == program.replica_id)
+            and each.account.demand_tokens + program.claim_tokens <= each.account.limit_tokens
+        ]
 
     def _parent_holds_a_claim(self, program: Program) -> bool:
         """Say whether a program must be let in because its parent, of the same tenant, may wait for it.
@@ -1587,6 +1599,7 @@ class Scheduler:
             turn.account_id = None
         account.other_tokens = 0
         account.turn_count = 0
+        account.pending_encode_count = None  # what starts again has none; it says so
         replica.residency.clear()
         replica.own_causes.clear()  # an engine that starts again is paused no longer
         for turn in [turn for turn in self.anonymous_held.values() if turn.pinned_replica_id == replica.replica_id]:
@@ -1610,6 +1623,10 @@ class Scheduler:
             program.acting_since_s = self._now_s
             self._limits_begin(program)
         self._put(program)
+        if program.held and program.destination is not None:  # it was on its way, and nothing keeps it any more
+            destination, reason = self.control.take_destination(program)
+            if destination is not None:
+                self.restore(program, destination, reason)
 
     def _replica_draining(self, event: ReplicaDraining) -> None:
         replica = self._known_or_new(event.replica_id)

@@ -32,6 +32,9 @@ from thunderagent.proxy.target import target_of
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
+MAX_OPEN_BODY_BYTES = 64 * 1024
+"""Of a request that needs no key: it takes nothing of what others may keep."""
+
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 PREFLIGHT_AGE_S = 600
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -81,7 +84,7 @@ class Guard:
         self._held = held
         self._keyring = keyring
         self._logins = logins
-        self._hosts = None if keyring else Hosts(settings.hosts)
+        self._hosts = None if keyring.has_data_keys else Hosts(settings.hosts)
         default = ForwardUnknown.ADMIN if keyring else ForwardUnknown.DATA
         self._forward_unknown = settings.forward_unknown or default
         self._limits = None
@@ -98,12 +101,15 @@ class Guard:
         access = self._access_of(method, route_path)
         checks_keys_or_rate = access is not Access.OPEN and (bool(self._keyring) or self._limits is not None)
 
+        tells_all = method == "GET" and (route_path in OF_OWN_TENANT or route_path == "/sandboxes/events")
+
         async def handle(request: web.Request) -> web.StreamResponse:
             REQUEST_ID.set(take_request_id(request.headers))
             needs = request[NEEDS] = self._needs(request, access)
-            tells_all = needs is Access.ADMIN or (method == "GET" and route_path in OF_OWN_TENANT)
-            if self._hosts is not None and (tells_all or comes_from_a_browser(request.headers)):
+            if self._hosts is not None and self._is_judged_by_name(request, tells_all or needs is Access.ADMIN):
                 self._hosts.check(request.headers)
+            if needs is Access.ADMIN:
+                self._check_site(request)
             if "Origin" in request.headers:
                 if self._is_preflight(request):
                     return self._preflight(request)
@@ -113,8 +119,9 @@ class Guard:
             if request.content.is_eof():  # most bodies come with their head
                 return await handler(request)
             kept = request[KEPT_BODY] = KeptBody(self._held)
+            max_bytes = MAX_OPEN_BODY_BYTES if access is Access.OPEN else self._settings.max_body_bytes
             try:
-                await self._read_body(request, kept)
+                await self._read_body(request, kept, max_bytes)
                 return await handler(request)
             finally:
                 kept.release()
@@ -149,18 +156,16 @@ class Guard:
             else:
                 await self._limits.wait(caller)
 
-    async def _read_body(self, request: web.Request, kept: KeptBody) -> None:
+    async def _read_body(self, request: web.Request, kept: KeptBody, max_bytes: int) -> None:
         """Read a body that did not come with its head; what a handler reads later is what was read here.
 
-        It is counted before it is read where its head says how long it is, else as it comes.
+        It is counted as it comes: who only announces a large one takes nothing from others.
         """
-        settings, length_bytes = self._settings, request.content_length
-        if (request.content_length or 0) > settings.max_body_bytes:
-            raise BodyTooLargeError(
-                f"the body has {request.content_length} bytes, the limit is {settings.max_body_bytes}"
-            )
+        settings, length_bytes = self._settings, request.content_length or 0
+        if length_bytes > max_bytes:
+            raise BodyTooLargeError(f"the body has {length_bytes} bytes, the limit is {max_bytes}")
         pieces, size_bytes = [], 0
-        kept.grow(length_bytes or 0)
+        kept.check(length_bytes)
         if "Expect" in request.headers and request.version >= HttpVersion11:
             await _invite(request)
         try:
@@ -168,13 +173,18 @@ class Guard:
                 while piece := await request.content.readany():
                     pieces.append(piece)
                     size_bytes += len(piece)
-                    if size_bytes > settings.max_body_bytes:
-                        raise BodyTooLargeError(f"the body is larger than the limit of {settings.max_body_bytes} bytes")
-                    if length_bytes is None:
-                        kept.grow(len(piece))
+                    if size_bytes > max_bytes:
+                        raise BodyTooLargeError(f"the body is larger than the limit of {max_bytes} bytes")
+                    kept.grow(len(piece))
         except TimeoutError as error:
             raise BodyTimeoutError(f"the body did not come within {settings.body_timeout_s:g} s") from error
         request._read_bytes = b"".join(pieces)  # noqa: SLF001 - where `request.read` keeps it
+
+    def _is_judged_by_name(self, request: web.Request, is_operators: bool) -> bool:
+        """Say whether what a request calls us matters: without a key, to operators' routes and from browsers."""
+        if not (is_operators or comes_from_a_browser(request.headers)):
+            return False
+        return not self._keyring or self._keyring.key_of(request.headers) is None
 
     # --- browsers ------------------------------------------------------------------------------------------------
 
@@ -211,6 +221,16 @@ class Guard:
         origin = request.headers["Origin"]
         if _host_and_port(origin) != request.host and not self._is_allowed(origin):
             raise OriginRefusedError("a page of this origin may not do that; cors_origins says which may")
+
+    def _check_site(self, request: web.Request) -> None:
+        """Refuse what another site's page has its reader's browser ask of an operator's route, in whatever way.
+
+        A picture or a link is a GET without an origin, and some engines take a GET for a command.
+        """
+        if request.headers.get("Sec-Fetch-Site") in ("cross-site", "same-site"):
+            origin = request.headers.get("Origin")
+            if origin is None or not self._is_allowed(origin):
+                raise OriginRefusedError("a page of another site may not ask for that; cors_origins says which may")
 
     async def _mark_cors(self, request: web.Request, response: web.StreamResponse) -> None:
         """Say in an answer which origin may read it, and how; what an engine says of that holds no longer."""

@@ -1,9 +1,8 @@
 """How many turns may be held, and how much of their bodies: for all callers together, and for each key.
 
 A held turn keeps its body in memory until it has run, so whoever may hold turns without end may take all memory; so may
-whoever sends bodies faster than they are read. A body counts from before it is read, with the length that its head
-says or as it comes, until its turn may run. Past what all may keep a request gets 503; past what one key may, 429,
-because it is that key's to send less.
+whoever sends bodies faster than they are read. A body counts as it comes, until its turn may run. Past what all may
+keep a request gets 503; past what one key may, 429, because it is that key's to send less.
 """
 
 from __future__ import annotations
@@ -131,6 +130,11 @@ class KeptBody:
         self._held = held
         self._key_name = _key_name()
         self._bytes = 0
+
+    def check(self, body_bytes: int) -> None:
+        """Check that there is room for so much now; it is not counted before it comes. Raises as `take` does."""
+        self._held.take(self._key_name, 0, body_bytes)
+        self._held.give_back(self._key_name, 0, body_bytes)
 
     def grow(self, body_bytes: int) -> None:
         """Count so much more. Raises as `HeldTurns.take` does."""

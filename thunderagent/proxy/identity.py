@@ -121,6 +121,13 @@ _BUILT_FIELDS = (
     *dict.fromkeys(way[0] for way in OTHERS_FIELDS),
 )
 _decode_fields = msgspec.json.Decoder(_Fields).decode
+_check_json = msgspec.json.Decoder(msgspec.Raw).decode
+_RawFields = msgspec.defstruct(
+    "_RawFields", [(name, msgspec.Raw, msgspec.Raw()) for name in _BUILT_FIELDS], bases=(PromptFields,)
+)
+_decode_raw_fields = msgspec.json.Decoder(_RawFields).decode
+LARGE_FIELD_BYTES = 64 * 1024
+"""A value that is larger, and no text, is not built."""
 
 
 class TurnRequest(NamedTuple):
@@ -192,11 +199,11 @@ def in_utf8(body: bytes) -> bytes:
     if encoding == "utf-8":
         return body
     try:
-        text = body.decode(encoding)
-        json.loads(text)
+        plain = body.decode(encoding).encode("utf-8", "surrogatepass")
+        _check_json(plain)
     except (ValueError, RecursionError):
         return body
-    return text.encode("utf-8", "surrogatepass")
+    return plain
 
 
 def check_program_id(value: object) -> str:
@@ -351,7 +358,7 @@ def _read_fields(body: bytes) -> _Fields | None:
     prompt's fields.
     """
     try:
-        return _decode_fields(body)
+        return _decode_fields(body) if len(body) <= LARGE_FIELD_BYTES else _read_large(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         pass
     try:
@@ -361,6 +368,20 @@ def _read_fields(body: bytes) -> _Fields | None:
     if not isinstance(value, dict):
         return None
     return _Fields(**{name: value[name] for name in _BUILT_FIELDS if name in value})
+
+
+def _read_large(body: bytes) -> _Fields:
+    """Read the fields of a large body without building what a value of megabytes would be as objects: many times that.
+
+    Such a value names no program. A text is built whatever its size.
+    """
+    raw = _decode_raw_fields(body)
+    fields = _Fields(**{name: getattr(raw, name) for name in PromptFields.__struct_fields__})
+    for name in _BUILT_FIELDS:
+        value = getattr(raw, name)
+        if value and (len(value) <= LARGE_FIELD_BYTES or bytes(memoryview(value)[:1]) == b'"'):
+            setattr(fields, name, msgspec.json.decode(value))
+    return fields
 
 
 def _program_of(

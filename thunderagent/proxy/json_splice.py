@@ -7,8 +7,7 @@ bodies that were checked to be JSON, and only when there is something to change.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import msgspec
@@ -72,24 +71,35 @@ def remove_member(body: bytes, path: tuple[str, ...]) -> bytes:
             return before[:-1] + (value["comma"] or b"") + body[value.end() :]
     opening = body.index(b"{")
     for name in path[:-1]:
-        opening = next(member.value_start for member in _last_first(body, opening) if member.key == name)
-    return _without(body, list(members(body, opening)), path[-1])
+        member = _last(body, opening, name)
+        assert member is not None, "the member must be there"
+        opening = member.value_start
+    return _without(body, members(body, opening), path[-1])
 
 
-def _without(body: bytes, found: Sequence[Member], key: str) -> bytes:
+def _without(body: bytes, found: Iterable[Member], key: str) -> bytes:
     """Return `body` without those of an object's members that have a key. Cost: one pass, however many they are.
 
     With a member goes the comma behind it, or, where nothing is left behind it, the one before it.
     """
-    kept = [index for index, member in enumerate(found) if member.key != key]
-    if not kept:
-        return body[: found[0].start] + body[found[-1].end :].lstrip()
-    pieces, copied = [], 0
-    for member, following in pairwise(found[: kept[-1] + 1]):
-        if member.key == key:
-            pieces.append(body[copied : member.start])
-            copied = following.start
-    return b"".join((*pieces, body[copied : found[kept[-1]].end], body[found[-1].end :]))
+    pieces: list[bytes] = []
+    begin = kept_end = left_out_from = None
+    copied = end = 0
+    for member in found:
+        begin = member.start if begin is None else begin
+        if member.key != key:
+            if left_out_from is not None:
+                pieces.append(body[copied:left_out_from])
+                copied, left_out_from = member.start, None
+            kept_end = member.end
+        elif left_out_from is None:
+            left_out_from = member.start
+        end = member.end
+    if kept_end is None:
+        return body[:begin] + body[end:].lstrip()
+    if left_out_from is None:
+        return b"".join((*pieces, body[copied:]))
+    return b"".join((*pieces, body[copied:kept_end], body[end:]))
 
 
 def set_include_usage(body: bytes, stream_options: object) -> bytes:
@@ -97,13 +107,13 @@ def set_include_usage(body: bytes, stream_options: object) -> bytes:
     opening = body.index(b"{")
     if stream_options is None and body.find(b'"stream_options"') < 0 and not _may_escape_keys(body):
         return body[: opening + 1] + _INCLUDE_USAGE + b"," + body[opening + 1 :]
-    for member in _last_first(body, opening):
-        if member.key == "stream_options":
-            options = dict(stream_options) if isinstance(stream_options, dict) else {}
-            if options.pop("continuous_usage_stats", None):
-                options["continuous_usage_stats"] = False  # it had no effect without usage
-            value = msgspec.json.encode({**options, "include_usage": True})
-            return body[: member.value_start] + value + body[member.end :]
+    member = _last(body, opening, "stream_options")
+    if member is not None:
+        options = dict(stream_options) if isinstance(stream_options, dict) else {}
+        if options.pop("continuous_usage_stats", None):
+            options["continuous_usage_stats"] = False  # it had no effect without usage
+        value = msgspec.json.encode({**options, "include_usage": True})
+        return body[: member.value_start] + value + body[member.end :]
     return body[: opening + 1] + _INCLUDE_USAGE + b"," + body[opening + 1 :]
 
 
@@ -121,6 +131,10 @@ def _key(token: bytes) -> str:
     return key
 
 
-def _last_first(body: bytes, opening: int) -> list[Member]:
-    """Return the members, the last first: of two with the same key, parsers take the last."""
-    return list(members(body, opening))[::-1]
+def _last(body: bytes, opening: int, key: str) -> Member | None:
+    """Return the member with a key, if there is one: of two with the same key parsers take the last."""
+    found = None
+    for member in members(body, opening):
+        if member.key == key:
+            found = member
+    return found

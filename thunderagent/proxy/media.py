@@ -19,7 +19,7 @@ from typing import NamedTuple
 from thunderagent.programs.events import Media
 
 _MARK = re.compile(
-    rb'"(?:url|image_url|audio_url|video_url|file_url|file_data)"\s*:\s*"data:(?P<mime>[\w.+-]*/?)[^",]{0,120};base64,'
+    rb'"(?:url|image_url|audio_url|video_url|file_url|file_data)"\s*:\s*"data:(?P<mime>[\w.+-]{0,64}/?)[^",]{0,120};base64,'
     rb'|"type"\s*:\s*"(?P<source>base64)"'
     rb'|"input_audio"\s*:\s*(?P<audio>\{)'
     rb'|"(?P<remote>image_url|source)"\s*:\s*(?:\{[^{}]{0,120}?"url"\s*:\s*)?"https?:'
@@ -28,7 +28,7 @@ _HINTS = (b"base64", b"input_audio", b"image_url", b'"source"')
 """One of them is in every body with a mark: to look for these costs next to nothing."""
 
 _DATA = re.compile(rb'"data"\s*:\s*"')
-_MIME = re.compile(rb'"media_type"\s*:\s*"(?P<mime>[\w.+-]*/?)')
+_MIME = re.compile(rb'"media_type"\s*:\s*"(?P<mime>[\w.+-]{0,64}/?)')
 
 PATCH_PIXELS = 28
 MIN_IMAGE_PIXELS = 56 * 56

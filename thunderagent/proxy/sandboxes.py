@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from thunderagent.errors import NotFoundError, RequestError
-from thunderagent.proxy.identity import check_program_id
+from thunderagent.proxy.identity import TENANT_HEADER, check_program_id
 from thunderagent.proxy.keys import check_admin
 from thunderagent.proxy.sse import server_sent, stream_events
 from thunderagent.proxy.tenancy import Tenancy
@@ -29,8 +29,8 @@ Report = dict[str, Any]
 class Sandboxes(Protocol):
     """What the proxy asks of the sandbox manager. A report is a JSON object, as the API documents it."""
 
-    async def request(self, program_id: str, body: bytes) -> list[Report]:
-        """Ask for what a body says; return a report of each."""
+    async def request(self, program_id: str, body: bytes, tenant: str = "") -> list[Report]:
+        """Ask for what a body says; return a report of each. A program that is new is of that tenant."""
 
     def of_program(self, program_id: str) -> list[Report]:
         """Report on a program's sandboxes."""
@@ -41,8 +41,8 @@ class Sandboxes(Protocol):
     def reclaim(self, program_id: str, sandbox_id: str) -> bool:
         """Take a program off one of its sandboxes; False if there is none such."""
 
-    def program_seen(self, program_id: str, program_class: str) -> None:
-        """Prepare what programs of a class get."""
+    def program_seen(self, program_id: str, program_class: str, tenant: str = "") -> None:
+        """Prepare what programs of a class get. One that is new is of that tenant."""
 
     def feed(self, program_id: str | None = None) -> AbstractAsyncContextManager[asyncio.Queue[Report | None]]:
         """Give a queue of reports, one for each change, of one program's alone or of all; None ends it."""
@@ -162,7 +162,8 @@ class SandboxHandlers:
         program_id = check_program_id(request.match_info["program_id"])
         sandboxes = self._sandboxes
         self._tenancy.check(program_id)
-        made = await sandboxes.request(program_id, await request.read())
+        tenant = self._tenancy.named(request.headers.get(TENANT_HEADER, ""))
+        made = await sandboxes.request(program_id, await request.read(), tenant)
         return _of_program(program_id, made, status=202)
 
     async def reclaim(self, request: web.Request) -> web.Response:

@@ -121,7 +121,9 @@ class SideCalls:
         while True:
             try:
                 url = self._replicas.url_of(replica_id)
-                sending = self._client.send(replica_id, url, request.method, target.sent, headers, body or None)
+                sending = self._client.send(
+                    replica_id, url, request.method, target.sent, headers, body or None, may_repeat=_is_pure(target)
+                )
                 return replica_id, await sending
             except ReplicaError as error:
                 look_at(self._watcher, error)
@@ -175,7 +177,11 @@ def _may_repeat(method: str, target: Target, error: ReplicaError) -> bool:
         return True  # nothing was sent
     if isinstance(error, ReplicaTimeoutError):
         return False
-    return method in IDEMPOTENT_METHODS or target.spelt.rpartition("/")[2] in PURE_CALLS
+    return method in IDEMPOTENT_METHODS or _is_pure(target)
+
+
+def _is_pure(target: Target) -> bool:
+    return target.spelt.rpartition("/")[2] in PURE_CALLS
 
 
 def look_at(watcher: Watcher, error: ReplicaError) -> None:

@@ -26,8 +26,9 @@ class Tenancy:
         return key.tenant if key is not None and not key.is_admin else None
 
     def named(self, said: str) -> str:
-        """Return the tenant of a program that this request opens; what its client `said` counts only without keys."""
-        return (self.own or "") if self._from_key else said
+        """Return the tenant of a program that this request opens; what its client `said` counts without a data key."""
+        own = self.own
+        return said if own is None else own
 
     def may_touch(self, program_id: str | None) -> bool:
         """Say whether there is no such program, or one that this request may touch."""

@@ -300,7 +300,7 @@ class Turns:
         if prompt is not None and self._inference is not None:
             turn = self._inference.named(turn, prompt)
         if self._sandboxes is not None and turn.program_id is not None and CLASS_HEADER in request.headers:
-            self._sandboxes.program_seen(turn.program_id, request.headers[CLASS_HEADER])
+            self._sandboxes.program_seen(turn.program_id, request.headers[CLASS_HEADER], turn.tenant)
         return turn
 
     def _attempt(self, request: web.Request, path: str, turn: TurnRequest) -> Attempt:
@@ -473,7 +473,9 @@ class Turns:
             headers["Accept-Encoding"] = "identity"  # the head was sent, and promises nothing else
         try:
             url = self._replicas.url_of(replica_id)
-            upstream = await self._client.send(replica_id, url, "POST", record.target.sent, headers, body)
+            upstream = await self._client.send(
+                replica_id, url, "POST", record.target.sent, headers, body, may_repeat=not record.turn.is_unknown
+            )
         except ReplicaError as error:
             if isinstance(error, ReplicaRemovedError):
                 breakers.left(replica_id, probe)
@@ -692,7 +694,7 @@ def _read_turn(
     dialect = TURN_DIALECTS.get(target.spelt)
     turn = identify(target.program_id, headers, body, rules, dialect) if dialect is not None else None
     if dialect is None or turn is None:
-        turn = _unread(target, headers, body, rules)
+        turn = _unread(target, headers, body, rules)._replace(tenant=tenancy.named(""))
         return turn if tenancy.may_touch(turn.told_id or None) else turn._replace(told_id=""), None
     if (tenant := tenancy.named(turn.tenant)) != turn.tenant:
         turn = turn._replace(tenant=tenant)

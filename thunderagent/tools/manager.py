@@ -62,8 +62,8 @@ Run = tuple[str, str, str]
 class Programs(Protocol):
     """What the manager asks and tells the scheduler."""
 
-    def open(self, program_id: str) -> None:
-        """Open a program that did not have a turn yet; one that lives stays as it is. Raises `RequestError`."""
+    def open(self, program_id: str, tenant: str = "") -> None:
+        """Open a program, of a tenant, before its first turn; one that lives stays. Raises `RequestError`."""
 
     def runs(self, program_id: str) -> bool:
         """Say whether it was admitted: it holds a claim on a replica."""
@@ -166,7 +166,7 @@ class Manager:
 
     # --- what clients ask for ---------------------------------------------------------------------------------------
 
-    async def request(self, program_id: str, body: bytes) -> list[Report]:
+    async def request(self, program_id: str, body: bytes, tenant: str = "") -> list[Report]:
         """Do what a request's body asks for, one thing or a list of them; return what each has become so far.
 
         Raises `RequestError`, `NotFoundError` for a template or a handle that there is not, `SandboxError`.
@@ -178,7 +178,7 @@ class Manager:
         if self._closing:
             raise ShuttingDownError("the proxy is shutting down; no sandbox was asked for")
         self._check_shares(wanted)
-        self._programs.open(program_id)
+        self._programs.open(program_id, tenant)
         made = [
             self._ask(program_id, each) if place is None else self._register(each.driver, program_id, place)
             for each, place in zip(wanted, places, strict=True)
@@ -247,12 +247,12 @@ class Manager:
         self._tell(sandbox)
         return sandbox
 
-    def program_seen(self, program_id: str, program_class: str) -> None:
+    def program_seen(self, program_id: str, program_class: str, tenant: str = "") -> None:
         """Prepare what programs of that class get, at the first sight of one; an unknown class gets none."""
         name = self._classes.get(program_class)
         if name is None or program_id in self._seen or self._closing:
             return
-        self._programs.open(program_id)
+        self._programs.open(program_id, tenant)
         self._seen.add(program_id)
         if self.table.of_program(program_id):
             return

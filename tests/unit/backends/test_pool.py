@@ -63,9 +63,12 @@ async def ask(
     body: bytes | None = b"{}",
     total_timeout_s: float | None = None,
     silence_timeout_s: float = 5,
+    may_repeat: bool = False,
 ) -> bytes:
     limits = aiohttp.ClientTimeout(total=None, sock_connect=5, sock_read=silence_timeout_s)
-    answer = await pool.request(method, url, "/v1/x", CIMultiDict(), body, limits, total_timeout_s)
+    answer = await pool.request(
+        method, url, "/v1/x", CIMultiDict(), body, limits, total_timeout_s, may_repeat=may_repeat
+    )
     try:
         content = await answer.read()
         assert await answer.read() == content, "it can be read once more"
@@ -143,12 +146,57 @@ async def test_a_request_is_sent_again_to_the_same_replica_if_its_kept_connectio
     async with pool_of(behaviour) as (server, pool):
         body = None if method == "GET" else b"{}"
         for connections_count in (1, 2):
-            assert await ask(pool, server.url, method, body=body) == b"{}"
+            assert await ask(pool, server.url, method, body=body, may_repeat=True) == b"{}"
             assert server.connections_count == connections_count
         await asyncio.sleep(0.05)
         with pytest.raises((aiohttp.ServerDisconnectedError, aiohttp.ClientOSError)):
-            await ask(pool, server.url, method, body=body)
+            await ask(pool, server.url, method, body=body, may_repeat=True)
         assert (asked_count, pool.requests_count) == (4, 0), "a new connection gets no second try"
+
+
+@pytest.mark.parametrize(("may_repeat", "pause_s"), [(False, 0.0), (True, 1.2)])
+async def test_what_the_engine_may_have_done_is_not_sent_again(may_repeat: bool, pause_s: float) -> None:
+    """A POST that changes something; and any that the engine had for a while before its connection died."""
+    asked_count = 0
+
+    async def behaviour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal asked_count
+        async for _ in heads(reader):
+            asked_count += 1
+            if asked_count == 2:
+                await asyncio.sleep(pause_s)
+                return
+            writer.write(OK)
+
+    async with pool_of(behaviour) as (server, pool):
+        assert await ask(pool, server.url) == b"{}"
+        with pytest.raises(aiohttp.ServerDisconnectedError):
+            await ask(pool, server.url, may_repeat=may_repeat)
+        assert (asked_count, pool.requests_count) == (2, 0)
+
+
+async def test_an_engine_that_dies_with_a_request_is_not_one_that_was_never_reached() -> None:
+    """The second try finds nobody; the first may have been read."""
+
+    async def behaviour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async for _ in heads(reader):
+            if listening:
+                writer.write(OK)
+                listening.clear()
+            else:
+                return
+
+    listening = {"yes"}
+    server = Server(behaviour)
+    pause = Pause(asyncio.get_running_loop())
+    pool = Pool(PatientConnector(pause, limit=0), pause)
+    async with await asyncio.start_server(server.serve, "127.0.0.1", 0) as listener:
+        url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+        assert await ask(pool, url) == b"{}"
+        listener.close()
+        with pytest.raises(aiohttp.ServerDisconnectedError):
+            await ask(pool, url, may_repeat=True)
+    await pool.close()
 
 
 async def test_a_kept_connection_that_dies_in_the_middle_of_an_answer_is_tried_once_only() -> None:

@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.builders import Driver
+from thunderagent.policy_loader import load_policy
 from thunderagent.programs.capacity import (
     BLOCK_TOKENS,
     CEILING_RATIO,
@@ -18,6 +20,7 @@ from thunderagent.programs.capacity import (
     LARGEST_STEP_RATIO,
     LOWEST_COUNTED_RATIO,
     LOWEST_RATIO,
+    MOST_SEEN_COUNT,
     STEP_UP_RATIO,
     WINDOW_S,
     WINDOW_TURNS_COUNT,
@@ -349,3 +352,11 @@ def test_the_ratio_stays_within_its_limits(windows: list[tuple[int, int, bool]])
         changed = control.step(10.0 * (number + 1), active_count=1, wanted=wanted)
         assert LOWEST_RATIO <= control.ratio <= HIGHEST_RATIO
         assert changed == (control.ratio != before)
+
+
+def test_an_engine_that_tells_nothing_is_not_remembered_for_ever() -> None:
+    """No counters after the first reading, no cached tokens: nothing is ever compared, and the oldest turns go."""
+    driver = Driver(load_policy("passthrough", {}), replicas={"r0": 100_000_000})
+    for _ in range(MOST_SEEN_COUNT + 10):
+        driver.takes_turn(None, 1)
+    assert len(driver.scheduler.replicas["r0"].control._window._seen) <= MOST_SEEN_COUNT

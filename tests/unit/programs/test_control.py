@@ -567,3 +567,26 @@ def test_what_a_view_tells_of_waiting_and_running() -> None:
     assert [program.program_id for program in view.first_to_pause_few(r1, 4)] == ["d"]
     assert [replica.replica_id for replica in view.targets(driver.program("d"))] == ["r0", "r1"]
     assert driver.scheduler.policy.balance(view, Moment.TICK) is None
+
+
+def test_a_program_on_its_way_gets_there_also_when_its_replica_is_lost_first() -> None:
+    """Nothing keeps it any more: it goes to its destination with what was held, whether there is room or not."""
+    driver = by_memory()
+    driver.arrives("other", 950)
+    driver.arrives("p", 300)
+    assert (driver.home("other"), driver.home("p")) == ("r0", "r1")
+    driver.migrates("p", "r0")
+    held = driver.arrives("p", 400, branch="sub")
+    assert held not in driver.granted_on
+    driver.goes_down("r1")
+    assert driver.granted_on[held] == "r0"
+    assert driver.program("p").destination is None
+
+
+def test_an_announced_program_joins_the_group_of_the_tenant_that_its_first_turn_names() -> None:
+    """Else the last of the group would not be known for the last."""
+    driver = by_memory()
+    driver.opens("a", group="g")
+    for program_id in ("a", "b"):
+        driver.arrives(program_id, 100, group="g", tenant="t")
+    assert {key: set(group.programs) for key, group in driver.scheduler.groups.items()} == {("t", "g"): {"a", "b"}}

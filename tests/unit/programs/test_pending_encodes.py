@@ -46,6 +46,21 @@ def test_room_comes_before_a_short_queue(policy: str) -> None:
     assert driver.granted_on[driver.arrives("large", 5_000)] == "r1"
 
 
+def test_nobody_gives_memory_up_for_a_shorter_queue() -> None:
+    """One expired where there is nothing to encode, and another replica is empty: it stays."""
+    driver = Driver(load_policy("breakeven", {"hold_ratio": 0.0}), replicas={"r0": 1000, "r1": 1000})
+    driver.has_to_encode("r0", 0)
+    driver.has_to_encode("r1", 1)
+    driver.takes_turn("a", 600)
+    home = driver.home("a")
+    driver.has_to_encode(home or "", 0)
+    driver.has_to_encode("r1" if home == "r0" else "r0", 1)
+    driver.passes(100.0)
+    driver.arrives("b", 600)
+    assert driver.home("a") == home
+    assert driver.home("b") != home
+
+
 def test_a_program_stays_where_its_history_lies() -> None:
     """What is cached there need not be computed again, nor its older images encoded."""
     driver = driver_of("breakeven")

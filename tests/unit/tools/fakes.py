@@ -189,7 +189,7 @@ class FakePrograms:
     """Commands that began, and None for each end of the last of several."""
     sums: tuple[int, int | None, int | None] | None = None
 
-    def open(self, program_id: str) -> None:
+    def open(self, program_id: str, tenant: str = "") -> None:
         if program_id not in self.opened:
             self.opened.append(program_id)
 
