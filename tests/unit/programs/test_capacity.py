@@ -11,8 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.builders import Driver
-from thunderagent.policy_loader import load_policy
 from thunderagent.programs.capacity import (
     BLOCK_TOKENS,
     CEILING_RATIO,
@@ -25,6 +23,8 @@ from thunderagent.programs.capacity import (
     WINDOW_S,
     WINDOW_TURNS_COUNT,
     CapacityControl,
+    _SeenTurn,
+    _Window,
 )
 
 CONTEXT_TOKENS = 10_000
@@ -354,9 +354,13 @@ def test_the_ratio_stays_within_its_limits(windows: list[tuple[int, int, bool]])
         assert changed == (control.ratio != before)
 
 
-def test_an_engine_that_tells_nothing_is_not_remembered_for_ever() -> None:
-    """No counters after the first reading, no cached tokens: nothing is ever compared, and the oldest turns go."""
-    driver = Driver(load_policy("passthrough", {}), replicas={"r0": 100_000_000})
+def test_an_engine_whose_counters_stay_away_is_not_remembered_for_ever() -> None:
+    """Before its first reading nothing is kept, and later no more than some thousand turns."""
+    window = _Window()
+    turn = _SeenTurn(seen_s=2.0, granted_s=1.5, expected_tokens=10, other_tokens=0)
+    window.add(turn)
+    assert not window._seen
+    window.read(0, asked_s=0.5, now_s=1.0)
     for _ in range(MOST_SEEN_COUNT + 10):
-        driver.takes_turn(None, 1)
-    assert len(driver.scheduler.replicas["r0"].control._window._seen) <= MOST_SEEN_COUNT
+        window.add(turn)
+    assert len(window._seen) == MOST_SEEN_COUNT
