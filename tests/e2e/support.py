@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import shutil
-import subprocess
 from contextlib import asynccontextmanager
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import httpx2
 
 from benchmarks.processes import Server, thunderagent
+from tests.debian import install
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -36,13 +36,8 @@ def ensure_chromium() -> str:
         return found
     if os.geteuid() != 0 or shutil.which("apt-get") is None:
         raise BrowserError("no chromium, and it cannot be installed here: that needs root and apt-get")
-    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    for command in (["update"], ["install", "--yes", "--no-install-recommends", "chromium"]):
-        done = subprocess.run(
-            ["apt-get", "--quiet", *command], env=environment, capture_output=True, text=True, check=False
-        )
-        if done.returncode != 0 and command[0] == "install":
-            raise BrowserError(f"apt-get install chromium: {done.stderr[-500:]}")
+    if why := install("chromium"):
+        raise BrowserError(why)
     return CHROMIUM
 
 

@@ -16,6 +16,7 @@ import tomllib
 from typing import TYPE_CHECKING
 
 from benchmarks.real_engine import made_once
+from tests.debian import apt_get
 from tests.real.docker_engine import DockerEngine, DockerEngineError
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def _sources() -> str:
         lines = [line.rpartition(" ")[0] for line in found if line.endswith((" Debian", " Ubuntu"))]
         if lines:
             return "\n".join(lines) + "\n"
-        _run("apt-get", "--quiet", "update")  # origins are known only then
+        apt_get("update")  # origins are known only then
     raise DockerEngineError("apt knows no packages of Debian or Ubuntu")
 
 

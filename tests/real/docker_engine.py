@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Self
 
 import docker
 
+from tests.debian import install
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
@@ -46,13 +48,8 @@ def ensure_docker(further: Mapping[str, str] | None = None) -> None:
         return
     if shutil.which("apt-get") is None:
         raise DockerEngineError(f"no {', '.join(missing)}, and no apt-get to install it")
-    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    for command in (["update"], ["install", "--yes", "--no-install-recommends", *missing]):
-        done = subprocess.run(
-            ["apt-get", "--quiet", *command], env=environment, capture_output=True, text=True, check=False
-        )
-        if done.returncode != 0 and command[0] == "install":
-            raise DockerEngineError(f"apt-get install {' '.join(missing)}: {done.stderr[-500:]}")
+    if why := install(*missing):
+        raise DockerEngineError(why)
 
 
 PACKAGES = {"docker.io": "dockerd", "busybox-static": "busybox", "iproute2": "ip"}

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import pytest
 import yaml
 
+from tests.debian import apt_get
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -30,8 +32,8 @@ def promtool(require_real: Callable[[str], NoReturn], tmp_path_factory: pytest.T
     if shutil.which("apt-get") is None or shutil.which("dpkg-deb") is None:
         require_real("no promtool, and no apt-get to have it")
     folder = tmp_path_factory.mktemp("prometheus")
-    for command in (("apt-get", "--quiet", "update"), ("apt-get", "--quiet", "download", "prometheus")):
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    apt_get("update")
+    done = apt_get("download", "prometheus", folder=folder)
     packages = list(folder.glob("prometheus_*.deb"))
     if not packages:
         require_real(f"no promtool: {done.stderr[-500:]}")
