@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-RESULTS = Path(os.environ.get("THUNDERAGENT_RESULTS") or ROOT / "benchmarks" / "results")
+RESULTS = Path(os.environ.get("BENCHMARK_RESULTS") or ROOT / "benchmarks" / "results")
 _written: set[Path] = set()
 """The results of this process."""
 PACKAGES = ("thunderagent", "aiohttp", "uvloop", "msgspec")

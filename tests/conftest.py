@@ -41,11 +41,11 @@ def pytest_collection_finish() -> None:
 def require_real() -> Callable[[str], NoReturn]:
     """Give up a test for want of a real part: `if shutil.which("docker") is None: require_real("no Docker")`.
 
-    Skips with the reason; fails with it where THUNDERAGENT_REQUIRE_REAL=1 says that every part must be there.
+    Skips with the reason; fails with it where REQUIRE_REAL_PARTS=1 says that every part must be there.
     """
 
     def give_up(reason: str) -> NoReturn:
-        if os.environ.get("THUNDERAGENT_REQUIRE_REAL") == "1":
+        if os.environ.get("REQUIRE_REAL_PARTS") == "1":
             pytest.fail(f"a real part is missing: {reason}", pytrace=False)
         pytest.skip(reason)
 

@@ -127,7 +127,8 @@ async def test_no_answer_log_metric_or_error_shows_a_replicas_password() -> None
         provision = ("--provision", "command", "--provision-min", "1", "--provision-ready-limit-s", "0.2")
         launched = f"{sys.executable} -c 'import time; time.sleep(60)' {{port}}"
         where = ("--provision-command", launched, "--provision-url", f"http://user:{PASSWORD}@127.0.0.1:{{port}}")
-        options = ("--backends", url, "--log-level", "debug", "--retries-count", "0", *provision, *where)
+        limits = ("--retries-count", "0", "--no-replica-limit-s", "0.3")
+        options = ("--backends", url, "--log-level", "debug", *limits, *provision, *where)
         async with serve(*options) as proxy:
             await proxy.ready()
             seen = [proxy.ready_line]

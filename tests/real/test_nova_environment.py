@@ -32,7 +32,7 @@ def test_nova_with_real_models(require_real: Callable[[str], NoReturn], pytestco
     packages = subprocess.run(find, check=True, capture_output=True, text=True).stdout.strip()
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-m", "", "-p", "no:cacheprovider", "-n", "0", *TESTS],
-        env={**os.environ, "PYTHONPATH": packages, "THUNDERAGENT_REQUIRE_REAL": "1", "HF_HUB_OFFLINE": "1"},
+        env={**os.environ, "PYTHONPATH": packages, "REQUIRE_REAL_PARTS": "1", "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
         check=False,
