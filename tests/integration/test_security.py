@@ -823,3 +823,22 @@ async def test_no_secret_is_ever_shown(tmp_path: Path) -> None:
     assert "s3cret" not in str(error.value)
     config = ServeConfig.load(backend_api_key="s3cret-of-the-engine", api_keys=(DATA_LINE,))
     assert "s3cret" not in repr(config)
+
+
+async def test_names_matter_where_only_operators_have_keys(replica: FakeReplica) -> None:
+    """Data is open then, so a page whose name leads here must not use it."""
+    agent = ("User-Agent", "Mozilla/5.0")
+    async with running_proxy(replica.url, admin_keys=(ADMIN_LINE,)) as proxy:
+        assert (await named(proxy.url, "POST", CHAT, "evil.example", agent)).status == 421
+        assert not replica.calls
+
+
+@pytest.mark.parametrize("site", ["cross-site", "same-site"])
+async def test_a_picture_on_another_site_commands_no_engine(site: str, replica: FakeReplica) -> None:
+    """A GET has no origin, and some engines take one for a command."""
+    async with running_proxy(replica.url) as proxy:
+        for target in ("/flush_cache", "/abort_request?abort_all=true"):
+            refused = await call(proxy.url, "GET", target, ("Sec-Fetch-Site", site))
+            assert (refused.status, refused.json()["error"]["code"]) == (403, "origin_refused")
+        assert not replica.calls
+        assert (await call(proxy.url, "GET", "/replicas", ("Sec-Fetch-Site", "same-origin"))).status == 200

@@ -48,3 +48,14 @@ def test_a_key_has_half_of_all_if_nothing_else_is_said() -> None:
         held.take("green", 1, 10)
     held.give_back("red", 1, 10)
     held.take("green", 1, 10)
+
+
+def test_a_body_that_is_only_announced_takes_nothing_from_others() -> None:
+    """It is refused where there is no room for it, and counts as it comes."""
+    held = held_turns(body_bytes=100)
+    first, second = KeptBody(held), KeptBody(held)
+    first.check(90)
+    second.grow(60)
+    with pytest.raises(TooManyHeldError):
+        first.check(90)
+    assert repr(held) == "<HeldTurns: 0 turns, 60 bytes>"

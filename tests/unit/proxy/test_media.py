@@ -145,3 +145,8 @@ def test_the_cost_is_linear_whatever_the_body(body: bytes) -> None:
         return time.process_time() - begun_s
 
     assert min(cost_s(body * 2) for _ in range(3)) <= 3.2 * min(cost_s(body) for _ in range(3)) + 0.02
+
+
+def test_a_mark_that_never_ends_is_no_mark() -> None:
+    """A media type has 64 letters at most: the search goes back over no more than that and a few parameters."""
+    assert media_of(b'{"x":"base64","url":"data:' + b"a" * 2000 + b';base64,AAAA"}') == NO_MEDIA
