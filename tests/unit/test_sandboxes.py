@@ -78,3 +78,10 @@ def test_a_command_beside_a_turn_or_of_nobody_changes_nothing() -> None:
         programs.tool_ended(program_id)
     assert driver.scheduler.view.tools_running_count == 0
     assert driver.scheduler.table.get("nobody") is None
+
+
+def test_a_program_that_a_sandbox_opens_is_of_its_callers_tenant() -> None:
+    """Else its own key could not touch it."""
+    driver = Driver()
+    programs_of(driver).open("p", "red")
+    assert driver.program("p").tenant == "red"

@@ -395,3 +395,19 @@ def test_a_side_call_with_an_id_that_is_none_is_refused() -> None:
         identify_side_call(None, CIMultiDictProxy(CIMultiDict()), b'{"program_id":""}')
     with pytest.raises(InvalidProgramIdError):
         identify_side_call("x" * 257, CIMultiDictProxy(CIMultiDict()), b"")
+
+
+def test_a_large_body_names_its_program_as_a_small_one_does() -> None:
+    """But no value of megabytes is built: one that is an object, or a list, names none."""
+    padding = " " * 100_000
+    headers = CIMultiDictProxy(CIMultiDict())
+    for fields in ('"program_id":"a"', '"metadata":{"session_id":"a"}', '"extra_body":{"program_id":"a"}'):
+        turn = identify(None, headers, (f'{{"messages":[],{fields},"x":"{padding}"}}').encode())
+        assert turn is not None
+        assert turn.program_id == "a"
+    bomb = ",".join(["{}"] * 40_000)
+    turn = identify(None, headers, (f'{{"messages":[],"metadata":{{"session_id":"a","x":[{bomb}]}}}}').encode())
+    assert turn is not None
+    assert turn.program_id is None
+    with pytest.raises(InvalidProgramIdError):
+        identify(None, headers, ('{"program_id":"%s"}' % ("a" * 100_000)).encode())
