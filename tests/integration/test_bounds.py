@@ -40,7 +40,7 @@ from tests.integration.support import (
 )
 from thunderagent.config import ServeConfig
 from thunderagent.errors import ConfigurationError
-from thunderagent.proxy.keys import mint_key
+from thunderagent.proxy.gate.keys import mint_key
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
