@@ -53,7 +53,7 @@ def test_the_incidents_have_what_makes_a_policy_decide() -> None:
         *("anonymous", "home", "fits", "policy", "no_room", "queue_ahead", "no_replica", "thrashing"),
         *("marked", "idle", "replica_down", "replica_draining", "moved", "released", "forgotten"),
         *("expired", "relieved", "suspended", "leaving", "admission", "patience", "overdrawn", "parent"),
-        *("replica_tripped", "replica_removed", "stays", "operator", "killed", "too_many_programs", "oversize"),
+        *("replica_tripped", "replica_removed", "operator", "killed", "too_many_programs", "oversize"),
     }
 
 
