@@ -9,10 +9,9 @@ from importlib import import_module
 from typing import Any, cast
 
 from thunderagent.errors import ConfigurationError
+from thunderagent.programs.model.policy import Admission, EnginePriority, GlobalPolicy, Order, Policy, Victims
 from thunderagent.programs.policies import PARTS, POLICIES
-from thunderagent.programs.policies.base import Policy
-from thunderagent.programs.policies.parts import Admission, Composed, EnginePriority, GlobalPolicy, Order, Victims
-from thunderagent.programs.policies.several import Several
+from thunderagent.programs.policies.composed import Composed, ControlChain
 
 Setting = bool | int | float | str
 
@@ -108,7 +107,7 @@ def _settings_of_part(kind: str, name: str) -> list[str]:
 
 
 def _part(kind: str, name: str, settings: Mapping[str, Setting]) -> object:
-    """Make a part. Several global policies may be named, with a + between; each setting is for those that have it."""
+    """Make a part. ControlChain global policies may be named, with a + between; each setting is for those that have it."""
     names = name.split("+") if kind == "control" else [name]
     factories = {each: PARTS[kind].get(each) or _imported(kind, each) for each in names}
     if len(names) == 1:
@@ -120,7 +119,7 @@ def _part(kind: str, name: str, settings: Mapping[str, Setting]) -> object:
         _made(kind, each, factory, {key: value for key, value in settings.items() if key in known[each]})
         for each, factory in factories.items()
     ]
-    return Several(cast("list[GlobalPolicy]", made))
+    return ControlChain(cast("list[GlobalPolicy]", made))
 
 
 def _settings_of(factory: Callable[..., object]) -> dict[str, str]:

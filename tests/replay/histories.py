@@ -11,29 +11,12 @@ from typing import Any
 
 from tests.builders import Driver
 from thunderagent.policy_loader import Setting, load_policy
-from thunderagent.programs.events import (
-    EncodesPolled,
-    GrantsContinued,
-    GrantsSuspended,
-    MigrationAsked,
+from thunderagent.programs.model.events import (
     PinnedTurnArrived,
-    PrioritySet,
     ProgramJudged,
-    ProgramKilled,
     ProgramOpened,
     ProgramReleased,
     ProgramsReleased,
-    ProvisionAsked,
-    ReplicaDown,
-    ReplicaDraining,
-    ReplicaFlushed,
-    ReplicaKilled,
-    ReplicaPolled,
-    ReplicaRemoved,
-    ReplicaTripped,
-    ReplicaUp,
-    ResidencyReported,
-    RouteSet,
     Tick,
     ToolEnded,
     ToolStarted,
@@ -45,7 +28,26 @@ from thunderagent.programs.events import (
     TurnProgressed,
     TurnStarted,
 )
-from thunderagent.programs.scheduler import SchedulerSettings
+from thunderagent.programs.model.fleet_events import (
+    EncodesPolled,
+    GrantsContinued,
+    GrantsSuspended,
+    MigrationAsked,
+    PrioritySet,
+    ProgramKilled,
+    ProvisionAsked,
+    ReplicaDown,
+    ReplicaDraining,
+    ReplicaFlushed,
+    ReplicaKilled,
+    ReplicaPolled,
+    ReplicaRemoved,
+    ReplicaTripped,
+    ReplicaUp,
+    ResidencyReported,
+    RouteSet,
+)
+from thunderagent.programs.model.settings import SchedulerSettings
 
 SETTINGS = SchedulerSettings(
     idle_limit_s=20.0,

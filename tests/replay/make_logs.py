@@ -21,7 +21,7 @@ from tests.builders import Driver  # noqa: E402 - the path must be set first
 from tests.replay import histories  # noqa: E402
 from thunderagent.event_log import EventLogWriter  # noqa: E402
 from thunderagent.policy_loader import Setting, load_policy  # noqa: E402
-from thunderagent.programs.scheduler import SchedulerSettings  # noqa: E402
+from thunderagent.programs.model.settings import SchedulerSettings  # noqa: E402
 
 SEED = 20261120
 SETTINGS = SchedulerSettings(idle_limit_s=60.0, forget_limit_s=240.0, no_replica_limit_s=20.0)

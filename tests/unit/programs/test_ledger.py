@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thunderagent.programs.ledger import PREFILL_TO_DECODE_RATIO, Account, Costs, DecayedSum, Ledger
-from thunderagent.programs.program import Turn
+from thunderagent.programs.book.accounts import PREFILL_TO_DECODE_RATIO, Account, Costs, DecayedSum, Ledger
+from thunderagent.programs.model.turn import Turn
 
 HALF_LIVES = st.sampled_from([inf, 0.0, 0.25, 1.0, 30.0, 3600.0])
 TERMS = st.tuples(st.integers(0, 200_000), st.floats(0, 100))

@@ -5,8 +5,6 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-
-from thunderagent.errors import LifecycleError
 from thunderagent.programs.lifecycle import (
     ACTIVE_ACTING,
     ACTIVE_REASONING,
@@ -14,12 +12,13 @@ from thunderagent.programs.lifecycle import (
     PAUSED_REASONING,
     TERMINATED,
     TRANSITIONS,
-    Phase,
     State,
-    Status,
     Trigger,
 )
-from thunderagent.programs.program import Program
+
+from thunderagent.errors import LifecycleError
+from thunderagent.programs.model.places import Phase, Status
+from thunderagent.programs.model.program import Program
 
 STATES = list(product(Status, Phase))
 

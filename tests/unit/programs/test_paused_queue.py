@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from thunderagent.programs.lifecycle import Phase
-from thunderagent.programs.paused_queue import PausedQueue
-from thunderagent.programs.program import Program
+from thunderagent.programs.book.paused_queue import PausedQueue
+from thunderagent.programs.model.places import Phase
+from thunderagent.programs.model.program import Program
 
 
 def program(name: str, tokens: int, phase: Phase = Phase.REASONING) -> Program:

@@ -5,15 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.builders import Driver
-from thunderagent.programs.program import (
-    IDLE_BRANCHES_COUNT,
-    MAIN_BRANCH,
-    PARENT_TURNS_COUNT,
-    STORY_ENTRIES,
-    Branch,
-    Program,
-    Turn,
-)
+from thunderagent.programs.model.program import IDLE_BRANCHES_COUNT, STORY_ENTRIES, Program
+from thunderagent.programs.model.turn import MAIN_BRANCH, PARENT_TURNS_COUNT, Branch, Turn
 
 
 def a_program(**context_tokens: int) -> Program:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thunderagent.programs.ranked_set import RankedSet
+from thunderagent.programs.model.ranked_set import RankedSet
 
 MEMBERS = st.integers(0, 12)
 STEPS = st.lists(

@@ -6,11 +6,11 @@ import pytest
 
 from tests.builders import Driver
 from thunderagent.policy_loader import load_policy
-from thunderagent.programs.lifecycle import Phase, Status
-from thunderagent.programs.policies.base import SandboxSums
+from thunderagent.programs.learned.restore_pace import HALF_LIFE_S, LONGEST_INTERVAL_S, RestorePace
+from thunderagent.programs.model.places import Phase, Status
+from thunderagent.programs.model.settings import SchedulerSettings
+from thunderagent.programs.model.views import SandboxSums
 from thunderagent.programs.policies.cap import Cap
-from thunderagent.programs.restore_pace import HALF_LIFE_S, LONGEST_INTERVAL_S, RestorePace
-from thunderagent.programs.scheduler import SchedulerSettings
 
 
 def test_nothing_is_expected_before_a_restore_was_seen() -> None:
@@ -171,10 +171,10 @@ def test_an_announced_program_that_never_comes_is_forgotten() -> None:
     driver = Driver(settings=SchedulerSettings(forget_limit_s=60.0))
     driver.opens("p")
     driver.ticks(61.0)
-    assert driver.scheduler.table.get("p") is None
+    assert driver.scheduler.programs.get("p") is None
     driver.opens("q")
     driver.releases("q")
-    assert driver.scheduler.table.get("q") is None
+    assert driver.scheduler.programs.get("q") is None
 
 
 def test_sandboxes_are_in_the_story_and_in_the_view() -> None:
@@ -189,12 +189,12 @@ def test_sandboxes_are_in_the_story_and_in_the_view() -> None:
         ("sandbox failed", "box-1: it exited with 137"),
     ]
     driver.sandboxes_take(3, 1000, None)
-    assert driver.scheduler._view.sandboxes == SandboxSums(3, 1000, None)
+    assert driver.scheduler.view.sandboxes == SandboxSums(3, 1000, None)
 
 
 def test_running_tools_and_their_time_are_counted() -> None:
     driver = Driver(replicas={"r0": 10_000})
-    view = driver.scheduler._view
+    view = driver.scheduler.view
     assert (view.tools_running_count, view.mean_tool_s) == (0, 0.0)
     driver.takes_turn("a", 10)
     driver.takes_turn("b", 10)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from tests.builders import Driver, of_kind
-from thunderagent.programs.decisions import Reason, Release
-from thunderagent.programs.scheduler import SchedulerSettings
 from thunderagent.programs.table import ProgramTable
+
+from tests.builders import Driver, of_kind
+from thunderagent.programs.model.decisions import Reason, Release
+from thunderagent.programs.model.settings import SchedulerSettings
 
 CAPS = SchedulerSettings(max_programs_count=6, tenant_max_programs_count=4)
 
@@ -64,10 +65,10 @@ def test_past_the_cap_the_oldest_program_without_a_turn_is_forgotten() -> None:
     assert driver.arrives("e", 1, tenant="red") in driver.granted_on
     assert of_kind(Release, driver.decisions) == ["a"]
     flood(driver, "red", 2)
-    assert driver.scheduler.table.count_of("red") == 4
+    assert driver.scheduler.programs.count_of("red") == 4
     refused = flood(driver, "red", 3, "more")
     assert {driver.rejected_for[turn_id] for turn_id in refused} == {Reason.TOO_MANY_PROGRAMS}
-    assert driver.scheduler.table.get("other") is not None
+    assert driver.scheduler.programs.get("other") is not None
     driver.finishes(busy, 1)
     assert driver.arrives("again", 1, tenant="red") in driver.granted_on
 
@@ -81,16 +82,16 @@ def test_past_the_cap_of_all_the_largest_tenant_forgets_its_oldest() -> None:
     driver.arrives("g", 1, tenant="green")
     assert of_kind(Release, driver.decisions) == ["c"]
     flood(driver, "red", 3)
-    assert len(driver.scheduler.table) == 6
+    assert len(driver.scheduler.programs) == 6
     assert driver.rejected_for == {}
-    assert {"a", "b", "g"} <= {program.program_id for program in driver.scheduler.table}
+    assert {"a", "b", "g"} <= {program.program_id for program in driver.scheduler.programs.values()}
 
 
 def test_announced_programs_are_forgotten_too() -> None:
     driver = Driver(settings=CAPS)
     for number in range(20):
         driver.opens(f"p{number}")
-    assert [program.program_id for program in driver.scheduler.table] == ["p16", "p17", "p18", "p19"]
+    assert [program.program_id for program in driver.scheduler.programs.values()] == ["p16", "p17", "p18", "p19"]
 
 
 def test_a_program_that_was_announced_counts_for_the_tenant_of_its_first_turn() -> None:

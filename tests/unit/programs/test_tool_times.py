@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thunderagent.programs.tool_times import (
+from thunderagent.programs.learned.tool_times import (
     ALL_TOOLS_WEIGHT,
     EDGES_S,
     GUESS_WEIGHT,

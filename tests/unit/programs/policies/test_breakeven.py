@@ -6,9 +6,9 @@ import pytest
 
 from tests.builders import Driver, of_kind, restored_on
 from thunderagent.errors import ConfigurationError
-from thunderagent.programs.decisions import Grant, Hold, Mark, Pause, Reason, Restore, Unmark
+from thunderagent.programs.model.decisions import Grant, Hold, Mark, Pause, Reason, Restore, Unmark
+from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.policies.breakeven import BreakEven
-from thunderagent.programs.scheduler import SchedulerSettings
 
 PREFILL_TOKEN_S = 5e-5
 """What the scheduler guesses until it learns better: 1,000 tokens are computed in 50 ms. Short turns teach nothing."""

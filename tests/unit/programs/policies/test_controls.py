@@ -7,9 +7,18 @@ import pytest
 from tests.builders import Driver, of_kind, restored_on
 from thunderagent.errors import ConfigurationError
 from thunderagent.policy_loader import load_policy
-from thunderagent.programs.decisions import EndReplica, Grant, Mark, Pause, Provision, Reason, Restore, SetRoute
-from thunderagent.programs.events import ReplicaKilled
-from thunderagent.programs.scheduler import SchedulerSettings
+from thunderagent.programs.model.decisions import (
+    EndReplica,
+    Grant,
+    Mark,
+    Pause,
+    Provision,
+    Reason,
+    Restore,
+    SetRoute,
+)
+from thunderagent.programs.model.fleet_events import ReplicaKilled
+from thunderagent.programs.model.settings import SchedulerSettings
 
 
 def driven(
