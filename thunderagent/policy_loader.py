@@ -9,7 +9,14 @@ from importlib import import_module
 from typing import Any, cast
 
 from thunderagent.errors import ConfigurationError
-from thunderagent.programs.model.policy import Admission, EnginePriority, GlobalPolicy, Order, Policy, Victims
+from thunderagent.programs.model.policy import (
+    Admission,
+    EnginePriority,
+    GlobalPolicy,
+    Order,
+    Policy,
+    Victims,
+)
 from thunderagent.programs.policies import PARTS, POLICIES
 from thunderagent.programs.policies.composed import Composed, ControlChain
 

@@ -188,7 +188,9 @@ async def test_decorated_functions(proxy: RunningProxy) -> None:
 async def test_what_helpers_send(proxy: RunningProxy) -> None:
     """Group and branch reach the scheduler; the other forms name the same program."""
     async with program("task", group="prompt-3") as p:
-        assert set(proxy.runtime.scheduler.book.groups) == {("", "prompt-3")}, "for agents that are given a base URL alone"
+        assert set(proxy.runtime.scheduler.book.groups) == {("", "prompt-3")}, (
+            "for agents that are given a base URL alone"
+        )
         await async_say(p)
         await async_say(p.branch("helper"))
         (known,) = proxy.runtime.scheduler.programs

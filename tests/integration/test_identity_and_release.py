@@ -78,7 +78,9 @@ async def test_a_turn_is_whose_it_says(
     answer = await post(proxy.url, target, turn(**fields), *headers)
     assert answer.status == 200
     assert answer.header("X-Program-ID-Source") == source
-    assert [program.program_id for program in proxy.runtime.scheduler.programs.values()] == ([program_id] if program_id else [])
+    assert [program.program_id for program in proxy.runtime.scheduler.programs.values()] == (
+        [program_id] if program_id else []
+    )
     (call,) = replica.calls
     path = "/v1/completions" if "/v1/completions" in target else CHAT
     assert call.target == path + ("?x=/v1/y" if "?" in target else "")

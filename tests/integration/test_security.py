@@ -47,7 +47,7 @@ from thunderagent.cli import main
 from thunderagent.client import ProxyRefusedError, program
 from thunderagent.config import ServeConfig
 from thunderagent.errors import ConfigurationError
-from thunderagent.proxy.keys import Keyring, mint_key
+from thunderagent.proxy.gate.keys import Keyring, mint_key
 from thunderagent.security import check_security
 
 if TYPE_CHECKING:
@@ -464,7 +464,9 @@ async def test_every_post_that_can_generate_takes_a_lease(way: str, replica: Fak
         assert (answer.status, answer.header("X-Hold-Ms")) == (200, "0")
         assert proxy.runtime.outcome_counts["finished"] == 1
         is_read = way.startswith(("byte", "UTF", "slash", "two", "small"))
-        assert [program.program_id for program in proxy.runtime.scheduler.programs.values()] == (["p"] if is_read else [])
+        assert [program.program_id for program in proxy.runtime.scheduler.programs.values()] == (
+            ["p"] if is_read else []
+        )
         (sent,) = replica.calls
         if is_read:
             assert (sent.target, sent.json()) == (

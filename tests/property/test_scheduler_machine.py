@@ -214,7 +214,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         """With `check`, by which a program leaves with its last turn in flight: it leaves within those it has."""
         began_anew = {decision.program_id for decision in decisions if isinstance(decision, Unmark | Pause | Release)}
         before = self.leaving
-        self.leaving = {each.generation: set(each.in_flight) for each in self.scheduler.programs.values() if each.marked}
+        self.leaving = {
+            each.generation: set(each.in_flight) for each in self.scheduler.programs.values() if each.marked
+        }
         for program in self.scheduler.programs.values():
             if program.marked and program.program_id not in began_anew and program.generation in before:
                 story = "\n".join(map(str, program.story()))

@@ -143,7 +143,9 @@ def test_a_tiny_tenant_lets_no_newcomer_go_many_times_in_a_row() -> None:
         """Let what runs of a tenant end after 10 s, and as much come again."""
         for turn_id in [turn_id for turn_id in turns if turn_id in driver.granted_on]:
             turns.remove(turn_id)
-            program_id = next(each.program_id for each in driver.scheduler.programs.values() if turn_id in each.in_flight)
+            program_id = next(
+                each.program_id for each in driver.scheduler.programs.values() if turn_id in each.in_flight
+            )
             driver.finishes(turn_id, 1000)
             turns.add(driver.arrives(f"{tenant}-{next(numbers)}", 1000, tenant=tenant))
             driver.releases(program_id)

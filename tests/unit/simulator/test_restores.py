@@ -39,7 +39,10 @@ def counted(scheduler: Scheduler, *decisions: Pause | Restore, home_id: str) -> 
 def scheduler() -> Scheduler:
     """`big` claims 900 tokens of one replica, `small` 200 of the other."""
     scheduler = scheduler_with(("big", 900), ("small", 200))
-    assert {program.program_id: program.replica_id for program in scheduler.programs.values()} == {"big": "r0", "small": "r1"}
+    assert {program.program_id: program.replica_id for program in scheduler.programs.values()} == {
+        "big": "r0",
+        "small": "r1",
+    }
     return scheduler
 
 

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from thunderagent.programs.model.policy import Admission, EnginePriority, GlobalPolicy, Order, Policy, Victims
+from thunderagent.programs.model.policy import (
+    Admission,
+    EnginePriority,
+    GlobalPolicy,
+    Order,
+    Policy,
+    Victims,
+)
 from thunderagent.programs.policies.autellix import Autellix
 from thunderagent.programs.policies.balance import Balance
 from thunderagent.programs.policies.breakeven import BreakEven
