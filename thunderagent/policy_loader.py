@@ -114,7 +114,7 @@ def _settings_of_part(kind: str, name: str) -> list[str]:
 
 
 def _part(kind: str, name: str, settings: Mapping[str, Setting]) -> object:
-    """Make a part. ControlChain global policies may be named, with a + between; each setting is for those that have it."""
+    """Make a part. Several global policies may be named, with a + between; each setting is for those that have it."""
     names = name.split("+") if kind == "control" else [name]
     factories = {each: PARTS[kind].get(each) or _imported(kind, each) for each in names}
     if len(names) == 1:

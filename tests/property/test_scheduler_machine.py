@@ -554,7 +554,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert replica.account.growth_tokens == sum(program.growth_tokens for program in programs)
             assert 0.2 <= replica.account.capacity_ratio <= 3.0
             assert min((replica.residency.resident_tokens(each.generation) for each in programs), default=0) >= 0
-            for order, sign in ((replica.acting, 1), (replica.reasoning, 1), (replica.marked, -1)):
+            for order, sign in ((replica.acting.order, 1), (replica.working.order, 1), (replica.leaving.order, -1)):
                 ranks = [sign * scheduler.policy.pause_rank(program) for program in order]
                 assert ranks == sorted(ranks), f"ranked as it was: {list(order)}"
         if not self.scheduler.policy.claim_rules.share_prefixes:

@@ -11,7 +11,6 @@ from tests.builders import Driver
 from thunderagent.policy_loader import Setting, load_policy
 from thunderagent.programs.book.paused_queue import PausedQueue
 from thunderagent.programs.model.decisions import Reason
-from thunderagent.programs.model.places import Phase
 from thunderagent.programs.model.program import Program
 from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.model.turn import Turn
@@ -244,9 +243,10 @@ def test_of_equal_ranks_goes_first_who_waits_for_longer() -> None:
     queue = PausedQueue(lambda _: 0.0)
     programs = {name: waiting(name, number) for number, name in enumerate(["bound", "free", "new"], start=1)}
     programs["bound"].routed_to = "r0"
-    queue.put(programs["bound"])
-    queue.put(programs["free"])
-    assert queue.bound_count == 1
+    for name, place in (("bound", queue.place_at("r0")), ("free", queue.waiting)):
+        programs[name].place = place
+        place.enter(programs[name], 0.0)
+    assert queue.routed_count == 1
     assert queue.comes_before_all_waiting(programs["bound"])
     assert queue.first_routed_before(programs["free"], "r0") is programs["bound"]
     assert queue.first_routed_before(programs["free"], "r1") is None
@@ -262,5 +262,4 @@ def waiting(name: str, number: int) -> Program:
     program = Program(name, 1, float(number))
     turn = Turn(number, program, "", 40, float(number))
     program.held[turn.turn_id] = turn
-    program.phase = Phase.REASONING
     return program

@@ -222,11 +222,11 @@ def test_a_route_that_cannot_be_is_refused(
 ) -> None:
     """With the reason; an event that says it all the same changes nothing."""
     driver = by_memory()
-    control = driver.scheduler.control
-    assert why in control.why_not_route(scope, name, targets)
+    scheduler = driver.scheduler
+    assert why in scheduler.operations.why_not_route(scope, name, targets)
     assert not driver.scheduler.view.propose_route(scope, name, dict(targets)) or "twice" in why
     driver.routes(scope, name, **dict(targets))
-    assert len(control.routes) == (1 if "twice" in why else 0)
+    assert len(scheduler.core.routing.routes) == (1 if "twice" in why else 0)
 
 
 def test_a_route_of_one_program_ends_with_it() -> None:
@@ -327,10 +327,10 @@ def test_a_priority_out_of_bounds_is_refused(priority: int) -> None:
     """And one for who is not there."""
     driver = by_memory()
     driver.takes_turn("a", 10)
-    control = driver.scheduler.control
-    assert "whole number" in control.why_not_priority("a", priority, None)
-    assert "no live program" in control.why_not_priority("b", 0, None)
-    assert "no replica" in control.why_not_priority("a", 0, "r9")
+    operations = driver.scheduler.operations
+    assert "whole number" in operations.why_not_priority("a", priority, None)
+    assert "no live program" in operations.why_not_priority("b", 0, None)
+    assert "no replica" in operations.why_not_priority("a", 0, "r9")
     assert driver.gives_priority("a", priority) == []
     assert not driver.scheduler.view.propose_priority(driver.program("a"), priority)
 
@@ -380,7 +380,7 @@ def test_who_is_paused_at_a_tool_goes_there_with_its_next_turn() -> None:
     """Room or not; nothing is claimed for it meanwhile."""
     driver = by_memory()
     driver.takes_turn("a", 100)
-    driver.scheduler.pause(driver.program("a"), Reason.IDLE)
+    driver.scheduler.core.pause(driver.program("a"), Reason.IDLE)
     assert driver.migrates("a", "r1") == []
     assert driver.home("a") is None
     assert driver.granted_on[driver.arrives("a", 100)] == "r1"

@@ -15,8 +15,8 @@ from thunderagent.programs.policies.cap import Cap
 
 def test_nothing_is_expected_before_a_restore_was_seen() -> None:
     pace = RestorePace()
-    pace.settle(0.0, waiting=True)
-    pace.settle(50.0, waiting=True)
+    pace.accrue(0.0, waiting=True)
+    pace.accrue(50.0, waiting=True)
     assert pace.interval_s == 0.0
 
 
@@ -24,22 +24,22 @@ def test_only_time_in_which_somebody_waits_counts() -> None:
     """Two restores in 20 s of waiting, an hour of nothing between."""
     pace = RestorePace()
     for begin_s in (0.0, 3600.0):
-        pace.settle(begin_s, waiting=True)
-        pace.settle(begin_s + 10.0, waiting=False)
+        pace.accrue(begin_s, waiting=True)
+        pace.accrue(begin_s + 10.0, waiting=False)
         pace.restored()
     assert pace.interval_s == pytest.approx(10.0, rel=0.1)
 
 
 def test_the_pace_of_long_ago_is_forgotten() -> None:
     pace = RestorePace()
-    pace.settle(0.0, waiting=True)
+    pace.accrue(0.0, waiting=True)
     for second in range(1, 101):
-        pace.settle(float(second), waiting=True)
+        pace.accrue(float(second), waiting=True)
         pace.restored()
     now_s = 100.0
     while now_s < 100.0 + 10 * HALF_LIFE_S:
         now_s += 50.0
-        pace.settle(now_s, waiting=True)
+        pace.accrue(now_s, waiting=True)
         pace.restored()
     assert pace.interval_s == pytest.approx(50.0, rel=0.2)
 
@@ -62,11 +62,11 @@ def test_a_turn_that_is_placed_at_once_is_no_restore_however_old_its_first_attem
 def test_what_is_expected_of_a_queue_that_stands_still_has_an_end(waited_s: float) -> None:
     """Not at once, either, because nothing is left of what was seen; and one restore says more than all that."""
     pace = RestorePace()
-    pace.settle(0.0, waiting=True)
-    pace.settle(10.0, waiting=True)
+    pace.accrue(0.0, waiting=True)
+    pace.accrue(10.0, waiting=True)
     pace.restored()
     for share in range(1, 1001):
-        pace.settle(10.0 + waited_s * share / 1000, waiting=True)
+        pace.accrue(10.0 + waited_s * share / 1000, waiting=True)
     assert pace.interval_s == LONGEST_INTERVAL_S
     for _ in range(100):
         pace.restored()

@@ -781,7 +781,7 @@ def test_the_scheduler_says_what_it_is() -> None:
     driver.takes_turn("a", 600)
     driver.arrives("b", 600)
     assert repr(driver.scheduler) == (
-        "<Scheduler thunderagent: 2 programs, <PausedQueue: 1 reasoning, 0 acting, 0 outside>, "
+        "<Scheduler thunderagent: 2 programs, <PausedQueue: 1 reasoning, 0 acting, 0 unadmitted>, "
         "[<Replica r0 up: 600/1000 tokens, 0 reasoning, 1 acting>]>"
     )
 

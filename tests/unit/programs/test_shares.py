@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from thunderagent.programs.lifecycle import Trigger
 
 from thunderagent.programs.book.accounts import Account
 from thunderagent.programs.book.prefixes import SharedPrefixes
+from thunderagent.programs.model.places import Kind, Place
 from thunderagent.programs.model.program import Program
 from thunderagent.programs.model.turn import MAIN_BRANCH, Branch
 
@@ -26,8 +26,7 @@ STEPS = st.lists(
 
 def activate(shares: SharedPrefixes, program: Program, replica_id: str, account: Account) -> None:
     program.replica_id = replica_id
-    if program.status == "paused":
-        program.advance(Trigger.RESTORE)
+    program.place = Place(Kind.ACTING, replica_id)
     shares.enter(program, account)
 
 
@@ -56,7 +55,7 @@ def test_an_account_knows_what_is_claimed_more_than_once(steps: list[tuple[str, 
             activate(shares, program, replica_id, accounts[replica_id])
         elif kind == "pause" and account is not None:
             shares.leave(program, account)
-            program.advance(Trigger.PAUSE)
+            program.place = Place(Kind.RESTING)
         elif kind in {"prompt", "branch"}:
             name = MAIN_BRANCH if kind == "prompt" else "sub"
             shares.set_prefix(program, program.branches.setdefault(name, Branch()), CUTS[prompt], 1.0, account)

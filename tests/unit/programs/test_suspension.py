@@ -378,8 +378,8 @@ def test_a_flush_forgets_what_lay_there_and_nothing_else() -> None:
     driver.is_flushed()
     driver.passes(1.0)
     scheduler = driver.scheduler
-    assert scheduler.resident_tokens(driver.program("a"), "r0") == 0
-    assert scheduler.resident_tokens(driver.program("b"), "r0") == 50
+    assert scheduler.book.resident_tokens(driver.program("a"), scheduler.replicas["r0"]) == 0
+    assert scheduler.book.resident_tokens(driver.program("b"), scheduler.replicas["r0"]) == 50
     assert driver.demand() == 150
     again = driver.arrives("a", 120)
     assert scheduler.turns[again].kept_tokens == 0

@@ -13,6 +13,9 @@ from thunderagent.programs.model.program import Program
 from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.rules.tenants import FairSet, Tenants
 
+VERBS = Driver().scheduler.core
+"""What a rule may have done; the count of what tenants had needs none of it."""
+
 
 def fair(active_count: int = 2, **weight_ratios: float) -> Driver:
     """So many programs at a time, whoever they are."""
@@ -96,10 +99,10 @@ def test_nobody_saves_up_and_nobody_begins_anew() -> None:
     for name, tokens in (("steady", 10), ("greedy", 30), ("tiny", 1)):
         tenants.claims(name, tokens)
     where, program = waiting(tenants, "steady")
-    tenants.event_ended()
+    tenants.settle(VERBS)
     tenants.advance(10.0)
     tenants.claims("greedy", -30)
-    tenants.event_ended()
+    tenants.settle(VERBS)
     levels = [tenants.level_token_s(name) for name in ("steady", "greedy", "new", "tiny")]
     assert levels == [100, 300, 100, 100]
     tenants.waits("new", 1)
@@ -107,13 +110,13 @@ def test_nobody_saves_up_and_nobody_begins_anew() -> None:
     assert [tenants.level_token_s(name) for name in ("new", "greedy")] == [100, 300]
     tenants.waits("new", -1)
     tenants.waits("greedy", -1)
-    tenants.event_ended()
+    tenants.settle(VERBS)
     assert {tenant.name for tenant in tenants} == {"steady", "greedy", "tiny"}
     tenants.advance(40.0)
-    tenants.event_ended()
+    tenants.settle(VERBS)
     assert {tenant.name for tenant in tenants} == {"steady", "tiny"}, "all others have caught up with it"
     where.discard(program)
-    tenants.event_ended()
+    tenants.settle(VERBS)
     tenants.advance(90.0)
     assert tenants.level_token_s("steady") == 400, "what nobody waits for takes nothing from others"
 
@@ -125,7 +128,7 @@ def test_who_waits_where_nothing_is_granted_holds_nobody_back() -> None:
     waiting(tenants, "stuck", "r1")
     waiting(tenants, "steady", "r0")
     tenants.claims("steady", 10)
-    tenants.event_ended()
+    tenants.settle(VERBS)
     tenants.advance(10.0)
     assert [tenants.level_token_s(name) for name in ("stuck", "steady", "new")] == [0, 100, 100]
     tenants.set_granting(["r0", "r1"])

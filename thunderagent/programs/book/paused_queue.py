@@ -90,8 +90,8 @@ class PausedQueue:
     """Paused programs by place, in each in the order in which the policy would restore.
 
     A program's own priority comes before what the policy says. One that an admission has not let begin waits in the
-    order of that (`unadmitted`); one that a route sends to a replica waits for that one alone, where the policy does not
-    see it (`routed`).
+    order of that (`unadmitted`); one that a route sends to a replica waits for that one alone, where the policy does
+    not see it (`routed`).
 
     All that wait for room are in one order, wherever they stand: nobody takes the room of a replica for which somebody
     waits that goes before it (`first_routed_before`), routed there or not, newcomers among them; and who is routed goes
@@ -169,7 +169,7 @@ class PausedQueue:
         routed = program.place.kind is Kind.WAITING and program.routed_to in self.routed
         if routed:
             return list(self.routed[program.routed_to or ""].order).index(program)
-        return list((*self.waiting.order, *self.unadmitted.order)).index(program)
+        return [*self.waiting.order, *self.unadmitted.order].index(program)
 
     def place_at(self, replica_id: str) -> QueuePlace:
         """Return where programs wait for one replica."""

@@ -112,13 +112,13 @@ class Program:
     )
 
     def __init__(  # noqa: PLR0915 - one statement for each slot
-        self, program_id: str, generation: int, opened_s: float, place: Place
+        self, program_id: str, generation: int, opened_s: float, place: Place | None = None
     ) -> None:
         """Open a program of which nothing is known."""
         self.program_id = program_id
         self.generation = generation
         self.opened_s = opened_s
-        self.place = place
+        self.place = place or Place(Kind.AWAY)
         """Where it stands. Only the book writes here."""
         self.acting_since_s = opened_s
         self.tool = ""
