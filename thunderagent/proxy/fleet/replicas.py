@@ -18,8 +18,15 @@ from thunderagent.backends.base import NOTHING_READ, NamedTurn, ReplicaReading
 from thunderagent.backends.client import ReplicaClient
 from thunderagent.backends.poller import ReplicaEndpoint
 from thunderagent.errors import NoReplicaError, ReplicaRemovedError
-from thunderagent.programs.decisions import Decision, Release
-from thunderagent.programs.events import EncodesPolled, Event, GrantsContinued, GrantsSuspended, ReplicaDown, ReplicaUp
+from thunderagent.programs.model.decisions import Decision, Release
+from thunderagent.programs.model.events import Event
+from thunderagent.programs.model.fleet_events import (
+    EncodesPolled,
+    GrantsContinued,
+    GrantsSuspended,
+    ReplicaDown,
+    ReplicaUp,
+)
 from thunderagent.proxy.fleet.breaker import Breakers, BreakerSettings
 from thunderagent.proxy.fleet.notices import NoticeSender, TaggedPrograms
 from thunderagent.proxy.fleet.priorities import EnginePriorities
@@ -220,7 +227,7 @@ class Replicas:
 
     def home_of(self, program_id: str) -> str | None:
         """Return the replica that a program is on, if it is up; None for a program that is on none, or not known."""
-        program = self._runtime.scheduler.table.get(program_id)
+        program = self._runtime.scheduler.programs.get(program_id)
         home = self._runtime.scheduler.replicas.get(program.replica_id or "") if program is not None else None
         return home.replica_id if home is not None and home.up else None
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from secrets import token_urlsafe
 
-from thunderagent.programs.decisions import Decision, Release
-from thunderagent.programs.events import Event
+from thunderagent.programs.model.decisions import Decision, Release
+from thunderagent.programs.model.events import Event
 from thunderagent.runtime import Runtime
 
 PLAIN_PREFIX = "ta-"

@@ -35,14 +35,14 @@ class Tenancy:
         own = self.own
         if own is None or program_id is None:
             return True
-        program = self._runtime.scheduler.table.get(program_id)
+        program = self._runtime.scheduler.programs.get(program_id)
         return program is None or program.tenant == own
 
     def has(self, program_id: str) -> bool:
         """Say whether this request may be told of a program; with a data key that must live."""
         if self.own is None:
             return True
-        return self._runtime.scheduler.table.get(program_id) is not None and self.may_touch(program_id)
+        return self._runtime.scheduler.programs.get(program_id) is not None and self.may_touch(program_id)
 
     def check(self, program_id: str | None) -> None:
         """Raise `OtherTenantError` if a program is another tenant's."""

@@ -285,7 +285,7 @@ class Turns:
         turn = record.turn
         if turn.program_id is None:
             return
-        if record.generation is None and self._runtime.scheduler.table.get(turn.program_id) is not None:
+        if record.generation is None and self._runtime.scheduler.programs.get(turn.program_id) is not None:
             return
         if turn.is_final:
             self._runtime.release(turn.program_id, record.generation, turn.outcome)
