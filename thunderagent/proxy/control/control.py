@@ -45,7 +45,8 @@ from thunderagent.proxy.reading.commands import (
     command_of,
 )
 from thunderagent.proxy.reading.large_bodies import read_aside
-from thunderagent.proxy.reading.target import Target, target_of
+from thunderagent.proxy.reading.target import Target
+from thunderagent.proxy.wire.aiohttp_request import target_of
 from thunderagent.proxy.wire.headers import forwarded_request_headers
 from thunderagent.runtime import Runtime
 

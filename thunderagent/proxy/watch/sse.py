@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
-from thunderagent.proxy.wire.request_id import begin
+from thunderagent.proxy.wire.aiohttp_request import begin
 from thunderagent.proxy.wire.stall import write, write_eof
 
 HEARTBEAT_S = 15.0

@@ -20,7 +20,8 @@ from thunderagent.errors import RequestError
 from thunderagent.proxy.gate.access import Access, ForwardUnknown, Use, engine_access, use_of
 from thunderagent.proxy.reading.commands import COMMANDS, REPLICA_COMMANDS
 from thunderagent.proxy.reading.dialects import TURN_DIALECTS
-from thunderagent.proxy.reading.target import Target, routed
+from thunderagent.proxy.reading.target import Target
+from thunderagent.proxy.wire.aiohttp_request import routed
 
 
 @pytest.mark.parametrize(
