@@ -30,6 +30,7 @@ from thunderagent.proxy.control.facade import Facade
 from thunderagent.proxy.control.leases import Leases
 from thunderagent.proxy.control.weight_sync import WeightSync
 from thunderagent.proxy.fleet.breaker import Breakers
+from thunderagent.proxy.fleet.commands import command_of
 from thunderagent.proxy.fleet.discovery import Discovery
 from thunderagent.proxy.fleet.made_answers import MadeAnswers
 from thunderagent.proxy.fleet.replicas import Replicas, Watcher
@@ -41,7 +42,6 @@ from thunderagent.proxy.gate.keys import Keyring
 from thunderagent.proxy.gate.login import Login, Logins
 from thunderagent.proxy.gate.tenancy import Tenancy
 from thunderagent.proxy.judge import Judge, JudgeCollector
-from thunderagent.proxy.reading.commands import command_of
 from thunderagent.proxy.reading.dialects import CHAT, TURN_DIALECTS, dialect_of
 from thunderagent.proxy.reading.target import Target
 from thunderagent.proxy.turns.flow import Turns, TurnSettings

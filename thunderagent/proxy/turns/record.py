@@ -5,7 +5,7 @@ from __future__ import annotations
 from multidict import CIMultiDict
 
 from thunderagent.leases import TurnAsk
-from thunderagent.proxy.reading.completion import Completions
+from thunderagent.proxy.reading.answers import Completions
 from thunderagent.proxy.reading.dialects import NO_USAGE, Dialect
 from thunderagent.proxy.reading.identity import TurnRequest
 from thunderagent.proxy.reading.inference import Chain, Prompt

@@ -16,12 +16,13 @@ from thunderagent.backends.pool import Answer
 from thunderagent.errors import ReplicaError
 from thunderagent.leases import OpenLease
 from thunderagent.proxy.fleet.made_answers import MadeAnswers
+from thunderagent.proxy.reading.answers import read_answer
 from thunderagent.proxy.reading.dialects import Usage
 from thunderagent.proxy.reading.dialects.base import KeepId
 from thunderagent.proxy.reading.inference import Inference
 from thunderagent.proxy.reading.large_bodies import LARGE_BODY_BYTES, read_aside
-from thunderagent.proxy.reading.tool_calls import StreamToolCalls, tool_of_answer
-from thunderagent.proxy.reading.usage import StreamUsage, usage_of_answer
+from thunderagent.proxy.reading.tool_calls import StreamToolCalls
+from thunderagent.proxy.reading.usage import StreamUsage
 from thunderagent.proxy.turns.forward import Forwarding
 from thunderagent.proxy.turns.record import Record
 from thunderagent.proxy.wire.exchange import Exchange, Wait, done
@@ -176,5 +177,4 @@ def _read_answer(record: Record, body: bytes, content_encoding: str | None, keep
     """Return the usage of a whole answer, and which tool it calls; and read what it says if that is wanted."""
     if record.completions is not None:
         record.completions.read_answer(body, content_encoding)
-    usage = usage_of_answer(record.dialect, body, content_encoding, keep_id)
-    return usage, tool_of_answer(body, content_encoding)
+    return read_answer(record.dialect, body, content_encoding, keep_id)
