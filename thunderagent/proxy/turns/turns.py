@@ -125,6 +125,7 @@ class Record:
         "held_s",
         "held_stream",
         "maker_id",
+        "method",
         "outcome",
         "reason",
         "replica_id",
@@ -139,6 +140,7 @@ class Record:
     def __init__(
         self,
         turn: TurnRequest,
+        method: str,
         target: Target,
         dialect: Dialect,
         arrived_s: float,
@@ -147,6 +149,7 @@ class Record:
     ) -> None:
         """Begin with a turn that has no lease yet; unless it ends otherwise, its client left."""
         self.turn = turn
+        self.method = method
         self.target = target
         self.held_bytes = len(body) + (len(turn.body) if turn.body is not body else 0)
         """What is kept of it until it has run: the body as it came, and as it is forwarded."""
@@ -242,7 +245,7 @@ class Turns:
         if chosen_id is not None:
             turn, prompt = _of_nobody(turn), None
         turn = self._of_program(request, turn, prompt)
-        record = Record(turn, target, dialect_of(target.spelt), arrived_s, body, chosen_id)
+        record = Record(turn, request.method, target, dialect_of(target.spelt), arrived_s, body, chosen_id)
         if turn.previous_response_id:
             record.maker_id = self._made.maker(turn.previous_response_id)
         if prompt is not None:
@@ -474,8 +477,9 @@ class Turns:
             headers["Accept-Encoding"] = "identity"  # the head was sent, and promises nothing else
         try:
             url = self._replicas.url_of(replica_id)
+            may_repeat = not record.turn.is_unknown
             upstream = await self._client.send(
-                replica_id, url, "POST", record.target.sent, headers, body, may_repeat=not record.turn.is_unknown
+                replica_id, url, record.method, record.target.sent, headers, body, may_repeat=may_repeat
             )
         except ReplicaError as error:
             if isinstance(error, ReplicaRemovedError):
