@@ -158,7 +158,7 @@ class History:
             paused_reasoning_count=paused_reasoning_count,
             paused_acting_count=len(scheduler.programs) - scheduler.book.active_count - paused_reasoning_count,
             turns_in_flight_count=turn_count,
-            turns_held_count=scheduler.ledger.waiting_count,
+            turns_held_count=self._runtime.held_count,
             turns_finished_total=runtime.outcome_counts["finished"],
             prompt_tokens_total=runtime.prompt_tokens_total,
             output_tokens_total=runtime.output_tokens_total,

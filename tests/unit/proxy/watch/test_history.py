@@ -84,7 +84,7 @@ def test_programs_are_counted_by_status_and_phase() -> None:
     world.driver.arrives("a", 100)
     world.driver.arrives("b", 100)
     sample, _ = world.history.now()
-    assert (sample.active_reasoning_count, sample.paused_reasoning_count, sample.turns_held_count) == (1, 1, 1)
+    assert (sample.active_reasoning_count, sample.paused_reasoning_count) == (1, 1)
     world.driver.finishes("a", 100)
     sample, _ = world.history.now()
     counts = (
