@@ -1,6 +1,6 @@
 """The command line.
 
-`thunderagent serve | engine | simulate | compare | calibrate | status | key | replay | record | nova serve`.
+`thunderagent serve | doctor | engine | simulate | compare | calibrate | status | key | replay | record | nova serve`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import uvloop
 from thunderagent import __version__
 from thunderagent.calibrate import command as calibrate_command
 from thunderagent.config import ENVIRONMENT_PREFIX, ServeConfig, unknown_variables
+from thunderagent.doctor import command as doctor_command
 from thunderagent.errors import ConfigurationError, ThunderAgentError
 from thunderagent.event_log import read_events, replay
 from thunderagent.log_lines import LineLogger, json_line
@@ -111,6 +112,15 @@ def build_parser() -> argparse.ArgumentParser:
     )
     _add_serve_options(serve_parser)
     serve_parser.set_defaults(run=run_serve)
+
+    doctor_parser = commands.add_parser(
+        "doctor",
+        help="find what is wrong with engines and a proxy, and say what to do",
+        description=doctor_command.DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    doctor_command.add_arguments(doctor_parser)
+    doctor_parser.set_defaults(run=run_doctor)
 
     engine_parser = commands.add_parser(
         "engine",
@@ -221,6 +231,12 @@ def run_serve(args: argparse.Namespace) -> int:
         print(f"thunderagent: error: cannot serve on {config.host}:{config.port}: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def run_doctor(args: argparse.Namespace) -> int:
+    """Find what is wrong; a proxy of the doctor's own logs nothing of what the findings say better."""
+    configure_logging("critical", as_json=False)
+    return doctor_command.run(args)
 
 
 def run_nova(args: argparse.Namespace) -> int:

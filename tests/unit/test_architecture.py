@@ -119,7 +119,9 @@ ARROWS: dict[str, frozenset[str]] = {
     "security": frozenset({"errors", "proxy", "config"}),
     # Wires everything up; the command line starts it.
     "serving": EVERY_ROOM | {"config", "signal_log"},
-    "cli": EVERY_ROOM | {"config", "serving", "status", "calibrate", "log_lines", "lookups", "nova"},
+    # A client of engines and of a proxy, which it can start for itself.
+    "doctor": frozenset({"errors", "backends", "config", "security", "serving"}),
+    "cli": EVERY_ROOM | {"config", "serving", "status", "calibrate", "doctor", "log_lines", "lookups", "nova"},
     "__main__": frozenset({"cli"}),
 }
 
