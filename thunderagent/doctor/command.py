@@ -43,8 +43,8 @@ Examples:
 """
 
 DEFAULT_URL = "http://127.0.0.1:8300"
-FIRST_POLLS_S = 10.0
-"""An own proxy gets so long to have polled all of its replicas."""
+FIRST_POLLS_S = 5.0
+"""An own proxy gets so long to find all of its replicas up: two polls that are answered late."""
 
 OF_THE_TRIAL = (
     *("backends", "backends_file", "kubernetes_replicas", "kubernetes_config", "kubernetes_url"),
@@ -158,11 +158,11 @@ async def _look_at_engines(
 
 
 async def _settled(asker: Asker, looked: proxies.Proxy) -> proxies.Proxy:
-    """Look again until the proxy has heard of all of its replicas, or long enough."""
+    """Look again until all of the proxy's replicas are up, or long enough."""
     looks = partial(proxies.look_at, asker, looked.name, {})
     try:
         async with asyncio.timeout(FIRST_POLLS_S):
-            while not looked.replicas or any(not each["up"] and not each["why_down"] for each in looked.replicas):
+            while not looked.replicas or not all(each["up"] for each in looked.replicas):
                 await asyncio.sleep(0.1)
                 looked = await looks()
     except TimeoutError:

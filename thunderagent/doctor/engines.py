@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from thunderagent.backends import Backend, ReplicaReading
 from thunderagent.backends.base import NOTHING_READ
@@ -76,7 +77,7 @@ class Engine:
         return None if before is None or after is None else after > before
 
     def _served(self) -> list[dict[str, object]]:
-        data = self.models.json().get("data")
+        data = self.models.json().get("data") if self.models.is_good else None
         return [each for each in data if isinstance(each, dict)] if isinstance(data, list) else []
 
 
@@ -238,10 +239,7 @@ def clock(name: str, answer: Answer) -> Iterator[Finding]:
 
 def _one_engine(engine: Engine) -> Iterator[Finding]:
     counts = [reading.cache_query_tokens_total for reading in engine.readings]
-    falls = any(
-        before is not None and after is not None and after < before
-        for before, after in zip(counts, counts[1:], strict=False)
-    )
+    falls = any(before is not None and after is not None and after < before for before, after in pairwise(counts))
     if len(set(engine.start_times_s)) > 1 or falls:
         yield fault(
             "one_engine",

@@ -94,7 +94,9 @@ def _whose(trial: Trial) -> Iterator[Finding]:
             "something before the proxy drops the header: let it through, or put the id into the base URL, as /p/ID/v1"
         )
     else:
-        remedy = "this address is not the proxy's, or something before it drops the header and the path: go to the proxy"
+        remedy = (
+            "this address is not the proxy's, or something before it drops the header and the path: go to the proxy"
+        )
     yield fault("identity", SUBJECT, text, remedy)
 
 
