@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 MESSAGES: Any = [{"role": "user", "content": "hello there"}]
-PAGE = Path(__file__).parents[2] / "docs" / "client.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "python.md"
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from thunderagent.errors import NotFoundError, RequestError, ThunderAgentError
 from thunderagent.programs.lifecycle import Phase, Status
+from thunderagent.proxy.admin_port import MUST_NAME
 from thunderagent.proxy.bearer import Tokens
 from thunderagent.proxy.bodies import read_model, report_response
 from thunderagent.proxy.identity import check_program_id, outcome_of
@@ -222,6 +223,8 @@ class Admin:
         program_ids = wanted.program_ids or []
         if wanted.all:
             check_admin()
+            if request.get(MUST_NAME):
+                raise NotFoundError("every program at once is released on the admin port; name programs here")
             program_ids = [program.program_id for program in self._runtime.scheduler.table]
         elif not program_ids:
             raise RequestError('name what to release: {"program_id": "..."}, {"program_ids": [...]} or {"all": true}')

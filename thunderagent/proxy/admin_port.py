@@ -24,6 +24,12 @@ DASHBOARD_PATH = "/dashboard"
 OF_ALL_UNLESS_NAMED = ("GET", "/sandboxes/events")
 """For an agent if it follows its own program, and for operators if it follows all of them."""
 
+RELEASE = ("POST", "/programs/release")
+"""For an agent if it names its programs, and for operators if it means all of them."""
+
+MUST_NAME = web.RequestKey("must_name_programs", bool)
+"""Set on a request that came where nobody may mean every program."""
+
 
 def is_admin(method: str, route_path: str) -> bool:
     """Say whether a route is for operators and trainers, not for agents; `route_path` is as it was registered."""
@@ -45,6 +51,8 @@ class AdminPort:
             return self._only_here(handler, lambda _: True)
         if (method, route_path) == OF_ALL_UNLESS_NAMED:
             return self._only_here(handler, lambda request: "program_id" not in request.query)
+        if (method, route_path) == RELEASE:
+            return self._named_elsewhere(handler)
         if route_path == CATCH_ALL:  # a spelling that an engine may understand
             return self._only_here(handler, lambda request: request[NEEDS] is Access.ADMIN)
         return handler
@@ -53,6 +61,13 @@ class AdminPort:
         async def handle(request: web.Request) -> web.StreamResponse:
             if not self._came_here(request) and concerns(request):
                 raise NotFoundError(f"there is no {told_path(request)} on this port")
+            return await handler(request)
+
+        return handle
+
+    def _named_elsewhere(self, handler: Handler) -> Handler:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            request[MUST_NAME] = not self._came_here(request)
             return await handler(request)
 
         return handle

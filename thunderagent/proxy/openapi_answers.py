@@ -15,7 +15,7 @@ class ErrorDetails(Report):
     message: str
     type: Literal["invalid_request_error", "server_error"]
     param: None
-    code: str = Field(description="for programs to read; docs/guide.md has all of them")
+    code: str = Field(description="for programs to read")
 
 
 class ErrorReport(Report):
@@ -142,7 +142,9 @@ class SandboxBody(Report):
     """What is asked for; give one of template, spec and handle."""
 
     template: str | None = Field(None, description="name of a template in the configuration")
-    spec: dict[str, Any] | None = Field(None, description="a template of its own; docs/sandboxes.md has its fields")
+    spec: dict[str, Any] | None = Field(
+        None, description="a template of its own; docs/how-to/sandboxes.md has its fields"
+    )
     handle: str | None = Field(None, description="a sandbox that is there already: the engine's name or id of it")
     driver: Literal["docker", "kubernetes", "callback"] = Field("docker", description="with handle: whose name it is")
     reclaim_url: str = Field("", description="with handle, for one that runs elsewhere: gets a POST at the end")

@@ -7,7 +7,7 @@ so the sentence that is made of them says what is missing, and leaves open what 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import isfinite
+from math import inf, isfinite
 from typing import Literal
 
 from pydantic import Field
@@ -184,7 +184,7 @@ def _waiting(scheduler: Scheduler, program: Program, now_s: float) -> WaitingRep
     rooms = _rooms(scheduler, program)
     granting = {replica.replica_id for replica in scheduler.granting_replicas}
     suspended_for = _suspended_for(scheduler, program)
-    due_s = min(map(scheduler.impatient.due_s, program.held.values()))
+    due_s = inf if program.status is Status.ACTIVE else min(map(scheduler.impatient.due_s, program.held.values()))
     return WaitingReport(
         reason=program.hold_reason,
         for_s=round(now_s - program.waiting_since_s, 3),
