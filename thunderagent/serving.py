@@ -330,7 +330,7 @@ def _tracing(config: ServeConfig) -> Tracing | None:
     try:
         from thunderagent.proxy.tracing import open_tracing  # noqa: PLC0415 - needs an extra
     except ImportError as error:
-        raise ConfigurationError("otlp_endpoint: needs the extra otel: pip install '.[otel]' in a checkout") from error
+        raise ConfigurationError("otlp_endpoint: needs the extra otel: pip install 'thunderagent[otel]'") from error
     return open_tracing(config.otlp_endpoint, config.trace_sample_ratio)
 
 

@@ -34,7 +34,7 @@ try:
     from thunderagent.cluster import cluster_configuration, version_problem
 except ImportError as error:
     raise ConfigurationError(
-        "kubernetes_replicas needs the extra: pip install '.[kubernetes]' in a checkout"
+        "kubernetes_replicas needs the extra: pip install 'thunderagent[kubernetes]'"
     ) from error
 
 _log = structlog.get_logger(__name__)
