@@ -31,16 +31,16 @@ from thunderagent.programs.lifecycle import TRANSITIONS
 from thunderagent.programs.policies import PARTS, POLICIES
 from thunderagent.programs.policies.breakeven import BreakEven
 from thunderagent.programs.scheduler import Scheduler
-from thunderagent.proxy.discovery import Discovery, DiscoverySettings
-from thunderagent.proxy.event_feed import KINDS, SIGNAL_KINDS
-from thunderagent.proxy.held import NO_LIMITS, HeldTurns
+from thunderagent.proxy.admin.replica_routes import SourceCollector
+from thunderagent.proxy.admin.sandboxes import SandboxCollector
+from thunderagent.proxy.fleet.discovery import Discovery, DiscoverySettings
+from thunderagent.proxy.fleet.replicas import Replicas
+from thunderagent.proxy.gate.held import NO_LIMITS, HeldTurns
+from thunderagent.proxy.gate.rate_limit import RateLimits
 from thunderagent.proxy.judge import Judge, JudgeCollector
 from thunderagent.proxy.judge.prompt import DEFAULT_PROMPT
-from thunderagent.proxy.metrics import StateCollector, TurnMetrics
-from thunderagent.proxy.rate_limit import RateLimits
-from thunderagent.proxy.replica_routes import SourceCollector
-from thunderagent.proxy.replicas import Replicas
-from thunderagent.proxy.sandboxes import SandboxCollector
+from thunderagent.proxy.watch.event_feed import KINDS, SIGNAL_KINDS
+from thunderagent.proxy.watch.metrics import StateCollector, TurnMetrics
 from thunderagent.runtime import Runtime
 from thunderagent.sandboxes import build_manager
 from thunderagent.simulator.timing import load_profiles
