@@ -19,13 +19,13 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from tests.integration.support import running_proxy
+from tests.integration.support import ask, get, running_proxy
 from thunderagent.cli import build_parser, main
 from thunderagent.doctor import proxies
 from thunderagent.doctor.asking import Answer
 from thunderagent.doctor.command import examine
 from thunderagent.doctor.findings import Finding, Level, exit_status
-from thunderagent.proxy.keys import mint_key
+from thunderagent.proxy.gate.keys import mint_key
 from thunderagent.simulator.options import ServerConfig
 from thunderagent.simulator.records import EngineConfig
 from thunderagent.simulator.server import running
@@ -341,6 +341,18 @@ async def test_turns_that_are_nobodys_are_found(
         finding = (await faults("--url", url, *argv))["identity"]
     assert "they were counted as nobody's" in finding.text
     assert remedy in finding.remedy
+
+
+async def test_traffic_that_is_mostly_nobodys_is_found(engine_here: str) -> None:
+    """Though the doctor's own two turns are counted as they should be."""
+    async with running_proxy(engine_here) as proxy:
+        for _ in range(20):
+            assert (await ask(proxy.url)).status == 200
+        assert (await get(proxy.url, "/summary")).json()["rates"]["mostly_anonymous"] is True
+        found = await faults("--url", proxy.url)
+    assert set(found) == {"anonymous"}
+    assert "Of the turns of the last minute 100% named no program" in found["anonymous"].text
+    assert "--program-header NAME" in found["anonymous"].remedy
 
 
 async def test_an_engine_in_the_proxys_place_is_found(engine_here: str, unused_tcp_port: int) -> None:

@@ -138,6 +138,16 @@ def _summary(proxy: Proxy) -> Iterator[Finding]:
             "name real ones: thunderagent serve --backends http://HOST:8000",
         )
 
+    if said.get("rates", {}).get("mostly_anonymous"):
+        yield fault(
+            "anonymous",
+            proxy.name,
+            f"Of the turns of the last minute {said['rates']['anonymous_ratio']:.0%} named no program, so nothing is "
+            "scheduled for them.",
+            "have clients send X-Program-ID, or the id in the base URL (/p/ID/v1); try the header that they send with "
+            "doctor --program-header NAME",
+        )
+
 
 def _replicas(proxy: Proxy) -> Iterator[Finding]:
     if not proxy.has_usable_replica:
