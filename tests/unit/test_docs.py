@@ -39,6 +39,7 @@ from thunderagent.proxy.gate.held import NO_LIMITS, HeldTurns
 from thunderagent.proxy.gate.rate_limit import RateLimits
 from thunderagent.proxy.judge import Judge, JudgeCollector
 from thunderagent.proxy.judge.prompt import DEFAULT_PROMPT
+from thunderagent.proxy.watch.autoscaling import AutoscalingCollector
 from thunderagent.proxy.watch.event_feed import KINDS, SIGNAL_KINDS
 from thunderagent.proxy.watch.metrics import StateCollector, TurnMetrics
 from thunderagent.runtime import Runtime
@@ -125,6 +126,7 @@ def metric_names() -> set[str]:
     runtime = Runtime(Scheduler(load_policy("passthrough", {})))
     replicas = Replicas(runtime, [])
     registry.register(StateCollector(runtime, replicas))
+    registry.register(AutoscalingCollector(runtime))
     registry.register(SourceCollector(Discovery(runtime, replicas, lambda: backend_of("vllm"), DiscoverySettings())))
     manager = build_manager(ServeConfig(sandboxes=("callback",)), runtime)
     assert manager is not None

@@ -45,6 +45,7 @@ from thunderagent.proxy.reading.dialects import CHAT, TURN_DIALECTS, dialect_of
 from thunderagent.proxy.reading.target import target_of, told_path
 from thunderagent.proxy.turns.models import Models
 from thunderagent.proxy.turns.turns import Turns, TurnSettings
+from thunderagent.proxy.watch.autoscaling import AutoscalingCollector
 from thunderagent.proxy.watch.history import History
 from thunderagent.proxy.watch.metrics import StateCollector, TurnMetrics
 from thunderagent.proxy.wire.request_id import REQUEST_ID, mark
@@ -100,6 +101,7 @@ def build_app(
     turns = Turns(runtime, client, replicas, watcher, metrics, turn_settings, tenancy, held, sandboxes, judge)
     models = Models(runtime, client, replicas)
     registry.register(StateCollector(runtime, replicas))
+    registry.register(AutoscalingCollector(runtime))
     registry.register(SourceCollector(discovery))
     if judge is not None:
         registry.register(JudgeCollector(judge))
