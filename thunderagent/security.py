@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import ssl
+from collections.abc import Mapping
 from ipaddress import ip_address
 from pathlib import Path
+from types import MappingProxyType
 
 import structlog
-from pydantic import SecretStr
+from pydantic import SecretStr, ValidationError
 
 from thunderagent.config import ServeConfig
 from thunderagent.errors import ConfigurationError
+from thunderagent.faults import faults_of
 from thunderagent.proxy.gate.access import ForwardUnknown
 from thunderagent.proxy.gate.guard import GuardSettings
 from thunderagent.proxy.gate.keys import Keyring, mint_key
+from thunderagent.proxy.gate.keys.file import KeyLimitsEntry, add_key, expires_of, read_keys
 from thunderagent.proxy.judge import read_prompt
 
 log = structlog.get_logger("thunderagent.security")
@@ -21,7 +25,9 @@ log = structlog.get_logger("thunderagent.security")
 
 def build_keyring(config: ServeConfig) -> Keyring:
     """Read the keys, and refuse what would be open by mistake. Raises `ConfigurationError`."""
-    keyring = Keyring(config.api_keys, config.admin_keys)
+    keyring = Keyring(config.api_keys, config.admin_keys, has_file=config.keys_file is not None)
+    if config.keys_file is not None:
+        keyring.set_filed(entry.key() for entry in read_keys(config.keys_file))
     if config.metrics_need_key and not keyring.has_admin_keys:
         raise ConfigurationError("metrics_need_key: there is no admin key; set admin_keys")
     if not (keyring.has_data_keys or config.allow_open or is_loopback(config.host)):
@@ -117,7 +123,7 @@ class ServerTls:
             return None
         return cls(config.tls_cert, config.tls_key)
 
-    def reload(self) -> None:
+    async def reload(self) -> None:
         """Read the certificate again; keep the old one if the new one is of no use."""
         try:
             self._read()  # into a context of its own first: half a change would break ours
@@ -136,9 +142,31 @@ class ServerTls:
         return context
 
 
-def print_key(name: str, *, is_admin: bool) -> int:
-    """Mint a key, print it once, and the line of the configuration that lets it in; return the exit status."""
-    key, line = mint_key(name)
+def print_key(
+    name: str,
+    *,
+    is_admin: bool,
+    keys_file: Path | None = None,
+    expires: str = "",
+    limits: Mapping[str, float | None] = MappingProxyType({}),
+) -> int:
+    """Mint a key, print it once, and the line of the configuration that lets it in; return the exit status.
+
+    With `keys_file` it is put there instead, with its expiry and its limits. Raises `ConfigurationError`.
+    """
+    if keys_file is None:
+        if expires or any(limits.values()):
+            raise ConfigurationError("expiry and limits go with --keys-file: a line of the configuration has none")
+        key, line = mint_key(name)
+        print(f"key (shown only now):  {key}")
+        print(f'in the configuration:  {"admin_keys" if is_admin else "api_keys"} = ["{line}"]')
+        return 0
+    try:
+        entry = KeyLimitsEntry.model_validate(dict(limits))
+    except ValidationError as error:
+        raise ConfigurationError("; ".join(faults_of(error))) from error
+    until = expires_of(expires) if expires else None
+    key = add_key(keys_file, name, admin=is_admin, expires=until, limits=entry)
     print(f"key (shown only now):  {key}")
-    print(f'in the configuration:  {"admin_keys" if is_admin else "api_keys"} = ["{line}"]')
+    print(f"added to:              {keys_file}")
     return 0

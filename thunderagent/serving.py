@@ -8,8 +8,9 @@ import gc
 import resource
 import signal
 import sys
+import threading
 from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from itertools import count
@@ -21,6 +22,7 @@ from aiohttp import web
 from thunderagent.backends import backend_of
 from thunderagent.backends.client import ClientSettings, ReplicaClient, open_client
 from thunderagent.backends.discovery import Source
+from thunderagent.backends.discovery.dns import SCHEME as DNS_SCHEME
 from thunderagent.backends.poller import Poller, PollerSettings
 from thunderagent.backends.pool import MAX_HEADER_BYTES
 from thunderagent.config import JUDGE_ON_REPLICAS, ServeConfig
@@ -29,7 +31,7 @@ from thunderagent.event_log import EventLogWriter
 from thunderagent.policy_loader import load_policy, parse_setting
 from thunderagent.programs.scheduler import Scheduler, SchedulerSettings
 from thunderagent.provisioning import build_provisioning
-from thunderagent.proxy.app import HISTORY, build_app
+from thunderagent.proxy.app import GUARD, HELD, HISTORY, build_app
 from thunderagent.proxy.control.control import ControlSettings
 from thunderagent.proxy.fleet.breaker import BreakerSettings
 from thunderagent.proxy.fleet.discovery import Discovery, DiscoverySettings
@@ -38,6 +40,8 @@ from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.gate.admin_port import AdminPort
 from thunderagent.proxy.gate.bearer import Tokens
 from thunderagent.proxy.gate.held import HeldLimits
+from thunderagent.proxy.gate.keys import Keyring
+from thunderagent.proxy.gate.keys.file import KeysFile
 from thunderagent.proxy.gate.outgoing import Outgoing
 from thunderagent.proxy.judge import Judge, JudgeSettings, ReplicaAsker, open_url, read_prompt
 from thunderagent.proxy.reading.identity import IdentityRules
@@ -45,6 +49,7 @@ from thunderagent.proxy.turns.retry_budget import RetrySettings
 from thunderagent.proxy.turns.turns import TurnSettings
 from thunderagent.proxy.watch.event_feed import KIND_OF
 from thunderagent.proxy.wire.aiohttp_server import Runner
+from thunderagent.reloading import Reloader
 from thunderagent.replica_sources import followers_of, sources_of, static_of
 from thunderagent.runtime import Runtime, RuntimeSettings
 from thunderagent.sandboxes import build_manager
@@ -73,10 +78,16 @@ CLOSE_S = 2.0
 """How long connections get to close after the grace period."""
 
 
-async def serve(config: ServeConfig, *, ready: Callable[[str, str], None] = lambda *_: None) -> None:
+async def serve(
+    config: ServeConfig,
+    *,
+    ready: Callable[[str, str], None] = lambda *_: None,
+    load: Callable[[], ServeConfig] | None = None,
+) -> None:
     """Serve until SIGTERM or SIGINT, or until cancelled.
 
-    `ready` is called with the URL, and the policy's name with those of its parts, once it listens.
+    `ready` is called with the URL, and the policy's name with those of its parts, once it listens; `load` reads the
+    configuration again, on SIGHUP.
 
     A shutdown goes: not ready, grant nothing new, let turns in flight end up to the grace period, flush the event
     log, close. Raises `ConfigurationError` before anything was started, `OSError` if the address cannot be used.
@@ -98,7 +109,8 @@ async def serve(config: ServeConfig, *, ready: Callable[[str, str], None] = lamb
         urls = config.backends
         if config.simulates_engines:
             urls = await stack.enter_async_context(embedded_engines(config))
-        url = await stack.enter_async_context(proxy(config, runtime, urls, simulated=config.simulates_engines))
+        simulated = config.simulates_engines
+        url = await stack.enter_async_context(proxy(config, runtime, urls, simulated=simulated, load=load))
         calm_garbage_collector()
         ready(url, runtime.scheduler.policy.name)
         await stop.wait()
@@ -186,10 +198,12 @@ async def proxy(
     *,
     further_sources: Sequence[Source] = (),
     simulated: bool = False,
+    load: Callable[[], ServeConfig] | None = None,
 ) -> AsyncIterator[str]:
     """Run the proxy in front of the engines at `urls` and of every source for the length of the block; yield its URL.
 
     `further_sources` come beside those of the configuration. `simulated` has every answer and the dashboard say so.
+    `load` reads the configuration again; by default it stays, and only files that it names are read again.
     """
     keyring, tls, ssl_context = build_keyring(config), ServerTls.of(config), backend_ssl_context(config)
     api_key = backend_api_key(config)
@@ -239,6 +253,8 @@ async def proxy(
     sandboxes = build_manager(config, runtime)
     provisioning = build_provisioning(config, runtime, replicas, discovery)
     admin_port = AdminPort() if config.admin_port is not None else None
+    keys_file = KeysFile(config.keys_file, keyring) if config.keys_file is not None else None
+    reloader = Reloader(config, load or (lambda: config))
     async with AsyncExitStack() as stack:
         if tracing is not None:
             stack.push_async_callback(asyncio.to_thread, tracing.close)
@@ -260,16 +276,14 @@ async def proxy(
                 client_patience=config.client_patience,
                 heartbeat_s=config.heartbeat_s,
                 tenant_from_key=config.keys_name_tenants,
-                held=HeldLimits(
-                    config.max_held_turns_count,
-                    config.max_held_bytes,
-                    config.key_max_held_turns_count,
-                    config.key_max_held_bytes,
-                ),
+                held=_held_limits(config),
                 names_programs=bool(config.kv_events),
             ),
             guard_settings=guard_settings(config),
             keyring=keyring,
+            keys_file=keys_file,
+            reloads=reloader,
+            access_log=config.access_log,
             tracing=tracing,
             sandboxes=sandboxes,
             control_settings=ControlSettings(
@@ -292,6 +306,8 @@ async def proxy(
             provisioning.run,
         ]
         loops.extend(follower.run for follower in kv_followers)
+        if keys_file is not None:
+            loops.append(keys_file.run)
         if judge is not None:
             loops.append(judge.run)
         if sandboxes is not None:
@@ -299,8 +315,72 @@ async def proxy(
         if config.observe_interval_s is not None:
             interval_s, deadline_s = config.observe_interval_s, config.poll_deadline_s
             loops.append(Observer(runtime, client, replicas, interval_s=interval_s, deadline_s=deadline_s).run)
-        async with _background(*loops), _listening(app, config, tls, admin_port) as url:
-            yield url
+        _take_over(reloader, app, keyring, discovery, simulated=simulated)
+        for reads in (tls, keys_file):
+            if reads is not None:
+                reloader.reads(reads.reload)
+        with _hangup() as asked:
+            loops.append(partial(reloader.run, asked))
+            async with _background(*loops), _listening(app, config, tls, admin_port) as url:
+                yield url
+
+
+def _held_limits(config: ServeConfig) -> HeldLimits:
+    return HeldLimits(
+        config.max_held_turns_count,
+        config.max_held_bytes,
+        config.key_max_held_turns_count,
+        config.key_max_held_bytes,
+        config.tenant_max_held_turns_count,
+        config.tenant_max_held_bytes,
+    )
+
+
+def _take_over(
+    reloader: Reloader, app: web.Application, keyring: Keyring, discovery: Discovery, *, simulated: bool
+) -> None:
+    """Say which settings are taken over while the proxy runs, and by whom."""
+
+    def take_keys(config: ServeConfig) -> bool:
+        lines = bool(config.api_keys), bool(config.admin_keys or config.api_keys)
+        asks = keyring.has_data_keys, bool(keyring)
+        if config.keys_file is None and lines != asks:  # whether keys are asked for at all is built in
+            return False
+        keyring.set_lines(config.api_keys, config.admin_keys)
+        return True
+
+    def take_backends(config: ServeConfig) -> bool:
+        if simulated or not config.backends or any(url.startswith(DNS_SCHEME) for url in config.backends):
+            return False
+        discovery.replicas_wanted("static", static_of(config.backends))
+        return True
+
+    def take_held(config: ServeConfig) -> bool:
+        app[HELD].set(_held_limits(config))
+        return True
+
+    def take_rate(config: ServeConfig) -> bool:
+        return app[GUARD].set_rate_limit(config.rate_limit_per_s, config.rate_limit_burst_count)
+
+    reloader.takes("api_keys", "admin_keys", take=take_keys)
+    reloader.takes("backends", take=take_backends)
+    reloader.takes(*(name for name in ServeConfig.model_fields if "max_held_" in name), take=take_held)
+    reloader.takes("rate_limit_per_s", "rate_limit_burst_count", take=take_rate)
+
+
+@contextlib.contextmanager
+def _hangup() -> Iterator[asyncio.Event]:
+    """Yield an event that SIGHUP sets, where signals arrive: in the main thread."""
+    asked = asyncio.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGHUP, asked.set)
+    try:
+        yield asked
+    finally:
+        loop.remove_signal_handler(signal.SIGHUP)
 
 
 def _judge(config: ServeConfig, runtime: Runtime, client: ReplicaClient, replicas: Replicas) -> Judge | None:
@@ -376,15 +456,11 @@ async def _listening(
             ).start()
             admin_port.port = runner.addresses[1][1]
             log.info("admin_port", port=admin_port.port)
-        if tls is not None:
-            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, tls.reload)
-        if not config.api_keys and not is_loopback(config.host):
+        if not config.has_keys and not is_loopback(config.host):
             log.warning("open_to_the_network", host=config.host, effect="whoever reaches this port may use the proxy")
         host, port = runner.addresses[0][:2]
         yield f"{'http' if tls is None else 'https'}://{f'[{host}]' if ':' in host else host}:{port}"
     finally:
-        if tls is not None:
-            asyncio.get_running_loop().remove_signal_handler(signal.SIGHUP)
         await runner.cleanup()
 
 

@@ -116,9 +116,11 @@ ARROWS: dict[str, frozenset[str]] = {
     # Lets whoever starts and ends replicas and the proxy hear of each other.
     "provisioning": frozenset({"errors", "backends", "provision", "proxy", "runtime", "config"}),
     # Makes keys, TLS and limits of the configuration.
-    "security": frozenset({"errors", "proxy", "config"}),
+    "security": frozenset({"errors", "faults", "proxy", "config"}),
+    # Reads the configuration again, and tells whoever goes by it.
+    "reloading": frozenset({"errors", "backends", "config", "security"}),
     # Wires everything up; the command line starts it.
-    "serving": EVERY_ROOM | {"config", "signal_log"},
+    "serving": EVERY_ROOM | {"config", "signal_log", "reloading"},
     # A client of engines and of a proxy, which it can start for itself.
     "doctor": frozenset({"errors", "backends", "config", "security", "serving"}),
     "cli": EVERY_ROOM | {"config", "serving", "status", "calibrate", "doctor", "log_lines", "lookups", "nova"},

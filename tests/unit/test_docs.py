@@ -36,6 +36,7 @@ from thunderagent.proxy.admin.sandboxes import SandboxCollector
 from thunderagent.proxy.fleet.discovery import Discovery, DiscoverySettings
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.gate.held import NO_LIMITS, HeldTurns
+from thunderagent.proxy.gate.keys.quotas import Quotas
 from thunderagent.proxy.gate.rate_limit import RateLimits
 from thunderagent.proxy.judge import Judge, JudgeCollector
 from thunderagent.proxy.judge.prompt import DEFAULT_PROMPT
@@ -123,6 +124,7 @@ def metric_names() -> set[str]:
     TurnMetrics(registry)
     RateLimits(1, 1, registry)
     HeldTurns(NO_LIMITS, registry)
+    Quotas(registry, lambda _: False)
     runtime = Runtime(Scheduler(load_policy("passthrough", {})))
     replicas = Replicas(runtime, [])
     registry.register(StateCollector(runtime, replicas))

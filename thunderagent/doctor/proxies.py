@@ -188,14 +188,14 @@ def configuration_findings(config: ServeConfig) -> Iterator[Finding]:
         return
     if is_loopback(config.host):
         yield ok("bind", subject, "Only this machine would reach the proxy.")
-    elif not config.api_keys:
+    elif not config.has_keys:
         yield warning(
             "bind",
             subject,
             "Whoever reaches this address may use the proxy: allow_open is set, and there are no api_keys.",
             "set api_keys (`thunderagent key NAME` makes one)",
         )
-    elif not config.admin_keys:
+    elif not (config.admin_keys or config.keys_file):
         yield warning(
             "keys",
             subject,

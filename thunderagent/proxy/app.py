@@ -19,7 +19,9 @@ from thunderagent.errors import (
     ThunderAgentError,
 )
 from thunderagent.proxy.admin.admin import Admin
+from thunderagent.proxy.admin.configuration import ConfigurationHandlers, Reloads
 from thunderagent.proxy.admin.dashboard import Dashboard
+from thunderagent.proxy.admin.keys import KeyHandlers
 from thunderagent.proxy.admin.live import Live
 from thunderagent.proxy.admin.openapi import OpenApi
 from thunderagent.proxy.admin.primitives import Primitives, Provisioner
@@ -37,6 +39,9 @@ from thunderagent.proxy.gate.admin_port import AdminPort
 from thunderagent.proxy.gate.guard import Guard, GuardSettings, Handler, says_nothing_yet
 from thunderagent.proxy.gate.held import HeldTurns
 from thunderagent.proxy.gate.keys import Keyring
+from thunderagent.proxy.gate.keys.file import KeysFile
+from thunderagent.proxy.gate.keys.quotas import HEARD as QUOTAS_HEARD
+from thunderagent.proxy.gate.keys.quotas import Quotas
 from thunderagent.proxy.gate.login import Login, Logins
 from thunderagent.proxy.gate.tenancy import Tenancy
 from thunderagent.proxy.judge import Judge, JudgeCollector
@@ -45,6 +50,7 @@ from thunderagent.proxy.reading.dialects import CHAT, TURN_DIALECTS, dialect_of
 from thunderagent.proxy.reading.target import target_of, told_path
 from thunderagent.proxy.turns.models import Models
 from thunderagent.proxy.turns.turns import Turns, TurnSettings
+from thunderagent.proxy.watch.access_log import logged
 from thunderagent.proxy.watch.autoscaling import AutoscalingCollector
 from thunderagent.proxy.watch.history import History
 from thunderagent.proxy.watch.metrics import StateCollector, TurnMetrics
@@ -62,6 +68,11 @@ ENGINES_HEADER = "X-ThunderAgent-Engines"
 
 HISTORY = web.AppKey("history", History)
 """Where the application keeps its history; whoever runs it runs that beside it."""
+
+
+GUARD = web.AppKey("guard", Guard)
+HELD = web.AppKey("held", HeldTurns)
+"""Whose limits may be set anew while it runs."""
 
 
 class Tracing(Protocol):
@@ -85,6 +96,9 @@ def build_app(
     turn_settings: TurnSettings,
     guard_settings: GuardSettings,
     keyring: Keyring | None = None,
+    keys_file: KeysFile | None = None,
+    reloads: Reloads | None = None,
+    access_log: bool = False,
     tracing: Tracing | None = None,
     sandboxes: Sandboxes | None = None,
     control_settings: ControlSettings | None = None,
@@ -96,7 +110,10 @@ def build_app(
     """Put the proxy together. The caller owns what it is made of. `simulated` engines are told of in every answer."""
     registry = CollectorRegistry()
     metrics = TurnMetrics(registry)
-    tenancy = Tenancy(runtime, from_key=turn_settings.tenant_from_key)
+    quotas = Quotas(registry, lambda program_id: runtime.scheduler.table.get(program_id) is not None)
+    if keys_file is not None:
+        runtime.observe(quotas.heard, *QUOTAS_HEARD)
+    tenancy = Tenancy(runtime, from_key=turn_settings.tenant_from_key, quotas=quotas if keys_file is not None else None)
     held = HeldTurns(turn_settings.held, registry)
     turns = Turns(runtime, client, replicas, watcher, metrics, turn_settings, tenancy, held, sandboxes, judge)
     models = Models(runtime, client, replicas)
@@ -109,13 +126,14 @@ def build_app(
         registry.register(SandboxCollector(sandboxes, registry))
     keyring = keyring or Keyring()
     logins = Logins()
-    guard = Guard(guard_settings, keyring, registry, logins, held)
+    guard = Guard(guard_settings, keyring, registry, logins, held, quotas)
     control_settings = control_settings or ControlSettings()
     control = Control(runtime, client, replicas, control_settings)
     weight_sync = WeightSync(runtime, replicas, limit_s=control_settings.weight_sync_limit_s)
     leases = Leases(runtime, replicas, tenancy, held, limit_s=control_settings.lease_limit_s)
     app = web.Application(client_max_size=guard_settings.max_body_bytes)
     app[STALL_LIMIT_S] = guard_settings.client_stall_limit_s
+    app[GUARD], app[HELD] = guard, held
     guard.attach(app)
     app.on_cleanup.append(_stopping(replicas.breakers))
     app[HISTORY] = History(runtime, replicas, metrics.hold_counts)
@@ -136,6 +154,8 @@ def build_app(
         *live.routes(),
         *Dashboard().routes(),
         *Login(keyring, logins).routes(),
+        *KeyHandlers(keyring, keys_file, quotas).routes(),
+        *ConfigurationHandlers(reloads).routes(),
         *(web.post(path, turns.handle) for path in TURN_DIALECTS),
         web.get("/v1/models", models.handle),
     ]
@@ -146,6 +166,8 @@ def build_app(
         if admin_port is not None:
             handler = admin_port.before(handler, route.method, route.path, tenancy)
         handler = answering_errors(guard.before(handler, route.method, route.path))
+        if access_log:
+            handler = logged(handler)
         if tracing is not None:
             handler = tracing.around(handler)
         if route.method == "GET":

@@ -8,15 +8,20 @@ from __future__ import annotations
 
 from thunderagent.errors import OtherTenantError
 from thunderagent.proxy.gate.keys import caller_key
+from thunderagent.proxy.gate.keys.quotas import Quotas
 from thunderagent.runtime import Runtime
 
 
 class Tenancy:
     """Knows whose a request is, and whose a program."""
 
-    def __init__(self, runtime: Runtime, *, from_key: bool) -> None:
-        """Go by the programs of `runtime`; where not `from_key`, clients say their tenant themselves."""
+    def __init__(self, runtime: Runtime, *, from_key: bool, quotas: Quotas | None = None) -> None:
+        """Go by the programs of `runtime`; where not `from_key`, clients say their tenant themselves.
+
+        `quotas` says how many programs a key may have.
+        """
         self._runtime = runtime
+        self._quotas = quotas
         self._from_key = from_key
 
     @property
@@ -45,6 +50,11 @@ class Tenancy:
         return self._runtime.scheduler.table.get(program_id) is not None and self.may_touch(program_id)
 
     def check(self, program_id: str | None) -> None:
-        """Raise `OtherTenantError` if a program is another tenant's."""
+        """Check that a request may begin a program, or go on with it.
+
+        Raises `OtherTenantError` if it is another tenant's, `KeyProgramsLimitError` if its key has too many.
+        """
         if not self.may_touch(program_id):
             raise OtherTenantError(f"program {program_id!r} is another tenant's; take another id")
+        if self._quotas is not None and program_id is not None:
+            self._quotas.open_program(program_id)
