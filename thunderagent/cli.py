@@ -19,7 +19,7 @@ from typing import Any, Literal, NoReturn, get_args, get_origin
 import structlog
 import uvloop
 
-from thunderagent import __version__
+from thunderagent import __version__, key_command, status
 from thunderagent.calibrate import command as calibrate_command
 from thunderagent.config import ENVIRONMENT_PREFIX, ServeConfig, unknown_variables
 from thunderagent.doctor import command as doctor_command
@@ -27,14 +27,12 @@ from thunderagent.errors import ConfigurationError, ThunderAgentError
 from thunderagent.event_log import read_events, replay
 from thunderagent.log_lines import LineLogger, json_line
 from thunderagent.lookups import Loop
-from thunderagent.security import print_key
 from thunderagent.serving import serve
 from thunderagent.simulator import command as simulate_command
 from thunderagent.simulator import compare_command
 from thunderagent.simulator import options as engine_options
 from thunderagent.simulator import server as engine_server
 from thunderagent.simulator.record import record
-from thunderagent.status import SORTS, watch_status, watch_top
 
 log = structlog.get_logger("thunderagent.cli")
 
@@ -62,15 +60,6 @@ FILE_FIELDS = frozenset({"sandbox_templates"})
 
 LIST_FIELDS = {"policy_args": "policy-arg", "tenant_weights": "tenant-weight"}
 """Fields that are given one item at a time, by an option of another name."""
-
-
-KEY_LIMITS = {
-    "turns_per_min": "turns that it may begin in a minute; more wait",
-    "tokens_per_min": "tokens of prompts and answers in a minute; turns wait past that",
-    "programs_count": "programs that it may have at a time; more get 429",
-    "held_turns_count": "turns of it that may wait for a lease; more get 429",
-}
-"""Limits of a key in a file."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -171,38 +160,18 @@ def build_parser() -> argparse.ArgumentParser:
     status_parser = commands.add_parser(
         "status", help="show replicas, programs and the queue of a running proxy", description="Show a running proxy."
     )
-    status_parser.add_argument("--watch", action="store_true", help="refresh every second until Ctrl-C")
-    _add_view_options(status_parser)
-    status_parser.set_defaults(run=run_status)
+    status.add_status_arguments(status_parser)
+    status_parser.set_defaults(run=status.run_status)
 
     top_parser = commands.add_parser(
-        "top",
-        help="watch a running proxy: rates, memory, the largest programs",
-        description="Watch a running proxy until Ctrl-C: rates of the last minute, memory, and programs in an order.",
+        "top", help="watch a running proxy: rates, memory, the largest programs", description=status.TOP_DESCRIPTION
     )
-    top_parser.add_argument(
-        "--once", action="store_true", help="print it once; so it is where the output is no terminal"
-    )
-    top_parser.add_argument(
-        "--sort", default="claim", choices=SORTS, help="which programs come first: largest, most (default: %(default)s)"
-    )
-    _add_view_options(top_parser)
-    top_parser.set_defaults(run=run_top)
+    status.add_top_arguments(top_parser)
+    top_parser.set_defaults(run=status.run_top)
 
-    key_parser = commands.add_parser(
-        "key",
-        help="make an API key for the proxy",
-        description="Make an API key: print it, once, and the line of the configuration that lets it in.",
-    )
-    key_parser.add_argument("name", metavar="NAME", help="whose it is; letters, digits and . _ - @")
-    key_parser.add_argument("--admin", action="store_true", help="for the admin API too, not only for data")
-    key_parser.add_argument(
-        "--keys-file", type=Path, metavar="FILE", help="add it to this file of keys (`serve --keys-file`), with:"
-    )
-    key_parser.add_argument("--expires", default="", metavar="WHEN", help="30d, 12h, or 2027-01-01T00:00:00Z")
-    for name, what in KEY_LIMITS.items():
-        key_parser.add_argument(f"--{name.replace('_', '-')}", dest=name, type=float, metavar="N", help=what)
-    key_parser.set_defaults(run=run_key)
+    key_parser = commands.add_parser("key", help="make an API key for the proxy", description=key_command.DESCRIPTION)
+    key_command.add_arguments(key_parser)
+    key_parser.set_defaults(run=key_command.run)
 
     replay_parser = commands.add_parser(
         "replay",
@@ -269,29 +238,6 @@ def run_nova(args: argparse.Namespace) -> int:
         raise ConfigurationError(f"nova needs the extra nova, pip install 'thunderagent[nova]': {error}") from error
     configure_logging("info", as_json=False)
     return command.run(config)
-
-
-def run_key(args: argparse.Namespace) -> int:
-    """Make a key."""
-    limits = {name: getattr(args, name) for name in KEY_LIMITS}
-    return print_key(args.name, is_admin=args.admin, keys_file=args.keys_file, expires=args.expires, limits=limits)
-
-
-def run_status(args: argparse.Namespace) -> int:
-    """Show a running proxy."""
-    return watch_status(args.url, watch=args.watch, programs_count=args.programs, key=args.key, ca_file=args.ca_file)
-
-
-def run_top(args: argparse.Namespace) -> int:
-    """Watch a running proxy."""
-    return watch_top(
-        args.url,
-        once=args.once,
-        programs_count=args.programs,
-        sort=args.sort if args.sort in ("id", "opened", "replica", "state") else f"-{args.sort}",
-        key=args.key,
-        ca_file=args.ca_file,
-    )
 
 
 def run_replay(args: argparse.Namespace) -> int:
@@ -369,24 +315,6 @@ def _add_serve_options(parser: argparse.ArgumentParser) -> None:
         else:
             metavar = "X" if name.endswith(("_per_s", "_ratio")) else _metavar(field.annotation)
             parser.add_argument(f"--{option}", dest=name, metavar=metavar, help=help_text)
-
-
-def _add_view_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of who looks at a running proxy."""
-    parser.add_argument("--url", default="http://127.0.0.1:8300", help="where it runs (default: %(default)s)")
-    parser.add_argument("--programs", type=int, default=20, metavar="N", help="show N programs (default: 20)")
-    parser.add_argument(
-        "--key",
-        default=os.environ.get(f"{ENVIRONMENT_PREFIX}KEY", ""),
-        help=f"an admin key of the proxy; better in the environment, where other users do not see it "
-        f"[{ENVIRONMENT_PREFIX}KEY]",
-    )
-    parser.add_argument(
-        "--ca-file",
-        type=Path,
-        metavar="FILE",
-        help="certificates to trust for an https URL, PEM, instead of the system's",
-    )
 
 
 def _metavar(annotation: Any) -> str:

@@ -7,18 +7,26 @@ that is wrong changes nothing. Keys, certificates and lists of replicas that sta
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+import signal
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import structlog
+from aiohttp import web
 from pydantic import SecretStr
 
 from thunderagent.backends.discovery.base import shown_url
+from thunderagent.backends.discovery.dns import SCHEME as DNS_SCHEME
 from thunderagent.config import ServeConfig
 from thunderagent.errors import ConfigurationError
-from thunderagent.security import check_security
+from thunderagent.proxy.app import GUARD, HELD
+from thunderagent.proxy.fleet.discovery import Discovery
+from thunderagent.proxy.gate.keys import Keyring
+from thunderagent.replica_sources import static_of
+from thunderagent.security import check_security, held_limits
 
 log = structlog.get_logger("thunderagent.reloading")
 
@@ -106,3 +114,50 @@ def _shown(name: str, value: object) -> str:
     if isinstance(value, tuple):
         return ", ".join(shown_url(str(each)) if "://" in str(each) else str(each) for each in value) or "none"
     return shown_url(value) if isinstance(value, str) and "://" in value else str(value)
+
+
+def take_over(
+    reloader: Reloader, app: web.Application, keyring: Keyring, discovery: Discovery, *, simulated: bool
+) -> None:
+    """Say which settings are taken over while the proxy runs, and by whom."""
+
+    def take_keys(config: ServeConfig) -> bool:
+        lines = bool(config.api_keys), bool(config.admin_keys or config.api_keys)
+        asks = keyring.has_data_keys, bool(keyring)
+        if config.keys_file is None and lines != asks:  # whether keys are asked for at all is built in
+            return False
+        keyring.set_lines(config.api_keys, config.admin_keys)
+        return True
+
+    def take_backends(config: ServeConfig) -> bool:
+        if simulated or not config.backends or any(url.startswith(DNS_SCHEME) for url in config.backends):
+            return False
+        discovery.replicas_wanted("static", static_of(config.backends))
+        return True
+
+    def take_held(config: ServeConfig) -> bool:
+        app[HELD].set(held_limits(config))
+        return True
+
+    def take_rate(config: ServeConfig) -> bool:
+        return app[GUARD].set_rate_limit(config.rate_limit_per_s, config.rate_limit_burst_count)
+
+    reloader.takes("api_keys", "admin_keys", take=take_keys)
+    reloader.takes("backends", take=take_backends)
+    reloader.takes(*(name for name in ServeConfig.model_fields if "max_held_" in name), take=take_held)
+    reloader.takes("rate_limit_per_s", "rate_limit_burst_count", take=take_rate)
+
+
+@contextmanager
+def hangup() -> Iterator[asyncio.Event]:
+    """Yield an event that SIGHUP sets, where signals arrive: in the main thread."""
+    asked = asyncio.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGHUP, asked.set)
+    try:
+        yield asked
+    finally:
+        loop.remove_signal_handler(signal.SIGHUP)

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import ssl
-from collections.abc import Mapping
 from ipaddress import ip_address
 from pathlib import Path
-from types import MappingProxyType
 
 import structlog
-from pydantic import SecretStr, ValidationError
+from pydantic import SecretStr
 
 from thunderagent.config import ServeConfig
 from thunderagent.errors import ConfigurationError
-from thunderagent.faults import faults_of
 from thunderagent.proxy.gate.access import ForwardUnknown
 from thunderagent.proxy.gate.guard import GuardSettings
-from thunderagent.proxy.gate.keys import Keyring, mint_key
-from thunderagent.proxy.gate.keys.file import KeyLimitsEntry, add_key, expires_of, read_keys
+from thunderagent.proxy.gate.held import HeldLimits
+from thunderagent.proxy.gate.keys import Keyring
+from thunderagent.proxy.gate.keys.file import read_keys
 from thunderagent.proxy.judge import read_prompt
 
 log = structlog.get_logger("thunderagent.security")
@@ -73,6 +71,18 @@ def guard_settings(config: ServeConfig) -> GuardSettings:
         hosts=(config.host, *config.allowed_hosts),
         rate_limit_per_s=config.rate_limit_per_s,
         rate_limit_burst_count=config.rate_limit_burst_count,
+    )
+
+
+def held_limits(config: ServeConfig) -> HeldLimits:
+    """Return how much may be held."""
+    return HeldLimits(
+        config.max_held_turns_count,
+        config.max_held_bytes,
+        config.key_max_held_turns_count,
+        config.key_max_held_bytes,
+        config.tenant_max_held_turns_count,
+        config.tenant_max_held_bytes,
     )
 
 
@@ -140,33 +150,3 @@ class ServerTls:
         except (OSError, ValueError) as error:
             raise ConfigurationError(f"tls_cert: cannot use {self._cert} with its key: {error}") from error
         return context
-
-
-def print_key(
-    name: str,
-    *,
-    is_admin: bool,
-    keys_file: Path | None = None,
-    expires: str = "",
-    limits: Mapping[str, float | None] = MappingProxyType({}),
-) -> int:
-    """Mint a key, print it once, and the line of the configuration that lets it in; return the exit status.
-
-    With `keys_file` it is put there instead, with its expiry and its limits. Raises `ConfigurationError`.
-    """
-    if keys_file is None:
-        if expires or any(limits.values()):
-            raise ConfigurationError("expiry and limits go with --keys-file: a line of the configuration has none")
-        key, line = mint_key(name)
-        print(f"key (shown only now):  {key}")
-        print(f'in the configuration:  {"admin_keys" if is_admin else "api_keys"} = ["{line}"]')
-        return 0
-    try:
-        entry = KeyLimitsEntry.model_validate(dict(limits))
-    except ValidationError as error:
-        raise ConfigurationError("; ".join(faults_of(error))) from error
-    until = expires_of(expires) if expires else None
-    key = add_key(keys_file, name, admin=is_admin, expires=until, limits=entry)
-    print(f"key (shown only now):  {key}")
-    print(f"added to:              {keys_file}")
-    return 0

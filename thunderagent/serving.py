@@ -8,9 +8,8 @@ import gc
 import resource
 import signal
 import sys
-import threading
 from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from itertools import count
@@ -22,7 +21,6 @@ from aiohttp import web
 from thunderagent.backends import backend_of
 from thunderagent.backends.client import ClientSettings, ReplicaClient, open_client
 from thunderagent.backends.discovery import Source
-from thunderagent.backends.discovery.dns import SCHEME as DNS_SCHEME
 from thunderagent.backends.poller import Poller, PollerSettings
 from thunderagent.backends.pool import MAX_HEADER_BYTES
 from thunderagent.config import JUDGE_ON_REPLICAS, ServeConfig
@@ -31,7 +29,7 @@ from thunderagent.event_log import EventLogWriter
 from thunderagent.policy_loader import load_policy, parse_setting
 from thunderagent.programs.scheduler import Scheduler, SchedulerSettings
 from thunderagent.provisioning import build_provisioning
-from thunderagent.proxy.app import GUARD, HELD, HISTORY, build_app
+from thunderagent.proxy.app import HISTORY, build_app
 from thunderagent.proxy.control.control import ControlSettings
 from thunderagent.proxy.fleet.breaker import BreakerSettings
 from thunderagent.proxy.fleet.discovery import Discovery, DiscoverySettings
@@ -39,8 +37,6 @@ from thunderagent.proxy.fleet.observer import Observer
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.gate.admin_port import AdminPort
 from thunderagent.proxy.gate.bearer import Tokens
-from thunderagent.proxy.gate.held import HeldLimits
-from thunderagent.proxy.gate.keys import Keyring
 from thunderagent.proxy.gate.keys.file import KeysFile
 from thunderagent.proxy.gate.outgoing import Outgoing
 from thunderagent.proxy.judge import Judge, JudgeSettings, ReplicaAsker, open_url, read_prompt
@@ -49,7 +45,7 @@ from thunderagent.proxy.turns.retry_budget import RetrySettings
 from thunderagent.proxy.turns.turns import TurnSettings
 from thunderagent.proxy.watch.event_feed import KIND_OF
 from thunderagent.proxy.wire.aiohttp_server import Runner
-from thunderagent.reloading import Reloader
+from thunderagent.reloading import Reloader, hangup, take_over
 from thunderagent.replica_sources import followers_of, sources_of, static_of
 from thunderagent.runtime import Runtime, RuntimeSettings
 from thunderagent.sandboxes import build_manager
@@ -60,6 +56,7 @@ from thunderagent.security import (
     build_keyring,
     check_security,
     guard_settings,
+    held_limits,
     is_loopback,
     judge_api_key,
 )
@@ -276,7 +273,7 @@ async def proxy(
                 client_patience=config.client_patience,
                 heartbeat_s=config.heartbeat_s,
                 tenant_from_key=config.keys_name_tenants,
-                held=_held_limits(config),
+                held=held_limits(config),
                 names_programs=bool(config.kv_events),
             ),
             guard_settings=guard_settings(config),
@@ -315,72 +312,14 @@ async def proxy(
         if config.observe_interval_s is not None:
             interval_s, deadline_s = config.observe_interval_s, config.poll_deadline_s
             loops.append(Observer(runtime, client, replicas, interval_s=interval_s, deadline_s=deadline_s).run)
-        _take_over(reloader, app, keyring, discovery, simulated=simulated)
+        take_over(reloader, app, keyring, discovery, simulated=simulated)
         for reads in (tls, keys_file):
             if reads is not None:
                 reloader.reads(reads.reload)
-        with _hangup() as asked:
+        with hangup() as asked:
             loops.append(partial(reloader.run, asked))
             async with _background(*loops), _listening(app, config, tls, admin_port) as url:
                 yield url
-
-
-def _held_limits(config: ServeConfig) -> HeldLimits:
-    return HeldLimits(
-        config.max_held_turns_count,
-        config.max_held_bytes,
-        config.key_max_held_turns_count,
-        config.key_max_held_bytes,
-        config.tenant_max_held_turns_count,
-        config.tenant_max_held_bytes,
-    )
-
-
-def _take_over(
-    reloader: Reloader, app: web.Application, keyring: Keyring, discovery: Discovery, *, simulated: bool
-) -> None:
-    """Say which settings are taken over while the proxy runs, and by whom."""
-
-    def take_keys(config: ServeConfig) -> bool:
-        lines = bool(config.api_keys), bool(config.admin_keys or config.api_keys)
-        asks = keyring.has_data_keys, bool(keyring)
-        if config.keys_file is None and lines != asks:  # whether keys are asked for at all is built in
-            return False
-        keyring.set_lines(config.api_keys, config.admin_keys)
-        return True
-
-    def take_backends(config: ServeConfig) -> bool:
-        if simulated or not config.backends or any(url.startswith(DNS_SCHEME) for url in config.backends):
-            return False
-        discovery.replicas_wanted("static", static_of(config.backends))
-        return True
-
-    def take_held(config: ServeConfig) -> bool:
-        app[HELD].set(_held_limits(config))
-        return True
-
-    def take_rate(config: ServeConfig) -> bool:
-        return app[GUARD].set_rate_limit(config.rate_limit_per_s, config.rate_limit_burst_count)
-
-    reloader.takes("api_keys", "admin_keys", take=take_keys)
-    reloader.takes("backends", take=take_backends)
-    reloader.takes(*(name for name in ServeConfig.model_fields if "max_held_" in name), take=take_held)
-    reloader.takes("rate_limit_per_s", "rate_limit_burst_count", take=take_rate)
-
-
-@contextlib.contextmanager
-def _hangup() -> Iterator[asyncio.Event]:
-    """Yield an event that SIGHUP sets, where signals arrive: in the main thread."""
-    asked = asyncio.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield asked
-        return
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGHUP, asked.set)
-    try:
-        yield asked
-    finally:
-        loop.remove_signal_handler(signal.SIGHUP)
 
 
 def _judge(config: ServeConfig, runtime: Runtime, client: ReplicaClient, replicas: Replicas) -> Judge | None:

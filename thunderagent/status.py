@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import os
 import ssl
 import sys
 import time
@@ -19,8 +21,60 @@ from rich.text import Text
 REFRESH_S = 1.0
 TIMEOUT_S = 5.0
 BAR_WIDTH = 30
-SORTS = ("claim", "turns", "held", "opened", "id", "replica", "state")
+KEY_VARIABLE = "THUNDERAGENT_KEY"
+LARGEST_FIRST = ("claim", "turns", "held")
+SMALLEST_FIRST = ("opened", "id", "replica", "state")
 """Orders of programs, as `GET /programs` knows them."""
+
+TOP_DESCRIPTION = "Watch a running proxy until Ctrl-C: rates of the last minute, memory, and programs in an order."
+
+
+def add_status_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `status`."""
+    parser.add_argument("--watch", action="store_true", help="refresh every second until Ctrl-C")
+    _add_common_arguments(parser)
+
+
+def add_top_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `top`."""
+    parser.add_argument("--once", action="store_true", help="print it once; so it is where the output is no terminal")
+    parser.add_argument(
+        "--sort",
+        default="claim",
+        choices=(*LARGEST_FIRST, *SMALLEST_FIRST),
+        help="which programs come first (default: %(default)s, the largest)",
+    )
+    _add_common_arguments(parser)
+
+
+def _add_common_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", default="http://127.0.0.1:8300", help="where it runs (default: %(default)s)")
+    parser.add_argument("--programs", type=int, default=20, metavar="N", help="show N programs (default: 20)")
+    parser.add_argument(
+        "--key",
+        default=os.environ.get(KEY_VARIABLE, ""),
+        help=f"an admin key of the proxy; better in the environment, where other users do not see it [{KEY_VARIABLE}]",
+    )
+    parser.add_argument(
+        "--ca-file",
+        type=Path,
+        metavar="FILE",
+        help="certificates to trust for an https URL, PEM, instead of the system's",
+    )
+
+
+def run_status(args: argparse.Namespace) -> int:
+    """Show a running proxy."""
+    return watch_status(args.url, watch=args.watch, programs_count=args.programs, key=args.key, ca_file=args.ca_file)
+
+
+def run_top(args: argparse.Namespace) -> int:
+    """Watch a running proxy."""
+    sort = f"-{args.sort}" if args.sort in LARGEST_FIRST else args.sort
+    programs_count = args.programs
+    return watch_top(
+        args.url, once=args.once, programs_count=programs_count, sort=sort, key=args.key, ca_file=args.ca_file
+    )
 
 
 def watch_status(url: str, *, watch: bool, programs_count: int, key: str = "", ca_file: Path | None = None) -> int:
@@ -72,14 +126,15 @@ def _top(client: httpx2.Client, programs_count: int, sort: str) -> Group:
     programs = _get(client, f"/programs?limit={programs_count}&sort={sort}")
     rates, now = summary["rates"], summary["now"]
     demand, hits = summary["demand_ratio"], rates["hit_ratio"]
-    lines = (
-        f"policy {summary['policy']}   programs {summary['programs_count']}",
+    head = Text(
+        f"policy {summary['policy']}   programs {summary['programs_count']}   "
+        f"replicas up {summary['replicas_up_count']} of {summary['replicas_count']}\n"
         f"turns/min {rates['turns_per_min']:,.0f}   output tokens/s {rates['output_tokens_per_s']:,.0f}   "
-        f"prefix hits {_percent(hits)}   replicas up {summary['replicas_up_count']} of {summary['replicas_count']}",
+        f"prefix hits {_percent(hits)}\n"
         f"held {now['turns_held_count']}, the oldest for {_seconds(summary['longest_held_s'])}   "
         f"holds: median {_seconds(rates['held_p50_s'])}, p99 {_seconds(rates['held_p99_s'])}",
+        style="bold",
     )
-    head = Text("\n".join(lines), style="bold")
     bars = Text("memory").append(_bar(demand)).append(f"{_percent(demand)} claimed or waited for\n")
     for replica in replicas:
         capacity_tokens = replica["limit_tokens"] or replica["capacity_tokens"]

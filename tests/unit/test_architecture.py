@@ -116,14 +116,17 @@ ARROWS: dict[str, frozenset[str]] = {
     # Lets whoever starts and ends replicas and the proxy hear of each other.
     "provisioning": frozenset({"errors", "backends", "provision", "proxy", "runtime", "config"}),
     # Makes keys, TLS and limits of the configuration.
-    "security": frozenset({"errors", "faults", "proxy", "config"}),
+    "security": frozenset({"errors", "proxy", "config"}),
+    # Makes a key for a person.
+    "key_command": frozenset({"errors", "faults", "proxy"}),
     # Reads the configuration again, and tells whoever goes by it.
-    "reloading": frozenset({"errors", "backends", "config", "security"}),
+    "reloading": frozenset({"errors", "backends", "proxy", "config", "security", "replica_sources"}),
     # Wires everything up; the command line starts it.
     "serving": EVERY_ROOM | {"config", "signal_log", "reloading"},
     # A client of engines and of a proxy, which it can start for itself.
     "doctor": frozenset({"errors", "backends", "config", "security", "serving"}),
-    "cli": EVERY_ROOM | {"config", "serving", "status", "calibrate", "doctor", "log_lines", "lookups", "nova"},
+    "cli": EVERY_ROOM
+    | {"config", "serving", "status", "calibrate", "doctor", "key_command", "log_lines", "lookups", "nova"},
     "__main__": frozenset({"cli"}),
 }
 
