@@ -155,6 +155,13 @@ class KeyProgramsLimitError(RequestError):
     retry_after_s = 10
 
 
+class KeysNotChangedError(RequestError):
+    """The file of keys cannot be read or written."""
+
+    status = 409
+    code = "keys_not_changed"
+
+
 class KeyExistsError(RequestError):
     """There is a key of that name already."""
 

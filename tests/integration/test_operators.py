@@ -88,6 +88,19 @@ async def test_a_key_is_made_used_and_revoked_over_the_api(replica: FakeReplica,
         await post(proxy.url, "/programs/release", {"all": True}, bearer(ADMIN_KEY))
 
 
+async def test_a_file_that_cannot_be_changed_is_told_of(replica: FakeReplica, keys_file: Path) -> None:
+    """The keys that there are stay."""
+    key = add_key(keys_file, "ci", admin=False, expires=None, limits=NONE)
+    async with running_proxy(replica.url, keys_file=keys_file, admin_keys=(ADMIN_LINE,)) as proxy:
+        keys_file.unlink()
+        keys_file.mkdir()
+        for method, path, body in (("POST", "/keys", {"name": "x"}), ("DELETE", "/keys/ci", None)):
+            refused = await admin(proxy.url, method, path, body)
+            assert (refused.status, refused.error["code"]) == (409, "keys_not_changed")
+        assert (await turn_with(proxy.url, key)).status == 200
+        await post(proxy.url, "/programs/release", {"all": True}, bearer(ADMIN_KEY))
+
+
 async def test_without_a_file_keys_stay_as_they_are(replica: FakeReplica) -> None:
     """They stand in the configuration, and can be listed."""
     async with running_proxy(replica.url, admin_keys=(ADMIN_LINE,)) as proxy:

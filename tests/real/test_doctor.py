@@ -1,4 +1,4 @@
-"""`thunderagent doctor` on real vLLM engines: nothing is wrong with two sound ones, and it finds what is with another."""
+"""`thunderagent doctor` on real vLLM engines: no fault in two sound ones, and those of another."""
 
 from __future__ import annotations
 

@@ -28,8 +28,8 @@ from thunderagent.serving import build_runtime, proxy
 DESCRIPTION = """\
 Find what is wrong, and say what to do.
 
-Without options it examines the proxy at http://127.0.0.1:8300 and the engines behind it. With --backends it
-examines the engines before there is a proxy, and starts one of its own for the length of the examination.
+Without options it examines the proxy on this machine and the engines behind it. With --backends, or --config with
+a file that names replicas, it examines these before there is a proxy, and starts one of its own in the meantime.
 
 It asks engines for their health, metrics and models, sends each three small prompts, and sends two turns of one
 program through the proxy. --no-turns leaves all prompts out.
@@ -42,7 +42,7 @@ Examples:
   thunderagent doctor --program-header X-Trace-Session --json
 """
 
-DEFAULT_URL = "http://127.0.0.1:8300"
+DEFAULT_PORT = 8300
 FIRST_POLLS_S = 5.0
 """An own proxy gets so long to find all of its replicas up: two polls that are answered late."""
 
@@ -59,9 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     target = parser.add_mutually_exclusive_group()
     target.add_argument("--backends", metavar="A,B", help="base URLs of engines, as `serve --backends` takes them")
-    target.add_argument("--url", metavar="URL", help=f"where a proxy runs (default: {DEFAULT_URL})")
+    target.add_argument("--url", metavar="URL", help=f"where a proxy runs (default: this machine, port {DEFAULT_PORT})")
     parser.add_argument(
-        "--config", type=Path, metavar="FILE", help="the proxy's configuration: its backends are examined, and its keys"
+        "--config", type=Path, metavar="FILE", help="a proxy's configuration: its engines are examined, and its address"
     )
     parser.add_argument(
         "--program-header",
@@ -96,11 +96,12 @@ async def examine(args: argparse.Namespace) -> list[Finding]:
     """Examine a running proxy, or engines through a proxy of our own. Raises `ConfigurationError`."""
     given = {"backends": args.backends} if args.backends else {}
     config = ServeConfig.load(args.config, **given)
-    if args.url is None and config.has_replica_source:
+    if args.url is None and (args.backends or args.config) and config.has_replica_source:
         findings = list(proxies.configuration_findings(config))
         async with _own_proxy(config) as url:
             return findings + await _examine_through(url, args, config, is_own=True)
-    return await _examine_through(args.url or DEFAULT_URL, args, config, is_own=False)
+    url = args.url or f"http://127.0.0.1:{config.port or DEFAULT_PORT}"
+    return await _examine_through(url, args, config, is_own=False)
 
 
 async def _examine_through(url: str, args: argparse.Namespace, config: ServeConfig, *, is_own: bool) -> list[Finding]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from math import isfinite
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 from aiohttp import web
 from pydantic import AwareDatetime, Field
 
-from thunderagent.errors import NotFoundError, RequestError
+from thunderagent.errors import ConfigurationError, KeysNotChangedError, NotFoundError, RequestError
 from thunderagent.proxy.admin.reports import Report
 from thunderagent.proxy.gate.bodies import read_model, report_response
 from thunderagent.proxy.gate.keys import Key, Keyring
@@ -63,6 +65,15 @@ class RevokedKeyReport(Report):
     revoked: bool
 
 
+@contextmanager
+def _told() -> Iterator[None]:
+    """Tell the caller that the file of keys cannot be changed, and why."""
+    try:
+        yield
+    except ConfigurationError as error:
+        raise KeysNotChangedError(error.message) from error
+
+
 class KeyHandlers:
     """Handlers of `/keys`."""
 
@@ -89,7 +100,9 @@ class KeyHandlers:
         """Make a key, which lets in from now on. It is shown this once."""
         wanted = read_model(KeyRequest, await request.read())
         limits = KeyLimitsEntry(**{name: getattr(wanted, name) for name in KeyLimitsEntry.model_fields})
-        key = await self._writable().add(wanted.name, admin=wanted.admin, expires=wanted.expires, limits=limits)
+        file = self._writable()
+        with _told():
+            key = await file.add(wanted.name, admin=wanted.admin, expires=wanted.expires, limits=limits)
         return report_response(NewKeyReport(name=wanted.name, key=key))
 
     async def remove(self, request: web.Request) -> web.Response:
@@ -97,7 +110,9 @@ class KeyHandlers:
         name = request.match_info["name"]
         if self._keyring.named(name) is None:
             raise NotFoundError(f"there is no key {name!r}")
-        await self._writable().remove(name)
+        file = self._writable()
+        with _told():
+            await file.remove(name)
         return report_response(RevokedKeyReport(name=name, revoked=True))
 
     def _writable(self) -> KeysFile:
