@@ -212,6 +212,7 @@ async def test_what_a_signal_changes_and_what_needs_a_restart(replica: FakeRepli
             while (await turn_with(process.url, second_key, "q")).status != 200:
                 await asyncio.sleep(0.02)
         assert (await turn_with(process.url, first_key)).status == 401
+        await until(lambda: '"config_reloaded"' in process.log)
         lines = [json.loads(line) for line in process.log.splitlines() if '"config_reloaded"' in line]
         assert lines[0]["applied"] == {"api_keys": "+second, -first", "max_held_turns_count": "20000 -> 7"}
         assert lines[0]["needs_restart"] == {"policy": "breakeven -> passthrough"}
@@ -221,7 +222,7 @@ async def test_what_a_signal_changes_and_what_needs_a_restart(replica: FakeRepli
         wrong = await admin(process.url, "POST", "/config/reload")
         assert (wrong.status, "nothing has changed" in wrong.error["message"]) == (400, True)
         assert (await turn_with(process.url, second_key, "q")).status == 200
-        assert '"config_not_reloaded"' in process.log
+        await until(lambda: '"config_not_reloaded"' in process.log)
 
 
 async def test_replicas_and_rates_are_taken_over(replica: FakeReplica) -> None:

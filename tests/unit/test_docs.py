@@ -124,7 +124,7 @@ def metric_names() -> set[str]:
     TurnMetrics(registry)
     RateLimits(1, 1, registry)
     HeldTurns(NO_LIMITS, registry)
-    Quotas(registry, lambda _: False)
+    Quotas(registry, lambda _: False, lambda _: 1)
     runtime = Runtime(Scheduler(load_policy("passthrough", {})))
     replicas = Replicas(runtime, [])
     registry.register(StateCollector(runtime, replicas))

@@ -110,11 +110,13 @@ def build_app(
     """Put the proxy together. The caller owns what it is made of. `simulated` engines are told of in every answer."""
     registry = CollectorRegistry()
     metrics = TurnMetrics(registry)
-    quotas = Quotas(registry, lambda program_id: runtime.scheduler.table.get(program_id) is not None)
+    held = HeldTurns(turn_settings.held, registry)
+    quotas = Quotas(
+        registry, lambda program_id: runtime.scheduler.table.get(program_id) is not None, held.max_turns_count
+    )
     if keys_file is not None:
         runtime.observe(quotas.heard, *QUOTAS_HEARD)
     tenancy = Tenancy(runtime, from_key=turn_settings.tenant_from_key, quotas=quotas if keys_file is not None else None)
-    held = HeldTurns(turn_settings.held, registry)
     turns = Turns(runtime, client, replicas, watcher, metrics, turn_settings, tenancy, held, sandboxes, judge)
     models = Models(runtime, client, replicas)
     registry.register(StateCollector(runtime, replicas))

@@ -70,6 +70,10 @@ class HeldTurns:
         """Go by these limits from now on; what is held already stays."""
         self._limits = limits
 
+    def max_turns_count(self, key: Key) -> int:
+        """Return how many turns of a key may wait."""
+        return self._limits_of("key", key)[0]
+
     def turn(self, request: web.Request, body_bytes: int) -> HeldTurn:
         """Return the block that a turn of this request, with a body of this size, is held in."""
         return HeldTurn(self, request.get(KEPT_BODY), body_bytes)

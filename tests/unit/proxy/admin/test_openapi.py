@@ -103,7 +103,7 @@ def handlers() -> dict[tuple[str, str], object]:
         *Admin(runtime, replicas, registry, tenancy).routes(),
         *Dashboard().routes(),
         *Leases(runtime, replicas, tenancy, HeldTurns(NO_LIMITS, registry), limit_s=1.0).routes(),
-        *KeyHandlers(Keyring(), None, Quotas(registry, lambda _: False)).routes(),
+        *KeyHandlers(Keyring(), None, Quotas(registry, lambda _: False, lambda _: 1)).routes(),
         *ConfigurationHandlers(None).routes(),
         *Live(runtime, replicas, history, sandboxes_on=True, simulated=False).routes(),
         *Login(Keyring(), Logins()).routes(),

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Counter
 
-from thunderagent.errors import KeyProgramsLimitError
+from thunderagent.errors import KeyHeldLimitError, KeyProgramsLimitError
 from thunderagent.programs.decisions import Decision
 from thunderagent.programs.events import Event, TurnAbandoned, TurnArrived, TurnFailed, TurnFinished
 from thunderagent.proxy.gate.keys.keyring import Key, KeyLimits, caller_key
@@ -33,6 +33,7 @@ class _Account:
     tokens: Bucket | None
     program_ids: set[str] = field(default_factory=set)
     line: asyncio.Lock = field(default_factory=asyncio.Lock)
+    waiting_count: int = 0
 
 
 class Quotas:
@@ -42,10 +43,15 @@ class Quotas:
         self,
         registry: CollectorRegistry,
         lives: Callable[[str], bool],
+        max_waiting_count: Callable[[Key], int],
         clock: Callable[[], float] | None = None,
     ) -> None:
-        """Begin with nothing used; `lives` says whether there is a program of an id."""
+        """Begin with nothing used.
+
+        `lives` says whether there is a program of an id, `max_waiting_count` how many turns of a key may wait.
+        """
         self._lives = lives
+        self._max_waiting_count = max_waiting_count
         self._clock = clock
         self._accounts: dict[str, _Account] = {}
         self._by_turn: dict[int, str] = {}
@@ -60,18 +66,27 @@ class Quotas:
             self._limited.labels(limit)
 
     async def wait(self, key: Key) -> None:
-        """Wait until a key may begin one more turn, behind those of its turns that wait already."""
+        """Wait until a key may begin one more turn, behind those of its turns that wait already.
+
+        Raises `KeyHeldLimitError` if too many do.
+        """
         account = self._account(key)
         if not account.line.locked() and not any(self._missing_s(account)):
             self._begin(account)
             return
+        if account.waiting_count >= self._max_waiting_count(key):
+            raise KeyHeldLimitError(f"{account.waiting_count:,} turns of this key wait for its share of a minute")
         for limit, missing_s in zip(("turns", "tokens"), self._missing_s(account), strict=True):
             if missing_s:
                 self._limited.labels(limit).inc()
-        async with account.line:
-            while missing_s := max(self._missing_s(account)):  # noqa: ASYNC110 - time is what is waited for
-                await asyncio.sleep(missing_s)
-            self._begin(account)
+        account.waiting_count += 1
+        try:
+            async with account.line:
+                while missing_s := max(self._missing_s(account)):  # noqa: ASYNC110 - time is what is waited for
+                    await asyncio.sleep(missing_s)
+                self._begin(account)
+        finally:
+            account.waiting_count -= 1
 
     def open_program(self, program_id: str) -> None:
         """Count a program that the request's key may be about to begin. Raises `KeyProgramsLimitError`."""

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from prometheus_client import CollectorRegistry
 
-from thunderagent.errors import KeyProgramsLimitError
+from thunderagent.errors import KeyHeldLimitError, KeyProgramsLimitError
 from thunderagent.programs.events import TurnAbandoned, TurnArrived, TurnFinished
 from thunderagent.proxy.gate.keys import Key, KeyLimits, Keyring, check_key
 from thunderagent.proxy.gate.keys.quotas import Quotas
@@ -20,7 +20,12 @@ class World:
         self.now_s = 0.0
         self.live: set[str] = set()
         self.registry = CollectorRegistry()
-        self.quotas = Quotas(self.registry, self.live.__contains__, clock=lambda: self.now_s)
+        self.quotas = Quotas(
+            self.registry,
+            self.live.__contains__,
+            lambda key: key.limits.held_turns_count or 100,
+            clock=lambda: self.now_s,
+        )
 
     def limited(self, limit: str) -> float:
         return self.registry.get_sample_value("thunderagent_key_limited_total", {"limit": limit}) or 0.0
@@ -57,7 +62,7 @@ async def test_turns_of_a_minute_begin_at_once_and_then_one_after_the_other() ->
 
 async def test_waiting_turns_go_on_in_the_order_in_which_they_came() -> None:
     """By a real clock: 1,200 a minute are one each 50 ms."""
-    quotas, order = Quotas(CollectorRegistry(), lambda _: False), []
+    quotas, order = Quotas(CollectorRegistry(), lambda _: False, lambda _: 100), []
     ours = key(turns_per_min=1200)
     for _ in range(1200):
         await quotas.wait(ours)
@@ -68,6 +73,21 @@ async def test_waiting_turns_go_on_in_the_order_in_which_they_came() -> None:
 
     await asyncio.gather(*(begin(number) for number in range(3)))
     assert order == [0, 1, 2]
+
+
+async def test_only_so_many_turns_of_a_key_wait() -> None:
+    """Whoever may hold so many turns may have no more in line; who leaves makes room."""
+    world, ours = World(), key(turns_per_min=1, held_turns_count=2)
+    assert await world.begins(ours)
+    waiting = [asyncio.create_task(world.quotas.wait(ours)) for _ in range(2)]
+    await asyncio.sleep(0)
+    with pytest.raises(KeyHeldLimitError, match="2 turns of this key wait"):
+        await world.quotas.wait(ours)
+    waiting[1].cancel()
+    await asyncio.gather(waiting[1], return_exceptions=True)
+    assert not await world.begins(ours)
+    waiting[0].cancel()
+    await asyncio.gather(waiting[0], return_exceptions=True)
 
 
 async def test_tokens_are_counted_at_the_end_of_a_turn_and_may_be_overdrawn() -> None:
