@@ -151,7 +151,7 @@ async def test_a_running_proxy_is_examined_with_its_engines(engine_here: str) ->
     """It releases its program, and the proxy is as before."""
     async with running_proxy(engine_here) as proxy:
         assert await faults("--url", proxy.url) == {}
-        assert len(proxy.runtime.scheduler.table) == 0
+        assert len(proxy.runtime.scheduler.programs) == 0
 
 
 # --- faults of an engine

@@ -72,7 +72,7 @@ async def test_a_key_is_made_used_and_revoked_over_the_api(replica: FakeReplica,
         key = made.json()["key"]
         assert (made.status, made.json()["name"]) == (200, "acme/ci")
         assert (await turn_with(proxy.url, key)).status == 200
-        assert proxy.runtime.scheduler.table.get("p").tenant == "acme"  # type: ignore[union-attr]
+        assert proxy.runtime.scheduler.programs.get("p").tenant == "acme"  # type: ignore[union-attr]
         listed = {each["name"]: each for each in (await admin(proxy.url, "GET", "/keys")).json()["keys"]}
         assert key not in json.dumps(listed)
         assert (listed["ops"]["admin"], listed["ops"]["revocable"]) == (True, False)
@@ -149,7 +149,7 @@ async def test_tokens_count_whose_turns_took_them(replica: FakeReplica, keys_fil
         for _ in range(2):
             assert (await turn_with(proxy.url, key)).status == 200
         waiting = asyncio.create_task(turn_with(proxy.url, key))
-        await until(lambda: proxy.runtime.scheduler.table.get("p") is not None)
+        await until(lambda: proxy.runtime.scheduler.programs.get("p") is not None)
         async with asyncio.timeout(5):
             while (await metrics_of(proxy.url))["thunderagent_key_limited_total"]["tokens",] != 1.0:
                 await asyncio.sleep(0.01)

@@ -8,8 +8,7 @@ from aiohttp import web
 from pydantic import Field
 
 from thunderagent.errors import ConfigurationError, RequestError
-from thunderagent.proxy.admin.reports import Report
-from thunderagent.proxy.gate.bodies import report_response
+from thunderagent.proxy.gate.bodies import Report, report_response
 
 
 class Reloads(Protocol):

@@ -12,8 +12,7 @@ from aiohttp import web
 from pydantic import AwareDatetime, Field
 
 from thunderagent.errors import ConfigurationError, KeysNotChangedError, NotFoundError, RequestError
-from thunderagent.proxy.admin.reports import Report
-from thunderagent.proxy.gate.bodies import read_model, report_response
+from thunderagent.proxy.gate.bodies import Report, read_model, report_response
 from thunderagent.proxy.gate.keys import Key, Keyring
 from thunderagent.proxy.gate.keys.file import KeyLimitsEntry, KeysFile
 from thunderagent.proxy.gate.keys.keyring import NAME

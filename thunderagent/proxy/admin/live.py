@@ -9,14 +9,13 @@ from pydantic import Field
 
 import thunderagent
 from thunderagent.errors import RequestError
-from thunderagent.proxy.admin.reports import Report
 from thunderagent.proxy.fleet.replicas import Replicas
-from thunderagent.proxy.gate.bodies import report_response
+from thunderagent.proxy.gate.bodies import Report, report_response
 from thunderagent.proxy.reading.identity import check_program_id
 from thunderagent.proxy.watch.autoscaling import demand_ratio, oldest_hold_s
 from thunderagent.proxy.watch.event_feed import KINDS, SIGNAL_KINDS, EventFeed
+from thunderagent.proxy.watch.event_stream import stream_events
 from thunderagent.proxy.watch.history import INTERVAL_S, History, Rates, Sample
-from thunderagent.proxy.watch.sse import stream_events
 from thunderagent.runtime import Runtime
 
 SIGNALS = "signals"
@@ -92,7 +91,7 @@ class Live:
                 engines_are_simulated=self._simulated,
                 replicas_count=len(self._replicas.known),
                 replicas_up_count=len(scheduler.open_replicas),
-                programs_count=len(scheduler.table),
+                programs_count=len(scheduler.programs),
                 longest_held_s=None if held_s is None else round(held_s, 3),
                 demand_ratio=None if ratio is None else round(ratio, 4),
                 now=sample,

@@ -30,13 +30,13 @@ from thunderagent.proxy.gate.access import (
     engine_access,
     use_of,
 )
-from thunderagent.proxy.gate.held import KEPT_BODY, HeldTurns, KeptBody
+from thunderagent.proxy.gate.held import HeldTurns, KeptBody
 from thunderagent.proxy.gate.hosts import Hosts, comes_from_a_browser
 from thunderagent.proxy.gate.keys import KEY_HEADER, NO_LIMITS, Keyring, check_key
 from thunderagent.proxy.gate.keys.quotas import Quotas
 from thunderagent.proxy.gate.login import Logins
 from thunderagent.proxy.gate.rate_limit import RateLimits
-from thunderagent.proxy.reading.target import target_of
+from thunderagent.proxy.wire.aiohttp_request import KEPT_BODY, target_of
 from thunderagent.proxy.wire.request_id import REQUEST_ID, REQUEST_ID_HEADER, take_request_id
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

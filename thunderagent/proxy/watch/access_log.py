@@ -9,7 +9,7 @@ from aiohttp import web
 
 from thunderagent.proxy.gate.guard import Handler
 from thunderagent.proxy.gate.keys import caller_key
-from thunderagent.proxy.reading.target import told_path
+from thunderagent.proxy.wire.aiohttp_request import told_path
 from thunderagent.proxy.wire.request_id import REQUEST_ID
 
 log = structlog.get_logger("thunderagent.access")

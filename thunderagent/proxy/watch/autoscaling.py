@@ -26,15 +26,15 @@ def demand_ratio(runtime: Runtime) -> float | None:
     if not limit_tokens or not isfinite(limit_tokens):
         return None
     claimed_tokens = sum(replica.account.demand_tokens for replica in usable)
-    return (claimed_tokens + sum(program.claim_tokens for program in scheduler.queue.waiting())) / limit_tokens
+    return (claimed_tokens + sum(program.claim_tokens for program in scheduler.queue.with_turns())) / limit_tokens
 
 
 def oldest_hold_s(runtime: Runtime) -> float | None:
     """Return how long the turn has waited that has waited longest; None if none waits. Costs O(turns held)."""
     scheduler, now_s = runtime.scheduler, runtime.now_s()
     in_place = (program.held for replica in scheduler.replicas.values() for program in replica.programs.values())
-    queued = (program.held for program in scheduler.queue.waiting())
-    turns = chain(*(held.values() for held in chain(queued, in_place)), scheduler.anonymous_held.values())
+    queued = (program.held for program in scheduler.queue.with_turns())
+    turns = chain(*(held.values() for held in chain(queued, in_place)), scheduler.book.anonymous_held.values())
     return max((now_s - turn.waiting_since_s for turn in turns), default=None)
 
 

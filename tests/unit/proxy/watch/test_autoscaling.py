@@ -7,7 +7,7 @@ from math import ceil
 import pytest
 
 from tests.builders import Driver
-from thunderagent.programs.events import ReplicaPolled
+from thunderagent.programs.model.events import ReplicaPolled
 from thunderagent.programs.policies.cap import Cap
 from thunderagent.programs.policies.passthrough import Passthrough
 from thunderagent.proxy.watch.autoscaling import AutoscalingCollector, demand_ratio, oldest_hold_s
@@ -33,7 +33,7 @@ def test_claims_and_those_who_wait_are_wanted() -> None:
     assert demand_ratio(runtime) == 0.0
     for number in range(5):
         driver.arrives(f"p{number}", 400)
-    assert sum(1 for _ in driver.scheduler.queue.waiting()) == 3
+    assert sum(1 for _ in driver.scheduler.queue.with_turns()) == 3
     ratio = demand_ratio(runtime)
     assert ratio == pytest.approx(5 * 400 / 2000, rel=0.1)
     assert replicas_wanted(2, ratio) == 3

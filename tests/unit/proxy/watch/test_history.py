@@ -8,7 +8,7 @@ from tests.builders import Driver
 from thunderagent.backends.base import ReplicaReading
 from thunderagent.backends.poller import ReplicaEndpoint
 from thunderagent.backends.vllm import VllmBackend
-from thunderagent.programs.decisions import Grant, Hold, Reason
+from thunderagent.programs.model.decisions import Grant, Hold, Reason
 from thunderagent.programs.policies.cap import Cap
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.watch.history import KEPT_COUNT, History, quantile_s
@@ -94,7 +94,7 @@ def test_programs_are_counted_by_status_and_phase() -> None:
         sample.paused_reasoning_count,
         sample.paused_acting_count,
     )
-    assert sum(counts) == len(world.driver.scheduler.table) == 2
+    assert sum(counts) == len(world.driver.scheduler.programs) == 2
 
 
 def test_hits_are_what_grew_whatever_engine_began_anew() -> None:

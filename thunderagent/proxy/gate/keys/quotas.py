@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from prometheus_client import CollectorRegistry, Counter
 
 from thunderagent.errors import KeyHeldLimitError, KeyProgramsLimitError
-from thunderagent.programs.decisions import Decision
-from thunderagent.programs.events import Event, TurnAbandoned, TurnArrived, TurnFailed, TurnFinished
+from thunderagent.programs.model.decisions import Decision
+from thunderagent.programs.model.events import Event, TurnAbandoned, TurnArrived, TurnFailed, TurnFinished
 from thunderagent.proxy.gate.keys.keyring import Key, KeyLimits, caller_key
 from thunderagent.proxy.gate.rate_limit import Bucket
 

@@ -8,7 +8,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from thunderagent.errors import KeyHeldLimitError, KeyProgramsLimitError
-from thunderagent.programs.events import TurnAbandoned, TurnArrived, TurnFinished
+from thunderagent.programs.model.events import TurnAbandoned, TurnArrived, TurnFinished
 from thunderagent.proxy.gate.keys import Key, KeyLimits, Keyring, check_key
 from thunderagent.proxy.gate.keys.quotas import Quotas
 
