@@ -367,7 +367,7 @@ async def test_a_tenant_comes_from_the_key_and_the_header_does_not_count(replica
         lease = await post(proxy.url, "/leases", {"program_id": "c", "tenant": "red"}, BLUE)
         await post(proxy.url, f"/leases/{lease.json()['lease_id']}/end", {}, BLUE)
         await post(proxy.url, CHAT, turn("d"), ADMIN, forged)
-        assert {program.program_id: program.tenant for program in table} == {
+        assert {program.program_id: program.tenant for program in table.values()} == {
             "a": "red",
             "b": "red",
             "c": "blue",

@@ -39,7 +39,7 @@ from thunderagent.programs.model.events import (
 )
 from thunderagent.programs.model.fleet_events import EncodesPolled, ReplicaPolled, ResidencyReported
 from thunderagent.programs.model.signals import GpuFirstToken, Signal
-from thunderagent.proxy.watch.sse import server_sent
+from thunderagent.proxy.reading.sse import server_sent
 from thunderagent.runtime import Runtime
 
 KEPT_COUNT = 8192

@@ -44,7 +44,7 @@ from thunderagent.programs.model.events import (
     TurnFinished,
     TurnStarted,
 )
-from thunderagent.proxy.reading.target import told_path
+from thunderagent.proxy.wire.aiohttp_request import told_path
 from thunderagent.proxy.wire.request_id import REQUEST_ID
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
