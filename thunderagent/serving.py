@@ -27,7 +27,8 @@ from thunderagent.config import JUDGE_ON_REPLICAS, ServeConfig
 from thunderagent.errors import ConfigurationError
 from thunderagent.event_log import EventLogWriter
 from thunderagent.policy_loader import load_policy, parse_setting
-from thunderagent.programs.scheduler import Scheduler, SchedulerSettings
+from thunderagent.programs.model.settings import SchedulerSettings
+from thunderagent.programs.scheduler import Scheduler
 from thunderagent.provisioning import build_provisioning
 from thunderagent.proxy.app import HISTORY, build_app
 from thunderagent.proxy.control.control import ControlSettings

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import pytest
 import yaml
 from prometheus_client import CollectorRegistry
+from thunderagent.programs.lifecycle import TRANSITIONS
 
 from tests.builders import Driver
 from thunderagent import errors
@@ -24,10 +25,10 @@ from thunderagent.config import ENVIRONMENT_PREFIX, ServeConfig
 from thunderagent.nova.config import NovaConfig
 from thunderagent.nova.metrics import GAUGES
 from thunderagent.policy_loader import PRESETS, load_policy
-from thunderagent.programs.decisions import Reason
-from thunderagent.programs.events import ProgramReleased, ReplicaPolled, ReplicaUp, Tick, TurnArrived, TurnFinished
 from thunderagent.programs.invariants import check
-from thunderagent.programs.lifecycle import TRANSITIONS
+from thunderagent.programs.model.decisions import Reason
+from thunderagent.programs.model.events import ProgramReleased, Tick, TurnArrived, TurnFinished
+from thunderagent.programs.model.fleet_events import ReplicaPolled, ReplicaUp
 from thunderagent.programs.policies import PARTS, POLICIES
 from thunderagent.programs.policies.breakeven import BreakEven
 from thunderagent.programs.scheduler import Scheduler
@@ -424,7 +425,7 @@ def test_the_whole_global_policy_of_the_page_gives_and_takes_replicas(
         driver.finishes(turn_id, 1000)
     driver.releases_all(*(f"chat-{number}" for number in range(4)))
     driver.ticks(1.0)
-    routes = {name: set(route.targets) for _, name, route in driver.scheduler.control.routes}
+    routes = {name: set(route.targets) for _, name, route in driver.scheduler.core.routing.routes}
     assert len(routes["chat"]) == 1
     assert len(routes[""]) == 2
 
@@ -448,7 +449,7 @@ def drive(scheduler: Scheduler) -> None:
         send(ProgramReleased(now_s + 1, f"p{turn_id}"))
         send(Tick(now_s + 6))
     assert granted == {0, 1, 2, 3}
-    assert len(scheduler.table) == 0
+    assert len(scheduler.programs) == 0
 
 
 def test_every_setting_of_the_default_policy_is_explained() -> None:

@@ -76,7 +76,7 @@ class Live:
         """Tell the figures that one looks at first."""
         scheduler = self._runtime.scheduler
         sample, rates = self._history.now()
-        waits_s = [self._runtime.now_s() - program.waiting_since_s for program in scheduler.queue.waiting()]
+        waits_s = [self._runtime.now_s() - program.waiting_since_s for program in scheduler.queue.with_turns()]
         return report_response(
             SummaryReport(
                 version=thunderagent.__version__,
@@ -87,7 +87,7 @@ class Live:
                 engines_are_simulated=self._simulated,
                 replicas_count=len(self._replicas.known),
                 replicas_up_count=len(scheduler.open_replicas),
-                programs_count=len(scheduler.table),
+                programs_count=len(scheduler.programs),
                 longest_held_s=round(max(waits_s), 3) if waits_s else None,
                 now=sample,
                 rates=rates,

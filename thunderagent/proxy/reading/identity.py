@@ -18,8 +18,8 @@ from msgspec import UNSET
 from multidict import CIMultiDictProxy
 
 from thunderagent.errors import InvalidProgramIdError, RequestError
-from thunderagent.programs.events import PrefixCut
-from thunderagent.programs.verdicts import OUTCOMES
+from thunderagent.programs.model.events import PrefixCut
+from thunderagent.programs.model.verdicts import OUTCOMES
 from thunderagent.proxy.reading.dialects.base import Dialect
 from thunderagent.proxy.reading.dialects.openai import OpenAI
 from thunderagent.proxy.reading.json_splice import remove_member, set_include_usage
