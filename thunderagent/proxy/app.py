@@ -48,7 +48,8 @@ from thunderagent.proxy.turns.flow import Turns, TurnSettings
 from thunderagent.proxy.turns.models import Models
 from thunderagent.proxy.turns.side_calls import SideCalls
 from thunderagent.proxy.watch.history import History
-from thunderagent.proxy.watch.metrics import StateCollector, TurnMetrics
+from thunderagent.proxy.watch.metrics import StateCollector
+from thunderagent.proxy.watch.turn_metrics import LoopLag, TurnMetrics
 from thunderagent.proxy.wire.aiohttp_exchange import AiohttpExchange
 from thunderagent.proxy.wire.aiohttp_request import mark, target_of, told_path
 from thunderagent.proxy.wire.request_id import REQUEST_ID
@@ -67,7 +68,8 @@ ENGINES_HEADER = "X-ThunderAgent-Engines"
 """In every answer of a proxy whose engines are simulated."""
 
 HISTORY = web.AppKey("history", History)
-"""Where the application keeps its history; whoever runs it runs that beside it."""
+"""Where the application keeps its history; whoever runs it runs that beside it, and so the next."""
+LOOP_LAG = web.AppKey("loop_lag", LoopLag)
 
 
 class Tracing(Protocol):
@@ -102,6 +104,7 @@ def build_app(
     """Put the proxy together. The caller owns what it is made of. `simulated` engines are told of in every answer."""
     registry = CollectorRegistry()
     metrics = TurnMetrics(registry)
+    replicas.on_removed.append(metrics.replica_removed)
     tenancy = Tenancy(runtime, from_key=turn_settings.tenant_from_key)
     held = HeldTurns(turn_settings.held, registry)
     made = MadeAnswers(MADE_ANSWERS_COUNT)
@@ -135,6 +138,7 @@ def build_app(
     app[STALL_LIMIT_S] = guard_settings.client_stall_limit_s
     guard.attach(app)
     app.on_cleanup.append(_stopping(replicas.breakers))
+    app[LOOP_LAG] = LoopLag(registry)
     app[HISTORY] = History(runtime, replicas, metrics.hold_counts)
     live = Live(runtime, replicas, app[HISTORY], sandboxes_on=sandboxes is not None, simulated=simulated)
     if simulated:
