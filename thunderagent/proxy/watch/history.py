@@ -20,7 +20,7 @@ from pydantic import Field
 from thunderagent.programs.model.decisions import Grant, Reason
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.gate.bodies import Report
-from thunderagent.proxy.watch.metrics import HOLD_BUCKETS_S
+from thunderagent.proxy.watch.turn_metrics import HOLD_BUCKETS_S
 from thunderagent.runtime import Runtime
 
 INTERVAL_S = 1.0

@@ -12,7 +12,7 @@ from thunderagent.programs.model.decisions import Grant, Hold, Reason
 from thunderagent.programs.policies.cap import Cap
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.watch.history import KEPT_COUNT, History, quantile_s
-from thunderagent.proxy.watch.metrics import HOLD_BUCKETS_S
+from thunderagent.proxy.watch.turn_metrics import HOLD_BUCKETS_S
 from thunderagent.runtime import Runtime
 
 
