@@ -127,7 +127,7 @@ class Agent(BaseModel):
             except TypeError as error:
                 text = f"agent {self.name}: {name}({', '.join(parameters)}) is not how {method} is called: {error}"
                 raise DeclarationError(text) from error
-            named = [each for each in list(signature.parameters)[1:]]
+            named = list(signature.parameters)[1:]
             if list(parameters) != named[: len(parameters)]:
                 raise DeclarationError(
                     f"agent {self.name}: {name} is declared with ({', '.join(parameters)}), "

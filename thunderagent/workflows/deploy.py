@@ -49,6 +49,8 @@ class Deployment:
     With `with` it has an event loop of its own, in a thread; with `async with` it uses the one that runs.
     """
 
+    _loop: asyncio.AbstractEventLoop
+
     def __init__(
         self,
         agents: Mapping[str, Agent],
@@ -100,7 +102,7 @@ class Deployment:
 
     def __enter__(self) -> Self:
         started = threading.Event()
-        loop = uvloop.new_event_loop()
+        loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
 
         def run_loop() -> None:
             asyncio.set_event_loop(loop)
@@ -197,7 +199,7 @@ class Deployment:
             token = current.set(Scope(self.node, info))
             try:
                 value = await main(*args, **kwargs)
-                return await handle_of(value).wait_async() if type(value) is Future else value
+                return await handle_of(value) if type(value) is Future else value
             finally:
                 current.reset(token)
         finally:
@@ -315,7 +317,10 @@ class Deployment:
     # --- by hand
 
     def act(self, ask: Callable[[Act], None]) -> list[str]:
-        """Ask for something as a policy would, once: `app.act(lambda act: act.kill("developer/1"))`; why it is refused."""
+        """Ask for something as a policy would, once; return why it was refused, if it was.
+
+        For instance `app.act(lambda act: act.kill("developer/1"))`.
+        """
         return self._on_loop(self.act_async(ask)) if self._thread is not None else _no_loop()
 
     async def act_async(self, ask: Callable[[Act], None]) -> list[str]:

@@ -7,6 +7,7 @@ and block until it is there. What looks at an object's memory does not: `json.du
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable, Generator, Iterable
 from typing import Any, cast
@@ -33,7 +34,10 @@ class Handle(Record):
         return self.wait(None)
 
     def wait(self, timeout_s: float | None) -> Any:
-        """Block until there is a value. Raises `TimeoutError`, `DeadlockError` on the event loop, and the call's error."""
+        """Block until there is a value, and return it.
+
+        Raises `TimeoutError`, `DeadlockError` on the node's event loop, and the call's error.
+        """
         scope = current.get()
         if self.outcome is None:
             if threading.get_ident() == self.node.thread_id:
@@ -68,21 +72,37 @@ class Handle(Record):
         waiter()
 
     def notify(self) -> None:
-        """Call who waits. The node does so when there is an outcome."""
+        """Tell who waits. The node does so, on its loop, when there is an outcome."""
         with _registering:
             waiters, self.waiters = self.waiters, None
         for waiter in waiters or ():
-            waiter()
+            if isinstance(waiter, asyncio.Future):
+                if not waiter.done():
+                    waiter.set_result(None)
+            else:
+                waiter()
 
-    async def wait_async(self) -> Any:
+    def __await__(self) -> Generator[Any, None, Any]:
         """Do as `wait`, on any event loop."""
         scope = current.get()
         if self.outcome is None:
-            waiting = self.node.loop_future()
-            self.add_waiter(waiting.notify)
             with _Waiting(self, scope):
-                await waiting.future
+                yield from self._over()
         return self.take(scope)
+
+    def _over(self) -> asyncio.Future[None]:
+        """Return what ends, on the running loop, when there is an outcome."""
+        node = self.node
+        if threading.get_ident() != node.thread_id:
+            waiting = LoopFuture()
+            self.add_waiter(waiting.notify)
+            return waiting.future
+        over: asyncio.Future[None] = node.loop.create_future()
+        with _registering:
+            if self.waiters is None:
+                self.waiters = []
+            self.waiters.append(over)  # no outcome can come in between: it would come on this thread
+        return over
 
     @property
     def state(self) -> str:
@@ -101,6 +121,28 @@ class Handle(Record):
         return f"{self.call.agent}.{self.call.method} #{self.call.call_id}"
 
 
+class LoopFuture:
+    """Something to await on the running loop, which any thread may end."""
+
+    __slots__ = ("_loop", "_thread_id", "future")
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._thread_id = threading.get_ident()
+        self.future: asyncio.Future[None] = self._loop.create_future()
+
+    def notify(self) -> None:
+        """End the waiting."""
+        if threading.get_ident() == self._thread_id:
+            self._end()
+        else:
+            self._loop.call_soon_threadsafe(self._end)
+
+    def _end(self) -> None:
+        if not self.future.done():
+            self.future.set_result(None)
+
+
 class _Waiting:
     """Notes that a call waits for another, for whoever looks for circles or asks when a turn will come."""
 
@@ -108,7 +150,7 @@ class _Waiting:
 
     def __init__(self, handle: Handle, scope: Scope | None) -> None:
         self._handle = handle
-        self._call_id = scope.call_id if scope is not None else 0
+        self._call_id = scope.call.call_id if scope is not None and scope.call is not None else 0
 
     def __enter__(self) -> None:
         if self._call_id:
@@ -168,10 +210,7 @@ class Future(Proxy):  # type: ignore[misc]  # the library has no types
         return f"<Future {handle.words}: {handle.state}{f' at {handle.executor}' if handle.executor else ''}>"
 
     def __await__(self) -> Generator[Any, None, Any]:
-        handle: Handle = self.__factory__
-        if handle.outcome is not None:
-            return handle.take(current.get())
-        return (yield from handle.wait_async().__await__())
+        return cast("Handle", self.__factory__).__await__()
 
 
 def handle_of(future: Future) -> Handle:
@@ -250,12 +289,10 @@ def settle(futures: Iterable[Any], *, any: bool = False, timeout: float | None =
 
 async def settle_async(futures: Iterable[Any], *, any: bool = False, timeout: float | None = None) -> list[Any]:  # noqa: A002, ASYNC109
     """Do as `settle`, on any event loop."""
-    import asyncio  # noqa: PLC0415 - so that drivers in threads need none
-
     every = [each for each in futures if type(each) is Future]
     pending = [handle_of(each) for each in every if not each.available]
     if pending:
-        waiting = pending[0].node.loop_future()
+        waiting = LoopFuture()
         _watch(pending, waiting.notify, wanted_count=1 if any else len(pending))
         try:
             async with asyncio.timeout(timeout):

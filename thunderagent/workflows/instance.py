@@ -7,6 +7,7 @@ one batch: the controller sees to that.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import inspect
 import traceback
@@ -81,22 +82,35 @@ class Instance:
             self._task.cancel()
             if not is_lost:
                 await asyncio.wait([self._task])
-        self._thread.shutdown(wait=False, cancel_futures=True)
         close = getattr(self._object, "close", None)
         if callable(close) and not is_lost:
             closing = close()
             if inspect.isawaitable(closing):
                 await closing
 
+    async def join(self) -> None:
+        """Wait until its thread has ended: a plain method cannot be stopped."""
+        with contextlib.suppress(RuntimeError):  # it has been told to end already
+            await asyncio.wrap_future(self._thread.submit(_nothing))
+        self._thread.shutdown()
+
     # --- one run
 
     async def _run(self, calls: list[Call]) -> None:
         began_s = self.running_since_s = self.node.clock()
         first = calls[0]
-        scope = self._scope(calls)
-        current.set(scope)
+        current.set(self._scope(calls))
         try:
-            value = await self._invoke(first, calls)
+            method, is_async = self._methods[first.method]
+            given = self._arguments(calls)
+            if is_async:
+                value = await method(*given)
+            else:
+                run = contextvars.copy_context().run
+                value = await self.node.loop.run_in_executor(self._thread, run, method, *given)
+            if type(value) in _HOLD_FUTURES:
+                value = await _resolved(value)
+            values = self._by_call(value, calls) if self.agent.directives.batchable else [value]
         except asyncio.CancelledError:
             if not self._is_interrupted:
                 raise
@@ -105,13 +119,12 @@ class Instance:
             kept = preempted.checkpoint if preempted.checkpoint is not None else self._left
             self._leave(calls, kept)
         except BaseException as error:
-            outcome = Outcome(error=self._failure(first, error), began_s=began_s, ended_s=self.node.clock())
+            outcome = Outcome(None, self._failure(first, error), began_s, self.node.clock())
             self._answer(calls, [outcome] * len(calls))
             if not isinstance(error, Exception):
                 raise
         else:
             ended_s = self.node.clock()
-            values = value if len(calls) > 1 or self.agent.directives.batchable else [value]
             self._answer(calls, [Outcome(each, None, began_s, ended_s) for each in values])
 
     def _scope(self, calls: list[Call]) -> Scope:
@@ -121,24 +134,18 @@ class Instance:
         chain = (*first.chain, self.location)
         return Scope(self.node, session, self.location, chain, first, first.stage_count, len(calls), is_mixed)
 
-    async def _invoke(self, first: Call, calls: list[Call]) -> Any:
-        method, is_async = self._methods[first.method]
+    def _arguments(self, calls: list[Call]) -> tuple[Any, ...]:
+        """Return a call's arguments, or for each parameter the list of what the calls of a batch give it."""
         args = [fill_in(call.args, call.values) if call.values else call.args for call in calls]
         if self.agent.directives.batchable:
-            given: tuple[Any, ...] = tuple(list(column) for column in zip(*args, strict=True))
-        else:
-            given = args[0]
-        if is_async:
-            value = await method(*given)
-        else:
-            run = contextvars.copy_context().run
-            value = await self.node.loop.run_in_executor(self._thread, run, method, *given)
-        value = await _resolved(value)
-        if self.agent.directives.batchable and (not isinstance(value, list | tuple) or len(value) != len(calls)):
-            raise WorkflowError(
-                f"{first.agent}.{first.method} got {len(calls)} calls and must return a list of as many"
-            )
-        return value
+            return tuple(list(column) for column in zip(*args, strict=True))
+        return args[0]
+
+    def _by_call(self, value: Any, calls: list[Call]) -> list[Any]:
+        if not isinstance(value, list | tuple) or len(value) != len(calls):
+            got = f"{self.agent.name}.{calls[0].method} got {len(calls)} calls"
+            raise WorkflowError(f"{got}, and must return a list of as many values")
+        return list(value)
 
     def _answer(self, calls: list[Call], outcomes: list[Outcome]) -> None:
         self.done_count += len(calls)
@@ -166,10 +173,17 @@ class Instance:
         return failure
 
 
+_HOLD_FUTURES = (Future, list, tuple, dict)
+
+
+def _nothing() -> None:
+    """Be the last thing that a thread does."""
+
+
 async def _resolved(value: Any) -> Any:
     """Return what a method returned, with the values of futures that are in it."""
     if type(value) is Future:
-        return await handle_of(value).wait_async()
+        return await handle_of(value)
     if type(value) in (list, tuple):
         if any(type(each) is Future for each in value):
             return type(value)([await _resolved(each) for each in value])

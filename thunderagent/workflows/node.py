@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from thunderagent.workflows.core import messages as m
 from thunderagent.workflows.core.call import Call, Outcome, Record
@@ -25,7 +25,7 @@ from thunderagent.workflows.declare import Agent
 from thunderagent.workflows.errors import DeadlockError, StateError, WorkflowError
 from thunderagent.workflows.future import Future, Handle, take_futures
 from thunderagent.workflows.instance import Instance
-from thunderagent.workflows.scope import LogEntry, Scope, SessionInfo
+from thunderagent.workflows.scope import Scope, SessionInfo
 from thunderagent.workflows.state import SessionState
 
 NODE_BITS = 40
@@ -37,28 +37,6 @@ class Link(Protocol):
 
     def send(self, sender: str, to: str, message: Any) -> bool:
         """Take a message along; False if nobody knows of such a machine."""
-
-
-class LoopFuture:
-    """Something to await on the running loop, which any thread may end."""
-
-    __slots__ = ("_loop", "_thread_id", "future")
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._thread_id = threading.get_ident()
-        self.future: asyncio.Future[None] = self._loop.create_future()
-
-    def notify(self) -> None:
-        """End the waiting."""
-        if threading.get_ident() == self._thread_id:
-            self._end()
-        else:
-            self._loop.call_soon_threadsafe(self._end)
-
-    def _end(self) -> None:
-        if not self.future.done():
-            self.future.set_result(None)
 
 
 class Node:
@@ -140,7 +118,9 @@ class Node:
         handle = Handle(call, tuple(needs.values()))
         handle.node = self
         if threading.get_ident() == self.thread_id:
-            self._put(self.name, self.name, m.Create(handle))
+            self._inbox.append((self.name, self.name, m.Create(handle)))
+            if not self._is_draining:
+                self._drain()
         else:
             self.enter(lambda: self._put(self.name, self.name, m.Create(handle)))
         return Future(handle)
@@ -241,28 +221,28 @@ class Node:
     def _settle(self, record: Record) -> None:
         outcome, call = record.outcome, record.call
         assert outcome is not None
-        assert isinstance(record, Handle)
         session = self.sessions.get(call.session)
         if session is not None:
-            entry = LogEntry(
-                call.call_id,
-                call.parent_id,
-                call.agent,
-                call.method,
-                record.executor,
-                call.created_s,
-                outcome.began_s,
-                outcome.ended_s or self.clock(),
-                call.stage_count,
-                record.moves_count,
-                outcome.error is not None,
+            session.log.append(
+                (
+                    call.call_id,
+                    call.parent_id,
+                    call.agent,
+                    call.method,
+                    record.executor,
+                    call.created_s,
+                    outcome.began_s,
+                    outcome.ended_s or self.clock(),
+                    call.stage_count,
+                    record.moves_count,
+                    outcome.error is not None,
+                )
             )
-            session.log.append(entry)
         if self.on_touched is not None and record.executor in self.controllers:
             self._tell_touched(record.executor, call)
         call.args = ()
         call.values = None
-        record.notify()
+        cast("Handle", record).notify()
 
     def _tell_touched(self, location: str, call: Call) -> None:
         state = self.controllers[location].states.get(call.session)
@@ -304,10 +284,14 @@ class Node:
 
     def _remove(self, location: str, gone: m.Gone, *, is_lost: bool) -> None:
         del self._machines[location], self.controllers[location]
-        closing = self.loop.create_task(self.instances.pop(location).close(is_lost=is_lost))
+        closing = self.loop.create_task(self._close_instance(self.instances.pop(location), is_lost=is_lost))
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
         self.tell_all(gone)
+
+    async def _close_instance(self, instance: Instance, *, is_lost: bool) -> None:
+        await instance.close(is_lost=is_lost)
+        await instance.join()
 
     # --- the end
 
@@ -358,7 +342,3 @@ class Node:
             if record.outcome is None:
                 error = WorkflowError("the deployment has ended")
                 self._put(self.name, self.name, m.Result(record.call.call_id, 0, Outcome(error=error)))
-
-    def loop_future(self) -> LoopFuture:
-        """Return something to await until a call is over."""
-        return LoopFuture()

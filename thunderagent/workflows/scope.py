@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from thunderagent.workflows.core.call import Call, Record
 from thunderagent.workflows.errors import WorkflowError
@@ -19,8 +19,7 @@ KEPT_ENTRIES_COUNT = 10_000
 """The most calls of one session that its log keeps."""
 
 
-@dataclass(slots=True)
-class LogEntry:
+class LogEntry(NamedTuple):
     """One call that is over, as a session's log keeps it. Times are the node's clock."""
 
     call_id: int
@@ -48,7 +47,8 @@ class SessionInfo:
     """By agent, the stage of its first call."""
     calls_counts: dict[str, int] = field(default_factory=dict)
     """By agent, how many calls were made."""
-    log: deque[LogEntry] = field(default_factory=lambda: deque(maxlen=KEPT_ENTRIES_COUNT))
+    log: deque[tuple[Any, ...]] = field(default_factory=lambda: deque(maxlen=KEPT_ENTRIES_COUNT))
+    """Calls that are over, each with the fields of a `LogEntry`."""
     state: Any = None
     """The managed state of its drivers."""
     runs_count: int = 0

@@ -233,18 +233,22 @@ class Model:
         elif kind < 98:
             names = self.controllers()
             self.retire(names[self.choose(len(names))])
-        elif may_crash and not self.choose(4):
+        elif may_crash:
+            self.some_loss(kind)
+
+    def some_loss(self, kind: int) -> None:
+        if not self.choose(4):
             self.crashed = True  # what is checked of a session's whole life does not hold any more
             ended = SESSIONS[self.choose(3)]
             for to in [DIRECTORY, *self.machines]:
                 self.send("n0", to, m.SessionEnded(ended))
-        elif may_crash:
-            if kind == 98 or len(self.machines) < 4 or "n1" not in self.machines:
-                names = self.controllers()
-                self.crash([names[self.choose(len(names))]])
-            else:
-                self.crash_node("n1")
-            self.refill()
+            return
+        if kind == 98 or "n1" not in self.machines:
+            names = self.controllers()
+            self.crash([names[self.choose(len(names))]])
+        else:
+            self.crash_node("n1")
+        self.refill()
 
     def refill(self) -> bool:
         """Provide what has no instance; say whether there was such an agent."""
@@ -313,13 +317,15 @@ class Model:
                 assert machine.records == {}
                 assert not any(machine._unrouted.values())
             if isinstance(machine, Controller):
-                tables = ("_here", "_lacking", "_subscribers", "_moves", "_sent", "queue")
-                left = {name: len(getattr(machine, name)) for name in tables} | {
-                    "_held": sum(map(len, machine._held.values()))
-                }
-                assert not any(left.values()), f"{machine}: {left}"
-        if self.crashed:
-            return
+                moves = machine.moves
+                tables = (machine.here, machine.lacking, machine.subscribers, moves.under_way, moves.sent)
+                left = [*tables, machine.queue, *moves.held.values()]
+                assert not any(len(each) for each in left), f"{machine}: {left}"
+        if not self.crashed:
+            self.check_sessions()
+
+    def check_sessions(self) -> None:
+        """Stateful calls ran in order at one instance; state went with its session whole."""
         for (agent, session), ran in self.order.items():
             if RULES[agent].is_stateful:
                 assert len(self.places[agent, session]) == 1, f"{agent} of {session} ran at two instances"

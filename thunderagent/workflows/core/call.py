@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,8 +107,8 @@ class Record:
         """Who asked the origin for its value: a location, and the call there."""
         self.consumers: list[str] | None = None
         """Where its value is needed, for whoever looks."""
-        self.waiters: list[Callable[[], None]] | None = None
-        """The shell's own: to be called when it is resolved."""
+        self.waiters: list[Any] | None = None
+        """The shell's own: whom to tell when it is resolved."""
 
     @property
     def creator(self) -> str:

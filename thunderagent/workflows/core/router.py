@@ -1,4 +1,4 @@
-"""Which instance of an agent a call goes to: what a policy said, else the one with the fewest calls on the way to it."""
+"""Which instance of an agent a call goes to: what a policy said, else the one with the fewest calls outstanding."""
 
 from __future__ import annotations
 
