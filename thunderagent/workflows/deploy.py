@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import inspect
 import threading
 import time
@@ -15,25 +14,23 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-import structlog
 import uvloop
 
 from thunderagent.client import Program
 from thunderagent.workflows import policies as own_policies
-from thunderagent.workflows import stubs
-from thunderagent.workflows.core import messages as m
+from thunderagent.workflows import stubs, timeline
+from thunderagent.workflows.control import Control
 from thunderagent.workflows.declare import Agent, load_agents, uses_managed_state
 from thunderagent.workflows.errors import DeclarationError, WorkflowError
 from thunderagent.workflows.future import Future, handle_of
-from thunderagent.workflows.globalloop import GlobalLevel, LocalLevel
 from thunderagent.workflows.instance import load_class
+from thunderagent.workflows.llm import check_session_name
 from thunderagent.workflows.node import Node
 from thunderagent.workflows.scope import Scope, SessionInfo, current
 from thunderagent.workflows.state import SessionState
 from thunderagent.workflows.store import MemoryStore, Store
 from thunderagent.workflows.view import Act, View, load_policy
-
-log = structlog.get_logger("thunderagent.workflows")
+from thunderagent.workflows.watch import Watch
 
 PERIOD_S = 0.05
 """Between two turns of the global loop."""
@@ -61,6 +58,7 @@ class Deployment:
         resources: Mapping[str, float] | None,
         proxy: str,
         clock: Callable[[], float] | None,
+        top: Path | None,
     ) -> None:
         """Import the agents' classes and the policies. Raises `DeclarationError`."""
         self.kinds = {name: load_class(agent) for name, agent in agents.items()}
@@ -68,19 +66,17 @@ class Deployment:
         self.store = store
         self.period_s = period_s
         self.proxy = proxy
+        self._top = top
+        self._watch: Watch | None = None
         self.ended_sessions: dict[str, SessionInfo] = {}
         self._policies = [load_policy(name) for name in policies]
         self._resources = {name.lower(): amount for name, amount in (resources or {}).items()} or None
         self._clock = clock or time.time
-        self._numbers: dict[str, int] = {}
         self._is_open = False
         self._thread: threading.Thread | None = None
-        self._control: asyncio.Task[None] | None = None
-        self._launching: set[asyncio.Task[None]] = set()
         self._saving: set[asyncio.Task[None]] = set()
         self.node: Node
-        self.level: GlobalLevel
-        self._local: LocalLevel
+        self.control: Control
 
     def __repr__(self) -> str:
         return f"<Deployment of {', '.join(self.agents)}: {self.node if self._is_open else 'closed'}>"
@@ -137,27 +133,23 @@ class Deployment:
     async def _open(self) -> None:
         self._loop = asyncio.get_running_loop()
         self.node = Node(self.agents, self.kinds, clock=self._clock)
-        self.node.on_moved = self._note_move
         if not isinstance(self.store, MemoryStore):
             self.node.on_touched = self._save_state
         view = View({name: agent.directives for name, agent in self.agents.items()}, self._resources)
-        self.level = GlobalLevel(
-            view, self._policies, self.store, lambda: [self.node.name], self._provision, self._clock
-        )
-        self._local = LocalLevel(self.node, self.store)
+        self.control = Control(self.node, view, self._policies, self.store, self.period_s)
         self._is_open = True
-        first = [name for name, agent in self.agents.items() for _ in range(agent.directives.min_instances)]
-        await asyncio.gather(*(self.node.launch(self._next_location(name)) for name in first))
-        self._control = asyncio.create_task(self._run_control())
+        if self._top is not None:
+            self._watch = Watch(self._top, self.control.level)
+            await self._watch.open()
+        await self.control.start()
 
     async def _close(self) -> None:
         if not self._is_open:
             return
         self._is_open = False
-        for task in [each for each in (self._control, *self._launching) if each is not None]:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        if self._watch is not None:
+            await self._watch.close()
+        await self.control.stop()
         await self.node.close()
         for name in list(self.node.sessions):
             await self._end_session(name, keep_state=True)
@@ -216,6 +208,7 @@ class Deployment:
     async def _begin_session(self, name: str, around: Scope | None) -> SessionInfo:
         info = self.node.sessions.get(name) if name else None
         if info is None:
+            check_session_name(name)
             name = name or f"session-{uuid.uuid4().hex}"
             info = self.node.session(name)
             if around is not None and around.session.name != name:
@@ -246,7 +239,7 @@ class Deployment:
 
     async def _end_session(self, name: str, *, keep_state: bool = False) -> None:
         info = self.node.end_session(name)
-        self.level.view.priorities.pop(name, None)
+        self.control.level.view.priorities.pop(name, None)
         if info is None:
             return
         self.ended_sessions[name] = info
@@ -264,56 +257,6 @@ class Deployment:
         self._saving.add(task)
         task.add_done_callback(self._saving.discard)
 
-    # --- control
-
-    async def _run_control(self) -> None:
-        while True:
-            await asyncio.sleep(self.period_s)
-            await self.control_once()
-
-    async def control_once(self) -> None:
-        """Take one turn of both levels of control."""
-        await self._local.publish()
-        await self.level.step()
-        for reason in self.level.refused:
-            log.debug("refused", reason=reason)
-        await self._local.apply()
-        for location in self.level.view.instances.keys() - self.node.controllers.keys():
-            self.level.view.forget(location)
-        self._keep_minimum()
-        self.node.break_circle()
-
-    def _keep_minimum(self) -> None:
-        """Replace what was lost, and start what calls wait for."""
-        for name, agent in self.agents.items():
-            there = sum(each.agent == name for each in self.node.controllers.values()) + sum(
-                task.get_name() == name for task in self._launching
-            )
-            wanted = max(agent.directives.min_instances, 1 if self.node.origin.waits_for_instance(name) else 0)
-            for _ in range(wanted - there):
-                self._provision(name)
-
-    def _next_location(self, agent: str) -> str:
-        number = self._numbers[agent] = self._numbers.get(agent, -1) + 1
-        return f"{agent}/{number}"
-
-    def _provision(self, agent: str) -> None:
-        task = self._loop.create_task(self._launch(self._next_location(agent)), name=agent)
-        self._launching.add(task)
-        task.add_done_callback(self._launching.discard)
-
-    async def _launch(self, location: str) -> None:
-        try:
-            await self.node.launch(location)
-        except Exception as error:
-            log.warning("no_instance", location=location, error=repr(error))
-
-    def _note_move(self, moved: m.Moved) -> None:
-        if moved.why_not:
-            log.debug("not_moved", session=moved.session, to=moved.to, reason=moved.why_not)
-        else:
-            log.debug("moved", session=moved.session, to=moved.to, calls=moved.calls_count)
-
     # --- by hand
 
     def act(self, ask: Callable[[Act], None]) -> list[str]:
@@ -325,18 +268,15 @@ class Deployment:
 
     async def act_async(self, ask: Callable[[Act], None]) -> list[str]:
         """Do as `act`."""
-        await self._local.publish()
-        policies, self.level.policies = self.level.policies, [lambda _, act: ask(act)]
-        try:
-            await self.level.step()
-        finally:
-            self.level.policies = policies
-        await self._local.apply()
-        return self.level.refused
+        return await self.control.once([lambda _, act: ask(act)])
 
     def lose(self, location: str) -> None:
         """Take an instance away as if it had crashed: what is there fails."""
         self._loop.call_soon_threadsafe(self.node.lose, location)
+
+    def write_timeline(self, session: str, path: str | Path) -> None:
+        """Write a session's timeline: a page to `.html`, Chrome trace events to anything else. Raises `KeyError`."""
+        timeline.write(self.session_log(session), Path(path))
 
     def session_log(self, name: str) -> SessionInfo:
         """Return what is kept of a session, ended or not. Raises `KeyError`."""
@@ -352,6 +292,7 @@ def deploy(
     resources: Mapping[str, float] | None = None,
     proxy: str = "",
     clock: Callable[[], float] | None = None,
+    top: str | Path = "",
 ) -> Deployment:
     """Return a deployment of the agents that a YAML file, or a mapping of its shape, declares; enter it to start them.
 
@@ -372,6 +313,7 @@ def deploy(
         resources=resources,
         proxy=proxy,
         clock=clock,
+        top=Path(top) if top else None,
     )
 
 

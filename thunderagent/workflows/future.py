@@ -227,14 +227,14 @@ class Ref:
         self.call_id = call_id
 
 
-_CONTAINERS = (list, tuple, dict, set)
+_NESTING = (list, tuple, dict, set)
 
 
 def take_futures(args: tuple[Any, ...], needs: dict[int, Handle]) -> tuple[Any, ...]:
     """Return the arguments with a `Ref` for each future that has no value yet, which `needs` then names."""
     for arg in args:
         kind = type(arg)
-        if kind is Future or kind in _CONTAINERS:
+        if kind is Future or kind in _NESTING:
             return tuple(_without_futures(each, needs) for each in args)
     return args
 
@@ -247,7 +247,7 @@ def _without_futures(value: Any, needs: dict[int, Handle]) -> Any:
             return handle.outcome.value
         needs[handle.call.call_id] = handle
         return Ref(handle.call.call_id)
-    if kind in _CONTAINERS and value:
+    if kind in _NESTING and value:
         return _rebuilt(value, kind, lambda each: _without_futures(each, needs))
     return value
 
@@ -257,7 +257,7 @@ def fill_in(value: Any, values: dict[int, Any]) -> Any:
     kind = type(value)
     if kind is Ref:
         return values[value.call_id]
-    if kind in _CONTAINERS and value:
+    if kind in _NESTING and value:
         return _rebuilt(value, kind, lambda each: fill_in(each, values))
     return value
 

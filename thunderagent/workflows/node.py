@@ -256,7 +256,11 @@ class Node:
         """Start an instance here, and tell everybody. Raises what its class raises."""
         agent = self.agents[agent_of(location)]
         instance = Instance(self, location, agent, self._kinds[agent.name])
-        await instance.start()
+        try:
+            await instance.start()
+        except BaseException:
+            await instance.join()
+            raise
         self.instances[location] = instance
         self.controllers[location] = self._machines[location] = Controller(location, agent.directives.rules)
         self.tell_all(m.Joined(location))

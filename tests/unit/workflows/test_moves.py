@@ -1,4 +1,4 @@
-"""A move of a session, stopped at each of its six steps: nothing is lost, nothing runs twice, whatever happens there."""
+"""A move of a session, stopped at each of its six steps: nothing is lost or run twice, whatever happens there."""
 
 from __future__ import annotations
 
