@@ -1,7 +1,7 @@
 """Turns of LLMs: each request to the proxy bears whose it is, without a change to the agent's code.
 
 A session is a program at the proxy. A call of an agent is a branch of it, with a context of its own: `developer/3` is
-the session's third call of the developer. A pinned agent goes on in one context, so its branch is `developer`. A
+a call of the developer, the third that was made. A pinned agent goes on in one context, so its branch is `developer`. A
 workflow within a workflow is a program of its own, with the session around it as parent, and those that one call opened
 as group. What runs for several sessions at once belongs to none, and is sent anonymous.
 """
@@ -16,9 +16,11 @@ import httpx2
 
 from thunderagent.client.program import DEFAULT_PROXY, PROXY_VARIABLE
 from thunderagent.workflows.errors import WorkflowError
-from thunderagent.workflows.scope import Scope, current
+from thunderagent.workflows.scope import NODE_BITS, Scope, current
 
 MAX_HEADER_CHARACTERS = 256
+CALL_NUMBER_MASK = (1 << NODE_BITS) - 1
+"""The part of a call's id that its node counts."""
 TURN_TIMEOUT = httpx2.Timeout(3600.0, connect=10.0)
 """A turn may be held for long."""
 
@@ -45,7 +47,7 @@ def branch_of(scope: Scope) -> str:
     if call is None:
         return ""
     rules = scope.node.agents[call.agent].directives.rules
-    return call.agent if rules.is_pinned else f"{call.agent}/{call.ordinal_count}"
+    return call.agent if rules.is_pinned else f"{call.agent}/{call.call_id & CALL_NUMBER_MASK}"
 
 
 class ProgramHook:

@@ -25,11 +25,8 @@ from thunderagent.workflows.declare import Agent
 from thunderagent.workflows.errors import DeadlockError, StateError, WorkflowError
 from thunderagent.workflows.future import Future, Handle, take_futures
 from thunderagent.workflows.instance import Instance
-from thunderagent.workflows.scope import Scope, SessionInfo
+from thunderagent.workflows.scope import NODE_BITS, Scope, SessionInfo
 from thunderagent.workflows.state import SessionState
-
-NODE_BITS = 40
-"""Call ids of a node are below this power of two, beside its number."""
 
 
 class Link(Protocol):
@@ -99,21 +96,15 @@ class Node:
         for need in needs.values():
             stage_count = max(stage_count, need.call.stage_count + 1)
         session = scope.session
-        ordinal_count = session.calls_counts[agent] = session.calls_counts.get(agent, 0) + 1
         call = Call(
             next(self._ids),
-            session.name,
+            scope.maker,
             agent,
             method,
             args,
-            None,
-            self.name,
-            scope.chain,
-            scope.call_id,
             stage_count,
             stage_count - session.first_stages.setdefault(agent, stage_count),
             self.clock(),
-            ordinal_count=ordinal_count,
         )
         handle = Handle(call, tuple(needs.values()))
         handle.node = self
@@ -226,7 +217,7 @@ class Node:
             session.log.append(
                 (
                     call.call_id,
-                    call.parent_id,
+                    call.maker.call_id,
                     call.agent,
                     call.method,
                     record.executor,

@@ -7,7 +7,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from thunderagent.workflows.core.call import Call, Record
+from thunderagent.workflows.core.call import Call, Maker, Record
 from thunderagent.workflows.errors import WorkflowError
 
 if TYPE_CHECKING:
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 DRIVER = "driver"
 """The location of code that no agent runs."""
+NODE_BITS = 40
+"""Call ids of a node are below this power of two, beside its number."""
 KEPT_ENTRIES_COUNT = 10_000
 """The most calls of one session that its log keeps."""
 
@@ -45,8 +47,6 @@ class SessionInfo:
     group: str = ""
     first_stages: dict[str, int] = field(default_factory=dict)
     """By agent, the stage of its first call."""
-    calls_counts: dict[str, int] = field(default_factory=dict)
-    """By agent, how many calls were made."""
     log: deque[tuple[Any, ...]] = field(default_factory=lambda: deque(maxlen=KEPT_ENTRIES_COUNT))
     """Calls that are over, each with the fields of a `LogEntry`."""
     state: Any = None
@@ -72,11 +72,16 @@ class Scope:
     """The calls that run as one."""
     is_mixed: bool = False
     """They are of several sessions."""
+    maker: Maker = field(init=False)
+
+    def __post_init__(self) -> None:
+        call_id = self.call.call_id if self.call is not None else 0
+        self.maker = Maker(self.session.name, self.node.name, self.chain, call_id)
 
     @property
     def call_id(self) -> int:
         """The call that runs; 0 in a driver."""
-        return self.call.call_id if self.call is not None else 0
+        return self.maker.call_id
 
     def saw(self, record: Record) -> None:
         """Note that what comes next may depend on a call's value."""

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict, deque
 from typing import TYPE_CHECKING, Any
 
 from thunderagent.workflows.core import messages as m
-from thunderagent.workflows.core.call import Call, Outcome, Record, Rules
+from thunderagent.workflows.core.call import Call, Maker, Outcome, Record, Rules
 from thunderagent.workflows.core.controller import Controller
 from thunderagent.workflows.core.directory import Directory
 from thunderagent.workflows.core.origin import DIRECTORY, Origin
@@ -131,7 +131,7 @@ class Model:
     def call(
         self, agent: str, session: str = "s0", needs: tuple[Record, ...] = (), node: str = "n0", chain: Any = ()
     ) -> Record:
-        call = Call(len(self.records) + 1, session, agent, f"m{self.choose(2)}", (), None, node, chain)
+        call = Call(len(self.records) + 1, Maker(session, node, chain), agent, f"m{self.choose(2)}")
         record = Record(call, needs)
         self.records.append(record)
         self.handle(node, m.Create(record))

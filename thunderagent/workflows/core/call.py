@@ -37,21 +37,27 @@ class Outcome:
     ended_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Maker:
+    """Whose code makes calls: one run of a driver, or of a call. All that it makes share it."""
+
+    session: str
+    origin: str
+    chain: tuple[str, ...] = ()
+    """The locations of the calls around it, outermost first; a driver has none."""
+    call_id: int = 0
+    """The call whose method it is; 0 for a driver."""
+
+
 @dataclass(slots=True, eq=False)
 class Call:
     """One call of an agent's method: what travels between controllers."""
 
     call_id: int
-    session: str
+    maker: Maker
     agent: str
     method: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any] | None
-    origin: str
-    chain: tuple[str, ...] = ()
-    """The locations of the calls around it, outermost first; a driver's calls have none."""
-    parent_id: int = 0
-    """The call whose method made it; 0 for a driver."""
+    args: tuple[Any, ...] = ()
     stage_count: int = 1
     """Its depth in the graph of calls."""
     returns_count: int = 0
@@ -65,14 +71,25 @@ class Call:
     """Of its session's home, as its origin knew it; 0 where the agent is not pinned."""
     born_version: int = 0
     """The version with which that home began without any state."""
-    ordinal_count: int = 0
-    """How many calls its session had made of this agent."""
     checkpoint: Any = None
     """What its interrupted run left behind."""
-    runs_count: int = 0
-    """How often it was begun."""
     moves_count: int = 0
     """How often it went to another instance."""
+
+    @property
+    def session(self) -> str:
+        """Whose call it is."""
+        return self.maker.session
+
+    @property
+    def origin(self) -> str:
+        """The node that made it."""
+        return self.maker.origin
+
+    @property
+    def chain(self) -> tuple[str, ...]:
+        """The locations of the calls around it."""
+        return self.maker.chain
 
 
 class Record:

@@ -167,7 +167,6 @@ class Controller:
     def _begin(self, calls: list[Call]) -> None:
         for call in calls:
             self.running[call.call_id] = call
-            call.runs_count += 1
             self.changed.add(call.session)
         self.out.append(m.Run(calls))
 

@@ -166,7 +166,7 @@ class Origin:
     def _tell_dependents(self, lost_record: Record) -> None:
         """Push what the executor would have pushed: who had subscribed there is lost with it."""
         assert lost_record.outcome is not None
-        for record in self.records.values():
+        for record in self.records.values() if lost_record.edges_count else ():
             if record.outcome is None and record.executor and lost_record in record.needs:
                 result = m.Result(lost_record.call.call_id, record.call.call_id, lost_record.outcome)
                 self._send(record.executor, result)

@@ -1,7 +1,8 @@
 """The queue of an instance: a heap of sessions, each with its calls in order.
 
 To change a session's priority costs O(log sessions), whatever it has waiting: its entry in the heap is replaced by a
-new one, and the old one is skipped when it comes up. Among equals the session goes first whose next call came first.
+new one, and the old one is skipped when it comes up. Among equals the session goes first whose next call was made
+first.
 """
 
 from __future__ import annotations
@@ -22,12 +23,11 @@ class SessionQueue:
 
     def __init__(self, *, is_ordered: bool = False) -> None:
         self._is_ordered = is_ordered
-        self._lines: dict[str, deque[tuple[int, Call]]] = {}
+        self._lines: dict[str, deque[Call]] = {}
         self._waiting: dict[str, dict[int, Call]] = {}
         """By session, calls that lack a value, where the order does not matter."""
-        self._heap: list[tuple[float, int, str]] = []
-        self._entries: dict[str, tuple[float, int, str]] = {}
-        self._arrivals_count = 0
+        self._heap: list[tuple[float, float, str]] = []
+        self._entries: dict[str, tuple[float, float, str]] = {}
         self.priorities: dict[str, float] = {}
         self.calls_count = 0
         """Those that lack a value too."""
@@ -38,17 +38,15 @@ class SessionQueue:
     def push(self, call: Call) -> None:
         """Let a call wait."""
         self.calls_count += 1
-        self._arrivals_count += 1
         if call.missing and not self._is_ordered:
             self._waiting.setdefault(call.session, {})[call.call_id] = call
             return
-        self._append(call, self._arrivals_count)
+        self._append(call)
 
     def push_front(self, call: Call) -> None:
         """Let a call wait before all others of its session: it was begun already."""
         self.calls_count += 1
-        line = self._lines.setdefault(call.session, deque())
-        line.appendleft((line[0][0] if line else 0, call))
+        self._lines.setdefault(call.session, deque()).appendleft(call)
         self._enter(call.session)
 
     def make_ready(self, call: Call) -> None:
@@ -60,8 +58,7 @@ class SessionQueue:
         del waiting[call.call_id]
         if not waiting:
             del self._waiting[call.session]
-        self._arrivals_count += 1
-        self._append(call, self._arrivals_count)
+        self._append(call)
 
     def set_priorities(self, changes: dict[str, float]) -> None:
         """Order sessions among the others; higher goes first, 0 is what all have."""
@@ -91,7 +88,7 @@ class SessionQueue:
 
     def take(self, session: str) -> list[Call]:
         """Take all calls of a session, in order; those that lack a value too."""
-        found = [call for _, call in self._lines.pop(session, ())]
+        found = list(self._lines.pop(session, ()))
         found += self._waiting.pop(session, {}).values()
         self._entries.pop(session, None)
         self.calls_count -= len(found)
@@ -106,7 +103,7 @@ class SessionQueue:
                 del self._waiting[call.session]
             return
         line = self._lines[call.session]
-        line.remove(next(entry for entry in line if entry[1] is call))
+        line.remove(call)
         if not line:
             del self._lines[call.session]
         self._enter(call.session)
@@ -117,19 +114,18 @@ class SessionQueue:
 
     def calls_of(self, session: str) -> Iterator[Call]:
         """Return a session's calls in order, those that lack a value last."""
-        for _, call in self._lines.get(session, ()):
-            yield call
+        yield from self._lines.get(session, ())
         yield from self._waiting.get(session, {}).values()
 
     def count_of(self, session: str) -> int:
         """Return how many calls of a session wait."""
         return len(self._lines.get(session, ())) + len(self._waiting.get(session, ()))
 
-    def _append(self, call: Call, arrival: int) -> None:
+    def _append(self, call: Call) -> None:
         line = self._lines.get(call.session)
         if line is None:
             line = self._lines[call.session] = deque()
-        line.append((arrival, call))
+        line.append(call)
         if len(line) == 1 or self._is_ordered:
             self._enter(call.session)
 
@@ -140,12 +136,12 @@ class SessionQueue:
         if line is None or index is None:
             self._entries.pop(session, None)
             return
-        entry = (-self.priorities.get(session, 0.0), line[index][0], session)
+        entry = (-self.priorities.get(session, 0.0), line[index].created_s, session)
         if self._entries.get(session) != entry:
             self._entries[session] = entry
             heapq.heappush(self._heap, entry)
 
-    def _top(self) -> tuple[float, int, str] | None:
+    def _top(self) -> tuple[float, float, str] | None:
         heap = self._heap
         while heap:
             entry = heap[0]
@@ -154,12 +150,12 @@ class SessionQueue:
             heapq.heappop(heap)
         return None
 
-    def _next_of(self, line: deque[tuple[int, Call]]) -> int | None:
+    def _next_of(self, line: deque[Call]) -> int | None:
         """Return which call of a line goes next; None if none can."""
         if not self._is_ordered:
             return 0
         waiting: set[str] = set()
-        for index, (_, call) in enumerate(line):
+        for index, call in enumerate(line):
             if call.missing:
                 waiting.add(call.origin)
             elif call.origin not in waiting:
@@ -171,9 +167,9 @@ class SessionQueue:
         found: list[Call] = []
         while line and len(found) < limit_count:
             index = self._next_of(line)
-            if index is None or (method and line[index][1].method != method):
+            if index is None or (method and line[index].method != method):
                 break
-            call = line[index][1]
+            call = line[index]
             del line[index]
             method = call.method
             found.append(call)
