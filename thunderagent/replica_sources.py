@@ -16,7 +16,7 @@ from thunderagent.backends.poller import ReplicaEndpoint
 from thunderagent.config import HOST_FIELD, ServeConfig
 from thunderagent.errors import ConfigurationError
 from thunderagent.programs.events import ResidencyReported
-from thunderagent.proxy.replicas import Follower
+from thunderagent.proxy.fleet.replicas import Follower
 from thunderagent.runtime import Runtime
 
 

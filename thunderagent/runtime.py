@@ -659,6 +659,11 @@ def _refusal(decision: Reject) -> ThunderAgentError:
         )
     if decision.reason is Reason.OVERDRAWN:
         return NoRoomInTimeError("there is no room before its client would give up; the turn was not forwarded")
+    if decision.reason is Reason.LEAVING:
+        return NoRoomInTimeError(
+            f"program {decision.program_id!r} leaves its replica, and its other turns there may not end before its "
+            "client would give up; the turn was not forwarded"
+        )
     if decision.reason is Reason.TOO_MANY_PROGRAMS:
         return TooManyProgramsError(
             f"there are too many programs to open {decision.program_id!r}, all of which have turns; "

@@ -13,8 +13,8 @@ from thunderagent.config import ServeConfig
 from thunderagent.errors import ConfigurationError
 from thunderagent.programs.events import SandboxesMeasured, SandboxFailed, SandboxReady
 from thunderagent.programs.lifecycle import Phase, Status
-from thunderagent.proxy.identity import check_program_id
-from thunderagent.proxy.tool_calls import MAX_KEY_CHARS, first_word
+from thunderagent.proxy.reading.identity import check_program_id
+from thunderagent.proxy.reading.tool_calls import MAX_KEY_CHARS, first_word
 from thunderagent.runtime import Runtime
 from thunderagent.tools.base import Driver, Owner
 from thunderagent.tools.manager import HEARS, Manager, ManagerSettings

@@ -28,6 +28,7 @@ from tests.integration.support import (
     exchange,
     fake_replica,
     get,
+    head_bytes,
     metrics_of,
     post,
     running_proxy,
@@ -40,7 +41,7 @@ from tests.integration.support import (
 )
 from thunderagent.config import ServeConfig
 from thunderagent.errors import ConfigurationError
-from thunderagent.proxy.keys import mint_key
+from thunderagent.proxy.gate.keys import mint_key
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -462,6 +463,38 @@ async def test_on_the_data_port_a_key_sees_its_own_programs(replica: FakeReplica
         assert (await call(proxy.url, "GET", "/programs", ADMIN)).status == 404
     async with running_proxy(replica.url, admin_port=0) as proxy:
         assert (await call(proxy.url, "GET", "/programs")).status == 404
+        await ask(proxy.url, "a")
+        assert (await call(proxy.url, "POST", "/programs/release", body={"all": True})).status == 404
+        named = await call(proxy.url, "POST", "/programs/release", body={"program_ids": ["a"]})
+        assert named.json()["released_ids"] == ["a"]
+
+
+async def test_a_body_that_needs_no_key_is_small(replica: FakeReplica) -> None:
+    """Before anybody is known, 64 KiB are read and no more, whether announced or in chunks."""
+    async with running_proxy(replica.url, **KEYS) as proxy:
+        for announced in (("Content-Length", str(65 * 1024)), ("Transfer-Encoding", "chunked")):
+            async with Wire.open(proxy.url) as wire:
+                wire.send_raw(head_bytes("POST /dashboard/login HTTP/1.1", [("Host", "x"), announced]))
+                if announced[1] == "chunked":
+                    wire.send_raw(65 * chunk(b" " * 1024))
+                assert (await wire.answer()).status == 413
+
+
+async def test_two_tenants_share_no_idempotency_key() -> None:
+    """Though nobody can say whose program it is: the same body, which is no JSON, under the same key."""
+    gate = Gate()
+    async with (
+        fake_replica(gate) as replica,
+        running_proxy(replica.url, **KEYS) as proxy,
+        Wire.open(proxy.url) as one,
+        Wire.open(proxy.url) as other,
+    ):
+        again = [("Idempotency-Key", "k"), ("x-stainless-retry-count", "1"), ("Content-Type", "application/json")]
+        for wire, key in ((one, RED), (other, BLUE)):
+            wire.send("POST", CHAT, [*again, key], b"{no json")
+        await until(lambda: len(replica.calls) == 2)
+        gate.open()
+        assert [(await wire.answer()).status for wire in (one, other)] == [200, 200]
 
 
 async def test_where_only_admins_have_keys_all_programs_need_one(replica: FakeReplica) -> None:

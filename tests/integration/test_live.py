@@ -23,8 +23,8 @@ from tests.integration.support import (
     until,
 )
 from tests.loopback import on_loopback
-from thunderagent.proxy.dashboard import HEADERS
-from thunderagent.proxy.sse import server_sent, stream_events
+from thunderagent.proxy.admin.dashboard import HEADERS
+from thunderagent.proxy.watch.sse import server_sent, stream_events
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -47,7 +47,7 @@ from thunderagent.cli import main
 from thunderagent.client import ProxyRefusedError, program
 from thunderagent.config import ServeConfig
 from thunderagent.errors import ConfigurationError
-from thunderagent.proxy.keys import Keyring, mint_key
+from thunderagent.proxy.gate.keys import Keyring, mint_key
 from thunderagent.security import check_security
 
 if TYPE_CHECKING:

@@ -33,8 +33,8 @@ from tests.integration.support import (
 )
 from tests.loopback import on_loopback
 from thunderagent.errors import NoReplicaError
-from thunderagent.proxy.dialects import dialect_of
-from thunderagent.proxy.heartbeat import HeldStream
+from thunderagent.proxy.reading.dialects import dialect_of
+from thunderagent.proxy.turns.heartbeat import HeldStream
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence

@@ -384,9 +384,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     ) -> None:
         program = self.scheduler.table.get(program_id)
         generation = 0 if program is None else program.generation - late
+        level_counts = self.scheduler.knowledge.judge_record.level_counts.copy()
         self.send(ProgramJudged(self.now_s, program_id, generation, turn_count, succeeds, confidence))
         if program is None or late:
-            assert self.log[-1][1] == [], "a verdict on nobody was taken"
+            assert self.scheduler.knowledge.judge_record.level_counts == level_counts, "a verdict on nobody was taken"
         elif program_id in self.scheduler.hopeless_ids:
             assert self.scheduler.table.get(program_id) is None
         else:

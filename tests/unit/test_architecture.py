@@ -138,6 +138,66 @@ FORBIDDEN: list[tuple[str, frozenset[str], frozenset[str]]] = [
     ),
 ]
 
+# The rooms of the proxy, each with those it may import from, beside itself. What all may: see `ARROWS["proxy"]`.
+PROXY_ARROWS: dict[str, frozenset[str]] = {
+    "reading": frozenset(),
+    "wire": frozenset({"reading"}),
+    "gate": frozenset({"reading", "wire"}),
+    "fleet": frozenset({"reading", "wire", "gate"}),
+    "judge": frozenset({"reading", "fleet"}),
+    "watch": frozenset({"reading", "wire", "gate", "fleet"}),
+    "turns": frozenset({"reading", "wire", "gate", "fleet", "judge", "watch"}),
+    "control": frozenset({"reading", "wire", "gate", "fleet"}),
+    "admin": frozenset({"reading", "gate", "fleet", "control", "watch"}),
+    # Composition: everybody's, and nobody may know it.
+    "app": frozenset({"reading", "wire", "gate", "fleet", "judge", "watch", "turns", "control", "admin"}),
+}
+
+# What a room of the proxy must never know besides.
+UNKNOWN_TO_ROOMS: dict[str, frozenset[str]] = {
+    "reading": frozenset({"aiohttp", "socket", "thunderagent.runtime", "thunderagent.backends"}),
+    "wire": frozenset({"thunderagent.runtime", "thunderagent.programs"}),
+    "gate": frozenset({"thunderagent.runtime"}),
+}
+
+# Module: what it imports all the same, until it is told instead.
+PROXY_EXCEPTIONS: dict[str, frozenset[str]] = {
+    # The target is read off aiohttp's request, and kept in it.
+    "thunderagent.proxy.reading.target": frozenset({"aiohttp"}),
+    # A token names a program, and only the gate knows tokens.
+    "thunderagent.proxy.reading.identity": frozenset({"thunderagent.proxy.gate.bearer"}),
+    # Tokens are forgotten when their program ends.
+    "thunderagent.proxy.gate.bearer": frozenset({"thunderagent.runtime"}),
+    # Whose a program is stands in the scheduler's table.
+    "thunderagent.proxy.gate.tenancy": frozenset({"thunderagent.runtime"}),
+    # Turns say which sandboxes their programs will want.
+    "thunderagent.proxy.turns.turns": frozenset({"thunderagent.proxy.admin.sandboxes"}),
+    # A sample has the same figures of replicas as a report.
+    "thunderagent.proxy.watch.history": frozenset({"thunderagent.proxy.admin.reports"}),
+}
+
+ROOM_MODULE_COUNT = 12
+"""A room has a dozen modules at most, beside its `__init__`."""
+
+
+def wrong_arrows(module: Module) -> Iterator[str]:
+    """Find what a module of the proxy imports from rooms that its own must not know."""
+    if not module.is_in("thunderagent.proxy") or module.name == "thunderagent.proxy":
+        return
+    room = module.name.split(".")[2]
+    if room not in PROXY_ARROWS:
+        yield f"{module.name}: it is in no room"
+        return
+    excepted = PROXY_EXCEPTIONS.get(module.name, frozenset())
+    for line, dotted in imports_of(module):
+        if any(is_under(dotted, each) for each in excepted):
+            continue
+        if is_under(dotted, "thunderagent.proxy") and dotted.split(".")[2] not in PROXY_ARROWS[room] | {room}:
+            yield f"{module.name}:{line}: {room} must not import {dotted}"
+        for each in UNKNOWN_TO_ROOMS.get(room, ()):
+            if is_under(dotted, each):
+                yield f"{module.name}:{line}: {room} must never know {each}"
+
 
 def wrong_imports(module: Module) -> Iterator[str]:
     """Find imports against the arrows, and of what the module must never know."""
@@ -381,7 +441,7 @@ def _numbers(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
 
 # --- One reading of what is asked for -------------------------------------------------------------------------
 
-READS_TARGETS = "thunderagent.proxy.target"
+READS_TARGETS = "thunderagent.proxy.reading.target"
 # What aiohttp has of a request's target: each is another reading of it. `match_info` and `query` are of the URL that
 # the target was routed by.
 OTHER_READINGS = frozenset({"raw_path", "rel_url", "path_qs", "query_string", "path_safe", "raw_parts"})
@@ -422,6 +482,26 @@ def test_the_package_is_found() -> None:
 def test_imports_follow_the_arrows() -> None:
     """Nobody imports against the layers, nor what the room must never know."""
     assert complaints(wrong_imports, MODULES) == []
+
+
+def test_rooms_of_the_proxy_know_only_what_they_may() -> None:
+    """Each room imports only from those below it, and each exception is one that somebody needs."""
+    assert complaints(wrong_arrows, MODULES) == []
+    needed = {
+        (module.name, each)
+        for module in MODULES
+        for each in PROXY_EXCEPTIONS.get(module.name, ())
+        if any(is_under(dotted, each) for _, dotted in imports_of(module))
+    }
+    assert needed == {(name, each) for name, excepted in PROXY_EXCEPTIONS.items() for each in excepted}
+
+
+def test_a_room_is_no_attic() -> None:
+    """A room of the proxy, and a folder in one, has a dozen modules at most."""
+    folders = [module.name for module in MODULES if module.is_package and module.is_in("thunderagent.proxy")]
+    for folder in folders:
+        inside = [each.name for each in MODULES if each.name.rpartition(".")[0] == folder and not each.is_package]
+        assert len(inside) <= ROOM_MODULE_COUNT, inside
 
 
 def test_the_core_is_pure() -> None:
@@ -487,14 +567,14 @@ def module_of(source: str, name: str = "thunderagent.programs.sample", *, is_pac
         ("thunderagent.simulator.engine", "from socket import socket"),
         ("thunderagent.runtime", "import aiohttp.web"),
         ("thunderagent.runtime", "from thunderagent.proxy import app"),
-        ("thunderagent.proxy.turns", "from thunderagent.config import Settings"),
-        ("thunderagent.proxy.turns", "from thunderagent.tools import manager"),
-        ("thunderagent.proxy.turns", "from thunderagent.programs.policies.cap import Cap"),
+        ("thunderagent.proxy.turns.turns", "from thunderagent.config import Settings"),
+        ("thunderagent.proxy.turns.turns", "from thunderagent.tools import manager"),
+        ("thunderagent.proxy.turns.turns", "from thunderagent.programs.policies.cap import Cap"),
         ("thunderagent.client.sync", "from thunderagent.errors import ThunderAgentError"),
         ("thunderagent.config", "from thunderagent.cli import main"),
         ("thunderagent.policy_loader", "from thunderagent.event_log import replay"),
         ("thunderagent.serving", "from thunderagent.cli import main"),
-        ("thunderagent.status", "from thunderagent.proxy.reports import Report"),
+        ("thunderagent.status", "from thunderagent.proxy.admin.reports import Report"),
         ("thunderagent.runtime", "from thunderagent.policy_loader import load_policy"),
         ("thunderagent.extra", "import os"),
         ("thunderagent", "from thunderagent import errors"),
@@ -508,11 +588,36 @@ def test_a_wrong_import_is_found(name: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("name", "source"),
     [
+        ("thunderagent.proxy.reading.prefix", "from thunderagent.proxy.wire.headers import forwarded"),
+        ("thunderagent.proxy.reading.prefix", "from aiohttp import web"),
+        ("thunderagent.proxy.reading.target", "from thunderagent.runtime import Runtime"),
+        ("thunderagent.proxy.wire.headers", "from thunderagent.programs.events import Event"),
+        ("thunderagent.proxy.gate.guard", "from thunderagent.runtime import Runtime"),
+        ("thunderagent.proxy.fleet.replicas", "from thunderagent.proxy import turns"),
+        ("thunderagent.proxy.turns.turns", "from thunderagent.proxy.admin.reports import Report"),
+        ("thunderagent.proxy.control.leases", "from thunderagent.proxy.admin import reports"),
+        ("thunderagent.proxy.watch.metrics", "from ..turns.turns import Turns"),
+        ("thunderagent.proxy.admin.admin", "from thunderagent.proxy.wire import headers"),
+        ("thunderagent.proxy.turns.turns", "from thunderagent.proxy.app import create_app"),
+        ("thunderagent.proxy.attic", "import json"),
+    ],
+)
+def test_a_wrong_arrow_between_rooms_is_found(name: str, source: str) -> None:
+    """Each room's own limits are seen, in every way of importing, and a module in no room."""
+    assert list(wrong_arrows(module_of(source, name)))
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
         ("thunderagent.programs.table", "from thunderagent.errors import LifecycleError"),
         ("thunderagent.programs.table", "from . import policies"),
         ("thunderagent.backends.vllm", "import httpx2, asyncio\nfrom .base import Backend"),
         ("thunderagent.simulator.server", "import asyncio\nfrom aiohttp import web"),
-        ("thunderagent.proxy.turns", "from thunderagent.runtime import Runtime\nfrom thunderagent import __version__"),
+        (
+            "thunderagent.proxy.turns.turns",
+            "from thunderagent.runtime import Runtime\nfrom thunderagent import __version__",
+        ),
         ("thunderagent.client.sync", "import httpx2\nfrom thunderagent.client.base import Client"),
         ("thunderagent.cli", "from thunderagent.config import Settings\nimport thunderagent.tools.docker"),
         ("thunderagent.cli", "from thunderagent.serving import serve\nfrom thunderagent.status import watch_status"),

@@ -42,16 +42,16 @@ from thunderagent.programs.lifecycle import TRANSITIONS
 from thunderagent.programs.policies import PARTS, POLICIES
 from thunderagent.programs.policies.breakeven import BreakEven
 from thunderagent.programs.scheduler import Scheduler
-from thunderagent.proxy.discovery import Discovery, DiscoverySettings
-from thunderagent.proxy.event_feed import KINDS, SIGNAL_KINDS
-from thunderagent.proxy.held import NO_LIMITS, HeldTurns
+from thunderagent.proxy.admin.replica_routes import SourceCollector
+from thunderagent.proxy.admin.sandboxes import SandboxCollector
+from thunderagent.proxy.fleet.discovery import Discovery, DiscoverySettings
+from thunderagent.proxy.fleet.replicas import Replicas
+from thunderagent.proxy.gate.held import NO_LIMITS, HeldTurns
+from thunderagent.proxy.gate.rate_limit import RateLimits
 from thunderagent.proxy.judge import Judge, JudgeCollector
 from thunderagent.proxy.judge.prompt import DEFAULT_PROMPT
-from thunderagent.proxy.metrics import StateCollector, TurnMetrics
-from thunderagent.proxy.rate_limit import RateLimits
-from thunderagent.proxy.replica_routes import SourceCollector
-from thunderagent.proxy.replicas import Replicas
-from thunderagent.proxy.sandboxes import SandboxCollector
+from thunderagent.proxy.watch.event_feed import KINDS, SIGNAL_KINDS
+from thunderagent.proxy.watch.metrics import StateCollector, TurnMetrics
 from thunderagent.runtime import Runtime
 from thunderagent.sandboxes import build_manager
 from thunderagent.simulator.timing import load_profiles
@@ -213,12 +213,15 @@ def test_every_page_is_in_the_navigation() -> None:
     assert {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")} - fragments == set(listed)
 
 
-@pytest.mark.parametrize("name", [name for _, name in SHOWN.findall(page("integrations/index.md"))])
+FACTS = ["Program id", "End", "See that it works", "Tried with"]
+FRAMEWORKS = [name for each in ("index", "training") for _, name in SHOWN.findall(page(f"integrations/{each}.md"))]
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
 def test_every_framework_says_its_facts(name: str) -> None:
     """How its program is named and ended, how to see that it works, and what was tried."""
-    heads, _, facts = page(name).splitlines()[:3]
-    assert heads == "| Program id | End | See that it works | Tried with |"
-    assert all(cell.strip() for cell in facts.split("|")[1:5])
+    facts = re.findall(r"^\| \*\*(.+?)\*\* \| (.+) \|$", page(name), re.MULTILINE)
+    assert [heading for heading, said in facts if said.strip()] == FACTS
 
 
 @pytest.mark.parametrize(

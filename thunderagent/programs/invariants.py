@@ -32,10 +32,10 @@ def check(scheduler: Scheduler) -> None:
         _check_program(scheduler, program)
     for replica in scheduler.replicas.values():
         _check_replica(scheduler, replica)
-    held = [turn for turn in scheduler.turns.values() if turn.program is not None and turn.turn_id in turn.program.held]
-    assert scheduler.ledger.waiting_count == len(held) + len(scheduler.anonymous_held), "waiting turns miscounted"
     waiting = [turn for program in scheduler.table if program.status is Status.PAUSED for turn in program.held.values()]
-    impatient_count = sum(turn.deadline_s < inf for turn in waiting)
+    assert scheduler.ledger.waiting_count == len(waiting) + len(scheduler.anonymous_held), "waiting turns miscounted"
+    leaving = [turn for program in scheduler.table if program.marked for turn in program.held.values()]
+    impatient_count = sum(turn.deadline_s < inf for turn in (*waiting, *leaving))
     assert len(scheduler.impatient) == impatient_count, "impatient turns miscounted"
     children = [program for program in scheduler.table if program.parent_id]
     assert bool(scheduler.families) == bool(children), "families miscounted"

@@ -402,6 +402,9 @@ class Scheduler:
                 return
             program = self._open(event, program_id)
         elif program.announced:
+            if event.tenant and not program.tenant and not self._has_place(event.tenant, opens=False):
+                self._decisions.append(Reject(event.turn_id, program_id, Reason.TOO_MANY_PROGRAMS))
+                return
             self._announced_begins(program, event)
         elif program.tool_runs:
             self._tool_returned(program)
@@ -557,19 +560,21 @@ class Scheduler:
         program.held[turn.turn_id] = turn
         self.table.acting_ends(program)
         program.advance(Trigger.TURN_ARRIVED)
-        self.ledger.wait_begins(turn.arrived_s)
         self._measure_claim(program)
         self._put(program)
         program.hold_reason = reason
+        if reason is Reason.LEAVING:
+            self.impatient.add(turn)
         program.note(self._now_s, "hold", reason, program.replica_id)
         self._decisions.append(Hold(turn.turn_id, program.program_id, reason))
 
     def _to_paused_reasoning(self, program: Program, turn: Turn, reason: Reason) -> None:
         """Make a program whose claim was lifted, and one of whose turns is held, PAUSED."""
+        program.idle = False
         if program.status is Status.ACTIVE:
             self._leave_replica(program, Trigger.PAUSE, reason)
-        program.idle = False
-        self.ledger.wait_begins(turn.arrived_s)
+        else:
+            self.ledger.wait_begins(turn.arrived_s)
 
     def _begin_flight(self, program: Program, turn: Turn) -> None:
         """Put a turn in flight on its program's replica; the program's claim must be lifted, and may be stale after."""
@@ -849,22 +854,29 @@ class Scheduler:
             account.turn_count -= 1
 
     def _wait_ends(self, program: Program, turn: Turn) -> None:
+        """Note that a turn is held no longer; one that was held in place did not wait for room."""
         program.held_s_total += self._now_s - turn.arrived_s
         self.impatient.discard(turn)
-        self.ledger.wait_ends(self._now_s)
+        if program.status is Status.PAUSED:
+            self.ledger.wait_ends(self._now_s)
 
     # --- turns that are let in whether there is room or not ---------------------------------------------------------
 
     def _grant_impatient(self) -> None:
-        """Let in who is held and whose client would give up; where too much would be claimed, tell it so at once."""
+        """Let in who is held and whose client would give up; where too much would be claimed, tell it so at once.
+
+        So it is told where its program leaves a replica: the turns in flight there may well outlast its client.
+        """
         while self._granting_replicas and (turn := self.impatient.first_due(self._now_s)) is not None:
             program = turn.program
             assert program is not None, f"{turn} is held for its program"
-            overdrawable = self._overdrawable(program, self._open_to(program))
+            leaving = program.status is Status.ACTIVE
+            overdrawable = [] if leaving else self._overdrawable(program, self._open_to(program))
             if overdrawable:
                 self.restore(program, self._cheapest(program, overdrawable), Reason.PATIENCE)
             else:
-                self._decisions.append(Reject(turn.turn_id, program.program_id, Reason.OVERDRAWN))
+                reason = Reason.LEAVING if leaving else Reason.OVERDRAWN
+                self._decisions.append(Reject(turn.turn_id, program.program_id, reason))
                 self._drop_turn(turn, "rejected")
 
     def _find_replica(self, program: Program, avoid_replica_id: str | None) -> tuple[Replica | None, Reason]:
@@ -1087,6 +1099,7 @@ class Scheduler:
         program.leaves_for.clear()
         for turn in program.held.values():  # in place, until now
             self.impatient.add(turn)
+            self.ledger.wait_begins(self._now_s)
         if program.held:
             program.hold_reason = reason
             self.control.begins_to_wait(program)
@@ -1121,6 +1134,8 @@ class Scheduler:
         replica_id = program.replica_id or ""
         program.note(self._now_s, Trigger.MARK.value, reason, replica_id)
         if not was_marked:
+            for turn in program.held.values():  # until grants go on there
+                self.impatient.add(turn)
             self._decisions.append(Mark(program.program_id, replica_id, reason))
 
     def unmark(self, program: Program, reason: Reason, *, cause: Reason | None = None) -> None:
@@ -1176,6 +1191,8 @@ class Scheduler:
         program.admitted = True
         if program.held and next(iter(program.held.values())).arrived_s < self._now_s:  # not one that was tried again
             self.knowledge.restore_pace.restored()
+        for turn in program.held.values():
+            self._wait_ends(program, turn)
         program.advance(Trigger.RESTORE)
         program.replica_id = replica.replica_id
         replica.programs[program.program_id] = program
@@ -1203,7 +1220,6 @@ class Scheduler:
         program.hold_reason = ""
         held, program.held = program.held, {}
         for turn in held.values():
-            self._wait_ends(program, turn)
             self._begin_flight(program, turn)
         if held:
             self._book_residency(program)
@@ -1214,22 +1230,28 @@ class Scheduler:
         """Grant what is held of an active program, whose claim must be lifted, unless nothing may be there now."""
         if program.marked:
             program.hold_reason = Reason.LEAVING if program.held else ""
-        elif self.replicas[program.replica_id or ""].suspended_for:
+            return
+        for turn in program.held.values():
+            self.impatient.discard(turn)
+        if self.replicas[program.replica_id or ""].suspended_for:
             program.hold_reason = Reason.SUSPENDED if program.held else ""
-        else:
-            self._grant_held(program, Reason.HOME)
+            return
+        for turn in program.held.values():
+            self._wait_ends(program, turn)
+        self._grant_held(program, Reason.HOME)
 
     # --- who may begin ----------------------------------------------------------------------------------------------
 
-    def _has_place(self, tenant: str) -> bool:
-        """Say whether one more program may live, where the oldest without a turn was forgotten for it if need be.
+    def _has_place(self, tenant: str, *, opens: bool = True) -> bool:
+        """Say whether a tenant may have one more program, where the oldest without a turn was forgotten if need be.
 
-        A tenant that has as many as it may forgets its own; where all have, the one with most does.
+        A tenant that has as many as it may forgets its own; where all have, the one with most does. One that does not
+        open lives already, and nobody's until now.
         """
         table, settings = self.table, self.settings
         if table.count_of(tenant) >= settings.tenant_max_programs_count:
             oldest = table.longest_acting(tenant)
-        elif len(table) >= settings.max_programs_count:
+        elif opens and len(table) >= settings.max_programs_count:
             oldest = table.longest_acting(table.largest_tenant()) or table.longest_acting(tenant)
         else:
             return True

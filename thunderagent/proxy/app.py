@@ -18,37 +18,37 @@ from thunderagent.errors import (
     RequestError,
     ThunderAgentError,
 )
-from thunderagent.proxy.access import CATCH_ALL, Use, use_of
-from thunderagent.proxy.admin import Admin
-from thunderagent.proxy.admin_port import AdminPort
-from thunderagent.proxy.breaker import Breakers
-from thunderagent.proxy.commands import command_of
-from thunderagent.proxy.control import Control, ControlSettings
-from thunderagent.proxy.dashboard import Dashboard
-from thunderagent.proxy.dialects import CHAT, TURN_DIALECTS, dialect_of
-from thunderagent.proxy.discovery import Discovery
-from thunderagent.proxy.facade import Facade
-from thunderagent.proxy.guard import Guard, GuardSettings, Handler, says_nothing_yet
-from thunderagent.proxy.held import HeldTurns
-from thunderagent.proxy.history import History
+from thunderagent.proxy.admin.admin import Admin
+from thunderagent.proxy.admin.dashboard import Dashboard
+from thunderagent.proxy.admin.live import Live
+from thunderagent.proxy.admin.openapi import OpenApi
+from thunderagent.proxy.admin.primitives import Primitives, Provisioner
+from thunderagent.proxy.admin.replica_routes import ReplicaHandlers, SourceCollector
+from thunderagent.proxy.admin.sandboxes import SandboxCollector, Sandboxes, SandboxHandlers
+from thunderagent.proxy.control.control import Control, ControlSettings
+from thunderagent.proxy.control.facade import Facade
+from thunderagent.proxy.control.leases import Leases
+from thunderagent.proxy.control.weight_sync import WeightSync
+from thunderagent.proxy.fleet.breaker import Breakers
+from thunderagent.proxy.fleet.discovery import Discovery
+from thunderagent.proxy.fleet.replicas import Replicas, Watcher
+from thunderagent.proxy.gate.access import CATCH_ALL, Use, use_of
+from thunderagent.proxy.gate.admin_port import AdminPort
+from thunderagent.proxy.gate.guard import Guard, GuardSettings, Handler, says_nothing_yet
+from thunderagent.proxy.gate.held import HeldTurns
+from thunderagent.proxy.gate.keys import Keyring
+from thunderagent.proxy.gate.login import Login, Logins
+from thunderagent.proxy.gate.tenancy import Tenancy
 from thunderagent.proxy.judge import Judge, JudgeCollector
-from thunderagent.proxy.keys import Keyring
-from thunderagent.proxy.leases import Leases
-from thunderagent.proxy.live import Live
-from thunderagent.proxy.login import Login, Logins
-from thunderagent.proxy.metrics import StateCollector, TurnMetrics
-from thunderagent.proxy.models import Models
-from thunderagent.proxy.openapi import OpenApi
-from thunderagent.proxy.primitives import Primitives, Provisioner
-from thunderagent.proxy.replica_routes import ReplicaHandlers, SourceCollector
-from thunderagent.proxy.replicas import Replicas, Watcher
-from thunderagent.proxy.request_id import REQUEST_ID, mark
-from thunderagent.proxy.sandboxes import SandboxCollector, Sandboxes, SandboxHandlers
-from thunderagent.proxy.stall import STALL_LIMIT_S, send_if_large
-from thunderagent.proxy.target import target_of, told_path
-from thunderagent.proxy.tenancy import Tenancy
-from thunderagent.proxy.turns import Turns, TurnSettings
-from thunderagent.proxy.weight_sync import WeightSync
+from thunderagent.proxy.reading.commands import command_of
+from thunderagent.proxy.reading.dialects import CHAT, TURN_DIALECTS, dialect_of
+from thunderagent.proxy.reading.target import target_of, told_path
+from thunderagent.proxy.turns.models import Models
+from thunderagent.proxy.turns.turns import Turns, TurnSettings
+from thunderagent.proxy.watch.history import History
+from thunderagent.proxy.watch.metrics import StateCollector, TurnMetrics
+from thunderagent.proxy.wire.request_id import REQUEST_ID, mark
+from thunderagent.proxy.wire.stall import STALL_LIMIT_S, send_if_large
 from thunderagent.runtime import Runtime
 
 log = structlog.get_logger("thunderagent.proxy")

@@ -91,3 +91,20 @@ def test_announced_programs_are_forgotten_too() -> None:
     for number in range(20):
         driver.opens(f"p{number}")
     assert [program.program_id for program in driver.scheduler.table] == ["p16", "p17", "p18", "p19"]
+
+
+def test_a_program_that_was_announced_counts_for_the_tenant_of_its_first_turn() -> None:
+    """Announced as nobody's, it would pass that tenant's cap."""
+    driver = Driver(settings=CAPS)
+    driver.opens("announced")
+    flood(driver, "red", 4)
+    refused = driver.arrives("announced", 1, tenant="red")
+    assert driver.rejected_for[refused] is Reason.TOO_MANY_PROGRAMS
+    assert driver.arrives("announced", 1, tenant="blue") in driver.granted_on
+    driver.opens("another")
+    for n in range(4):
+        driver.releases(f"red {n}")
+    driver.takes_turn("idle", 1, tenant="red")
+    flood(driver, "red", 3)
+    assert driver.arrives("another", 1, tenant="red") in driver.granted_on
+    assert of_kind(Release, driver.decisions) == ["idle"]

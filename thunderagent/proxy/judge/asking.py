@@ -12,8 +12,8 @@ from multidict import CIMultiDict
 
 from thunderagent.backends.client import ReplicaClient
 from thunderagent.errors import ReplicaError, ThunderAgentError
+from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.judge.answer import MAX_ANSWER_BYTES, Failure
-from thunderagent.proxy.replicas import Replicas
 from thunderagent.runtime import Runtime
 
 CHAT_PATH = "/v1/chat/completions"

@@ -1,0 +1,81 @@
+"""Which headers travel end to end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from urllib.parse import urljoin, urlsplit
+
+from multidict import CIMultiDict, CIMultiDictProxy
+
+from thunderagent.errors import ReplicaRedirectError
+from thunderagent.proxy.reading.target import Target
+
+_HOP_BY_HOP = frozenset(
+    {
+        "connection",
+        "keep-alive",
+        "proxy-authenticate",
+        "proxy-authorization",
+        "proxy-connection",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+    }
+)
+"""RFC 9110, section 7.6.1."""
+
+_REQUEST_DROPPED = _HOP_BY_HOP | {"host", "content-length", "expect"}
+"""Content-Length is counted anew, because the body may have been spliced; Host names the replica."""
+
+
+_RESPONSE_DROPPED = _HOP_BY_HOP | {"alt-svc", "refresh"}
+"""The last two would lead a client to the engine, or wherever that wants, without a redirect."""
+
+_PORTS = {"http": 80, "https": 443}
+
+
+def forwarded_request_headers(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
+    """Return the end-to-end headers of a request, in their order and spelling."""
+    return _without(headers, _REQUEST_DROPPED)
+
+
+def forwarded_response_headers(headers: CIMultiDictProxy[str], *, keep_length: bool) -> CIMultiDict[str]:
+    """Return the end-to-end headers of an answer; Content-Length only if the body's bytes stay as they are."""
+    return _without(headers, _RESPONSE_DROPPED if keep_length else _RESPONSE_DROPPED | {"content-length"})
+
+
+def lead_back(headers: CIMultiDict[str], url_of: Callable[[str], str], replica_id: str, target: Target) -> None:
+    """Have a redirect of a replica lead to the proxy: to the same place there, for the same program or replica.
+
+    A path without a host does, whatever the client calls us. Raises `ReplicaRedirectError` for one to somebody else,
+    and `ReplicaRemovedError`.
+    """
+    if "Location" not in headers:
+        return
+    base_url = url_of(replica_id)
+    try:
+        base = urlsplit(base_url)
+        wanted = urlsplit(urljoin(base_url.rstrip("/") + target.sent, headers.popall("Location")[0]))
+        is_replicas = (wanted.hostname, wanted.port or _PORTS.get(wanted.scheme)) == (
+            base.hostname,
+            base.port or _PORTS.get(base.scheme),
+        )
+    except ValueError:
+        is_replicas = False
+    if not is_replicas:
+        raise ReplicaRedirectError(f"replica {replica_id} redirects to another server", replica_id=replica_id)
+    base_path = base.path.rstrip("/") + "/"
+    path = wanted.path.removeprefix(base_path).lstrip("/\\")  # two slashes would begin another host's name
+    headers["Location"] = f"{target.prefix}/{path}" + (f"?{wanted.query}" if wanted.query else "")
+
+
+def _without(headers: CIMultiDictProxy[str], dropped: frozenset[str]) -> CIMultiDict[str]:
+    if "Connection" in headers:  # RFC 9110, 7.6.1: it may name further hop-by-hop headers
+        named = ",".join(headers.getall("Connection")).lower().split(",")
+        dropped = dropped | {name.strip() for name in named}
+    kept = CIMultiDict(headers)
+    for name in dropped:
+        if name in kept:
+            del kept[name]
+    return kept
