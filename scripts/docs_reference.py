@@ -14,16 +14,22 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from thunderagent import errors
 from thunderagent.cli import LIST_FIELDS, build_parser
 from thunderagent.config import ENVIRONMENT_PREFIX, ServeConfig
 from thunderagent.nova import config as nova_config
 from thunderagent.programs.decisions import Reason
+from thunderagent.programs.lifecycle import TRANSITIONS
+from thunderagent.proxy.judge.prompt import DEFAULT_PROMPT
 from thunderagent.simulator.timing import load_profiles
 from thunderagent.tools.template import Template
 
+ROOT = Path(__file__).parents[1]
 OTHERS = "Listening"
 GROUPS = {
     "Replicas and engines": r"backend|kubernetes_replicas|discovery|drain|data_par|capacity|poll_|down_|kv_"
@@ -148,6 +154,34 @@ def reasons() -> str:
     return table(("Reason", "Mostly with", "Meaning"), rows)
 
 
+def lifecycle() -> str:
+    """Return the lifecycle of a program: every pair of status and phase, and what leads where."""
+    rows = [
+        (", ".join(before), f"`{trigger}`", ", ".join(after))
+        for (before, trigger), after in sorted(TRANSITIONS.items())
+    ]
+    return table(("Status, phase", "What happened", "Then"), rows)
+
+
+def judge_prompt() -> str:
+    """Return the prompt that a judge gets by default."""
+    return f"```text\n{DEFAULT_PROMPT.strip()}\n```"
+
+
+def alerts() -> str:
+    """Return the alerts that come with the project."""
+    groups = yaml.safe_load((ROOT / "deploy" / "prometheus" / "alerts.yaml").read_text(encoding="utf-8"))["groups"]
+    rows = [
+        (rule["alert"], f"`{rule['expr']}`", rule.get("for", ""), " ".join(rule["annotations"].values()))
+        for group in groups
+        for rule in group["rules"]
+    ]
+    said = table(("Alert", "Expression", "For", "Meaning and what to look at"), rows)
+    return re.sub(r"\{\{ .+? \}\}", "…", said)
+        "{{ $labels.replica }}", "…"
+    )
+
+
 def profiles() -> str:
     """Return the engines that `--profile` knows by name."""
     rows = [
@@ -239,10 +273,13 @@ def _type(schema: dict[str, Any]) -> str:
 
 
 PARTS: dict[str, Callable[[], str]] = {
+    "alerts": alerts,
     "api": api,
     "commands": commands,
     "configuration": configuration,
     "errors": error_codes,
+    "judge_prompt": judge_prompt,
+    "lifecycle": lifecycle,
     "profiles": profiles,
     "reasons": reasons,
     "templates": templates,

@@ -26,6 +26,15 @@ FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 SHOWN = re.compile(r'^( *)--8<-- "(.+)"$', re.MULTILINE)
 OUTSIDE = "repository"
 """Folder of the site for files of the repository that pages link to."""
+BOOSTS = {
+    "start/": 1.5,
+    "fix/": 2,
+    "reference/api": 0.3,
+    "reference/cli": 0.3,
+    "reference/python": 0.5,
+    "research/": 0.3,
+}
+"""How much a hit of the search counts, by how the page's path begins: answers before lists."""
 _pages: dict[str, tuple[str, str]] = {}
 """Title and Markdown of each page of this build, by its path."""
 
@@ -78,6 +87,7 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     for link, target in set(outside_links(name, markdown)):
         relative = os.path.relpath(place_of(target), Path(name).parent)
         markdown = markdown.replace(f"]({link})", f"]({relative})")
+    page.meta["search"] = {"boost": next((boost for begin, boost in BOOSTS.items() if name.startswith(begin)), 1)}
     title = re.search(r"^# (.+)$", markdown, re.MULTILINE)
     _pages[name] = (title[1] if title else name, markdown)
     return markdown
