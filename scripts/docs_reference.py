@@ -178,8 +178,6 @@ def alerts() -> str:
     ]
     said = table(("Alert", "Expression", "For", "Meaning and what to look at"), rows)
     return re.sub(r"\{\{ .+? \}\}", "…", said)
-        "{{ $labels.replica }}", "…"
-    )
 
 
 def profiles() -> str:
