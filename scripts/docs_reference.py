@@ -71,11 +71,10 @@ def configuration() -> str:
         heading = next((heading for heading, begins in GROUPS.items() if re.match(begins, name)), OTHERS)
         option = f"--{LIST_FIELDS.get(name, name.replace('_', '-'))}"
         default = "" if field.default in (None, (), {}, "") else f"`{str(field.default).lower()}`"
-        groups[heading].append(
-            (f"`{option}`", f"`{ENVIRONMENT_PREFIX}{name.upper()}`", default, field.description or "")
-        )
+        variable = f"{ENVIRONMENT_PREFIX}{name.upper()}"
+        groups[heading].append((f"`{option}`<br>`{variable}`", default, field.description or ""))
     return "\n\n".join(
-        f"## {heading}\n\n{table(('Option', 'Environment', 'Default', 'Meaning'), rows)}"
+        f"## {heading}\n\n{table(('Option, environment', 'Default', 'Meaning'), rows)}"
         for heading, rows in groups.items()
     )
 
