@@ -23,8 +23,8 @@ from thunderagent import errors
 from thunderagent.cli import LIST_FIELDS, build_parser
 from thunderagent.config import ENVIRONMENT_PREFIX, ServeConfig
 from thunderagent.nova import config as nova_config
-from thunderagent.programs.decisions import Reason
-from thunderagent.programs.lifecycle import TRANSITIONS
+from thunderagent.programs.model import places
+from thunderagent.programs.model.decisions import Reason
 from thunderagent.proxy.judge.prompt import DEFAULT_PROMPT
 from thunderagent.simulator.timing import load_profiles
 from thunderagent.tools.template import Template
@@ -154,12 +154,13 @@ def reasons() -> str:
 
 
 def lifecycle() -> str:
-    """Return the lifecycle of a program: every pair of status and phase, and what leads where."""
+    """Return the places of a program: what each means, and which may follow it."""
+    said = re.findall(r"^\| (\w+) \| (.+?) \| (.+?) \|$", places.__doc__ or "", re.MULTILINE)[1:]
     rows = [
-        (", ".join(before), f"`{trigger}`", ", ".join(after))
-        for (before, trigger), after in sorted(TRANSITIONS.items())
+        (name, state, who, ", ".join(sorted(places.ALLOWED[places.Kind(name)])) or "nowhere")
+        for name, state, who in said
     ]
-    return table(("Status, phase", "What happened", "Then"), rows)
+    return table(("Place", "Status, phase", "Who is there", "Goes to"), rows)
 
 
 def judge_prompt() -> str:

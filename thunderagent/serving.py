@@ -27,7 +27,8 @@ from thunderagent.config import JUDGE_ON_REPLICAS, ServeConfig
 from thunderagent.errors import ConfigurationError
 from thunderagent.event_log import EventLogWriter
 from thunderagent.policy_loader import load_policy, parse_setting
-from thunderagent.programs.scheduler import Scheduler, SchedulerSettings
+from thunderagent.programs.model.settings import SchedulerSettings
+from thunderagent.programs.scheduler import Scheduler
 from thunderagent.provisioning import build_provisioning
 from thunderagent.proxy.app import HISTORY, build_app
 from thunderagent.proxy.control.control import ControlSettings
@@ -41,8 +42,8 @@ from thunderagent.proxy.gate.held import HeldLimits
 from thunderagent.proxy.gate.outgoing import Outgoing
 from thunderagent.proxy.judge import Judge, JudgeSettings, ReplicaAsker, open_url, read_prompt
 from thunderagent.proxy.reading.identity import IdentityRules
+from thunderagent.proxy.turns.flow import TurnSettings
 from thunderagent.proxy.turns.retry_budget import RetrySettings
-from thunderagent.proxy.turns.turns import TurnSettings
 from thunderagent.proxy.watch.event_feed import KIND_OF
 from thunderagent.proxy.wire.aiohttp_server import Runner
 from thunderagent.replica_sources import followers_of, sources_of, static_of
@@ -246,7 +247,7 @@ async def proxy(
         client = await stack.enter_async_context(open_client(client_settings))
         replicas.attach(client, poller, *kv_followers)
         discovery.replicas_wanted("static", static_of(urls))
-        judge = _judge(config, runtime, client, replicas)
+        judge = _judge(config, runtime, client)
         app = build_app(
             runtime,
             client,
@@ -303,7 +304,7 @@ async def proxy(
             yield url
 
 
-def _judge(config: ServeConfig, runtime: Runtime, client: ReplicaClient, replicas: Replicas) -> Judge | None:
+def _judge(config: ServeConfig, runtime: Runtime, client: ReplicaClient) -> Judge | None:
     """Return who asks a judge about programs, if that is configured. Raises `ConfigurationError`."""
     if not config.judge_url:
         return None
@@ -318,7 +319,7 @@ def _judge(config: ServeConfig, runtime: Runtime, client: ReplicaClient, replica
         timeout_s=config.judge_timeout_s,
     )
     if config.judge_url == JUDGE_ON_REPLICAS:
-        asker = ReplicaAsker(runtime, client, replicas)
+        asker = ReplicaAsker(runtime, client)
         return Judge(runtime, lambda: contextlib.nullcontext(asker), settings)
     return Judge(runtime, partial(open_url, config.judge_url, judge_api_key(config)), settings)
 

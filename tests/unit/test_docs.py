@@ -35,10 +35,11 @@ from thunderagent.config import ENVIRONMENT_PREFIX, ServeConfig
 from thunderagent.nova.config import NovaConfig
 from thunderagent.nova.metrics import GAUGES
 from thunderagent.policy_loader import PRESETS, load_policy
-from thunderagent.programs.decisions import Reason
-from thunderagent.programs.events import ProgramReleased, ReplicaPolled, ReplicaUp, Tick, TurnArrived, TurnFinished
 from thunderagent.programs.invariants import check
-from thunderagent.programs.lifecycle import TRANSITIONS
+from thunderagent.programs.model.decisions import Reason
+from thunderagent.programs.model.events import ProgramReleased, Tick, TurnArrived, TurnFinished
+from thunderagent.programs.model.fleet_events import ReplicaPolled, ReplicaUp
+from thunderagent.programs.model.places import ALLOWED
 from thunderagent.programs.policies import PARTS, POLICIES
 from thunderagent.programs.policies.breakeven import BreakEven
 from thunderagent.programs.scheduler import Scheduler
@@ -319,14 +320,11 @@ def test_every_kind_of_message_is_documented() -> None:
 
 def test_what_is_generated_is_whole() -> None:
     """The lifecycle, the judge's prompt and the alerts stand on their pages as the code has them."""
-    said = set(
-        re.findall(
-            r"^\| (\w+), (\w+) \| `(\w+)` \| (\w+), (\w+) \|$",
-            shown(DOCS / "explanation/architecture.md"),
-            re.MULTILINE,
-        )
-    )
-    assert said == {(*before, trigger, *after) for (before, trigger), after in TRANSITIONS.items()}
+    life = shown(DOCS / "explanation/architecture.md").partition("## The life of a program")[2].partition("\n## ")[0]
+    rows = [[cell.strip() for cell in row.split("|")[1:5]] for row in life.splitlines() if row.startswith("| ")][1:]
+    assert {name: set(then.split(", ")) for name, _, _, then in rows} == {
+        kind: set(then) or {"nowhere"} for kind, then in ALLOWED.items()
+    }
     assert DEFAULT_PROMPT.strip() in shown(DOCS / "how-to/judge.md")
     assert "`thunderagent_replica_up == 0`" in shown(DOCS / "how-to/observe.md")
 
@@ -439,7 +437,7 @@ def test_the_whole_global_policy_of_the_page_gives_and_takes_replicas(
         driver.finishes(turn_id, 1000)
     driver.releases_all(*(f"chat-{number}" for number in range(4)))
     driver.ticks(1.0)
-    routes = {name: set(route.targets) for _, name, route in driver.scheduler.control.routes}
+    routes = {name: set(route.targets) for _, name, route in driver.scheduler.core.routing.routes}
     assert len(routes["chat"]) == 1
     assert len(routes[""]) == 2
 
@@ -463,7 +461,7 @@ def drive(scheduler: Scheduler) -> None:
         send(ProgramReleased(now_s + 1, f"p{turn_id}"))
         send(Tick(now_s + 6))
     assert granted == {0, 1, 2, 3}
-    assert len(scheduler.table) == 0
+    assert len(scheduler.programs) == 0
 
 
 def test_every_setting_of_the_default_policy_is_explained() -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from thunderagent.cli import main
-from thunderagent.programs.goodput import in_time
+from thunderagent.programs.learned.goodput import in_time
 from thunderagent.simulator.compare_command import add_arguments, command_line
 
 QUICK = ("compare", "--policies", "passthrough,cap:n=3", "--programs", "8", "--minutes", "1", "--processes", "1")

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from thunderagent.errors import NotFoundError, RequestError, ThunderAgentError
-from thunderagent.programs.lifecycle import Phase, Status
+from thunderagent.programs.model.places import Phase, Status
 from thunderagent.proxy.admin.reports import (
     SORTS,
     ProgramFilter,
@@ -23,11 +23,10 @@ from thunderagent.proxy.admin.sandboxes import SANDBOXES_OFF, Sandboxes
 from thunderagent.proxy.admin.story import program_story
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.gate.admin_port import MUST_NAME
-from thunderagent.proxy.gate.bearer import Tokens
 from thunderagent.proxy.gate.bodies import read_model, report_response
 from thunderagent.proxy.gate.keys import check_admin
 from thunderagent.proxy.gate.tenancy import Tenancy
-from thunderagent.proxy.reading.identity import check_program_id, outcome_of
+from thunderagent.proxy.reading.identity import Tokens, check_program_id, outcome_of
 from thunderagent.proxy.watch.metrics import exposition
 from thunderagent.runtime import Runtime
 
@@ -194,15 +193,16 @@ class Admin:
         try:
             await self._sandboxes.request(program_id, json.dumps(wanted).encode())
         except ThunderAgentError:
-            program = self._runtime.scheduler.table.get(program_id)
-            if opened and program is not None and program.announced:  # a refused request opens nothing
+            book = self._runtime.scheduler.book
+            program = book.programs.get(program_id)
+            if opened and program is not None and program.place is book.announced:  # a refused request opens nothing
                 self._runtime.release(program_id)
             raise
 
     async def program(self, request: web.Request) -> web.Response:
         """Tell one program's state, why it waits, and its story."""
         self._own_or_all()
-        program = self._runtime.scheduler.table.get(request.match_info["program_id"])
+        program = self._runtime.scheduler.programs.get(request.match_info["program_id"])
         if program is None or not self._tenancy.may_touch(program.program_id):
             raise NotFoundError(f"there is no live program {request.match_info['program_id']!r}")
         return report_response(program_story(self._runtime, program))
@@ -225,7 +225,7 @@ class Admin:
             check_admin()
             if request.get(MUST_NAME):
                 raise NotFoundError("every program at once is released on the admin port; name programs here")
-            program_ids = [program.program_id for program in self._runtime.scheduler.table]
+            program_ids = [program.program_id for program in self._runtime.scheduler.programs.values()]
         elif not program_ids:
             raise RequestError('name what to release: {"program_id": "..."}, {"program_ids": [...]} or {"all": true}')
         named_ids = list(dict.fromkeys(check_program_id(program_id) for program_id in program_ids))
@@ -244,7 +244,7 @@ class Admin:
         program_ids = [program_id for program_id in program_ids if self._tenancy.may_touch(program_id)]
         if tenant is None:
             return program_ids
-        table = self._runtime.scheduler.table
+        table = self._runtime.scheduler.programs
         programs = (table.get(program_id) for program_id in program_ids)
         return [program.program_id for program in programs if program is not None and program.tenant == tenant]
 

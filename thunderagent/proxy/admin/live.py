@@ -9,13 +9,12 @@ from pydantic import Field
 
 import thunderagent
 from thunderagent.errors import RequestError
-from thunderagent.proxy.admin.reports import Report
 from thunderagent.proxy.fleet.replicas import Replicas
-from thunderagent.proxy.gate.bodies import report_response
+from thunderagent.proxy.gate.bodies import Report, report_response
 from thunderagent.proxy.reading.identity import check_program_id
 from thunderagent.proxy.watch.event_feed import KINDS, SIGNAL_KINDS, EventFeed
+from thunderagent.proxy.watch.event_stream import stream_events
 from thunderagent.proxy.watch.history import INTERVAL_S, History, Rates, Sample
-from thunderagent.proxy.watch.sse import stream_events
 from thunderagent.runtime import Runtime
 
 SIGNALS = "signals"
@@ -77,7 +76,7 @@ class Live:
         """Tell the figures that one looks at first."""
         scheduler = self._runtime.scheduler
         sample, rates = self._history.now()
-        waits_s = [self._runtime.now_s() - program.waiting_since_s for program in scheduler.queue.waiting()]
+        waits_s = [self._runtime.now_s() - program.waiting_since_s for program in scheduler.queue.with_turns()]
         return report_response(
             SummaryReport(
                 version=thunderagent.__version__,
@@ -88,7 +87,7 @@ class Live:
                 engines_are_simulated=self._simulated,
                 replicas_count=len(self._replicas.known),
                 replicas_up_count=len(scheduler.open_replicas),
-                programs_count=len(scheduler.table),
+                programs_count=len(scheduler.programs),
                 longest_held_s=round(max(waits_s), 3) if waits_s else None,
                 now=sample,
                 rates=rates,

@@ -17,10 +17,11 @@ from aiohttp import web
 from thunderagent.errors import NotFoundError
 from thunderagent.proxy.control.control import Control
 from thunderagent.proxy.control.loads import load_of, old_load_of
+from thunderagent.proxy.fleet.commands import command_of
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.gate.access import Use, is_known, use_of
-from thunderagent.proxy.reading.commands import command_of
-from thunderagent.proxy.reading.target import Target, target_of
+from thunderagent.proxy.reading.target import Target
+from thunderagent.proxy.wire.aiohttp_request import target_of
 from thunderagent.runtime import Runtime
 
 ForwardTo = Callable[[web.Request, str, Target], Awaitable[web.StreamResponse]]
@@ -116,7 +117,6 @@ class Facade:
 
     def _described(self, request: web.Request, replica_id: str) -> dict[str, Any]:
         known = self._replicas.known[replica_id]
-        replica = self._runtime.scheduler.replicas.get(replica_id)
         return {
             "id": replica_id,
             "url": self._url(request, replica_id),
@@ -126,8 +126,8 @@ class Facade:
             "worker_type": "regular",
             "connection_mode": "http",
             "runtime_type": known.endpoint.backend.kind,
-            "is_healthy": replica is not None and replica.up,
-            "load": replica.account.turn_count if replica is not None else 0,
+            "is_healthy": self._runtime.replicas.is_up(replica_id),
+            "load": self._runtime.turns_count(replica_id),
         }
 
 

@@ -17,8 +17,8 @@ from math import isfinite
 
 from pydantic import Field
 
-from thunderagent.proxy.admin.reports import Report
 from thunderagent.proxy.fleet.replicas import Replicas
+from thunderagent.proxy.gate.bodies import Report
 from thunderagent.proxy.watch.metrics import HOLD_BUCKETS_S
 from thunderagent.runtime import Runtime
 
@@ -141,9 +141,9 @@ class History:
         limit_tokens = 0.0
         for replica in scheduler.replicas.values():
             account = replica.account
-            scheduler.ledger.settle(account, now_s)
+            scheduler.ledger.accrue(account, now_s)
             reasoning_count += account.reasoning_count
-            acting_count += account.acting_count
+            acting_count += account.acting.count
             turn_count += account.turn_count
             demand_tokens += account.demand_tokens
             if replica.open_to_programs:
@@ -156,7 +156,7 @@ class History:
             active_reasoning_count=reasoning_count,
             active_acting_count=acting_count,
             paused_reasoning_count=paused_reasoning_count,
-            paused_acting_count=len(scheduler.table) - scheduler.active_count - paused_reasoning_count,
+            paused_acting_count=len(scheduler.programs) - scheduler.book.active_count - paused_reasoning_count,
             turns_in_flight_count=turn_count,
             turns_held_count=scheduler.ledger.waiting_count,
             turns_finished_total=runtime.outcome_counts["finished"],

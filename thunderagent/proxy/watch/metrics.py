@@ -15,9 +15,10 @@ from prometheus_client import Counter as CounterMetric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.utils import floatToGoString
 
-from thunderagent.programs.lifecycle import Phase, Status
-from thunderagent.programs.tenants import Tenants
-from thunderagent.programs.verdicts import FAILURE, OUTCOMES, SUCCESS, TURN_EDGES_COUNT, Level
+from thunderagent.programs.learned.judge_record import TURN_EDGES_COUNT
+from thunderagent.programs.model.places import Phase, Status
+from thunderagent.programs.model.verdicts import FAILURE, OUTCOMES, SUCCESS, Level
+from thunderagent.programs.rules.tenants import Tenants
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.watch.event_feed import KIND_OF
 from thunderagent.runtime import Runtime
@@ -121,7 +122,7 @@ class StateCollector:
         programs = GaugeMetricFamily(
             "thunderagent_programs", "Live programs by status and phase.", labels=["status", "phase"]
         )
-        counts = Counter((program.status, program.phase) for program in self._runtime.scheduler.table)
+        counts = Counter((program.status, program.phase) for program in self._runtime.scheduler.programs.values())
         for status in (Status.ACTIVE, Status.PAUSED):
             for phase in Phase:
                 programs.add_metric([status, phase], counts[status, phase])
@@ -222,7 +223,7 @@ class StateCollector:
                 gauges["up"].add_metric([replica_id], 0)
                 continue
             account = replica.account
-            scheduler.ledger.settle(account, self._runtime.now_s())
+            scheduler.ledger.accrue(account, self._runtime.now_s())
             gauges["up"].add_metric([replica_id], int(replica.open_to_programs))
             gauges["suspended"].add_metric([replica_id], int(bool(replica.suspended_for)))
             gauges["demand"].add_metric([replica_id], account.demand_tokens)
@@ -293,7 +294,7 @@ class StateCollector:
         )
         for replica_id, account in scheduler.ledger.accounts.items():
             if account.capacity_tokens is not None:
-                break_even.add_metric([replica_id], scheduler.break_even_s(replica_id))
+                break_even.add_metric([replica_id], scheduler.view.break_even_s(replica_id))
         yield break_even
         yield GaugeMetricFamily(
             "thunderagent_prefill_seconds_per_token",
@@ -313,7 +314,7 @@ class StateCollector:
         programs = GaugeMetricFamily(
             "thunderagent_programs_by_level", "Live programs by the level that verdicts gave them.", labels=["level"]
         )
-        counts = Counter(program.level for program in scheduler.table)
+        counts = Counter(program.level for program in scheduler.programs.values())
         for level in Level:
             programs.add_metric([level.name.lower()], counts[level])
         yield programs

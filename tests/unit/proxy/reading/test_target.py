@@ -17,10 +17,11 @@ from multidict import CIMultiDict
 from thunderagent.backends.limits import PatientConnector, Pause
 from thunderagent.backends.pool import Pool
 from thunderagent.errors import RequestError
+from thunderagent.proxy.fleet.commands import COMMANDS, REPLICA_COMMANDS
 from thunderagent.proxy.gate.access import Access, ForwardUnknown, Use, engine_access, use_of
-from thunderagent.proxy.reading.commands import COMMANDS, REPLICA_COMMANDS
 from thunderagent.proxy.reading.dialects import TURN_DIALECTS
-from thunderagent.proxy.reading.target import Target, routed
+from thunderagent.proxy.reading.target import Target
+from thunderagent.proxy.wire.aiohttp_request import routed
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def test_programs_are_counted_by_status_and_phase() -> None:
         sample.paused_reasoning_count,
         sample.paused_acting_count,
     )
-    assert sum(counts) == len(world.driver.scheduler.table) == 2
+    assert sum(counts) == len(world.driver.scheduler.programs) == 2
 
 
 def test_hits_are_what_grew_whatever_engine_began_anew() -> None:

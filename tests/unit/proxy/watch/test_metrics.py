@@ -7,7 +7,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from thunderagent.policy_loader import load_policy
-from thunderagent.programs.decisions import Reason, SetRoute
+from thunderagent.programs.model.decisions import Reason, SetRoute
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.watch.metrics import ADDED_BUCKETS_S, HOLD_BUCKETS_S, Histogram, StateCollector
