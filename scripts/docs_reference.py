@@ -40,12 +40,12 @@ GROUPS = {
     r"|patience|client_patience",
     "Names of programs": r"program_headers|user_names|bearer|infer",
     "Limits": r"max_|key_max|tenant_max|rate_limit",
-    "Security": r"api_keys|admin_keys|tenant_from|allow|forward|metrics_need|tls|cors",
+    "Security": r"api_keys|admin_keys|keys_file|tenant_from|allow|forward|metrics_need|tls|cors",
     "Weight updates and leases": r"control_timeout|weight_sync|observe|lease",
     "Starting and ending replicas": r"provision",
     "Judge": r"judge",
     "Sandboxes": r"sandbox|warm|docker_url|kubernetes_",
-    "Logs and traces": r"signal_log|event_log|log_|otlp|trace",
+    "Logs and traces": r"signal_log|event_log|access_log|log_|otlp|trace",
     "Simulated engines": r"embedded|demo",
 }
 """Headings of the configuration, and how the names of their options begin; the first that matches counts."""

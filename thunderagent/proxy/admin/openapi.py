@@ -21,6 +21,8 @@ from pydantic.json_schema import JsonSchemaMode, models_json_schema
 from thunderagent import __version__
 from thunderagent.proxy.admin import openapi_answers as answers
 from thunderagent.proxy.admin.admin import MAX_PAGE, OpenRequest, ReleaseRequest, ToolRequest
+from thunderagent.proxy.admin.configuration import ReloadReport
+from thunderagent.proxy.admin.keys import KeyRequest, KeysReport, NewKeyReport, RevokedKeyReport
 from thunderagent.proxy.admin.live import HistoryReport, SummaryReport
 from thunderagent.proxy.admin.primitives import (
     ControlReport,
@@ -163,6 +165,10 @@ OPERATIONS: tuple[Operation, ...] = (
     ),
     Operation("GET", "/queue", (QueueReport,), query={"limit": {**LIMIT, "minimum": 0}}),
     Operation("GET", "/tools", (ToolsReport,)),
+    Operation("GET", "/keys", (KeysReport,)),
+    Operation("POST", "/keys", (NewKeyReport,), body=(KeyRequest,)),
+    Operation("DELETE", "/keys/{name}", (RevokedKeyReport,)),
+    Operation("POST", "/config/reload", (ReloadReport,)),
     Operation("POST", "/dashboard/login", (answers.LoginReport,), body=(LoginRequest,)),
     Operation("GET", "/summary", (SummaryReport,)),
     Operation("GET", "/history", (HistoryReport,), query={"since": {"type": "number", "default": 0}}),
