@@ -30,7 +30,7 @@ from thunderagent.policy_loader import load_policy, parse_setting
 from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.provisioning import build_provisioning
-from thunderagent.proxy.app import HISTORY, build_app
+from thunderagent.proxy.app import HISTORY, LOOP_LAG, build_app
 from thunderagent.proxy.control.control import ControlSettings
 from thunderagent.proxy.fleet.breaker import BreakerSettings
 from thunderagent.proxy.fleet.discovery import Discovery, DiscoverySettings
@@ -247,6 +247,8 @@ async def proxy(
         user_names_program=config.user_names_program,
         tokens=Tokens(runtime) if config.bearer_programs else None,
         infers_programs=config.infer_programs,
+        # A log may be replayed under a policy that wants them.
+        reads_prefixes=runtime.scheduler.policy.claim_rules.share_prefixes or config.event_log is not None,
     )
     sandboxes = build_manager(config, runtime)
     provisioning = build_provisioning(config, runtime, replicas, discovery)
@@ -299,6 +301,7 @@ async def proxy(
             poller.run,
             discovery.run,
             app[HISTORY].run,
+            app[LOOP_LAG].run,
             partial(replicas.run, client),
             collect_garbage,
             provisioning.run,

@@ -54,7 +54,8 @@ from thunderagent.proxy.judge import Judge, JudgeCollector
 from thunderagent.proxy.judge.prompt import DEFAULT_PROMPT
 from thunderagent.proxy.watch.autoscaling import AutoscalingCollector
 from thunderagent.proxy.watch.event_feed import KINDS, SIGNAL_KINDS
-from thunderagent.proxy.watch.metrics import StateCollector, TurnMetrics
+from thunderagent.proxy.watch.metrics import StateCollector
+from thunderagent.proxy.watch.turn_metrics import LoopLag, TurnMetrics
 from thunderagent.runtime import Runtime
 from thunderagent.sandboxes import build_manager
 from thunderagent.simulator.timing import load_profiles
@@ -142,6 +143,7 @@ def metric_names() -> set[str]:
     """Return what `/metrics` exposes, under the names that a dashboard uses."""
     registry = CollectorRegistry()
     TurnMetrics(registry)
+    LoopLag(registry)
     RateLimits(1, 1, registry)
     HeldTurns(NO_LIMITS, registry)
     Quotas(registry, lambda _: False, lambda _: 1)

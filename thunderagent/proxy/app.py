@@ -55,7 +55,8 @@ from thunderagent.proxy.turns.side_calls import SideCalls
 from thunderagent.proxy.watch.access_log import logged
 from thunderagent.proxy.watch.autoscaling import AutoscalingCollector
 from thunderagent.proxy.watch.history import History
-from thunderagent.proxy.watch.metrics import StateCollector, TurnMetrics
+from thunderagent.proxy.watch.metrics import StateCollector
+from thunderagent.proxy.watch.turn_metrics import LoopLag, TurnMetrics
 from thunderagent.proxy.wire.aiohttp_exchange import AiohttpExchange
 from thunderagent.proxy.wire.aiohttp_request import mark, target_of, told_path
 from thunderagent.proxy.wire.request_id import REQUEST_ID
@@ -74,7 +75,8 @@ ENGINES_HEADER = "X-ThunderAgent-Engines"
 """In every answer of a proxy whose engines are simulated."""
 
 HISTORY = web.AppKey("history", History)
-"""Where the application keeps its history; whoever runs it runs that beside it."""
+"""Where the application keeps its history; whoever runs it runs that beside it, and so the next."""
+LOOP_LAG = web.AppKey("loop_lag", LoopLag)
 
 
 GUARD = web.AppKey("guard", Guard)
@@ -117,6 +119,7 @@ def build_app(
     """Put the proxy together. The caller owns what it is made of. `simulated` engines are told of in every answer."""
     registry = CollectorRegistry()
     metrics = TurnMetrics(registry)
+    replicas.on_removed.append(metrics.replica_removed)
     held = HeldTurns(turn_settings.held, registry)
     quotas = _quotas(runtime, registry, held, hears=keys_file is not None)
     tenancy = Tenancy(runtime, from_key=turn_settings.tenant_from_key, quotas=quotas if keys_file is not None else None)
@@ -152,6 +155,7 @@ def build_app(
     app[GUARD], app[HELD] = guard, held
     guard.attach(app)
     app.on_cleanup.append(_stopping(replicas.breakers))
+    app[LOOP_LAG] = LoopLag(registry)
     app[HISTORY] = History(runtime, replicas, metrics.hold_counts)
     live = Live(runtime, replicas, app[HISTORY], sandboxes_on=sandboxes is not None, simulated=simulated)
     if simulated:

@@ -20,7 +20,7 @@ from pydantic import Field
 from thunderagent.programs.model.decisions import Grant, Reason
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.gate.bodies import Report
-from thunderagent.proxy.watch.metrics import HOLD_BUCKETS_S
+from thunderagent.proxy.watch.turn_metrics import HOLD_BUCKETS_S
 from thunderagent.runtime import Runtime
 
 INTERVAL_S = 1.0
@@ -169,7 +169,7 @@ class History:
             paused_reasoning_count=paused_reasoning_count,
             paused_acting_count=len(scheduler.programs) - scheduler.book.active_count - paused_reasoning_count,
             turns_in_flight_count=turn_count,
-            turns_held_count=scheduler.ledger.waiting_count,
+            turns_held_count=self._runtime.held_count,
             turns_finished_total=runtime.outcome_counts["finished"],
             turns_granted_total=sum(
                 number for (decision, _), number in runtime.decision_counts.items() if decision is Grant

@@ -35,7 +35,7 @@ from thunderagent.proxy.gate.login import Login, Logins
 from thunderagent.proxy.gate.tenancy import Tenancy
 from thunderagent.proxy.turns.flow import TurnSettings
 from thunderagent.proxy.watch.history import History
-from thunderagent.proxy.watch.metrics import TurnMetrics
+from thunderagent.proxy.watch.turn_metrics import TurnMetrics
 from thunderagent.runtime import Runtime
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from thunderagent.programs.model.decisions import Grant, Hold, Reason
 from thunderagent.programs.policies.cap import Cap
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.watch.history import KEPT_COUNT, History, quantile_s
-from thunderagent.proxy.watch.metrics import HOLD_BUCKETS_S
+from thunderagent.proxy.watch.turn_metrics import HOLD_BUCKETS_S
 from thunderagent.runtime import Runtime
 
 
@@ -85,7 +85,7 @@ def test_programs_are_counted_by_status_and_phase() -> None:
     world.driver.arrives("a", 100)
     world.driver.arrives("b", 100)
     sample, _ = world.history.now()
-    assert (sample.active_reasoning_count, sample.paused_reasoning_count, sample.turns_held_count) == (1, 1, 1)
+    assert (sample.active_reasoning_count, sample.paused_reasoning_count) == (1, 1)
     world.driver.finishes("a", 100)
     sample, _ = world.history.now()
     counts = (
