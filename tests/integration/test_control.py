@@ -248,6 +248,7 @@ async def test_no_turn_is_sent_to_an_engine_that_is_paused_and_all_are_afterward
         await asyncio.sleep(0.3)  # longer than every limit
         queue = (await get(proxy.url, "/queue")).json()
         assert (queue["suspended_for"], queue["turns_held_count"], queue["held_in_place_count"]) == (["pause"], 3, 1)
+        assert (await get(proxy.url, "/summary")).json()["now"]["turns_held_count"] == 3
         for program_id in ("old", "new"):
             program = (await get(proxy.url, f"/programs/{program_id}")).json()
             assert program["hold_reason"] == "suspended"

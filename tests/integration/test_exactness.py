@@ -320,10 +320,10 @@ async def test_an_encoded_request_reaches_the_replica_as_it_is(replica: FakeRepl
 async def test_other_paths_pass_with_any_method(
     replica: FakeReplica, proxy: RunningProxy, method: str, target: str
 ) -> None:
-    """Path and query byte for byte; a POST that may generate has a lease of nobody's."""
-    body = b"some bytes" if method in {"PUT", "PATCH", "POST"} else b""
-    await send_both_ways(replica, proxy, method, target, [("X-Custom", "1")], body)
-    may_generate = method == "POST" and not target.startswith(("/v1/files", "/tokenize"))
+    """Path and query byte for byte; what may generate has a lease of nobody's."""
+    has_body = method in {"PUT", "PATCH", "POST"}
+    await send_both_ways(replica, proxy, method, target, [("X-Custom", "1")], b"some bytes" if has_body else b"")
+    may_generate = has_body and not target.startswith(("/v1/files", "/tokenize"))
     assert proxy.runtime.outcome_counts["finished"] == may_generate
     assert len(proxy.runtime.scheduler.programs) == 0
 

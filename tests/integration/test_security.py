@@ -480,6 +480,16 @@ async def test_every_post_that_can_generate_takes_a_lease(way: str, replica: Fak
             assert sent.body == (body if way != "not a dialect" else json.dumps(turn()).encode())
 
 
+@pytest.mark.parametrize(("method", "target"), [("PUT", "/p/p/generate"), ("PATCH", "/v1/new")])
+async def test_a_turn_by_another_method_than_post_takes_a_lease(method: str, target: str, replica: FakeReplica) -> None:
+    """SGLang's `/generate` takes PUT, too; the engine gets the method that its client chose."""
+    async with running_proxy(replica.url) as proxy:
+        answer = await call(proxy.url, method, target, body=b'{"text":"go on"}')
+        assert (answer.status, answer.header("X-Hold-Ms")) == (200, "0")
+        assert proxy.runtime.outcome_counts["finished"] == 1
+        assert [sent.method for sent in replica.calls] == [method]
+
+
 async def test_an_admin_key_alone_closes_what_concerns_every_program(replica: FakeReplica) -> None:
     """Data is open then, and what is of all programs is not data."""
     async with running_proxy(replica.url, admin_keys=(ADMIN_LINE,), sandboxes="callback") as proxy:

@@ -118,9 +118,16 @@ ARROWS: dict[str, frozenset[str]] = {
     "provisioning": frozenset({"errors", "backends", "provision", "proxy", "runtime", "config"}),
     # Makes keys, TLS and limits of the configuration.
     "security": frozenset({"errors", "proxy", "config"}),
+    # Makes a key for a person.
+    "key_command": frozenset({"errors", "faults", "proxy"}),
+    # Reads the configuration again, and tells whoever goes by it.
+    "reloading": frozenset({"errors", "backends", "proxy", "config", "security", "replica_sources"}),
     # Wires everything up; the command line starts it.
-    "serving": EVERY_ROOM | {"config", "signal_log"},
-    "cli": EVERY_ROOM | {"config", "serving", "status", "calibrate", "log_lines", "lookups", "nova"},
+    "serving": EVERY_ROOM | {"config", "signal_log", "reloading"},
+    # A client of engines and of a proxy, which it can start for itself.
+    "doctor": frozenset({"errors", "backends", "config", "security", "serving"}),
+    "cli": EVERY_ROOM
+    | {"config", "serving", "status", "calibrate", "doctor", "key_command", "log_lines", "lookups", "nova"},
     "__main__": frozenset({"cli"}),
 }
 

@@ -37,9 +37,11 @@ from thunderagent.proxy.admin.sandboxes import SandboxCollector
 from thunderagent.proxy.fleet.discovery import Discovery, DiscoverySettings
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.gate.held import NO_LIMITS, HeldTurns
+from thunderagent.proxy.gate.keys.quotas import Quotas
 from thunderagent.proxy.gate.rate_limit import RateLimits
 from thunderagent.proxy.judge import Judge, JudgeCollector
 from thunderagent.proxy.judge.prompt import DEFAULT_PROMPT
+from thunderagent.proxy.watch.autoscaling import AutoscalingCollector
 from thunderagent.proxy.watch.event_feed import KINDS, SIGNAL_KINDS
 from thunderagent.proxy.watch.metrics import StateCollector
 from thunderagent.proxy.watch.turn_metrics import LoopLag, TurnMetrics
@@ -78,7 +80,7 @@ HOSTS = {
 ENDPOINTS = {
     *("v1", "p", "sessions", "programs", "finish_session", "replicas", "queue", "health", "ready", "metrics"),
     *("sandboxes", "work", "NAMESPACE", "tools", "summary", "history", "events", "dashboard"),
-    *("control", "deployment", "statefulset"),
+    *("control", "deployment", "statefulset", "keys", "config"),
     *("tokenize", "detokenize", "version", "reset_prefix_cache", "generate", "inference", "skyrl"),
     *("openapi", "docs", "dashboard"),
     *("pause", "resume", "pause_generation", "continue_generation", "flush_cache", "is_paused", "is_sleeping"),
@@ -125,9 +127,11 @@ def metric_names() -> set[str]:
     LoopLag(registry)
     RateLimits(1, 1, registry)
     HeldTurns(NO_LIMITS, registry)
+    Quotas(registry, lambda _: False, lambda _: 1)
     runtime = Runtime(Scheduler(load_policy("passthrough", {})))
     replicas = Replicas(runtime, [])
     registry.register(StateCollector(runtime, replicas))
+    registry.register(AutoscalingCollector(runtime))
     registry.register(SourceCollector(Discovery(runtime, replicas, lambda: backend_of("vllm"), DiscoverySettings())))
     manager = build_manager(ServeConfig(sandboxes=("callback",)), runtime)
     assert manager is not None

@@ -166,14 +166,14 @@ class SchedulerView:
 
     def claim_tokens_on(self, program: ProgramView, replica: ReplicaView) -> int:
         """See `View`."""
-        own = self._own(program)
+        own = self._own(program) if self._book.prefixes.tree.cuts else None
         if own is None:
             return program.claim_tokens
         return own.claim_tokens - min(own.claim_tokens, self._book.prefixes.tokens_on(own, replica.replica_id))
 
     def resident_tokens(self, program: ProgramView, replica: ReplicaView) -> int:
         """See `View`."""
-        own = self._own(program)
+        own = program if isinstance(program, Program) else self._own(program)
         return 0 if own is None else self._book.resident_tokens(own, self._replica(replica))
 
     def tool_hold_s(self, tool: str, threshold_s: float) -> float:

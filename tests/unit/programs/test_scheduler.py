@@ -661,6 +661,16 @@ def test_anonymous_turns_teach_what_a_byte_is_worth() -> None:
     assert driver.program("new").claim_tokens == pytest.approx(200, abs=1)
 
 
+@pytest.mark.parametrize(("told_tokens", "claim_tokens"), [(0, 250), (1_000_000, 4000)])
+def test_no_client_teaches_that_a_byte_is_worth_nothing_or_a_lot(told_tokens: int, claim_tokens: int) -> None:
+    """A newcomer of 1,000 tokens claims 4 times too little or too much at most, whatever bodies were filled up with."""
+    driver = by_load()
+    for _ in range(200):
+        driver.finishes(driver.arrives("stranger", 1000), prompt=told_tokens)
+    driver.arrives("new", 1000)
+    assert driver.program("new").claim_tokens == pytest.approx(claim_tokens, rel=0.01)
+
+
 # --- What a policy may do -------------------------------------------------------------------------------------
 
 

@@ -21,7 +21,9 @@ FIRST_TOKENS_PER_BYTE_RATIO = 0.25
 """English text in a common tokenizer: four bytes a token. Used until the first usage says better."""
 
 MOST_TOKENS_PER_BYTE_RATIO = 1.0
-"""A token of a text has a byte at least. More is learned of its own program alone, whose client may have made it up."""
+LEAST_TOKENS_PER_BYTE_RATIO = 1 / 16
+"""A token of a text has a byte at least, and few have sixteen. What is beyond is learned of its own program alone: its
+client may have made its usage up, or filled its bodies up with what is no prompt."""
 
 LEARNING_RATIO = 0.05
 """Weight of the newest turn in the learned tokens per byte of programs that are seen for the first time."""
@@ -101,7 +103,7 @@ class Knowledge:
             self.media_sizes.learn(turn.media, prompt_tokens - text_tokens)
             return
         ratio = prompt_tokens / turn.prompt_bytes
-        usual_ratio = min(ratio, MOST_TOKENS_PER_BYTE_RATIO)
+        usual_ratio = max(LEAST_TOKENS_PER_BYTE_RATIO, min(ratio, MOST_TOKENS_PER_BYTE_RATIO))
         self.tokens_per_byte_ratio += LEARNING_RATIO * (usual_ratio - self.tokens_per_byte_ratio)
         if branch is not None:
             branch.tokens_per_byte_ratio = ratio

@@ -260,9 +260,13 @@ class BreakEven:
         account = replica.account
         if not account.active_count:
             return True
-        grown_tokens = self._foreseen_tokens(view, program, replica) if foresees else 0.0
-        needed_tokens = view.claim_tokens_on(program, replica) + min(program.growth_tokens, grown_tokens)
-        missing_tokens = needed_tokens - self._free_tokens(account, grown_tokens)
+        needed_tokens: float = view.claim_tokens_on(program, replica)
+        grown_tokens, free_tokens = 0.0, self.low_ratio * account.limit_tokens - account.demand_tokens
+        if foresees:
+            grown_tokens = self._foreseen_tokens(view, program, replica)
+            needed_tokens += min(program.growth_tokens, grown_tokens)
+            free_tokens = self._free_tokens(account, grown_tokens)
+        missing_tokens = needed_tokens - free_tokens
         if missing_tokens <= 0:
             return True
         if not make_room or view.first_routed_before(program, replica) is not None:
@@ -311,10 +315,14 @@ class BreakEven:
         """Return the replica with most room; among equals, as where no capacity is known, that with least on it."""
         if len(candidates) == 1:
             return candidates[0]
-        free_tokens = [
-            self._free_tokens(replica.account, self._foreseen_tokens(view, program, replica) if foresees else 0.0)
-            for replica in candidates
-        ]
+        if foresees:
+            free_tokens = [
+                self._free_tokens(replica.account, self._foreseen_tokens(view, program, replica))
+                for replica in candidates
+            ]
+        else:  # of each newcomer to many replicas: without a call for each
+            ratio, accounts = self.low_ratio, [replica.account for replica in candidates]
+            free_tokens = [ratio * account.limit_tokens - account.demand_tokens for account in accounts]
         most_tokens = max(free_tokens)
         return least_loaded(
             [replica for replica, tokens in zip(candidates, free_tokens, strict=True) if tokens == most_tokens]

@@ -33,6 +33,8 @@ from thunderagent.proxy.admin.admin import (
     ToolReport,
     ToolRequest,
 )
+from thunderagent.proxy.admin.configuration import ReloadReport
+from thunderagent.proxy.admin.keys import KeyRequest, KeysReport, NewKeyReport, RevokedKeyReport
 from thunderagent.proxy.admin.live import HistoryReport, SummaryReport
 from thunderagent.proxy.admin.primitives import (
     ControlReport,
@@ -199,6 +201,10 @@ OPERATIONS: tuple[Operation, ...] = (
     ),
     Operation("GET", "/queue", (QueueReport,), query={"limit": {**LIMIT, "minimum": 0}}),
     Operation("GET", "/tools", (ToolsReport,)),
+    Operation("GET", "/keys", (KeysReport,)),
+    Operation("POST", "/keys", (NewKeyReport,), body=(KeyRequest,)),
+    Operation("DELETE", "/keys/{name}", (RevokedKeyReport,)),
+    Operation("POST", "/config/reload", (ReloadReport,)),
     Operation("POST", "/dashboard/login", (LoginReport,), body=(LoginRequest,)),
     Operation("GET", "/summary", (SummaryReport,)),
     Operation("GET", "/history", (HistoryReport,), query={"since": {"type": "number", "default": 0}}),

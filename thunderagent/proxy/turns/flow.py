@@ -132,7 +132,9 @@ class Turns:
         )
         turn = self._of_program(exchange, turn, prompt)
         target = exchange.target
-        record = Record(turn, target, dialect_of(target.spelt), arrived_s, exchange.body, prompt, chosen_id)
+        record = Record(
+            turn, exchange.method, target, dialect_of(target.spelt), arrived_s, exchange.body, prompt, chosen_id
+        )
         del prompt  # as large as the body, and of no more use
         if turn.previous_response_id:
             record.maker_id = self._made.maker(turn.previous_response_id)

@@ -113,7 +113,7 @@ class Forwarding:
             return await self._client.send(
                 lease.replica_id,
                 lease.url,
-                "POST",
+                record.method,
                 record.target.sent,
                 headers,
                 body,

@@ -54,9 +54,7 @@ class StateCollector:
 
     def _counts(self) -> Iterator[Metric]:
         runtime = self._runtime
-        yield GaugeMetricFamily(
-            "thunderagent_turns_held", "Turns that wait for a lease.", runtime.scheduler.ledger.waiting_count
-        )
+        yield GaugeMetricFamily("thunderagent_turns_held", "Turns that wait for a lease.", runtime.held_count)
         yield GaugeMetricFamily(
             "thunderagent_leases_active", "Turns that hold a lease and were not ended.", runtime.leases_count
         )
