@@ -1,7 +1,7 @@
 """The command line.
 
 `thunderagent serve | doctor | engine | simulate | compare | calibrate | status | top | key | replay | record` and
-`thunderagent nova serve`.
+`thunderagent nova serve | workflow`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import UnionType
@@ -198,7 +198,29 @@ def build_parser() -> argparse.ArgumentParser:
         "serve", help="serve it", formatter_class=argparse.RawDescriptionHelpFormatter
     )
     nova_serve_parser.set_defaults(run=run_nova)
+    _add_workflow_commands(commands)
     return parser
+
+
+def _add_workflow_commands(commands: Any) -> None:
+    workflow_parser = commands.add_parser("workflow", help="agents as futures: write stubs, watch a deployment")
+    workflow_commands = workflow_parser.add_subparsers(metavar="COMMAND", required=True)
+    stubs_parser = workflow_commands.add_parser(
+        "stubs",
+        help="write an importable module for each agent of a declaration",
+        description="Write a typed, importable module for each agent that a YAML file declares, whose functions return "
+        "futures. Each declaration is held against its class first.",
+    )
+    stubs_parser.add_argument("file", type=Path, metavar="FILE", help="the declaration")
+    stubs_parser.add_argument("--out", type=Path, default=Path("stubs"), metavar="FOLDER", help="default: %(default)s")
+    stubs_parser.add_argument("--no-check", action="store_true", help="do not import the classes")
+    stubs_parser.set_defaults(run=run_workflow, command="run_stubs")
+    top_parser = workflow_commands.add_parser(
+        "top", help="show the instances and sessions of a deployment", description="Show a running deployment."
+    )
+    top_parser.add_argument("socket", type=Path, metavar="SOCKET", help="what `deploy(top=...)` was given")
+    top_parser.add_argument("--once", action="store_true", help="show it once instead of each second until Ctrl-C")
+    top_parser.set_defaults(run=run_workflow, command="run_top")
 
 
 def run_serve(args: argparse.Namespace) -> int:
@@ -238,6 +260,18 @@ def run_nova(args: argparse.Namespace) -> int:
         raise ConfigurationError(f"nova needs the extra nova, pip install 'thunderagent[nova]': {error}") from error
     configure_logging("info", as_json=False)
     return command.run(config)
+
+
+def run_workflow(args: argparse.Namespace) -> int:
+    """Write stubs, or show a running deployment."""
+    try:
+        from thunderagent.workflows import command  # noqa: PLC0415 - nobody else needs its libraries
+    except ModuleNotFoundError as error:
+        raise ConfigurationError(
+            f"workflows need the extra workflows, pip install 'thunderagent[workflows]': {error}"
+        ) from error
+    run: Callable[[argparse.Namespace], int] = getattr(command, args.command)
+    return run(args)
 
 
 def run_replay(args: argparse.Namespace) -> int:
