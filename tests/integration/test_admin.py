@@ -9,6 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.integration.support import (
+    DONE,
     USAGE,
     Gate,
     answers,
@@ -21,7 +22,9 @@ from tests.integration.support import (
     post,
     running_proxy,
     serve,
+    streams,
     until,
+    word,
 )
 
 SECRET = "only-the-programs-name"
@@ -271,7 +274,29 @@ FAMILIES = {
     "thunderagent_prefill_seconds_per_token": (),
     "thunderagent_hold_seconds_count": (),
     "thunderagent_added_latency_seconds_count": (),
+    "thunderagent_event_loop_lag_seconds_count": (),
+    "thunderagent_turn_duration_seconds_count": ("replica", "status"),
 }
+
+
+async def test_latencies_are_counted_by_replica_and_status() -> None:
+    """A stream by its first token and the time between tokens, every turn by its duration; a removed replica's end."""
+    stream = streams(word("one"), word("two"), word("three"), DONE)
+    async with fake_replica(stream) as replica, running_proxy(replica.url, retries_count=0) as proxy:
+        name = replica.replica_id
+        assert (await ask(proxy.url, "a", stream=True)).status == 200
+        replica.behaviour = answers({"error": {}}, status="429 Too Many Requests")
+        assert (await ask(proxy.url, "b")).status == 429
+        await until(lambda: proxy.runtime.leases_count == 0)
+        samples = await metrics_of(proxy.url)
+        assert samples["thunderagent_time_to_first_token_seconds_count"] == {(name, "200"): 1}
+        assert samples["thunderagent_time_between_tokens_seconds_count"] == {(name, "200"): 1}
+        assert samples["thunderagent_turn_duration_seconds_count"] == {(name, "200"): 1, (name, "429"): 1}
+        first_s = samples["thunderagent_time_to_first_token_seconds_sum"][name, "200"]
+        between_s = samples["thunderagent_time_between_tokens_seconds_sum"][name, "200"]
+        assert 0 < first_s + 3 * between_s <= samples["thunderagent_turn_duration_seconds_sum"][name, "200"]
+        assert (await exchange(proxy.url, "DELETE", f"/replicas/{name}?force=1")).status == 200
+        assert "thunderagent_turn_duration_seconds_count" not in await metrics_of(proxy.url)
 
 
 async def test_metrics_have_their_names_and_labels_and_no_program() -> None:

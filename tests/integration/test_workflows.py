@@ -15,7 +15,7 @@ from thunderagent.programs.events import ProgramReleased, TurnArrived
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-PAGE = Path(__file__).parents[2] / "docs" / "workflows.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "workflows.md"
 URL = "http://127.0.0.1:8300"
 
 

@@ -76,7 +76,7 @@ def is_under(dotted: str, prefix: str) -> bool:
 EVERY_ROOM = frozenset(
     {
         *("errors", "programs", "policy_loader", "backends", "tools", "simulator", "faults"),
-        *("event_log", "runtime", "proxy", "client", "sandboxes", "replica_sources", "security"),
+        *("event_log", "leases", "runtime", "proxy", "client", "sandboxes", "replica_sources", "security"),
         *("provision", "provisioning"),
     }
 )
@@ -94,9 +94,10 @@ ARROWS: dict[str, frozenset[str]] = {
     "tools": frozenset({"errors", "programs", "faults", "cluster"}),
     "simulator": frozenset({"errors", "programs", "policy_loader"}),
     "event_log": frozenset({"errors", "programs", "policy_loader"}),
+    "leases": frozenset({"programs"}),
     "signal_log": frozenset({"errors", "programs"}),
-    "runtime": frozenset({"errors", "programs", "event_log"}),
-    "proxy": frozenset({"errors", "programs", "runtime", "backends", "faults"}),
+    "runtime": frozenset({"errors", "programs", "event_log", "leases"}),
+    "proxy": frozenset({"errors", "programs", "leases", "runtime", "backends", "faults"}),
     "client": frozenset(),
     "lookups": frozenset(),
     "log_lines": frozenset(),
@@ -119,9 +120,27 @@ ARROWS: dict[str, frozenset[str]] = {
     "provisioning": frozenset({"errors", "backends", "provision", "proxy", "runtime", "config"}),
     # Makes keys, TLS and limits of the configuration.
     "security": frozenset({"errors", "proxy", "config"}),
+    # Makes a key for a person.
+    "key_command": frozenset({"errors", "faults", "proxy"}),
+    # Reads the configuration again, and tells whoever goes by it.
+    "reloading": frozenset({"errors", "backends", "proxy", "config", "security", "replica_sources"}),
     # Wires everything up; the command line starts it.
-    "serving": EVERY_ROOM | {"config", "signal_log"},
-    "cli": EVERY_ROOM | {"config", "serving", "status", "calibrate", "log_lines", "lookups", "nova", "workflows"},
+    "serving": EVERY_ROOM | {"config", "signal_log", "reloading"},
+    # A client of engines and of a proxy, which it can start for itself.
+    "doctor": frozenset({"errors", "backends", "config", "security", "serving"}),
+    "cli": EVERY_ROOM
+    | {
+        "config",
+        "serving",
+        "status",
+        "calibrate",
+        "doctor",
+        "key_command",
+        "log_lines",
+        "lookups",
+        "nova",
+        "workflows",
+    },
     "__main__": frozenset({"cli"}),
 }
 
@@ -140,6 +159,47 @@ FORBIDDEN: list[tuple[str, frozenset[str], frozenset[str]]] = [
     ),
 ]
 
+# The rooms of the proxy, each with those it may import from, beside itself. What all may: see `ARROWS["proxy"]`.
+PROXY_ARROWS: dict[str, frozenset[str]] = {
+    "reading": frozenset(),
+    "wire": frozenset({"reading"}),
+    "gate": frozenset({"reading", "wire"}),
+    "fleet": frozenset({"reading", "wire", "gate"}),
+    "judge": frozenset({"reading", "fleet"}),
+    "watch": frozenset({"reading", "wire", "gate", "fleet"}),
+    "turns": frozenset({"reading", "wire", "gate", "fleet", "judge", "watch"}),
+    "control": frozenset({"reading", "wire", "gate", "fleet"}),
+    "admin": frozenset({"reading", "gate", "fleet", "control", "watch"}),
+    # Composition: everybody's, and nobody may know it.
+    "app": frozenset({"reading", "wire", "gate", "fleet", "judge", "watch", "turns", "control", "admin"}),
+}
+
+# What a room of the proxy must never know besides.
+UNKNOWN_TO_ROOMS: dict[str, frozenset[str]] = {
+    "reading": frozenset({"aiohttp", "socket", "thunderagent.runtime", "thunderagent.backends"}),
+    "wire": frozenset({"thunderagent.runtime", "thunderagent.programs"}),
+    "gate": frozenset({"thunderagent.runtime"}),
+}
+
+ROOM_MODULE_COUNT = 12
+"""A room has a dozen modules at most, beside its `__init__`."""
+
+
+def wrong_arrows(module: Module) -> Iterator[str]:
+    """Find what a module of the proxy imports from rooms that its own must not know."""
+    if not module.is_in("thunderagent.proxy") or module.name == "thunderagent.proxy":
+        return
+    room = module.name.split(".")[2]
+    if room not in PROXY_ARROWS:
+        yield f"{module.name}: it is in no room"
+        return
+    for line, dotted in imports_of(module):
+        if is_under(dotted, "thunderagent.proxy") and dotted.split(".")[2] not in PROXY_ARROWS[room] | {room}:
+            yield f"{module.name}:{line}: {room} must not import {dotted}"
+        for each in UNKNOWN_TO_ROOMS.get(room, ()):
+            if is_under(dotted, each):
+                yield f"{module.name}:{line}: {room} must never know {each}"
+
 
 def wrong_imports(module: Module) -> Iterator[str]:
     """Find imports against the arrows, and of what the module must never know."""
@@ -157,6 +217,66 @@ def wrong_imports(module: Module) -> Iterator[str]:
                 for prefix in what:
                     if is_under(dotted, prefix):
                         yield f"{module.name}:{line}: must never know {prefix}"
+
+
+# Room of the core, or module beside the rooms: what else of the core it may import.
+VERBS = frozenset({"model", "book", "learned", "rules", "placing", "leases", "turn_ends", "stream", "global_policy"})
+CORE_ARROWS: dict[str, frozenset[str]] = {
+    "model": frozenset(),
+    "book": frozenset({"model"}),
+    "learned": frozenset({"model"}),
+    "rules": frozenset({"model", "book"}),
+    "policies": frozenset({"model"}),
+    "stream": frozenset({"model", "book", "learned"}),
+    "global_policy": frozenset({"model", "book"}),
+    "placing": frozenset({"model", "book", "rules"}),
+    "leases": frozenset({"model", "book", "rules", "stream"}),
+    "turn_ends": frozenset({"model"}),  # and the core, which it is a part of, for its type
+    "core": VERBS,
+    "operations": VERBS | {"core"},
+    "view": VERBS,  # and the core and its operations, for their types
+    "handlers": VERBS | {"core", "operations", "view"},
+    "scheduler": VERBS | {"core", "operations", "view", "handlers"},
+    "invariants": VERBS | {"core", "scheduler"},
+}
+CORE_FOLDERS = ("model", "book", "learned", "rules", "policies", "handlers")
+MOST_LINES = 350
+
+
+def core_room_of(dotted: str) -> str:
+    return dotted.split(".")[2] if is_under(dotted, "thunderagent.programs") and dotted.count(".") > 1 else ""
+
+
+def wrong_core_imports(module: Module) -> Iterator[str]:
+    """Find imports of the core against its arrows; what only a type checker sees closes no circle."""
+    room = core_room_of(module.name)
+    for line, dotted in imports_of(without_typing_blocks(module)):
+        target = core_room_of(dotted)
+        if room and target and target != room and target not in CORE_ARROWS.get(room, frozenset()):
+            yield f"{module.name}:{line}: {room} must not import {dotted}"
+
+
+def without_typing_blocks(module: Module) -> Module:
+    """Leave out what stands under `if TYPE_CHECKING:` at the top of a module."""
+    body = [
+        node
+        for node in module.tree.body
+        if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
+    ]
+    return Module(module.name, ast.Module(body, []), module.is_package)
+
+
+# --- Events and decisions are read only ---------------------------------------------------------------------------
+
+TOLD = frozenset({"event", "decision", "signal"})
+
+
+def changed_events(module: Module) -> Iterator[str]:
+    """Find who assigns to a field of an event, a decision or a signal: they are plain, to be quick to make."""
+    for node in ast.walk(module.tree):
+        changes = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del)
+        if changes and isinstance(node.value, ast.Name) and node.value.id in TOLD:
+            yield f"{module.name}:{node.lineno}: {ast.unparse(node)} is changed"
 
 
 # --- The purity of the core -----------------------------------------------------------------------------------
@@ -387,7 +507,7 @@ def _numbers(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
 
 # --- One reading of what is asked for -------------------------------------------------------------------------
 
-READS_TARGETS = "thunderagent.proxy.target"
+READS_TARGETS = ("thunderagent.proxy.reading.target", "thunderagent.proxy.wire.aiohttp_request")
 # What aiohttp has of a request's target: each is another reading of it. `match_info` and `query` are of the URL that
 # the target was routed by.
 OTHER_READINGS = frozenset({"raw_path", "rel_url", "path_qs", "query_string", "path_safe", "raw_parts"})
@@ -395,7 +515,7 @@ OTHER_READINGS = frozenset({"raw_path", "rel_url", "path_qs", "query_string", "p
 
 def other_readings(module: Module) -> Iterator[str]:
     """Find who looks at a request's path, or cuts one, and is not the one place that reads it."""
-    if not module.is_in("thunderagent.proxy", "thunderagent.backends") or module.is_in(READS_TARGETS):
+    if not module.is_in("thunderagent.proxy", "thunderagent.backends") or module.is_in(*READS_TARGETS):
         return
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Attribute):
@@ -406,7 +526,7 @@ def other_readings(module: Module) -> Iterator[str]:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             cuts = node.func.attr in ("partition", "rpartition", "split", "rsplit")
             if cuts and any(isinstance(each, ast.Constant) and each.value in ("?", "#") for each in node.args):
-                yield f"{module.name}:{node.lineno}: it cuts a path, which only {READS_TARGETS} may"
+                yield f"{module.name}:{node.lineno}: it cuts a path, which only {READS_TARGETS[0]} may"
 
 
 # --- The package obeys ----------------------------------------------------------------------------------------
@@ -428,6 +548,55 @@ def test_the_package_is_found() -> None:
 def test_imports_follow_the_arrows() -> None:
     """Nobody imports against the layers, nor what the room must never know."""
     assert complaints(wrong_imports, MODULES) == []
+
+
+def test_rooms_of_the_proxy_know_only_what_they_may() -> None:
+    """Each room imports only from those below it."""
+    assert complaints(wrong_arrows, MODULES) == []
+
+
+def test_a_room_is_no_attic() -> None:
+    """A room of the proxy, and a folder in one, has a dozen modules at most."""
+    folders = [module.name for module in MODULES if module.is_package and module.is_in("thunderagent.proxy")]
+    for folder in folders:
+        inside = [each.name for each in MODULES if each.name.rpartition(".")[0] == folder and not each.is_package]
+        assert len(inside) <= ROOM_MODULE_COUNT, inside
+
+
+def test_imports_of_the_core_follow_its_arrows() -> None:
+    """One way, from the scheduler down to the model, and every room of it has arrows."""
+    assert complaints(wrong_core_imports, CORE) == []
+    rooms = {core_room_of(module.name) for module in CORE} - {""}
+    assert rooms == set(CORE_ARROWS)
+    assert {path.name for path in (PACKAGE / "programs").iterdir() if path.is_dir()} - {"__pycache__"} == set(
+        CORE_FOLDERS
+    )
+
+
+def test_a_module_of_the_core_is_read_in_two_screens() -> None:
+    """A file that outgrows that holds two ideas."""
+    lines = {str(path): len(path.read_text().splitlines()) for path in (PACKAGE / "programs").rglob("*.py")}
+    assert {path: count for path, count in lines.items() if count > MOST_LINES} == {}
+
+
+def test_nobody_changes_what_was_told() -> None:
+    """An event is the same for the log, for observers and for a replay."""
+    assert complaints(changed_events, MODULES) == []
+    assert list(changed_events(module_of("event.now_s = 1.0")))
+    assert list(changed_events(module_of("def f(decision):\n    decision.reason += 'x'")))
+
+
+def test_a_wrong_import_in_the_core_is_found() -> None:
+    """Each kind of arrow against the layers, and none that only a type checker sees."""
+    wrong = "from thunderagent.programs.book.book import Book"
+    assert list(wrong_core_imports(module_of(wrong, "thunderagent.programs.model.program")))
+    assert list(wrong_core_imports(module_of(wrong, "thunderagent.programs.policies.cap")))
+    assert list(
+        wrong_core_imports(module_of("import thunderagent.programs.core", "thunderagent.programs.rules.limits"))
+    )
+    assert not list(wrong_core_imports(module_of(wrong, "thunderagent.programs.rules.limits")))
+    typed = f"if TYPE_CHECKING:\n    {wrong}"
+    assert not list(wrong_core_imports(module_of(typed, "thunderagent.programs.model.program")))
 
 
 def test_the_core_is_pure() -> None:
@@ -482,8 +651,8 @@ def module_of(source: str, name: str = "thunderagent.programs.sample", *, is_pac
     ("name", "source"),
     [
         ("thunderagent.errors", "import thunderagent.programs"),
-        ("thunderagent.programs.table", "from thunderagent import backends"),
-        ("thunderagent.programs.table", "from thunderagent.config import Settings"),
+        ("thunderagent.programs.core", "from thunderagent import backends"),
+        ("thunderagent.programs.core", "from thunderagent.config import Settings"),
         ("thunderagent.backends.vllm", "from thunderagent.tools.sandbox import Sandbox"),
         ("thunderagent.backends.vllm", "from ..proxy import app"),
         ("thunderagent.backends.vllm", "from thunderagent.programs.policies import breakeven"),
@@ -494,14 +663,14 @@ def module_of(source: str, name: str = "thunderagent.programs.sample", *, is_pac
         ("thunderagent.simulator.engine", "from socket import socket"),
         ("thunderagent.runtime", "import aiohttp.web"),
         ("thunderagent.runtime", "from thunderagent.proxy import app"),
-        ("thunderagent.proxy.turns", "from thunderagent.config import Settings"),
-        ("thunderagent.proxy.turns", "from thunderagent.tools import manager"),
-        ("thunderagent.proxy.turns", "from thunderagent.programs.policies.cap import Cap"),
+        ("thunderagent.proxy.turns.flow", "from thunderagent.config import Settings"),
+        ("thunderagent.proxy.turns.flow", "from thunderagent.tools import manager"),
+        ("thunderagent.proxy.turns.flow", "from thunderagent.programs.policies.cap import Cap"),
         ("thunderagent.client.sync", "from thunderagent.errors import ThunderAgentError"),
         ("thunderagent.config", "from thunderagent.cli import main"),
         ("thunderagent.policy_loader", "from thunderagent.event_log import replay"),
         ("thunderagent.serving", "from thunderagent.cli import main"),
-        ("thunderagent.status", "from thunderagent.proxy.reports import Report"),
+        ("thunderagent.status", "from thunderagent.proxy.admin.reports import Report"),
         ("thunderagent.runtime", "from thunderagent.policy_loader import load_policy"),
         ("thunderagent.extra", "import os"),
         ("thunderagent", "from thunderagent import errors"),
@@ -515,11 +684,36 @@ def test_a_wrong_import_is_found(name: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("name", "source"),
     [
-        ("thunderagent.programs.table", "from thunderagent.errors import LifecycleError"),
-        ("thunderagent.programs.table", "from . import policies"),
+        ("thunderagent.proxy.reading.prefix", "from thunderagent.proxy.wire.headers import forwarded"),
+        ("thunderagent.proxy.reading.prefix", "from aiohttp import web"),
+        ("thunderagent.proxy.reading.target", "from thunderagent.runtime import Runtime"),
+        ("thunderagent.proxy.wire.headers", "from thunderagent.programs.events import Event"),
+        ("thunderagent.proxy.gate.guard", "from thunderagent.runtime import Runtime"),
+        ("thunderagent.proxy.fleet.replicas", "from thunderagent.proxy import turns"),
+        ("thunderagent.proxy.turns.flow", "from thunderagent.proxy.admin.reports import Report"),
+        ("thunderagent.proxy.control.leases", "from thunderagent.proxy.admin import reports"),
+        ("thunderagent.proxy.watch.metrics", "from ..turns.turns import Turns"),
+        ("thunderagent.proxy.admin.admin", "from thunderagent.proxy.wire import headers"),
+        ("thunderagent.proxy.turns.flow", "from thunderagent.proxy.app import create_app"),
+        ("thunderagent.proxy.attic", "import json"),
+    ],
+)
+def test_a_wrong_arrow_between_rooms_is_found(name: str, source: str) -> None:
+    """Each room's own limits are seen, in every way of importing, and a module in no room."""
+    assert list(wrong_arrows(module_of(source, name)))
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        ("thunderagent.programs.core", "from thunderagent.errors import LifecycleError"),
+        ("thunderagent.programs.core", "from . import policies"),
         ("thunderagent.backends.vllm", "import httpx2, asyncio\nfrom .base import Backend"),
         ("thunderagent.simulator.server", "import asyncio\nfrom aiohttp import web"),
-        ("thunderagent.proxy.turns", "from thunderagent.runtime import Runtime\nfrom thunderagent import __version__"),
+        (
+            "thunderagent.proxy.turns.flow",
+            "from thunderagent.runtime import Runtime\nfrom thunderagent import __version__",
+        ),
         ("thunderagent.client.sync", "import httpx2\nfrom thunderagent.client.base import Client"),
         ("thunderagent.cli", "from thunderagent.config import Settings\nimport thunderagent.tools.docker"),
         ("thunderagent.cli", "from thunderagent.serving import serve\nfrom thunderagent.status import watch_status"),
@@ -537,7 +731,7 @@ def test_relative_imports_are_resolved_from_modules_and_packages() -> None:
     source = "from . import a\nfrom .b import c\nfrom ..errors import E"
     expected = ["thunderagent.programs.a", "thunderagent.programs.b.c", "thunderagent.errors.E"]
     for module in (
-        module_of(source, "thunderagent.programs.table"),
+        module_of(source, "thunderagent.programs.core"),
         module_of(source, "thunderagent.programs", is_package=True),
     ):
         assert [dotted for _, dotted in imports_of(module)] == expected
@@ -568,7 +762,9 @@ def test_an_impurity_is_found(source: str) -> None:
 
 def test_pure_code_is_let_through() -> None:
     """Arithmetic, data structures and our own errors are no complaint."""
-    source = "import heapq\nfrom collections.abc import Iterator\nfrom thunderagent.programs.ledger import Ledger"
+    source = (
+        "import heapq\nfrom collections.abc import Iterator\nfrom thunderagent.programs.book.accounts import Ledger"
+    )
     assert list(impurities(module_of(source))) == []
 
 
@@ -600,10 +796,10 @@ def test_a_synonym_is_found(source: str) -> None:
     ("name", "source"),
     [
         ("thunderagent.proxy.app", "import aiohttp\nclient = aiohttp.ClientSession()"),
-        ("thunderagent.programs.table", "class A:\n    __slots__ = ('b',)"),
-        ("thunderagent.programs.table", "import dataclasses\n@dataclasses.dataclass(slots=True)\nclass A: ..."),
+        ("thunderagent.programs.core", "class A:\n    __slots__ = ('b',)"),
+        ("thunderagent.programs.core", "import dataclasses\n@dataclasses.dataclass(slots=True)\nclass A: ..."),
         ("thunderagent.simulator.engine", "def evict_blocks(): ..."),
-        ("thunderagent.programs.table", "obsession = jobless = sparkle = None"),
+        ("thunderagent.programs.core", "obsession = jobless = sparkle = None"),
         ("thunderagent.runtime", "def wake(): ..."),
     ],
 )

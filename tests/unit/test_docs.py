@@ -7,39 +7,55 @@ import re
 import sys
 from contextlib import nullcontext
 from dataclasses import fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import pytest
+import yaml
 from prometheus_client import CollectorRegistry
 
+from scripts.docs_reference import (
+    COMMAND_LINE_ONLY,
+    configuration,
+    error_classes,
+    error_codes,
+    helps,
+    profiles,
+    reasons,
+    templates,
+)
+from scripts.docs_site import SHOWN, whole
 from tests.builders import Driver
-from thunderagent import errors
 from thunderagent.backends import backend_of, vllm
 from thunderagent.backends.discovery.file import parse
-from thunderagent.cli import LIST_FIELDS, build_parser
+from thunderagent.cli import LIST_FIELDS
 from thunderagent.config import ENVIRONMENT_PREFIX, ServeConfig
 from thunderagent.nova.config import NovaConfig
 from thunderagent.nova.metrics import GAUGES
 from thunderagent.policy_loader import PRESETS, load_policy
-from thunderagent.programs.decisions import Reason
-from thunderagent.programs.events import ProgramReleased, ReplicaPolled, ReplicaUp, Tick, TurnArrived, TurnFinished
 from thunderagent.programs.invariants import check
-from thunderagent.programs.lifecycle import TRANSITIONS
+from thunderagent.programs.model.decisions import Reason
+from thunderagent.programs.model.events import ProgramReleased, Tick, TurnArrived, TurnFinished
+from thunderagent.programs.model.fleet_events import ReplicaPolled, ReplicaUp
+from thunderagent.programs.model.places import ALLOWED
 from thunderagent.programs.policies import PARTS, POLICIES
 from thunderagent.programs.policies.breakeven import BreakEven
 from thunderagent.programs.scheduler import Scheduler
-from thunderagent.proxy.discovery import Discovery, DiscoverySettings
-from thunderagent.proxy.event_feed import KINDS, SIGNAL_KINDS
-from thunderagent.proxy.held import NO_LIMITS, HeldTurns
+from thunderagent.proxy.admin.replica_routes import SourceCollector
+from thunderagent.proxy.admin.sandboxes import SandboxCollector
+from thunderagent.proxy.fleet.discovery import Discovery, DiscoverySettings
+from thunderagent.proxy.fleet.replicas import Replicas
+from thunderagent.proxy.gate.held import NO_LIMITS, HeldTurns
+from thunderagent.proxy.gate.keys.quotas import Quotas
+from thunderagent.proxy.gate.rate_limit import RateLimits
 from thunderagent.proxy.judge import Judge, JudgeCollector
 from thunderagent.proxy.judge.prompt import DEFAULT_PROMPT
-from thunderagent.proxy.metrics import StateCollector, TurnMetrics
-from thunderagent.proxy.rate_limit import RateLimits
-from thunderagent.proxy.replica_routes import SourceCollector
-from thunderagent.proxy.replicas import Replicas
-from thunderagent.proxy.sandboxes import SandboxCollector
+from thunderagent.proxy.watch.autoscaling import AutoscalingCollector
+from thunderagent.proxy.watch.event_feed import KINDS, SIGNAL_KINDS
+from thunderagent.proxy.watch.metrics import StateCollector
+from thunderagent.proxy.watch.turn_metrics import LoopLag, TurnMetrics
 from thunderagent.runtime import Runtime
 from thunderagent.sandboxes import build_manager
 from thunderagent.simulator.timing import load_profiles
@@ -53,15 +69,15 @@ DOCS = ROOT / "docs"
 INTEGRATIONS = DOCS / "integrations"
 PAGES = sorted(
     [
-        *(ROOT / name for name in ("README.md", "CHANGELOG.md", "deploy/README.md")),
-        *DOCS.glob("*.md"),
-        *INTEGRATIONS.glob("*.md"),
+        *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "deploy/README.md")),
+        *DOCS.rglob("*.md"),
     ]
 )
-PICTURES = sorted(DOCS.glob("*.svg"))
+PICTURES = sorted(DOCS.rglob("*.svg"))
 
 HOSTS = {
-    "arxiv.org",
+    *("arxiv.org", "blog.vllm.ai", "docs.litellm.ai", "docs.nvidia.com", "docs.sglang.io", "github.com", "llm-d.ai"),
+    *("pypi.org", "raw.githubusercontent.com"),
     "keepachangelog.com",
     "semver.org",
     "www.w3.org",
@@ -76,7 +92,7 @@ HOSTS = {
 ENDPOINTS = {
     *("v1", "p", "sessions", "programs", "finish_session", "replicas", "queue", "health", "ready", "metrics"),
     *("sandboxes", "work", "NAMESPACE", "tools", "summary", "history", "events", "dashboard"),
-    *("control", "deployment", "statefulset"),
+    *("control", "deployment", "statefulset", "keys", "config"),
     *("tokenize", "detokenize", "version", "reset_prefix_cache", "generate", "inference", "skyrl"),
     *("openapi", "docs", "dashboard"),
     *("pause", "resume", "pause_generation", "continue_generation", "flush_cache", "is_paused", "is_sleeping"),
@@ -106,10 +122,17 @@ def page(name: str) -> str:
     return (DOCS / name).read_text()
 
 
+@cache
+def shown(path: Path) -> str:
+    """Return a page as the site shows it: with generated parts, and with the files in its tabs."""
+    return whole(path.read_text())
+
+
 def anchors(path: Path) -> set[str]:
-    """Return the anchors of a page's headings, made as GitHub makes them."""
-    titles = re.findall(r"^#+ +(.+)$", FENCE.sub("", path.read_text()), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+    """Return the anchors of a page's headings, as the site makes them."""
+    titles = re.findall(r"^#+ +(.+)$", FENCE.sub("", shown(path)), re.MULTILINE)
+    own = {name for title in titles for name in re.findall(r"\{ #([\w-]+) \}$", title)}
+    return own | {re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", title.lower()).strip()) for title in titles}
 
 
 def code_blocks(name: str, language: str) -> list[str]:
@@ -120,11 +143,14 @@ def metric_names() -> set[str]:
     """Return what `/metrics` exposes, under the names that a dashboard uses."""
     registry = CollectorRegistry()
     TurnMetrics(registry)
+    LoopLag(registry)
     RateLimits(1, 1, registry)
     HeldTurns(NO_LIMITS, registry)
+    Quotas(registry, lambda _: False, lambda _: 1)
     runtime = Runtime(Scheduler(load_policy("passthrough", {})))
     replicas = Replicas(runtime, [])
     registry.register(StateCollector(runtime, replicas))
+    registry.register(AutoscalingCollector(runtime))
     registry.register(SourceCollector(Discovery(runtime, replicas, lambda: backend_of("vllm"), DiscoverySettings())))
     manager = build_manager(ServeConfig(sandboxes=("callback",)), runtime)
     assert manager is not None
@@ -141,18 +167,11 @@ class NoAsker:
         raise AssertionError(body)
 
 
-def error_classes() -> Iterator[type[errors.ThunderAgentError]]:
-    todo = [errors.ThunderAgentError]
-    while todo:
-        yield (kind := todo.pop())
-        todo += kind.__subclasses__()
-
-
 @pytest.mark.parametrize("path", PAGES, ids=ids(PAGES))
 def test_every_link_leads_somewhere(path: Path) -> None:
     """A relative link names a file that is there and a heading that it has."""
     broken = []
-    for link in LINK.findall(FENCE.sub("", path.read_text())):
+    for link in LINK.findall(FENCE.sub("", shown(path))):
         if urlsplit(link).scheme:
             continue
         name, _, anchor = link.partition("#")
@@ -178,125 +197,148 @@ def test_a_place_on_a_machine_is_found(text: str) -> None:
     assert set(ABSOLUTE_PATH.findall(text)) - ENDPOINTS
 
 
-def test_every_page_is_in_both_indexes() -> None:
-    """A page that nobody links to is not found."""
-    for index, prefix in ((ROOT / "README.md", "docs/"), (DOCS / "README.md", "")):
-        links = {link.partition("#")[0] for link in LINK.findall(index.read_text())}
-        assert {f"{prefix}{path.name}" for path in DOCS.glob("*.md") if path.name != "README.md"} <= links
-        assert f"{prefix}integrations/README.md" in links
-    links = set(LINK.findall((INTEGRATIONS / "README.md").read_text()))
-    assert {path.name for path in INTEGRATIONS.glob("*.md") if path.name != "README.md"} <= links
+def nav_pages(entry: object) -> Iterator[str]:
+    """Yield the pages of a part of the site's navigation, in order."""
+    if isinstance(entry, str):
+        yield entry
+    elif isinstance(entry, dict):
+        for each in entry.values():
+            yield from nav_pages(each)
+    elif isinstance(entry, list):
+        for each in entry:
+            yield from nav_pages(each)
 
 
-def test_every_option_is_documented() -> None:
-    """Each field of the configuration has a row with its option, its environment variable and its default."""
-    rows = {
-        cells[1].strip("` "): cells for row in page("configuration.md").splitlines() if len(cells := row.split("|")) > 5
-    }
-    assert set(Template.model_fields) <= set(re.findall(r"^\| `(\w+)` \|", page("sandboxes.md"), re.MULTILINE))
+def test_every_page_is_in_the_navigation() -> None:
+    """A page that no menu leads to is not found; each is there once."""
+    nav = re.search(r"^nav:\n((?:[ -].*\n|\n)+)", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert nav is not None
+    listed = list(nav_pages(yaml.safe_load(nav[1])))
+    assert len(listed) == len(set(listed))
+    fragments = {str(path.relative_to(DOCS)) for path in INTEGRATIONS.glob("*.md")} - set(listed)
+    assert fragments == {name for path in DOCS.rglob("*.md") for _, name in SHOWN.findall(path.read_text())}
+    assert {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")} - fragments == set(listed)
+
+
+FACTS = ["Program id", "End", "See that it works", "Tried with"]
+FRAMEWORKS = [name for each in ("index", "training") for _, name in SHOWN.findall(page(f"integrations/{each}.md"))]
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_every_framework_says_its_facts(name: str) -> None:
+    """How its program is named and ended, how to see that it works, and what was tried."""
+    facts = re.findall(r"^\| \*\*(.+?)\*\* \| (.+) \|$", page(name), re.MULTILINE)
+    assert [heading for heading, said in facts if said.strip()] == FACTS
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["autoscaling", "TTFT", "high availability", "failover", "rate limit", "load balancing", "KV cache", "prefix cach"],
+)
+def test_the_words_that_users_search_for_are_there(words: str) -> None:
+    assert any(words.lower() in path.read_text().lower() for path in PAGES)
+
+
+def test_every_option_is_in_the_configuration() -> None:
+    """Each field has a row with its option, its environment variable, its default and what it means."""
+    rows = {cells[1].strip(): cells for row in configuration().splitlines() if len(cells := row.split("|")) > 4}
     for name, field in ServeConfig.model_fields.items():
-        option = f"--{LIST_FIELDS.get(name, name.replace('_', '-'))}"
-        assert option in rows, option
-        assert rows[option][2].strip("` ") == f"{ENVIRONMENT_PREFIX}{name.upper()}"
+        option, variable = LIST_FIELDS.get(name, name.replace("_", "-")), f"{ENVIRONMENT_PREFIX}{name.upper()}"
+        _, _, default, meaning, _ = rows[f"`--{option}`<br>`{variable}`"]
+        assert meaning.strip(), f"{name} has no description"
         if field.default not in (None, (), {}, ""):
-            said, default = rows[option][3].strip("` "), field.default
-            assert said.lower() == str(default).lower() or float(said) == default, option
+            assert default.strip("` ").lower() == str(field.default).lower(), name
+    assert "<!-- generated: configuration -->" in page("reference/configuration.md")
+    assert set(Template.model_fields) == set(re.findall(r"^\| `(\w+)` \|", templates(), re.MULTILINE))
+    assert "<!-- generated: templates -->" in page("how-to/sandboxes.md")
 
 
-def test_every_option_and_metric_of_nova_is_documented() -> None:
-    """`thunderagent nova serve` has no option that its page does not name, nor its server a metric."""
-    named = set(re.findall(r"`([^`]+)`", FENCE.sub("", page("nova.md"))))
-    for field in fields(NovaConfig):
-        assert f"--{field.name.replace('_', '-')}" in named
+def test_every_command_and_option_is_in_the_command_line() -> None:
+    """Each command has its help, but `serve`, whose options are the configuration; each profile has its row."""
+    said = dict(helps())
+    for name in ("engine", "simulate", "compare", "calibrate", "status", "key", "replay", "record", "nova serve"):
+        assert "--help" in said[f"thunderagent {name}"], name
+    assert {f"--{field.name.replace('_', '-')}" for field in fields(NovaConfig)} <= set(
+        re.findall(r"--[\w-]+", said["thunderagent nova serve"])
+    )
+    assert "<!-- generated: commands -->" in page("reference/cli.md")
+    assert set(load_profiles()) == set(re.findall(r"^\| `([\w.-]+)` \|", profiles(), re.MULTILINE))
+
+
+def test_every_metric_of_nova_is_documented() -> None:
+    named = set(re.findall(r"`([^`]+)`", FENCE.sub("", page("research/nova.md"))))
     assert set(GAUGES) | {"nova:stage_seconds_total", "nova:stage_passes_total", "nova:tokens_total"} <= named
-
-
-def test_every_option_of_the_engine_is_documented() -> None:
-    """`thunderagent engine` has no option that its page does not name."""
-    commands = next(action for action in build_parser()._actions if action.dest == "==SUPPRESS==" or action.choices)
-    assert isinstance(commands.choices, dict)
-    options = {option for action in commands.choices["engine"]._actions for option in action.option_strings}
-    assert {option for option in options - {"-h", "--help"} if f"`{option}`" not in page("engines.md")} == set()
 
 
 def test_the_configuration_file_of_the_page_is_one(tmp_path: Path) -> None:
     """The example is taken as it stands."""
     path = tmp_path / "thunderagent.toml"
-    path.write_text(code_blocks("configuration.md", "toml")[0])
+    path.write_text(code_blocks("reference/configuration.md", "toml")[0])
     config = ServeConfig.load(path)
     assert config.policy_args == {"hold_ratio": "1.5", "pass_count": "8", "share_prefixes": "False"}
-
-
-def test_the_judge_s_prompt_of_the_page_is_the_default() -> None:
-    """To the letter."""
-    assert DEFAULT_PROMPT in code_blocks("judge.md", "text")
 
 
 def test_the_templates_of_the_page_are_some(tmp_path: Path) -> None:
     """The example is taken as it stands."""
     path = tmp_path / "thunderagent.toml"
-    path.write_text(code_blocks("sandboxes.md", "toml")[0])
+    path.write_text(code_blocks("how-to/sandboxes.md", "toml")[0])
     assert ServeConfig.load(path).sandbox_templates["coder"].program_classes == ("coder",)
 
 
 def test_every_metric_is_documented_and_every_documented_one_is_there() -> None:
-    """Operations names exactly what is exposed."""
+    """The page names exactly what is exposed."""
     exposed = metric_names()
-    said = set(re.findall(r"\bthunderagent_[a-z_]+", page("operations.md")))
+    said = set(re.findall(r"\bthunderagent_[a-z_]+", page("reference/metrics.md")))
     assert exposed <= said
     assert {name.removesuffix("_bucket") for name in said} <= exposed
 
 
 def test_every_metric_of_vllm_that_is_read_is_documented() -> None:
     """Engines names exactly what is read."""
-    assert set(re.findall(r"`(vllm:\w+)`", page("engines.md"))) == set(vllm._NEEDED)
+    assert set(re.findall(r"`(vllm:\w+)`", page("how-to/engines.md"))) == set(vllm._NEEDED)
 
 
-def test_every_error_is_documented() -> None:
-    """The guide has a row for each code with its status and Retry-After, or names it as the command line's own."""
-    rows = {cells[2].strip("` "): cells for row in page("guide.md").splitlines() if len(cells := row.split("|")) == 6}
+def test_every_error_and_reason_is_in_its_table() -> None:
+    """Each code has its status, Retry-After and meaning, or is the command line's own; each reason has its meaning."""
+    rows = {cells[2].strip("` "): cells for row in error_codes().splitlines() if len(cells := row.split("|")) == 6}
     for kind in error_classes():
-        if kind.code in {"configuration_error", "event_log_error"}:
-            assert f"`{kind.code}`" in page("guide.md")
+        if kind.code in COMMAND_LINE_ONLY:
+            assert f"`{kind.code}`" in page("reference/errors.md")
             continue
-        assert kind.code in rows, kind.code
         assert int(rows[kind.code][1]) == kind.status
         assert rows[kind.code][3].strip() == (f"{kind.retry_after_s} s" if kind.retry_after_s else "")
-
-
-def test_every_reason_is_documented() -> None:
-    """Operations has a row for each reason, and for no other."""
-    table = page("operations.md").partition("\n## Reasons\n")[2].partition("\n## ")[0]
-    assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == set(Reason)
+        assert rows[kind.code][4].strip()
+    said = {cells[1].strip(" `"): cells for row in reasons().splitlines()[2:] if (cells := row.split("|"))}
+    assert set(said) == set(Reason)
+    assert [name for name, cells in said.items() if not cells[2].strip() or not cells[3].strip()] == []
+    assert "<!-- generated: errors -->" in page("reference/errors.md")
+    assert "<!-- generated: reasons -->" in page("reference/logs.md")
 
 
 def test_every_kind_of_message_is_documented() -> None:
-    """The API's page names what `GET /events` may send, and no other kind; Operations has the signals."""
-    table = page("api.md").partition("| Kinds | |\n")[2].partition("\n\n")[0]
+    """The page names what `GET /events` may send, and no other kind, and the signals."""
+    table = page("reference/logs.md").partition("| Kinds | |\n")[2].partition("\n\n")[0]
     rows = [row for row in table.splitlines() if not row.startswith("| signals")]
     assert set(re.findall(r"`(\w+)`", "".join(rows))) - {"because", "reason"} == KINDS
-    signals = page("operations.md").partition("\n## The information stream\n")[2].partition("\n## ")[0]
+    signals = page("reference/logs.md").partition("\n## The information stream\n")[2].partition("\n## ")[0]
     assert set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", signals, re.MULTILINE)))) == SIGNAL_KINDS
 
 
-def test_every_profile_is_documented() -> None:
-    """Engines lists the iteration times that `--profile` knows by name."""
-    table = page("engines.md").partition("| Profile | Engine |\n")[2].partition("\n\n")[0]
-    named = {name for row in table.splitlines()[1:] for name in re.findall(r"`([\w.-]+)`", row.split("|")[1])}
-    assert named == set(load_profiles())
-
-
-def test_the_lifecycle_table_is_the_code_s() -> None:
-    """Architecture has the whole table, row by row."""
-    table = page("architecture.md").partition("\n## The life of a program\n")[2].partition("\n## ")[0]
-    said = set(re.findall(r"^\| (\w+), (\w+) \| `(\w+)` \| (\w+), (\w+) \|$", table, re.MULTILINE))
-    assert said == {(*before, trigger, *after) for (before, trigger), after in TRANSITIONS.items()}
+def test_what_is_generated_is_whole() -> None:
+    """The lifecycle, the judge's prompt and the alerts stand on their pages as the code has them."""
+    life = shown(DOCS / "explanation/architecture.md").partition("## The life of a program")[2].partition("\n## ")[0]
+    rows = [[cell.strip() for cell in row.split("|")[1:5]] for row in life.splitlines() if row.startswith("| ")][1:]
+    assert {name: set(then.split(", ")) for name, _, _, then in rows} == {
+        kind: set(then) or {"nowhere"} for kind, then in ALLOWED.items()
+    }
+    assert DEFAULT_PROMPT.strip() in shown(DOCS / "how-to/judge.md")
+    assert "`thunderagent_replica_up == 0`" in shown(DOCS / "how-to/observe.md")
 
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_every_policy_and_setting_is_documented(name: str) -> None:
     """Policies names each policy and each of its settings."""
-    text, factory = page("policies.md"), POLICIES[name]
+    text, factory = page("reference/policies.md"), POLICIES[name]
     assert f"\n## `{name}`\n" in text
     assert is_dataclass(factory)
     settings = {field.name for field in fields(factory) if field.init}
@@ -305,27 +347,26 @@ def test_every_policy_and_setting_is_documented(name: str) -> None:
 
 @pytest.mark.parametrize("kind", PARTS)
 def test_every_part_and_setting_is_documented(kind: str) -> None:
-    """Policies names each part in the row of its kind, and each of its settings somewhere; so does its option."""
-    text = page("policies.md")
-    rows = [row for row in text.splitlines() if row.startswith(f"| `--{kind}` |")]
-    rows += [row for row in page("configuration.md").splitlines() if row.startswith(f"| `--{kind}` |")]
-    assert len(rows) == 2
-    for row in rows:
-        assert set(PARTS[kind]) <= set(re.findall(r"`([\w-]+)`", row))
+    """Policies names each part in the row of its kind, and each of its settings somewhere."""
+    text = page("reference/policies.md")
+    (row,) = [row for row in text.splitlines() if row.startswith(f"| `--{kind}` |")]
+    assert set(PARTS[kind]) <= set(re.findall(r"`([\w-]+)`", row))
     for factory in PARTS[kind].values():
         made = factory()
         settings = {field.name for field in fields(made) if field.init} if is_dataclass(made) else set()
         assert {name for name in settings if f"`{name}`" not in text} <= {"name"}
 
 
-def test_every_policy_and_preset_is_in_the_row_of_its_option() -> None:
-    """Configuration lists all that `--policy` may be told by name, and so does its help."""
-    (row,) = [row for row in page("configuration.md").splitlines() if row.startswith("| `--policy` |")]
-    assert {*POLICIES, *PRESETS} <= set(re.findall(r"`([\w-]+)`", row))
+def test_every_policy_and_preset_is_named() -> None:
+    """The page lists all that `--policy` may be told by name, and so does its help."""
+    named = set(re.findall(r"`([\w-]+)`", page("reference/policies.md").partition("\n## ")[0]))
+    assert {*POLICIES, *PRESETS} <= named
     assert {*POLICIES, *PRESETS} <= set(re.findall(r"[\w-]+", ServeConfig.model_fields["policy"].description or ""))
 
 
-@pytest.mark.parametrize("example", code_blocks("policies.md", "python"), ids=lambda text: text.partition("\n")[0])
+@pytest.mark.parametrize(
+    "example", code_blocks("how-to/write-a-policy.md", "python"), ids=lambda text: text.partition("\n")[0]
+)
 def test_a_policy_of_the_page_can_be_loaded_and_works(
     example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -334,7 +375,7 @@ def test_a_policy_of_the_page_can_be_loaded_and_works(
     (tmp_path / f"{module}.py").write_text(example)
     monkeypatch.syspath_prepend(tmp_path)
     class_name = re.findall(r"^class (\w+)", example, re.MULTILINE)[0]
-    assert f"{module}:{class_name}" in page("policies.md") or module == "full_house"
+    assert f"{module}:{class_name}" in page("how-to/write-a-policy.md") or module == "full_house"
     is_global = "def decide" in example
     name, settings = (
         ("breakeven", {"control": f"{module}:{class_name}"}) if is_global else (f"{module}:{class_name}", {})
@@ -347,7 +388,7 @@ def test_a_policy_of_the_page_can_be_loaded_and_works(
 
 def example_of(module: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Put an example of the page where it can be imported; return it without its imports."""
-    text = next(each for each in code_blocks("policies.md", "python") if each.startswith(f"# {module}.py"))
+    text = next(each for each in code_blocks("how-to/write-a-policy.md", "python") if each.startswith(f"# {module}.py"))
     (folder / f"{module}.py").write_text(text)
     monkeypatch.syspath_prepend(folder)
     monkeypatch.delitem(sys.modules, module, raising=False)
@@ -402,7 +443,7 @@ def test_the_whole_global_policy_of_the_page_gives_and_takes_replicas(
         driver.finishes(turn_id, 1000)
     driver.releases_all(*(f"chat-{number}" for number in range(4)))
     driver.ticks(1.0)
-    routes = {name: set(route.targets) for _, name, route in driver.scheduler.control.routes}
+    routes = {name: set(route.targets) for _, name, route in driver.scheduler.core.routing.routes}
     assert len(routes["chat"]) == 1
     assert len(routes[""]) == 2
 
@@ -426,13 +467,15 @@ def drive(scheduler: Scheduler) -> None:
         send(ProgramReleased(now_s + 1, f"p{turn_id}"))
         send(Tick(now_s + 6))
     assert granted == {0, 1, 2, 3}
-    assert len(scheduler.table) == 0
+    assert len(scheduler.programs) == 0
 
 
 def test_every_setting_of_the_default_policy_is_explained() -> None:
     """Its page has a row for each, with the default that the code has and what switching it off does."""
     rows = {
-        cells[1].strip("` "): cells for row in page("breakeven.md").splitlines() if len(cells := row.split("|")) == 8
+        cells[1].strip("` "): cells
+        for row in page("explanation/default-policy.md").splitlines()
+        if len(cells := row.split("|")) == 8
     }
     settings = {field.name: field.default for field in fields(BreakEven)}
     assert settings.keys() <= rows.keys()
@@ -444,7 +487,7 @@ def test_every_setting_of_the_default_policy_is_explained() -> None:
 @pytest.mark.parametrize(("language", "suffix"), [("json", ".json"), ("toml", ".toml"), ("text", ".txt")])
 def test_the_files_of_replicas_of_the_page_are_some(language: str, suffix: str) -> None:
     """Each example is taken as it stands."""
-    wanted = parse(code_blocks("replicas.md", language)[0].encode(), suffix)
+    wanted = parse(code_blocks("how-to/scale.md", language)[0].encode(), suffix)
     assert [each.url for each in wanted][:1] == ["http://10.0.0.1:8000"]
     assert wanted[-1].ranks_count == 4
 

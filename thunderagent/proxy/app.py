@@ -18,37 +18,49 @@ from thunderagent.errors import (
     RequestError,
     ThunderAgentError,
 )
-from thunderagent.proxy.access import CATCH_ALL, Use, use_of
-from thunderagent.proxy.admin import Admin
-from thunderagent.proxy.admin_port import AdminPort
-from thunderagent.proxy.breaker import Breakers
-from thunderagent.proxy.commands import command_of
-from thunderagent.proxy.control import Control, ControlSettings
-from thunderagent.proxy.dashboard import Dashboard
-from thunderagent.proxy.dialects import CHAT, TURN_DIALECTS, dialect_of
-from thunderagent.proxy.discovery import Discovery
-from thunderagent.proxy.facade import Facade
-from thunderagent.proxy.guard import Guard, GuardSettings, Handler, says_nothing_yet
-from thunderagent.proxy.held import HeldTurns
-from thunderagent.proxy.history import History
+from thunderagent.proxy.admin.admin import Admin
+from thunderagent.proxy.admin.configuration import ConfigurationHandlers, Reloads
+from thunderagent.proxy.admin.dashboard import Dashboard
+from thunderagent.proxy.admin.keys import KeyHandlers
+from thunderagent.proxy.admin.live import Live
+from thunderagent.proxy.admin.openapi import OpenApi
+from thunderagent.proxy.admin.primitives import Primitives, Provisioner
+from thunderagent.proxy.admin.replica_routes import ReplicaHandlers, SourceCollector
+from thunderagent.proxy.admin.sandboxes import SandboxCollector, Sandboxes, SandboxHandlers
+from thunderagent.proxy.control.control import Control, ControlSettings
+from thunderagent.proxy.control.facade import Facade
+from thunderagent.proxy.control.leases import Leases
+from thunderagent.proxy.control.weight_sync import WeightSync
+from thunderagent.proxy.fleet.breaker import Breakers
+from thunderagent.proxy.fleet.commands import command_of
+from thunderagent.proxy.fleet.discovery import Discovery
+from thunderagent.proxy.fleet.made_answers import MadeAnswers
+from thunderagent.proxy.fleet.replicas import Replicas, Watcher
+from thunderagent.proxy.gate.access import CATCH_ALL, Use, use_of
+from thunderagent.proxy.gate.admin_port import AdminPort
+from thunderagent.proxy.gate.guard import Guard, GuardSettings, Handler, says_nothing_yet
+from thunderagent.proxy.gate.held import HeldTurns
+from thunderagent.proxy.gate.keys import Keyring
+from thunderagent.proxy.gate.keys.file import KeysFile
+from thunderagent.proxy.gate.keys.quotas import HEARD as QUOTAS_HEARD
+from thunderagent.proxy.gate.keys.quotas import Quotas
+from thunderagent.proxy.gate.login import Login, Logins
+from thunderagent.proxy.gate.tenancy import Tenancy
 from thunderagent.proxy.judge import Judge, JudgeCollector
-from thunderagent.proxy.keys import Keyring
-from thunderagent.proxy.leases import Leases
-from thunderagent.proxy.live import Live
-from thunderagent.proxy.login import Login, Logins
-from thunderagent.proxy.metrics import StateCollector, TurnMetrics
-from thunderagent.proxy.models import Models
-from thunderagent.proxy.openapi import OpenApi
-from thunderagent.proxy.primitives import Primitives, Provisioner
-from thunderagent.proxy.replica_routes import ReplicaHandlers, SourceCollector
-from thunderagent.proxy.replicas import Replicas, Watcher
-from thunderagent.proxy.request_id import REQUEST_ID, mark
-from thunderagent.proxy.sandboxes import SandboxCollector, Sandboxes, SandboxHandlers
-from thunderagent.proxy.stall import STALL_LIMIT_S, send_if_large
-from thunderagent.proxy.target import target_of, told_path
-from thunderagent.proxy.tenancy import Tenancy
-from thunderagent.proxy.turns import Turns, TurnSettings
-from thunderagent.proxy.weight_sync import WeightSync
+from thunderagent.proxy.reading.dialects import CHAT, TURN_DIALECTS, dialect_of
+from thunderagent.proxy.reading.target import Target
+from thunderagent.proxy.turns.flow import Turns, TurnSettings
+from thunderagent.proxy.turns.models import Models
+from thunderagent.proxy.turns.side_calls import SideCalls
+from thunderagent.proxy.watch.access_log import logged
+from thunderagent.proxy.watch.autoscaling import AutoscalingCollector
+from thunderagent.proxy.watch.history import History
+from thunderagent.proxy.watch.metrics import StateCollector
+from thunderagent.proxy.watch.turn_metrics import LoopLag, TurnMetrics
+from thunderagent.proxy.wire.aiohttp_exchange import AiohttpExchange
+from thunderagent.proxy.wire.aiohttp_request import mark, target_of, told_path
+from thunderagent.proxy.wire.request_id import REQUEST_ID
+from thunderagent.proxy.wire.stall import STALL_LIMIT_S, send_if_large
 from thunderagent.runtime import Runtime
 
 log = structlog.get_logger("thunderagent.proxy")
@@ -56,11 +68,20 @@ log = structlog.get_logger("thunderagent.proxy")
 
 CLIENT_CLOSED_REQUEST = 499
 
+MADE_ANSWERS_COUNT = 100_000
+"""So many responses are remembered by their ids: about 20 MB."""
+
 ENGINES_HEADER = "X-ThunderAgent-Engines"
 """In every answer of a proxy whose engines are simulated."""
 
 HISTORY = web.AppKey("history", History)
-"""Where the application keeps its history; whoever runs it runs that beside it."""
+"""Where the application keeps its history; whoever runs it runs that beside it, and so the next."""
+LOOP_LAG = web.AppKey("loop_lag", LoopLag)
+
+
+GUARD = web.AppKey("guard", Guard)
+HELD = web.AppKey("held", HeldTurns)
+"""Whose limits may be set anew while it runs."""
 
 
 class Tracing(Protocol):
@@ -84,6 +105,9 @@ def build_app(
     turn_settings: TurnSettings,
     guard_settings: GuardSettings,
     keyring: Keyring | None = None,
+    keys_file: KeysFile | None = None,
+    reloads: Reloads | None = None,
+    access_log: bool = False,
     tracing: Tracing | None = None,
     sandboxes: Sandboxes | None = None,
     control_settings: ControlSettings | None = None,
@@ -95,27 +119,43 @@ def build_app(
     """Put the proxy together. The caller owns what it is made of. `simulated` engines are told of in every answer."""
     registry = CollectorRegistry()
     metrics = TurnMetrics(registry)
-    tenancy = Tenancy(runtime, from_key=turn_settings.tenant_from_key)
+    replicas.on_removed.append(metrics.replica_removed)
     held = HeldTurns(turn_settings.held, registry)
-    turns = Turns(runtime, client, replicas, watcher, metrics, turn_settings, tenancy, held, sandboxes, judge)
-    models = Models(runtime, client, replicas)
-    registry.register(StateCollector(runtime, replicas))
-    registry.register(SourceCollector(discovery))
+    quotas = _quotas(runtime, registry, held, hears=keys_file is not None)
+    tenancy = Tenancy(runtime, from_key=turn_settings.tenant_from_key, quotas=quotas if keys_file is not None else None)
+    made = MadeAnswers(MADE_ANSWERS_COUNT)
+    turns = TurnHandlers(
+        Turns(runtime, client, replicas, watcher, metrics, turn_settings, tenancy, held, made, sandboxes, judge)
+    )
+    side_calls = SideCalls(
+        client,
+        replicas,
+        watcher,
+        made,
+        retries_count=turn_settings.retries.retries_count,
+        identity=turn_settings.identity,
+        tenancy=tenancy,
+    )
+    models = Models(runtime.replicas, client, replicas)
+    for collector in (StateCollector(runtime, replicas), AutoscalingCollector(runtime), SourceCollector(discovery)):
+        registry.register(collector)
     if judge is not None:
         registry.register(JudgeCollector(judge))
     if sandboxes is not None:
         registry.register(SandboxCollector(sandboxes, registry))
     keyring = keyring or Keyring()
     logins = Logins()
-    guard = Guard(guard_settings, keyring, registry, logins, held)
+    guard = Guard(guard_settings, keyring, registry, logins, held, quotas)
     control_settings = control_settings or ControlSettings()
     control = Control(runtime, client, replicas, control_settings)
     weight_sync = WeightSync(runtime, replicas, limit_s=control_settings.weight_sync_limit_s)
     leases = Leases(runtime, replicas, tenancy, held, limit_s=control_settings.lease_limit_s)
     app = web.Application(client_max_size=guard_settings.max_body_bytes)
     app[STALL_LIMIT_S] = guard_settings.client_stall_limit_s
+    app[GUARD], app[HELD] = guard, held
     guard.attach(app)
     app.on_cleanup.append(_stopping(replicas.breakers))
+    app[LOOP_LAG] = LoopLag(registry)
     app[HISTORY] = History(runtime, replicas, metrics.hold_counts)
     live = Live(runtime, replicas, app[HISTORY], sandboxes_on=sandboxes is not None, simulated=simulated)
     if simulated:
@@ -124,7 +164,7 @@ def build_app(
     app.on_cleanup.append(_closing(weight_sync, leases))
     routes = [
         *control.routes(),
-        *Facade(runtime, replicas, control, turns.handle_on, turns.forward_to).routes(),
+        *Facade(runtime, replicas, control, turns.handle_on, side_calls.forward_to).routes(),
         *weight_sync.routes(),
         *leases.routes(),
         *SandboxHandlers(sandboxes, tenancy).routes(),
@@ -134,16 +174,22 @@ def build_app(
         *live.routes(),
         *Dashboard().routes(),
         *Login(keyring, logins).routes(),
+        *KeyHandlers(keyring, keys_file, quotas).routes(),
+        *ConfigurationHandlers(reloads).routes(),
         *(web.post(path, turns.handle) for path in TURN_DIALECTS),
         web.get("/v1/models", models.handle),
     ]
     routes += OpenApi(routes).routes()
-    routes.append(web.route("*", CATCH_ALL, _by_inner_path(turns, models, control, replicas, _own_parts(routes))))
+    routes.append(
+        web.route("*", CATCH_ALL, _by_inner_path(turns, side_calls, models, control, replicas, _own_parts(routes)))
+    )
     for route in routes:
         handler = route.handler
         if admin_port is not None:
             handler = admin_port.before(handler, route.method, route.path, tenancy)
         handler = answering_errors(guard.before(handler, route.method, route.path))
+        if access_log:
+            handler = logged(handler)
         if tracing is not None:
             handler = tracing.around(handler)
         if route.method == "GET":
@@ -151,6 +197,40 @@ def build_app(
         else:
             app.router.add_route(route.method, route.path, handler, expect_handler=says_nothing_yet)
     return app
+
+
+class TurnHandlers:
+    """aiohttp's requests on the endpoints on which a request is a turn."""
+
+    def __init__(self, turns: Turns) -> None:
+        """Have `turns` answer them."""
+        self._turns = turns
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        """Answer one turn. A body that is no JSON object goes to an engine as it is, for its own words on it."""
+        return await self._answer(request, target_of(request).plainly())
+
+    async def handle_other(self, request: web.Request) -> web.StreamResponse:
+        """Answer a POST on an API that we do not speak: it may generate, so it is a turn of nobody."""
+        return await self._answer(request, target_of(request))
+
+    async def handle_on(self, request: web.Request, replica_id: str, target: Target) -> web.StreamResponse:
+        """Answer one turn on the replica that its client chose: nobody's, whoever's it says it is."""
+        spelt = target.plainly() if target.spelt in TURN_DIALECTS else target
+        return await self._answer(request, spelt, replica_id)
+
+    async def _answer(self, request: web.Request, target: Target, chosen_id: str | None = None) -> web.StreamResponse:
+        exchange = await AiohttpExchange.of(request, target)
+        await self._turns.answer(exchange, chosen_id)
+        return exchange.response
+
+
+def _quotas(runtime: Runtime, registry: CollectorRegistry, held: HeldTurns, *, hears: bool) -> Quotas:
+    """Return what counts what keys use; it hears of turns only where keys may have limits."""
+    quotas = Quotas(registry, lambda program_id: runtime.tenant_of(program_id) is not None, held.max_turns_count)
+    if hears:
+        runtime.observe(quotas.heard, *QUOTAS_HEARD)
+    return quotas
 
 
 def _stopping(breakers: Breakers) -> Callable[[web.Application], Awaitable[None]]:
@@ -177,7 +257,12 @@ def _closing(*owners: WeightSync | Leases) -> Callable[[web.Application], Awaita
 
 
 def _by_inner_path(
-    turns: Turns, models: Models, control: Control, replicas: Replicas, own_parts: frozenset[str]
+    turns: TurnHandlers,
+    side_calls: SideCalls,
+    models: Models,
+    control: Control,
+    replicas: Replicas,
+    own_parts: frozenset[str],
 ) -> Handler:
     """Return the handler of paths that name a program, and of the engine's own paths, however they are spelt.
 
@@ -199,7 +284,7 @@ def _by_inner_path(
             return await control.tell_one(request, target.plainly(), replicas.serving(target.program_id), command)
         if target.program_id is None and target.words[:1] and target.words[0] in own_parts | {"p"}:
             raise await _no_route(request)
-        return await (turns.handle_other(request) if use is Use.GENERATE else turns.forward(request))
+        return await (turns.handle_other(request) if use is Use.GENERATE else side_calls.handle(request))
 
     return handle
 

@@ -1,0 +1,236 @@
+// The page: asks the proxy every second and shows what it says; says so when it says nothing.
+
+import { get, Gone, login, Refused, Unauthorized } from "./api.js";
+import { Chart } from "./charts.js";
+import { byId, setText } from "./dom.js";
+import { count, duration, percent, short, whole } from "./format.js";
+import { Programs } from "./programs.js";
+import { QUEUE_LIMIT, showQueue } from "./queue.js";
+import { showReplicas } from "./replicas.js";
+import { Story } from "./story.js";
+
+const PERIOD_MS = 1000;
+const RETRY_MS = [1000, 2000, 3000, 5000];
+const SMOOTH_S = 15;
+const KEPT_S = 15 * 60;
+const COSTS = [["decode", "reasoning"], ["prefill", "prefill"], ["recompute", "over"], ["caching", "acting"], ["unused", "unused"]];
+
+let samples = [];
+let startedAt = null;
+let windowS = 300;
+let failures = 0;
+let timer = 0;
+let asking = false;
+let askAgain = false;
+
+const story = new Story();
+const programs = new Programs(() => askNow(), (id) => story.open(id));
+const charts = [
+  {
+    chart: new Chart({ title: "Programs", unit: "live", stacked: true, format: short, series: [
+      { name: "reasoning", colour: "reasoning" }, { name: "acting", colour: "acting" }, { name: "held", colour: "held" }, { name: "paused", colour: "paused" },
+    ] }),
+    rows: (all) => all.map((now) => row(now, [now.active_reasoning_count, now.active_acting_count, now.paused_reasoning_count, now.paused_acting_count])),
+  },
+  {
+    chart: new Chart({ title: "Turns", unit: "per minute", format: short, series: [{ name: "finished", colour: "reasoning" }] }),
+    rows: rates((now, before, s) => [(60 * (now.turns_finished_total - before.turns_finished_total)) / s]),
+  },
+  {
+    chart: new Chart({ title: "Tokens", unit: "per second", format: short, series: [{ name: "prompt", colour: "prefill" }, { name: "output", colour: "reasoning" }] }),
+    rows: rates((now, before, s) => [(now.prompt_tokens_total - before.prompt_tokens_total) / s, (now.output_tokens_total - before.output_tokens_total) / s]),
+  },
+  {
+    chart: new Chart({ title: "Hit rate", unit: "of prompt tokens", format: percent, top: 1, series: [{ name: "cached", colour: "ok" }] }),
+    rows: rates((now, before) => {
+      const queries = now.cache_query_tokens_total - before.cache_query_tokens_total;
+      return [queries ? (now.cache_hit_tokens_total - before.cache_hit_tokens_total) / queries : null];
+    }),
+  },
+  {
+    chart: new Chart({ title: "Memory spent on", unit: "tokens", stacked: true, format: short, series: COSTS.map(([name, colour]) => ({ name, colour })) }),
+    rows: rates((now, before, s) => COSTS.map(([name]) => Math.max(0, now.costs_token_s[name] - before.costs_token_s[name]) / s)),
+  },
+  {
+    chart: new Chart({ title: "Queued in engines", unit: "tokens", format: short, series: [{ name: "queued", colour: "held" }] }),
+    rows: rates((now, before, s) => [Math.max(0, now.costs_token_s.queued - before.costs_token_s.queued) / s]),
+  },
+  {
+    chart: new Chart({ title: "Held", unit: "over the last minute", format: duration, series: [
+      { name: "median", colour: "reasoning" }, { name: "p90", colour: "held" }, { name: "p99", colour: "over" },
+    ] }),
+    rows: (all) => all.map((now) => row(now, [now.held_p50_s, now.held_p90_s, now.held_p99_s])),
+  },
+];
+
+function row({ at_s }, values) {
+  return { at_s, values };
+}
+
+/** Make rows of what grew in the `SMOOTH_S` before each sample. */
+function rates(of) {
+  return (all) => {
+    const rows = [];
+    let first = 0;
+    all.forEach((now, index) => {
+      while (all[first].at_s < now.at_s - SMOOTH_S) first += 1;
+      if (index > first) rows.push(row(now, of(now, all[first], now.at_s - all[first].at_s)));
+    });
+    return rows;
+  };
+}
+
+async function ask() {
+  const since = samples.at(-1)?.at_s ?? 0;
+  const [summary, replicas, queue, history, page] = await Promise.all([
+    get("summary"), get("replicas"), get(`queue?limit=${QUEUE_LIMIT}`), get(`history?since=${since}`), get(programs.path),
+  ]);
+  if (history.started_s !== startedAt) {  // it is another process: nothing of before goes on
+    if (startedAt !== null && since) {
+      samples = [];
+      startedAt = history.started_s;
+      return ask();
+    }
+    startedAt = history.started_s;
+  }
+  samples.push(...history.samples);
+  const oldest = (samples.at(-1)?.at_s ?? 0) - KEPT_S;
+  samples = samples.filter((sample) => sample.at_s >= oldest);
+  showSummary(summary);
+  showReplicas(replicas);
+  showQueue(queue, (id) => story.open(id));
+  programs.show(page);
+  showCharts();
+  story.sandboxesOn = summary.sandboxes_on;
+  await story.refresh();
+  return summary;
+}
+
+function showSummary({ policy, version, now, rates: last, programs_count: all, replicas_count: known, replicas_up_count: up, longest_held_s: longest }) {
+  setText(byId("policy"), policy);
+  setText(byId("version"), version);
+  const paused = now.paused_reasoning_count + now.paused_acting_count;
+  setText(byId("tile-programs"), whole(all));
+  setText(byId("note-programs"), `${whole(all - paused)} active · ${whole(paused)} paused`);
+  setText(byId("tile-turns"), whole(now.turns_in_flight_count));
+  setText(byId("note-turns"), now.turns_held_count ? `${whole(now.turns_held_count)} held, ${duration(longest)} at most` : "none held");
+  setText(byId("tile-throughput"), short(last.turns_per_min));
+  setText(byId("note-throughput"), `over the last ${duration(last.window_s)}`);
+  setText(byId("tile-tokens"), short(last.output_tokens_per_s));
+  setText(byId("note-tokens"), `${short(last.prompt_tokens_per_s)}/s of prompts`);
+  setText(byId("tile-hits"), percent(last.hit_ratio));
+  setText(byId("note-hits"), "of prompt tokens");
+  setText(byId("tile-held"), duration(last.held_p50_s));
+  setText(byId("note-held"), last.held_p99_s === null ? "no turn lately" : `p90 ${duration(last.held_p90_s)} · p99 ${duration(last.held_p99_s)}`);
+  document.title = `${now.turns_held_count ? `(${now.turns_held_count}) ` : ""}thunderagent`;
+  connection(up ? "live" : "warn", up ? `Live · ${up === known ? count(up, "replica") : `${up} of ${known} replicas`}` : "No replica is up");
+}
+
+function showCharts() {
+  const nowS = samples.at(-1)?.at_s ?? Date.now() / 1000;
+  for (const { chart, rows } of charts) chart.show(rows(samples), nowS, windowS);
+}
+
+function connection(state, text) {
+  const element = byId("connection");
+  element.dataset.state = state;
+  setText(element, text);
+}
+
+function trouble(text) {
+  const banner = byId("trouble");
+  banner.hidden = !text;
+  setText(banner, text);
+  document.body.classList.toggle("stale", Boolean(text));
+}
+
+/** Ask, show, and come back in a second; later where that failed. */
+async function loop() {
+  if (asking) {
+    askAgain = true;
+    return;
+  }
+  clearTimeout(timer);
+  asking = true;
+  askAgain = false;
+  let pause = PERIOD_MS;
+  try {
+    const summary = await ask();
+    failures = 0;
+    byId("simulated").hidden = !summary.engines_are_simulated;
+    byId("anonymous").hidden = !summary.rates.mostly_anonymous;
+    trouble(summary.closing ? "The proxy is shutting down: turns in flight may end, new ones are refused." : "");
+  } catch (error) {
+    if (error instanceof Unauthorized) {
+      asking = false;
+      askForKey();
+      return;
+    }
+    pause = RETRY_MS[Math.min(failures, RETRY_MS.length - 1)];
+    failures += 1;
+    connection("gone", "Not connected");
+    if (error instanceof Gone) trouble(`${error.message}. What you see is as it was; trying again every few seconds.`);
+    else if (error instanceof Refused) trouble(`The proxy refused: ${error.message}`);
+    else {
+      trouble(`This page has a bug: ${error.message}`);
+      console.error(error);
+    }
+  }
+  asking = false;
+  if (!document.hidden) timer = setTimeout(loop, askAgain ? 0 : pause);
+}
+
+function askNow() {
+  loop();
+}
+
+function askForKey() {
+  const dialog = byId("key");
+  connection("gone", "Key needed");
+  if (!dialog.open) dialog.showModal();
+}
+
+byId("key").addEventListener("cancel", (event) => event.preventDefault());
+byId("key-form").addEventListener("submit", async (event) => {
+  event.preventDefault();
+  setText(byId("key-trouble"), "");
+  try {
+    await login(byId("key-input").value);
+    byId("key-input").value = "";
+    byId("key").close();
+    loop();
+  } catch (error) {
+    const said = error instanceof Unauthorized && error.status === 403 ? "This key is not an admin key."
+      : error instanceof Unauthorized ? "This key is not right."
+      : error instanceof Refused && error.status === 404 ? "This proxy takes no key here. Ask who runs it how to reach its admin API."
+        : error.message;
+    setText(byId("key-trouble"), said);
+  }
+});
+
+for (const button of document.querySelectorAll("[data-minutes]")) {
+  button.addEventListener("click", () => {
+    windowS = 60 * Number(button.dataset.minutes);
+    for (const other of document.querySelectorAll("[data-minutes]")) other.setAttribute("aria-pressed", String(other === button));
+    showCharts();
+  });
+}
+
+byId("theme").addEventListener("click", () => {
+  const root = document.documentElement;
+  const dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+  root.dataset.theme = dark ? "light" : "dark";
+  try {
+    localStorage.setItem("thunderagent-theme", root.dataset.theme);
+  } catch {
+    // No storage: it holds for this page.
+  }
+});
+
+document.addEventListener("visibilitychange", () => {
+  if (!document.hidden) loop();
+});
+
+byId("charts").append(...charts.map(({ chart }) => chart.element));
+story.follow();
+loop();
