@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tests.integration.support import answers, fake_replica, running_proxy
-from thunderagent.programs.events import ProgramReleased, TurnArrived
+from thunderagent.programs.model.events import ProgramReleased, TurnArrived
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
