@@ -96,8 +96,10 @@ ARROWS: dict[str, frozenset[str]] = {
     "event_log": frozenset({"errors", "programs", "policy_loader"}),
     "signal_log": frozenset({"errors", "programs"}),
     "runtime": frozenset({"errors", "programs", "event_log"}),
-    "proxy": frozenset({"errors", "programs", "runtime", "backends", "faults"}),
+    "proxy": frozenset({"errors", "programs", "runtime", "backends", "faults", "core_build"}),
     "client": frozenset(),
+    # Which of its own files are compiled: setup.py loads it alone.
+    "core_build": frozenset(),
     "lookups": frozenset(),
     "log_lines": frozenset(),
     # A client of the admin API: it knows the proxy by its answers alone.
@@ -119,7 +121,7 @@ ARROWS: dict[str, frozenset[str]] = {
     "security": frozenset({"errors", "proxy", "config"}),
     # Wires everything up; the command line starts it.
     "serving": EVERY_ROOM | {"config", "signal_log"},
-    "cli": EVERY_ROOM | {"config", "serving", "status", "calibrate", "log_lines", "lookups", "nova"},
+    "cli": EVERY_ROOM | {"config", "serving", "status", "calibrate", "log_lines", "lookups", "nova", "core_build"},
     "__main__": frozenset({"cli"}),
 }
 

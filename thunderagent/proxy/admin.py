@@ -9,6 +9,7 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
+from thunderagent.core_build import core_kind
 from thunderagent.errors import NotFoundError, RequestError, ThunderAgentError
 from thunderagent.programs.lifecycle import Phase, Status
 from thunderagent.proxy.bearer import Tokens
@@ -113,8 +114,8 @@ class Admin:
         ]
 
     async def health(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler's signature
-        """Say that the process answers."""
-        return web.json_response({"status": "ok"})
+        """Say that the process answers, and how its core runs."""
+        return web.json_response({"status": "ok", "core": core_kind()})
 
     async def ready(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler's signature
         """Say whether a turn would be served: 200, or 503 with the reason."""

@@ -25,9 +25,10 @@ class ErrorReport(Report):
 
 
 class HealthReport(Report):
-    """The process answers."""
+    """The process answers; its core is compiled ahead of time or interpreted."""
 
     status: Literal["ok"]
+    core: Literal["compiled", "interpreted"]
 
 
 class ReadyReport(Report):
