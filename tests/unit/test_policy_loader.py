@@ -21,6 +21,7 @@ from math import inf
 
 from thunderagent.programs.decisions import Reason
 from thunderagent.programs.policies.base import ClaimRules, Placement, restore_waiting
+from thunderagent.programs.policies.breakeven import BreakEven
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,15 @@ class LastReplica:
 
     def balance(self, view, moment):
         restore_waiting(view, self)
+
+
+class Patient(BreakEven):
+    """As ours, but nobody is held longer than a second."""
+
+    name = "patient"
+
+    def hold_s(self, view, program):
+        return min(1.0, super().hold_s(view, program))
 '''
 
 
@@ -70,6 +80,16 @@ def test_an_operators_own_policy_schedules(own_module: str) -> None:
     assert driver.granted_on[driver.arrives("a", 500)] == "r1"
     assert driver.held(driver.arrives("b", 501))
     assert driver.scheduler.policy.name == "last_replica"
+
+
+def test_an_operators_policy_may_go_on_from_one_of_ours(own_module: str) -> None:
+    """An interpreted class of one of ours is asked as that is, compiled or not."""
+    driver = Driver(load_policy(f"{own_module}:Patient", {}), replicas={"r0": 1000})
+    assert driver.scheduler.policy.name == "patient"
+    driver.finishes(driver.arrives("a", 900), 900)
+    driver.passes(1.5)
+    driver.ticks()
+    assert driver.arrives("b", 900) in driver.granted_on
 
 
 @pytest.mark.parametrize("name", POLICIES)
