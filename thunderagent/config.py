@@ -144,11 +144,10 @@ class ServeConfig(BaseSettings):
         "autellix, sticky, passthrough, a preset (thunderagent-ports, continuum-fixed, concur, "
         "fcfs), or package.module:Class",
     )
-    policy_args: Annotated[dict[str, str], NoDecode] = Field(
-        {}, description="settings of the policy, as name=value; docs/policies.md has them all"
-    )
+    policy_args: Annotated[dict[str, str], NoDecode] = Field({}, description="settings of the policy, as name=value")
     admission: str = Field(
-        "", description="part that says which programs may begin, before the policy places them: docs/policies.md"
+        "",
+        description="part that says which programs may begin, before the policy places them",
     )
     order: str = Field("", description="part that says who is restored first, instead of the policy")
     victims: str = Field("", description="part that says who is paused first, instead of the policy")

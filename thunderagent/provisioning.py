@@ -13,8 +13,8 @@ from thunderagent.errors import ConfigurationError
 from thunderagent.provision.base import Provisioner
 from thunderagent.provision.command import CommandProvisioner
 from thunderagent.provision.manager import HEARS, Provisioning, ProvisionSettings
-from thunderagent.proxy.discovery import Discovery
-from thunderagent.proxy.replicas import Replicas
+from thunderagent.proxy.fleet.discovery import Discovery
+from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.runtime import Runtime
 
 SOURCE = "provision"

@@ -3,9 +3,9 @@
 Theory of operation
 ===================
 Everything here runs on one event loop. `Runtime.lease` sends a `TurnArrived`; if the scheduler grants at once, the
-lease is returned without a single await; otherwise the caller waits on a future that a later event resolves. A `Lease`
-is ended exactly once, by whichever of its methods is called first; leaving its `with` block ends it as abandoned, so
-a handler that is cancelled, or raises, always gives its lease back.
+lease is returned without a single await; otherwise the caller waits on a future that a later event resolves. What is
+asked, granted and ended is in `leases.py`, and so is what whoever carries bytes may know beside it: the runtime pushes
+the replicas after each event that changes them, and answers questions, so that nobody else reads the scheduler.
 
 Nothing here knows HTTP: a trainer that calls its engines itself takes leases in the same way.
 """
@@ -16,13 +16,12 @@ import asyncio
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from itertools import count
 from math import ceil, inf
 from time import monotonic
-from types import TracebackType
-from typing import Self, get_args
+from typing import get_args
 
 import structlog
 
@@ -40,32 +39,23 @@ from thunderagent.errors import (
     TurnAbortedError,
 )
 from thunderagent.event_log import EventLogWriter
-from thunderagent.programs.control import NOT_THERE
-from thunderagent.programs.decisions import Decision, Grant, Hold, Reason, Reject, SetPriority, SetRoute
-from thunderagent.programs.events import (
+from thunderagent.leases import UNBOUNDED, Lease, OpenLease, ReplicaMap, ReplicaState, TurnAsk, TurnEnd
+from thunderagent.programs.model.decisions import (
+    Decision,
+    Grant,
+    Hold,
+    Reason,
+    Reject,
+    SetPriority,
+    SetRoute,
+)
+from thunderagent.programs.model.events import (
     Event,
-    GrantsContinued,
-    GrantsSuspended,
-    Media,
-    MigrationAsked,
     PinnedTurnArrived,
-    PrefixCut,
-    PrioritySet,
     ProgramJudged,
-    ProgramKilled,
     ProgramOpened,
     ProgramReleased,
     ProgramsReleased,
-    ProvisionAsked,
-    ReplicaDown,
-    ReplicaDraining,
-    ReplicaFlushed,
-    ReplicaKilled,
-    ReplicaPolled,
-    ReplicaRemoved,
-    ReplicaTripped,
-    ReplicaUp,
-    RouteSet,
     Tick,
     ToolEnded,
     ToolStarted,
@@ -77,9 +67,28 @@ from thunderagent.programs.events import (
     TurnProgressed,
     TurnStarted,
 )
-from thunderagent.programs.routes import Targets
+from thunderagent.programs.model.fleet_events import (
+    EncodesPolled,
+    GrantsContinued,
+    GrantsSuspended,
+    MigrationAsked,
+    PrioritySet,
+    ProgramKilled,
+    ProvisionAsked,
+    ReplicaDown,
+    ReplicaDraining,
+    ReplicaFlushed,
+    ReplicaKilled,
+    ReplicaPolled,
+    ReplicaRemoved,
+    ReplicaTripped,
+    ReplicaUp,
+    RouteSet,
+)
+from thunderagent.programs.model.routes import Targets
+from thunderagent.programs.model.signals import Signal
+from thunderagent.programs.operations import NOT_THERE
 from thunderagent.programs.scheduler import Scheduler
-from thunderagent.programs.signals import Signal
 
 log = structlog.get_logger("thunderagent.runtime")
 
@@ -94,8 +103,6 @@ class RuntimeSettings:
     """How long a shutdown waits for turns in flight."""
 
 
-UNBOUNDED = nullcontext()
-
 MOST_RETRY_AFTER_S = 60
 """Clients take a longer wait that they are told for a mistake."""
 
@@ -104,73 +111,19 @@ TIMER_SLACK_S = 0.002
 
 Observer = Callable[[Event, Sequence[Decision]], None]
 
-
-class Lease:
-    """Leave for one turn to run on one replica. Use it in a `with` block and end it with what happened."""
-
-    __slots__ = ("_ended", "_runtime", "engine_priority", "held_s", "program_id", "reason", "replica_id", "turn_id")
-
-    def __init__(self, runtime: Runtime, grant: Grant, held_s: float) -> None:
-        """Hold what the scheduler granted."""
-        self._runtime = runtime
-        self._ended = False
-        self.turn_id = grant.turn_id
-        self.program_id = grant.program_id
-        self.replica_id = grant.replica_id
-        self.reason = grant.reason
-        self.engine_priority = grant.engine_priority
-        self.held_s = held_s
-
-    def __repr__(self) -> str:
-        return f"<Lease of turn {self.turn_id} on {self.replica_id}{', ended' if self._ended else ''}>"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if not self._ended:
-            self.abandoned()
-
-    def started(self) -> None:
-        """Say that the first byte of the answer came."""
-        self._runtime.dispatch(TurnStarted(self._runtime.now_s(), self.turn_id))
-
-    def progressed(self, output_tokens: int) -> None:
-        """Say about how many tokens were generated so far."""
-        self._runtime.dispatch(TurnProgressed(self._runtime.now_s(), self.turn_id, output_tokens))
-
-    def finished(
-        self,
-        prompt_tokens: int | None = None,
-        output_tokens: int | None = None,
-        cached_tokens: int | None = None,
-        tool: str = "",
-    ) -> None:
-        """End the lease: the answer is whole, with this usage as far as the engine said it, and calls this tool."""
-        self._end(
-            "finished",
-            TurnFinished(self._runtime.now_s(), self.turn_id, prompt_tokens, output_tokens, cached_tokens, tool),
-        )
-
-    def failed(self) -> None:
-        """End the lease: the replica failed the turn."""
-        self._end("failed", TurnFailed(self._runtime.now_s(), self.turn_id))
-
-    def refused(self) -> None:
-        """End the lease: the engine answered that it will not do the turn."""
-        self._end("refused", TurnFailed(self._runtime.now_s(), self.turn_id, refused=True))
-
-    def abandoned(self) -> None:
-        """End the lease: the client left."""
-        self._end("abandoned", TurnAbandoned(self._runtime.now_s(), self.turn_id))
-
-    def _end(self, outcome: str, event: TurnFinished | TurnFailed | TurnAbandoned) -> None:
-        if self._ended:
-            return
-        self._ended = True
-        self._runtime.end_lease(outcome, event)
+_OF_REPLICAS = (
+    ReplicaUp,
+    ReplicaDown,
+    ReplicaDraining,
+    ReplicaRemoved,
+    ReplicaTripped,
+    ReplicaPolled,
+    EncodesPolled,
+    ReplicaKilled,
+    GrantsSuspended,
+    GrantsContinued,
+)
+"""Events after which the replicas that they are about are pushed."""
 
 
 class Runtime:
@@ -205,6 +158,9 @@ class Runtime:
         self._abortable_ids: set[int] = set()
         self._superseded_ids: set[int] = set()
         """Turns that another attempt took the place of, until whoever carries them out has heard of it."""
+        self.replicas = ReplicaMap()
+        """What others may know of the replicas."""
+        self._urls: dict[str, str] = {}
         self._closing = False
         self._crash: Exception | None = None
         self._crashed = asyncio.Event()
@@ -224,73 +180,15 @@ class Runtime:
         """Turns that wait for a lease."""
         return len(self._waiters)
 
-    async def lease(
-        self,
-        program_id: str | None,
-        *,
-        branch_id: str = "",
-        prompt_bytes: int = 0,
-        avoid_replica_id: str | None = None,
-        prefix: tuple[PrefixCut, ...] = (),
-        group_id: str = "",
-        pinned_replica_id: str | None = None,
-        abortable: bool = False,
-        turn_id: int | None = None,
-        deadline_s: float | None = None,
-        supersedes_id: int | None = None,
-        waiting_since_s: float | None = None,
-        parent_id: str = "",
-        tenant: str = "",
-        wanted_replica_id: str | None = None,
-        program_class: str = "",
-        role: str = "",
-        parent_branch_id: str = "",
-        while_held: AbstractContextManager[object] = UNBOUNDED,
-        media: Media = (),
-    ) -> Lease:
-        """Wait for leave to run one turn; `program_id` None is an anonymous one. The rest is as in `TurnArrived`.
-
-        An anonymous turn may be pinned to the replica that its client chose itself.
-        `abortable` says whether `abort_held` may end the wait. `while_held` is entered if the turn is held, and left
-        with the lease; what it raises ends the turn.
-        `turn_id` is of `new_turn_id`, for who must know it before the lease. Who waits for the lease of the turn that
-        this one supersedes, or has it, is not told: cancel that.
-
-        Raises `ProgramReleasedError`, `ProgramHopelessError`, `NoReplicaError`, `NoRoomInTimeError`,
-        `TooManyProgramsError`, `TurnAbortedError` or `ShuttingDownError` if there will be none. Cancelling the wait
-        takes the turn out of the queue.
-        """
+    async def lease(self, ask: TurnAsk, while_held: AbstractContextManager[object] = UNBOUNDED) -> OpenLease:
+        """Wait for leave to run one turn; see `LeaseSource`."""
         if self._closing:
             raise ShuttingDownError("the proxy is shutting down")
-        if turn_id is None:
-            turn_id = self.new_turn_id()
-        if supersedes_id in self.scheduler.turns:
-            self._superseded_ids.add(supersedes_id)
+        turn_id = ask.turn_id
+        if ask.supersedes_id in self.scheduler.turns:
+            self._superseded_ids.add(ask.supersedes_id)
         arrived_s = self.now_s()
-        decisions = self.dispatch(
-            TurnArrived(
-                arrived_s,
-                turn_id,
-                program_id,
-                branch_id,
-                prompt_bytes,
-                avoid_replica_id,
-                prefix,
-                group_id,
-                deadline_s,
-                supersedes_id,
-                waiting_since_s,
-                parent_id,
-                tenant,
-                wanted_replica_id,
-                program_class,
-                role,
-                parent_branch_id,
-                media,
-            )
-            if pinned_replica_id is None
-            else PinnedTurnArrived(arrived_s, turn_id, pinned_replica_id, prompt_bytes, media)
-        )
+        decisions = self.dispatch(_arrival(ask, arrived_s))
         for decision in reversed(decisions):
             if type(decision) is Grant and decision.turn_id == turn_id:
                 return self._begin(decision, 0.0)
@@ -299,9 +197,9 @@ class Runtime:
                 raise self._refusal(decision)
         waiter: asyncio.Future[Grant] = asyncio.get_running_loop().create_future()
         self._waiters[turn_id] = waiter
-        if abortable:
+        if ask.abortable:
             self._abortable_ids.add(turn_id)
-        timer = self._timer_for(turn_id, arrived_s) if deadline_s is not None else None
+        timer = self._timer_for(turn_id, arrived_s) if ask.patience_s is not None else None
         try:
             with while_held:
                 grant = await waiter
@@ -328,7 +226,7 @@ class Runtime:
     def _timer_for(self, turn_id: int, now_s: float) -> asyncio.TimerHandle | None:
         """Have the scheduler let a held turn in just when it must have its lease, not at the next tick."""
         turn = self.scheduler.turns.get(turn_id)
-        due_s = self.scheduler.impatient.due_s(turn) if turn is not None else inf
+        due_s = self.scheduler.deadlines.due_s(turn) if turn is not None else inf
         if due_s == inf:
             return None
         delay_s = max(0.0, due_s - now_s) + TIMER_SLACK_S
@@ -361,10 +259,10 @@ class Runtime:
         self, program_id: str, group_id: str = "", parent_id: str = "", tenant: str = "", program_class: str = ""
     ) -> bool:
         """Open a program before its first turn; False if it lives already. Raises `TooManyProgramsError`."""
-        if self.scheduler.table.get(program_id) is not None:
+        if self.scheduler.programs.get(program_id) is not None:
             return False
         self.dispatch(ProgramOpened(self.now_s(), program_id, group_id, parent_id, tenant, program_class))
-        if self.scheduler.table.get(program_id) is None:
+        if self.scheduler.programs.get(program_id) is None:
             raise TooManyProgramsError(f"there are too many programs to open {program_id!r}; all of them have turns")
         return True
 
@@ -386,12 +284,64 @@ class Runtime:
         """Have `listener` called with each signal of the information stream; return what ends that."""
         return self.scheduler.listen(listener)
 
+    # --- what whoever carries bytes may ask; see `LeaseSource`
+
+    def home_of(self, program_id: str) -> str | None:
+        """Return the replica that a program is on, if that is up."""
+        program = self.scheduler.programs.get(program_id)
+        home_id = program.replica_id if program is not None else None
+        return home_id if self.replicas.is_up(home_id) else None
+
+    def tenant_of(self, program_id: str) -> str | None:
+        """Return whose a live program is; None if there is none."""
+        program = self.scheduler.programs.get(program_id)
+        return program.tenant if program is not None else None
+
+    def lives(self, program_id: str, generation: int) -> bool:
+        """Say whether this incarnation of a program did not end yet."""
+        program = self.scheduler.programs.get(program_id)
+        return program is not None and program.generation == generation
+
+    def turns_count(self, replica_id: str) -> int:
+        """Return how many turns have leases on a replica."""
+        replica = self.scheduler.replicas.get(replica_id)
+        return replica.account.turn_count if replica is not None else 0
+
+    def pending_encode_count(self, replica_id: str) -> int | None:
+        """Return how many images a replica has to encode; None if it does not say, or is not known."""
+        replica = self.scheduler.replicas.get(replica_id)
+        return replica.account.pending_encode_count if replica is not None else None
+
+    # --- what becomes of a turn with a lease; see `LeaseKeeper`
+
+    def started(self, turn_id: int) -> None:
+        """Hear that the first byte of an answer came."""
+        self.dispatch(TurnStarted(self.now_s(), turn_id))
+
+    def progressed(self, turn_id: int, output_tokens: int) -> None:
+        """Hear about how many tokens were generated so far."""
+        self.dispatch(TurnProgressed(self.now_s(), turn_id, output_tokens))
+
+    def ended(self, end: TurnEnd) -> None:
+        """Take a lease back."""
+        self.outcome_counts[self._superseded_or(end.outcome, end.turn_id)] += 1
+        self.leases_count -= 1
+        if end.outcome == "finished":
+            self.prompt_tokens_total += end.prompt_tokens or 0
+            self.output_tokens_total += end.output_tokens or 0
+            self.cached_tokens_total += end.cached_tokens or 0
+        if not self.leases_count:
+            self._no_lease_left.set()
+        self.dispatch(_ending(end, self.now_s()))
+
+    # --- what others say
+
     def release(self, program_id: str, generation: int | None = None, outcome: str = "") -> bool:
         """End a program; False if there is none of that id, or not of that generation. Idempotent.
 
         `outcome` says what became of it: `success`, `failure`, or nothing.
         """
-        program = self.scheduler.table.get(program_id)
+        program = self.scheduler.programs.get(program_id)
         lives = program is not None and generation in (None, program.generation)
         if lives or program_id in self.scheduler.hopeless_ids:
             self.dispatch(ProgramReleased(self.now_s(), program_id, generation, outcome))
@@ -401,7 +351,7 @@ class Runtime:
         self, program_id: str, generation: int, turn_count: int, will_succeed: bool, confidence_ratio: float
     ) -> None:
         """Say what a judge thinks of a program, as in `ProgramJudged`; nothing happens if it is gone."""
-        program = self.scheduler.table.get(program_id)
+        program = self.scheduler.programs.get(program_id)
         if program is not None and program.generation == generation:
             self.dispatch(
                 ProgramJudged(self.now_s(), program_id, generation, turn_count, will_succeed, confidence_ratio)
@@ -409,7 +359,7 @@ class Runtime:
 
     def release_together(self, program_ids: Sequence[str]) -> list[str]:
         """End several programs at once, so that none of them gets the room of another; return those that lived."""
-        live_ids = [program_id for program_id in program_ids if self.scheduler.table.get(program_id) is not None]
+        live_ids = [program_id for program_id in program_ids if self.scheduler.programs.get(program_id) is not None]
         if live_ids:
             self.dispatch(ProgramsReleased(self.now_s(), tuple(live_ids)))
         return live_ids
@@ -417,12 +367,12 @@ class Runtime:
     def tool_started(self, program_id: str, tool: str = "", *, inferred: bool = False) -> bool:
         """Say that a program's tool begins now, `inferred` if its client did not; False if there is no such program."""
         self.dispatch(ToolStarted(self.now_s(), program_id, tool, inferred))
-        return self.scheduler.table.get(program_id) is not None
+        return self.scheduler.programs.get(program_id) is not None
 
     def tool_ended(self, program_id: str, *, inferred: bool = False) -> bool:
         """Say that a program's tool is through, `inferred` if its client did not; False if there is no such program."""
         self.dispatch(ToolEnded(self.now_s(), program_id, inferred))
-        return self.scheduler.table.get(program_id) is not None
+        return self.scheduler.programs.get(program_id) is not None
 
     def replica_polled(
         self,
@@ -450,6 +400,10 @@ class Runtime:
             )
         )
 
+    def replica_at(self, replica_id: str, url: str) -> None:
+        """Say where a replica is; its leases tell."""
+        self._urls[replica_id] = url
+
     def replica_up(self, replica_id: str, capacity_tokens: int | None = None) -> None:
         """Say that a replica may be used, and how large it is if that is known."""
         self.dispatch(ReplicaUp(self.now_s(), replica_id, capacity_tokens))
@@ -476,6 +430,7 @@ class Runtime:
 
     def replica_removed(self, replica_id: str) -> None:
         """Say that a replica is gone for good."""
+        self._urls.pop(replica_id, None)
         self.dispatch(ReplicaRemoved(self.now_s(), replica_id))
 
     def replica_tripped(self, replica_id: str, *, tripped: bool) -> None:
@@ -486,27 +441,27 @@ class Runtime:
 
     def set_route(self, scope: str, name: str, targets: Targets) -> None:
         """Send the programs of a scope to replicas, by their weights; to any, if none is named."""
-        _refuse(self.scheduler.control.why_not_route(scope, name, targets))
+        _refuse(self.scheduler.operations.why_not_route(scope, name, targets))
         self.dispatch(RouteSet(self.now_s(), scope, name, targets))
 
     def set_priority(self, program_id: str, priority: int, replica_id: str | None = None) -> None:
         """Give a program a priority, lower first; with a `replica_id`, in that engine alone."""
-        _refuse(self.scheduler.control.why_not_priority(program_id, priority, replica_id))
+        _refuse(self.scheduler.operations.why_not_priority(program_id, priority, replica_id))
         self.dispatch(PrioritySet(self.now_s(), program_id, priority, replica_id))
 
     def migrate(self, program_id: str, replica_id: str) -> None:
         """Move a program to another replica: now, or when its turns in flight have ended."""
-        _refuse(self.scheduler.control.why_not_migrate(program_id, replica_id))
+        _refuse(self.scheduler.operations.why_not_migrate(program_id, replica_id))
         self.dispatch(MigrationAsked(self.now_s(), program_id, replica_id))
 
     def kill(self, program_id: str) -> None:
         """End a program; its held turns are refused."""
-        _refuse(self.scheduler.control.why_not_kill(program_id))
+        _refuse(self.scheduler.operations.why_not_kill(program_id))
         self.dispatch(ProgramKilled(self.now_s(), program_id))
 
     def kill_replica(self, replica_id: str) -> None:
         """Have a replica drain and end, by whoever observes decisions."""
-        _refuse(self.scheduler.control.why_not_kill_replica(replica_id))
+        _refuse(self.scheduler.operations.why_not_kill_replica(replica_id))
         self.dispatch(ReplicaKilled(self.now_s(), replica_id))
 
     def provision(self) -> None:
@@ -538,6 +493,8 @@ class Runtime:
             self._crashed.set()
             log.critical("scheduler_crashed", on_event=repr(event), exc_info=True)
             raise
+        if type(event) in _OF_REPLICAS:
+            self._push(event)
         for decision in decisions:
             self.decision_counts[type(decision), decision.reason] += 1
             if type(decision) is Grant:
@@ -564,18 +521,6 @@ class Runtime:
             log.exception("event_log_given_up")
             self._event_log = None
 
-    def end_lease(self, outcome: str, event: TurnFinished | TurnFailed | TurnAbandoned) -> None:
-        """Take a lease back, with the event that says how it ended. Called by `Lease` alone."""
-        self.outcome_counts[self._superseded_or(outcome, event.turn_id)] += 1
-        self.leases_count -= 1
-        if type(event) is TurnFinished:
-            self.prompt_tokens_total += event.prompt_tokens or 0
-            self.output_tokens_total += event.output_tokens or 0
-            self.cached_tokens_total += event.cached_tokens or 0
-        if not self.leases_count:
-            self._no_lease_left.set()
-        self.dispatch(event)
-
     def _superseded_or(self, outcome: str, turn_id: int) -> str:
         """Return how a turn ended that whoever carried it out ended so."""
         if turn_id not in self._superseded_ids:
@@ -597,10 +542,44 @@ class Runtime:
             log.warning("grace_period_over", leases_count=self.leases_count, grace_s=self.settings.grace_s)
         self._log_events(EventLogWriter.flush)
 
-    def _begin(self, grant: Grant, held_s: float) -> Lease:
+    def _begin(self, grant: Grant, held_s: float) -> OpenLease:
         self.leases_count += 1
         self._no_lease_left.clear()
-        return Lease(self, grant, held_s)
+        turn = self.scheduler.turns.get(grant.turn_id)
+        program = turn.program if turn is not None else None
+        lease = Lease(
+            grant.turn_id,
+            grant.program_id,
+            program.generation if program is not None else 0,
+            grant.replica_id,
+            self._urls.get(grant.replica_id, ""),
+            grant.engine_priority,
+            grant.reason,
+            held_s,
+        )
+        return OpenLease(self, lease)
+
+    def _push(self, event: Event) -> None:
+        """Tell who carries bytes what an event changed of the replicas. Cost: O(replicas it is about)."""
+        assert isinstance(event, _OF_REPLICAS)
+        known = self.scheduler.replicas
+        if event.replica_id is None:  # grants stop, or go on, everywhere
+            self.replicas.push(map(self._state_of, known))
+        elif event.replica_id in known:
+            self.replicas.push((self._state_of(event.replica_id),))
+        else:
+            self.replicas.push((), (event.replica_id,))
+
+    def _state_of(self, replica_id: str) -> ReplicaState:
+        replica = self.scheduler.replicas[replica_id]
+        return ReplicaState(
+            replica_id,
+            self._urls.get(replica_id, ""),
+            replica.up,
+            replica.open_to_programs,
+            tuple(replica.suspended_for),
+            replica.account.capacity_tokens,
+        )
 
     def _refusal(self, decision: Reject) -> ThunderAgentError:
         error = _refusal(decision)
@@ -637,6 +616,41 @@ class Runtime:
             )
 
 
+def _arrival(ask: TurnAsk, now_s: float) -> TurnArrived | PinnedTurnArrived:
+    """Return what the scheduler hears of a turn that arrives."""
+    if ask.pinned_replica_id is not None:
+        return PinnedTurnArrived(now_s, ask.turn_id, ask.pinned_replica_id, ask.prompt_bytes, ask.media)
+    return TurnArrived(
+        now_s,
+        ask.turn_id,
+        ask.program_id,
+        ask.branch_id,
+        ask.prompt_bytes,
+        ask.avoid_replica_id,
+        ask.prefix,
+        ask.group_id,
+        None if ask.patience_s is None else now_s + ask.patience_s,
+        ask.supersedes_id,
+        None if ask.waited_s is None else now_s - ask.waited_s,
+        ask.parent_id,
+        ask.tenant,
+        ask.wanted_replica_id,
+        ask.program_class,
+        ask.role,
+        ask.parent_branch_id,
+        ask.media,
+    )
+
+
+def _ending(end: TurnEnd, now_s: float) -> TurnFinished | TurnFailed | TurnAbandoned:
+    """Return what the scheduler hears of a turn that ended."""
+    if end.outcome == "finished":
+        return TurnFinished(now_s, end.turn_id, end.prompt_tokens, end.output_tokens, end.cached_tokens, end.tool)
+    if end.outcome == "abandoned":
+        return TurnAbandoned(now_s, end.turn_id)
+    return TurnFailed(now_s, end.turn_id, refused=end.outcome == "refused")
+
+
 def _refuse(why: str) -> None:
     if why:
         raise ControlRefusedError(why) if not why.startswith(NOT_THERE) else NotFoundError(why)
@@ -659,6 +673,11 @@ def _refusal(decision: Reject) -> ThunderAgentError:
         )
     if decision.reason is Reason.OVERDRAWN:
         return NoRoomInTimeError("there is no room before its client would give up; the turn was not forwarded")
+    if decision.reason is Reason.LEAVING:
+        return NoRoomInTimeError(
+            f"program {decision.program_id!r} leaves its replica, and its other turns there may not end before its "
+            "client would give up; the turn was not forwarded"
+        )
     if decision.reason is Reason.TOO_MANY_PROGRAMS:
         return TooManyProgramsError(
             f"there are too many programs to open {decision.program_id!r}, all of which have turns; "

@@ -11,10 +11,10 @@ from pydantic import SecretStr
 
 from thunderagent.config import ServeConfig
 from thunderagent.errors import ConfigurationError
-from thunderagent.proxy.access import ForwardUnknown
-from thunderagent.proxy.guard import GuardSettings
+from thunderagent.proxy.gate.access import ForwardUnknown
+from thunderagent.proxy.gate.guard import GuardSettings
+from thunderagent.proxy.gate.keys import Keyring, mint_key
 from thunderagent.proxy.judge import read_prompt
-from thunderagent.proxy.keys import Keyring, mint_key
 
 log = structlog.get_logger("thunderagent.security")
 

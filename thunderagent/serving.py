@@ -27,24 +27,25 @@ from thunderagent.config import JUDGE_ON_REPLICAS, ServeConfig
 from thunderagent.errors import ConfigurationError
 from thunderagent.event_log import EventLogWriter
 from thunderagent.policy_loader import load_policy, parse_setting
-from thunderagent.programs.scheduler import Scheduler, SchedulerSettings
+from thunderagent.programs.model.settings import SchedulerSettings
+from thunderagent.programs.scheduler import Scheduler
 from thunderagent.provisioning import build_provisioning
-from thunderagent.proxy.admin_port import AdminPort
 from thunderagent.proxy.app import HISTORY, build_app
-from thunderagent.proxy.bearer import Tokens
-from thunderagent.proxy.breaker import BreakerSettings
-from thunderagent.proxy.control import ControlSettings
-from thunderagent.proxy.discovery import Discovery, DiscoverySettings
-from thunderagent.proxy.event_feed import KIND_OF
-from thunderagent.proxy.held import HeldLimits
-from thunderagent.proxy.identity import IdentityRules
+from thunderagent.proxy.control.control import ControlSettings
+from thunderagent.proxy.fleet.breaker import BreakerSettings
+from thunderagent.proxy.fleet.discovery import Discovery, DiscoverySettings
+from thunderagent.proxy.fleet.observer import Observer
+from thunderagent.proxy.fleet.replicas import Replicas
+from thunderagent.proxy.gate.admin_port import AdminPort
+from thunderagent.proxy.gate.bearer import Tokens
+from thunderagent.proxy.gate.held import HeldLimits
+from thunderagent.proxy.gate.outgoing import Outgoing
 from thunderagent.proxy.judge import Judge, JudgeSettings, ReplicaAsker, open_url, read_prompt
-from thunderagent.proxy.observer import Observer
-from thunderagent.proxy.outgoing import Outgoing
-from thunderagent.proxy.replicas import Replicas
-from thunderagent.proxy.retry_budget import RetrySettings
-from thunderagent.proxy.server import Runner
-from thunderagent.proxy.turns import TurnSettings
+from thunderagent.proxy.reading.identity import IdentityRules
+from thunderagent.proxy.turns.flow import TurnSettings
+from thunderagent.proxy.turns.retry_budget import RetrySettings
+from thunderagent.proxy.watch.event_feed import KIND_OF
+from thunderagent.proxy.wire.aiohttp_server import Runner
 from thunderagent.replica_sources import followers_of, sources_of, static_of
 from thunderagent.runtime import Runtime, RuntimeSettings
 from thunderagent.sandboxes import build_manager
@@ -61,7 +62,7 @@ from thunderagent.security import (
 from thunderagent.signal_log import SignalLogWriter
 
 if TYPE_CHECKING:
-    from thunderagent.proxy.tracing import Tracing
+    from thunderagent.proxy.watch.tracing import Tracing
 
 log = structlog.get_logger("thunderagent")
 
@@ -246,7 +247,7 @@ async def proxy(
         client = await stack.enter_async_context(open_client(client_settings))
         replicas.attach(client, poller, *kv_followers)
         discovery.replicas_wanted("static", static_of(urls))
-        judge = _judge(config, runtime, client, replicas)
+        judge = _judge(config, runtime, client)
         app = build_app(
             runtime,
             client,
@@ -303,7 +304,7 @@ async def proxy(
             yield url
 
 
-def _judge(config: ServeConfig, runtime: Runtime, client: ReplicaClient, replicas: Replicas) -> Judge | None:
+def _judge(config: ServeConfig, runtime: Runtime, client: ReplicaClient) -> Judge | None:
     """Return who asks a judge about programs, if that is configured. Raises `ConfigurationError`."""
     if not config.judge_url:
         return None
@@ -318,7 +319,7 @@ def _judge(config: ServeConfig, runtime: Runtime, client: ReplicaClient, replica
         timeout_s=config.judge_timeout_s,
     )
     if config.judge_url == JUDGE_ON_REPLICAS:
-        asker = ReplicaAsker(runtime, client, replicas)
+        asker = ReplicaAsker(runtime, client)
         return Judge(runtime, lambda: contextlib.nullcontext(asker), settings)
     return Judge(runtime, partial(open_url, config.judge_url, judge_api_key(config)), settings)
 
@@ -328,7 +329,7 @@ def _tracing(config: ServeConfig) -> Tracing | None:
     if not config.otlp_endpoint:
         return None
     try:
-        from thunderagent.proxy.tracing import open_tracing  # noqa: PLC0415 - needs an extra
+        from thunderagent.proxy.watch.tracing import open_tracing  # noqa: PLC0415 - needs an extra
     except ImportError as error:
         raise ConfigurationError("otlp_endpoint: needs the extra otel: pip install '.[otel]' in a checkout") from error
     return open_tracing(config.otlp_endpoint, config.trace_sample_ratio)

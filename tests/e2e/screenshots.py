@@ -22,7 +22,7 @@ from tests.e2e.support import chromium, load, serving
 if TYPE_CHECKING:
     from playwright.async_api import Browser, Page
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[2] / "docs" / "assets"
 PROGRAMS = [
     *(f"swe-{name}" for name in ("django-11039", "django-12308", "sympy-18057", "sympy-20590", "flask-4045")),
     *(f"swe-{name}" for name in ("pytest-7373", "sphinx-8273", "astropy-6938", "sklearn-13497", "requests-3362")),

@@ -669,11 +669,11 @@ class RunningProxy:
             "held": self.runtime.held_count,
             "turns": len(scheduler.turns),
             "waiting": scheduler.ledger.waiting_count,
-            "anonymous_held": len(scheduler.anonymous_held),
+            "anonymous_held": len(scheduler.book.anonymous_held),
             "turns_of_replicas": sum(account.turn_count for account in accounts),
             "anonymous_tokens": sum(account.other_tokens for account in accounts),
             "reasoning": sum(account.reasoning_count for account in accounts),
-            "queued": len(scheduler.queue.reasoning),
+            "queued": len(scheduler.queue.waiting.order),
         }
 
     async def nothing_left(self, *, within_s: float = DEADLINE_S) -> None:

@@ -23,8 +23,9 @@ from tests.integration.support import (
     until,
 )
 from tests.loopback import on_loopback
-from thunderagent.proxy.dashboard import HEADERS
-from thunderagent.proxy.sse import server_sent, stream_events
+from thunderagent.proxy.admin.dashboard import HEADERS
+from thunderagent.proxy.reading.sse import server_sent
+from thunderagent.proxy.watch.event_stream import stream_events
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

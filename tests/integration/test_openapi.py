@@ -23,8 +23,8 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from thunderagent.config import ENVIRONMENT_PREFIX
-from thunderagent.proxy.keys import mint_key
-from thunderagent.proxy.openapi import EVENTS_TYPE, OPERATIONS, Operation
+from thunderagent.proxy.admin.openapi import EVENTS_TYPE, OPERATIONS, Operation
+from thunderagent.proxy.gate.keys import mint_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -12,11 +12,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from tests.unit.proxy.discovery_setup import A, B, C, Setup
+from tests.unit.proxy.fleet.discovery_setup import A, B, C, Setup
 from thunderagent.backends.discovery import Wanted
 from thunderagent.backends.discovery.base import replica_id_of
 from thunderagent.errors import NotFoundError, ReplicaLeavingError
-from thunderagent.proxy.discovery import API, DiscoverySettings
+from thunderagent.proxy.fleet.discovery import API, DiscoverySettings
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterator

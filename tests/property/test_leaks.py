@@ -14,13 +14,11 @@ from types import BuiltinFunctionType, FunctionType, ModuleType
 import pytest
 
 from thunderagent.policy_loader import load_policy
-from thunderagent.programs.decisions import Grant, Reject
-from thunderagent.programs.events import (
+from thunderagent.programs.model.decisions import Grant, Reject
+from thunderagent.programs.model.events import (
     Event,
     ProgramJudged,
     ProgramReleased,
-    ReplicaPolled,
-    ReplicaUp,
     Tick,
     ToolEnded,
     ToolStarted,
@@ -31,7 +29,9 @@ from thunderagent.programs.events import (
     TurnProgressed,
     TurnStarted,
 )
-from thunderagent.programs.scheduler import Scheduler, SchedulerSettings
+from thunderagent.programs.model.fleet_events import ReplicaPolled, ReplicaUp
+from thunderagent.programs.model.settings import SchedulerSettings
+from thunderagent.programs.scheduler import Scheduler
 
 EVENT_COUNT = int(os.environ.get("LEAK_EVENT_COUNT", "16000"))
 PROGRAM_COUNT = 120
@@ -61,7 +61,7 @@ class Load:
             self.now_s += 0.01
             for event in self._next_events():
                 self._send(event)
-            if int(self.now_s) > self.scheduler.previous_tick_s:
+            if int(self.now_s) > self.scheduler.view.previous_tick_s:
                 for number in range(REPLICA_COUNT):
                     self._send(ReplicaPolled(self.now_s, f"r{number}", CAPACITY_TOKENS, 0.5, 1000))
                 self._send(Tick(self.now_s))

@@ -141,7 +141,7 @@ def test_an_extra_that_is_none_fails_the_build(compose: Compose, client: Any) ->
 
 
 def test_the_profile_for_gpus_is_a_stack_of_its_own(compose: Compose) -> None:
-    """Where compose reads it as meant: vLLM as docs/engines.md wants it, a GPU each, and a proxy in front of both."""
+    """Where compose reads it as meant: vLLM with the flags that help, a GPU each, and a proxy in front of both."""
     services = yaml.safe_load(compose("--profile", "gpu", "config"))["services"]
     of_gpus = {name for name, service in services.items() if service.get("profiles") == ["gpu"]}
     assert of_gpus == {"thunderagent-gpu", "vllm-1", "vllm-2"}

@@ -77,7 +77,7 @@ def is_under(dotted: str, prefix: str) -> bool:
 EVERY_ROOM = frozenset(
     {
         *("errors", "programs", "policy_loader", "backends", "tools", "simulator", "faults"),
-        *("event_log", "runtime", "proxy", "client", "sandboxes", "replica_sources", "security"),
+        *("event_log", "leases", "runtime", "proxy", "client", "sandboxes", "replica_sources", "security"),
         *("provision", "provisioning"),
     }
 )
@@ -95,9 +95,10 @@ ARROWS: dict[str, frozenset[str]] = {
     "tools": frozenset({"errors", "programs", "faults", "cluster"}),
     "simulator": frozenset({"errors", "programs", "policy_loader"}),
     "event_log": frozenset({"errors", "programs", "policy_loader"}),
+    "leases": frozenset({"programs"}),
     "signal_log": frozenset({"errors", "programs"}),
-    "runtime": frozenset({"errors", "programs", "event_log"}),
-    "proxy": frozenset({"errors", "programs", "runtime", "backends", "faults", "core_build"}),
+    "runtime": frozenset({"errors", "programs", "event_log", "leases"}),
+    "proxy": frozenset({"errors", "programs", "leases", "runtime", "backends", "faults", "core_build"}),
     "client": frozenset(),
     # Which of its own files are compiled: setup.py loads it alone.
     "core_build": frozenset(),
@@ -140,6 +141,47 @@ FORBIDDEN: list[tuple[str, frozenset[str], frozenset[str]]] = [
         ),
     ),
 ]
+
+# The rooms of the proxy, each with those it may import from, beside itself. What all may: see `ARROWS["proxy"]`.
+PROXY_ARROWS: dict[str, frozenset[str]] = {
+    "reading": frozenset(),
+    "wire": frozenset({"reading"}),
+    "gate": frozenset({"reading", "wire"}),
+    "fleet": frozenset({"reading", "wire", "gate"}),
+    "judge": frozenset({"reading", "fleet"}),
+    "watch": frozenset({"reading", "wire", "gate", "fleet"}),
+    "turns": frozenset({"reading", "wire", "gate", "fleet", "judge", "watch"}),
+    "control": frozenset({"reading", "wire", "gate", "fleet"}),
+    "admin": frozenset({"reading", "gate", "fleet", "control", "watch"}),
+    # Composition: everybody's, and nobody may know it.
+    "app": frozenset({"reading", "wire", "gate", "fleet", "judge", "watch", "turns", "control", "admin"}),
+}
+
+# What a room of the proxy must never know besides.
+UNKNOWN_TO_ROOMS: dict[str, frozenset[str]] = {
+    "reading": frozenset({"aiohttp", "socket", "thunderagent.runtime", "thunderagent.backends"}),
+    "wire": frozenset({"thunderagent.runtime", "thunderagent.programs"}),
+    "gate": frozenset({"thunderagent.runtime"}),
+}
+
+ROOM_MODULE_COUNT = 12
+"""A room has a dozen modules at most, beside its `__init__`."""
+
+
+def wrong_arrows(module: Module) -> Iterator[str]:
+    """Find what a module of the proxy imports from rooms that its own must not know."""
+    if not module.is_in("thunderagent.proxy") or module.name == "thunderagent.proxy":
+        return
+    room = module.name.split(".")[2]
+    if room not in PROXY_ARROWS:
+        yield f"{module.name}: it is in no room"
+        return
+    for line, dotted in imports_of(module):
+        if is_under(dotted, "thunderagent.proxy") and dotted.split(".")[2] not in PROXY_ARROWS[room] | {room}:
+            yield f"{module.name}:{line}: {room} must not import {dotted}"
+        for each in UNKNOWN_TO_ROOMS.get(room, ()):
+            if is_under(dotted, each):
+                yield f"{module.name}:{line}: {room} must never know {each}"
 
 
 def wrong_imports(module: Module) -> Iterator[str]:
@@ -423,7 +465,7 @@ def _numbers(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
 
 # --- One reading of what is asked for -------------------------------------------------------------------------
 
-READS_TARGETS = "thunderagent.proxy.target"
+READS_TARGETS = ("thunderagent.proxy.reading.target", "thunderagent.proxy.wire.aiohttp_request")
 # What aiohttp has of a request's target: each is another reading of it. `match_info` and `query` are of the URL that
 # the target was routed by.
 OTHER_READINGS = frozenset({"raw_path", "rel_url", "path_qs", "query_string", "path_safe", "raw_parts"})
@@ -431,7 +473,7 @@ OTHER_READINGS = frozenset({"raw_path", "rel_url", "path_qs", "query_string", "p
 
 def other_readings(module: Module) -> Iterator[str]:
     """Find who looks at a request's path, or cuts one, and is not the one place that reads it."""
-    if not module.is_in("thunderagent.proxy", "thunderagent.backends") or module.is_in(READS_TARGETS):
+    if not module.is_in("thunderagent.proxy", "thunderagent.backends") or module.is_in(*READS_TARGETS):
         return
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Attribute):
@@ -442,7 +484,7 @@ def other_readings(module: Module) -> Iterator[str]:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             cuts = node.func.attr in ("partition", "rpartition", "split", "rsplit")
             if cuts and any(isinstance(each, ast.Constant) and each.value in ("?", "#") for each in node.args):
-                yield f"{module.name}:{node.lineno}: it cuts a path, which only {READS_TARGETS} may"
+                yield f"{module.name}:{node.lineno}: it cuts a path, which only {READS_TARGETS[0]} may"
 
 
 # --- The package obeys ----------------------------------------------------------------------------------------
@@ -469,6 +511,19 @@ def test_the_package_is_found() -> None:
 def test_imports_follow_the_arrows() -> None:
     """Nobody imports against the layers, nor what the room must never know."""
     assert complaints(wrong_imports, MODULES) == []
+
+
+def test_rooms_of_the_proxy_know_only_what_they_may() -> None:
+    """Each room imports only from those below it."""
+    assert complaints(wrong_arrows, MODULES) == []
+
+
+def test_a_room_is_no_attic() -> None:
+    """A room of the proxy, and a folder in one, has a dozen modules at most."""
+    folders = [module.name for module in MODULES if module.is_package and module.is_in("thunderagent.proxy")]
+    for folder in folders:
+        inside = [each.name for each in MODULES if each.name.rpartition(".")[0] == folder and not each.is_package]
+        assert len(inside) <= ROOM_MODULE_COUNT, inside
 
 
 def test_the_core_is_pure() -> None:
@@ -544,14 +599,14 @@ def module_of(source: str, name: str = "thunderagent.programs.sample", *, is_pac
         ("thunderagent.simulator.engine", "from socket import socket"),
         ("thunderagent.runtime", "import aiohttp.web"),
         ("thunderagent.runtime", "from thunderagent.proxy import app"),
-        ("thunderagent.proxy.turns", "from thunderagent.config import Settings"),
-        ("thunderagent.proxy.turns", "from thunderagent.tools import manager"),
-        ("thunderagent.proxy.turns", "from thunderagent.programs.policies.cap import Cap"),
+        ("thunderagent.proxy.turns.flow", "from thunderagent.config import Settings"),
+        ("thunderagent.proxy.turns.flow", "from thunderagent.tools import manager"),
+        ("thunderagent.proxy.turns.flow", "from thunderagent.programs.policies.cap import Cap"),
         ("thunderagent.client.sync", "from thunderagent.errors import ThunderAgentError"),
         ("thunderagent.config", "from thunderagent.cli import main"),
         ("thunderagent.policy_loader", "from thunderagent.event_log import replay"),
         ("thunderagent.serving", "from thunderagent.cli import main"),
-        ("thunderagent.status", "from thunderagent.proxy.reports import Report"),
+        ("thunderagent.status", "from thunderagent.proxy.admin.reports import Report"),
         ("thunderagent.runtime", "from thunderagent.policy_loader import load_policy"),
         ("thunderagent.extra", "import os"),
         ("thunderagent", "from thunderagent import errors"),
@@ -565,11 +620,36 @@ def test_a_wrong_import_is_found(name: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("name", "source"),
     [
+        ("thunderagent.proxy.reading.prefix", "from thunderagent.proxy.wire.headers import forwarded"),
+        ("thunderagent.proxy.reading.prefix", "from aiohttp import web"),
+        ("thunderagent.proxy.reading.target", "from thunderagent.runtime import Runtime"),
+        ("thunderagent.proxy.wire.headers", "from thunderagent.programs.events import Event"),
+        ("thunderagent.proxy.gate.guard", "from thunderagent.runtime import Runtime"),
+        ("thunderagent.proxy.fleet.replicas", "from thunderagent.proxy import turns"),
+        ("thunderagent.proxy.turns.flow", "from thunderagent.proxy.admin.reports import Report"),
+        ("thunderagent.proxy.control.leases", "from thunderagent.proxy.admin import reports"),
+        ("thunderagent.proxy.watch.metrics", "from ..turns.turns import Turns"),
+        ("thunderagent.proxy.admin.admin", "from thunderagent.proxy.wire import headers"),
+        ("thunderagent.proxy.turns.flow", "from thunderagent.proxy.app import create_app"),
+        ("thunderagent.proxy.attic", "import json"),
+    ],
+)
+def test_a_wrong_arrow_between_rooms_is_found(name: str, source: str) -> None:
+    """Each room's own limits are seen, in every way of importing, and a module in no room."""
+    assert list(wrong_arrows(module_of(source, name)))
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
         ("thunderagent.programs.table", "from thunderagent.errors import LifecycleError"),
         ("thunderagent.programs.table", "from . import policies"),
         ("thunderagent.backends.vllm", "import httpx2, asyncio\nfrom .base import Backend"),
         ("thunderagent.simulator.server", "import asyncio\nfrom aiohttp import web"),
-        ("thunderagent.proxy.turns", "from thunderagent.runtime import Runtime\nfrom thunderagent import __version__"),
+        (
+            "thunderagent.proxy.turns.flow",
+            "from thunderagent.runtime import Runtime\nfrom thunderagent import __version__",
+        ),
         ("thunderagent.client.sync", "import httpx2\nfrom thunderagent.client.base import Client"),
         ("thunderagent.cli", "from thunderagent.config import Settings\nimport thunderagent.tools.docker"),
         ("thunderagent.cli", "from thunderagent.serving import serve\nfrom thunderagent.status import watch_status"),

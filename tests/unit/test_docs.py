@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import pytest
+import yaml
 from prometheus_client import CollectorRegistry
+from thunderagent.programs.lifecycle import TRANSITIONS
 
 from tests.builders import Driver
 from thunderagent import errors
@@ -23,23 +25,23 @@ from thunderagent.config import ENVIRONMENT_PREFIX, ServeConfig
 from thunderagent.nova.config import NovaConfig
 from thunderagent.nova.metrics import GAUGES
 from thunderagent.policy_loader import PRESETS, load_policy
-from thunderagent.programs.decisions import Reason
-from thunderagent.programs.events import ProgramReleased, ReplicaPolled, ReplicaUp, Tick, TurnArrived, TurnFinished
 from thunderagent.programs.invariants import check
-from thunderagent.programs.lifecycle import TRANSITIONS
+from thunderagent.programs.model.decisions import Reason
+from thunderagent.programs.model.events import ProgramReleased, Tick, TurnArrived, TurnFinished
+from thunderagent.programs.model.fleet_events import ReplicaPolled, ReplicaUp
 from thunderagent.programs.policies import PARTS, POLICIES
 from thunderagent.programs.policies.breakeven import BreakEven
 from thunderagent.programs.scheduler import Scheduler
-from thunderagent.proxy.discovery import Discovery, DiscoverySettings
-from thunderagent.proxy.event_feed import KINDS, SIGNAL_KINDS
-from thunderagent.proxy.held import NO_LIMITS, HeldTurns
+from thunderagent.proxy.admin.replica_routes import SourceCollector
+from thunderagent.proxy.admin.sandboxes import SandboxCollector
+from thunderagent.proxy.fleet.discovery import Discovery, DiscoverySettings
+from thunderagent.proxy.fleet.replicas import Replicas
+from thunderagent.proxy.gate.held import NO_LIMITS, HeldTurns
+from thunderagent.proxy.gate.rate_limit import RateLimits
 from thunderagent.proxy.judge import Judge, JudgeCollector
 from thunderagent.proxy.judge.prompt import DEFAULT_PROMPT
-from thunderagent.proxy.metrics import StateCollector, TurnMetrics
-from thunderagent.proxy.rate_limit import RateLimits
-from thunderagent.proxy.replica_routes import SourceCollector
-from thunderagent.proxy.replicas import Replicas
-from thunderagent.proxy.sandboxes import SandboxCollector
+from thunderagent.proxy.watch.event_feed import KINDS, SIGNAL_KINDS
+from thunderagent.proxy.watch.metrics import StateCollector, TurnMetrics
 from thunderagent.runtime import Runtime
 from thunderagent.sandboxes import build_manager
 from thunderagent.simulator.timing import load_profiles
@@ -54,11 +56,10 @@ INTEGRATIONS = DOCS / "integrations"
 PAGES = sorted(
     [
         *(ROOT / name for name in ("README.md", "CHANGELOG.md", "deploy/README.md")),
-        *DOCS.glob("*.md"),
-        *INTEGRATIONS.glob("*.md"),
+        *DOCS.rglob("*.md"),
     ]
 )
-PICTURES = sorted(DOCS.glob("*.svg"))
+PICTURES = sorted(DOCS.rglob("*.svg"))
 
 HOSTS = {
     "arxiv.org",
@@ -178,22 +179,38 @@ def test_a_place_on_a_machine_is_found(text: str) -> None:
     assert set(ABSOLUTE_PATH.findall(text)) - ENDPOINTS
 
 
-def test_every_page_is_in_both_indexes() -> None:
-    """A page that nobody links to is not found."""
-    for index, prefix in ((ROOT / "README.md", "docs/"), (DOCS / "README.md", "")):
-        links = {link.partition("#")[0] for link in LINK.findall(index.read_text())}
-        assert {f"{prefix}{path.name}" for path in DOCS.glob("*.md") if path.name != "README.md"} <= links
-        assert f"{prefix}integrations/README.md" in links
-    links = set(LINK.findall((INTEGRATIONS / "README.md").read_text()))
-    assert {path.name for path in INTEGRATIONS.glob("*.md") if path.name != "README.md"} <= links
+def nav_pages(entry: object) -> Iterator[str]:
+    """Yield the pages of a part of the site's navigation, in order."""
+    if isinstance(entry, str):
+        yield entry
+    elif isinstance(entry, dict):
+        for each in entry.values():
+            yield from nav_pages(each)
+    elif isinstance(entry, list):
+        for each in entry:
+            yield from nav_pages(each)
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    """A page that no menu leads to is not found; each is there once."""
+    nav = re.search(r"^nav:\n((?:[ -].*\n|\n)+)", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert nav is not None
+    listed = list(nav_pages(yaml.safe_load(nav[1])))
+    assert len(listed) == len(set(listed))
+    fragments = {str(path.relative_to(DOCS)) for path in INTEGRATIONS.glob("*.md")} - set(listed)
+    shown = "".join(path.read_text() for path in DOCS.rglob("*.md"))
+    assert {name for name in fragments if f'--8<-- "{name}"' not in shown} == set()
+    assert {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")} - fragments == set(listed)
 
 
 def test_every_option_is_documented() -> None:
     """Each field of the configuration has a row with its option, its environment variable and its default."""
     rows = {
-        cells[1].strip("` "): cells for row in page("configuration.md").splitlines() if len(cells := row.split("|")) > 5
+        cells[1].strip("` "): cells
+        for row in page("reference/configuration.md").splitlines()
+        if len(cells := row.split("|")) > 5
     }
-    assert set(Template.model_fields) <= set(re.findall(r"^\| `(\w+)` \|", page("sandboxes.md"), re.MULTILINE))
+    assert set(Template.model_fields) <= set(re.findall(r"^\| `(\w+)` \|", page("how-to/sandboxes.md"), re.MULTILINE))
     for name, field in ServeConfig.model_fields.items():
         option = f"--{LIST_FIELDS.get(name, name.replace('_', '-'))}"
         assert option in rows, option
@@ -205,7 +222,7 @@ def test_every_option_is_documented() -> None:
 
 def test_every_option_and_metric_of_nova_is_documented() -> None:
     """`thunderagent nova serve` has no option that its page does not name, nor its server a metric."""
-    named = set(re.findall(r"`([^`]+)`", FENCE.sub("", page("nova.md"))))
+    named = set(re.findall(r"`([^`]+)`", FENCE.sub("", page("research/nova.md"))))
     for field in fields(NovaConfig):
         assert f"--{field.name.replace('_', '-')}" in named
     assert set(GAUGES) | {"nova:stage_seconds_total", "nova:stage_passes_total", "nova:tokens_total"} <= named
@@ -216,48 +233,52 @@ def test_every_option_of_the_engine_is_documented() -> None:
     commands = next(action for action in build_parser()._actions if action.dest == "==SUPPRESS==" or action.choices)
     assert isinstance(commands.choices, dict)
     options = {option for action in commands.choices["engine"]._actions for option in action.option_strings}
-    assert {option for option in options - {"-h", "--help"} if f"`{option}`" not in page("engines.md")} == set()
+    assert {option for option in options - {"-h", "--help"} if f"`{option}`" not in page("how-to/engines.md")} == set()
 
 
 def test_the_configuration_file_of_the_page_is_one(tmp_path: Path) -> None:
     """The example is taken as it stands."""
     path = tmp_path / "thunderagent.toml"
-    path.write_text(code_blocks("configuration.md", "toml")[0])
+    path.write_text(code_blocks("reference/configuration.md", "toml")[0])
     config = ServeConfig.load(path)
     assert config.policy_args == {"hold_ratio": "1.5", "pass_count": "8", "share_prefixes": "False"}
 
 
 def test_the_judge_s_prompt_of_the_page_is_the_default() -> None:
     """To the letter."""
-    assert DEFAULT_PROMPT in code_blocks("judge.md", "text")
+    assert DEFAULT_PROMPT in code_blocks("how-to/judge.md", "text")
 
 
 def test_the_templates_of_the_page_are_some(tmp_path: Path) -> None:
     """The example is taken as it stands."""
     path = tmp_path / "thunderagent.toml"
-    path.write_text(code_blocks("sandboxes.md", "toml")[0])
+    path.write_text(code_blocks("how-to/sandboxes.md", "toml")[0])
     assert ServeConfig.load(path).sandbox_templates["coder"].program_classes == ("coder",)
 
 
 def test_every_metric_is_documented_and_every_documented_one_is_there() -> None:
     """Operations names exactly what is exposed."""
     exposed = metric_names()
-    said = set(re.findall(r"\bthunderagent_[a-z_]+", page("operations.md")))
+    said = set(re.findall(r"\bthunderagent_[a-z_]+", page("how-to/observe.md")))
     assert exposed <= said
     assert {name.removesuffix("_bucket") for name in said} <= exposed
 
 
 def test_every_metric_of_vllm_that_is_read_is_documented() -> None:
     """Engines names exactly what is read."""
-    assert set(re.findall(r"`(vllm:\w+)`", page("engines.md"))) == set(vllm._NEEDED)
+    assert set(re.findall(r"`(vllm:\w+)`", page("how-to/engines.md"))) == set(vllm._NEEDED)
 
 
 def test_every_error_is_documented() -> None:
     """The guide has a row for each code with its status and Retry-After, or names it as the command line's own."""
-    rows = {cells[2].strip("` "): cells for row in page("guide.md").splitlines() if len(cells := row.split("|")) == 6}
+    rows = {
+        cells[2].strip("` "): cells
+        for row in page("reference/turns.md").splitlines()
+        if len(cells := row.split("|")) == 6
+    }
     for kind in error_classes():
         if kind.code in {"configuration_error", "event_log_error"}:
-            assert f"`{kind.code}`" in page("guide.md")
+            assert f"`{kind.code}`" in page("reference/turns.md")
             continue
         assert kind.code in rows, kind.code
         assert int(rows[kind.code][1]) == kind.status
@@ -266,29 +287,29 @@ def test_every_error_is_documented() -> None:
 
 def test_every_reason_is_documented() -> None:
     """Operations has a row for each reason, and for no other."""
-    table = page("operations.md").partition("\n## Reasons\n")[2].partition("\n## ")[0]
+    table = page("how-to/observe.md").partition("\n## Reasons\n")[2].partition("\n## ")[0]
     assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == set(Reason)
 
 
 def test_every_kind_of_message_is_documented() -> None:
     """The API's page names what `GET /events` may send, and no other kind; Operations has the signals."""
-    table = page("api.md").partition("| Kinds | |\n")[2].partition("\n\n")[0]
+    table = page("reference/api.md").partition("| Kinds | |\n")[2].partition("\n\n")[0]
     rows = [row for row in table.splitlines() if not row.startswith("| signals")]
     assert set(re.findall(r"`(\w+)`", "".join(rows))) - {"because", "reason"} == KINDS
-    signals = page("operations.md").partition("\n## The information stream\n")[2].partition("\n## ")[0]
+    signals = page("how-to/observe.md").partition("\n## The information stream\n")[2].partition("\n## ")[0]
     assert set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", signals, re.MULTILINE)))) == SIGNAL_KINDS
 
 
 def test_every_profile_is_documented() -> None:
     """Engines lists the iteration times that `--profile` knows by name."""
-    table = page("engines.md").partition("| Profile | Engine |\n")[2].partition("\n\n")[0]
+    table = page("how-to/engines.md").partition("| Profile | Engine |\n")[2].partition("\n\n")[0]
     named = {name for row in table.splitlines()[1:] for name in re.findall(r"`([\w.-]+)`", row.split("|")[1])}
     assert named == set(load_profiles())
 
 
 def test_the_lifecycle_table_is_the_code_s() -> None:
     """Architecture has the whole table, row by row."""
-    table = page("architecture.md").partition("\n## The life of a program\n")[2].partition("\n## ")[0]
+    table = page("explanation/architecture.md").partition("\n## The life of a program\n")[2].partition("\n## ")[0]
     said = set(re.findall(r"^\| (\w+), (\w+) \| `(\w+)` \| (\w+), (\w+) \|$", table, re.MULTILINE))
     assert said == {(*before, trigger, *after) for (before, trigger), after in TRANSITIONS.items()}
 
@@ -296,7 +317,7 @@ def test_the_lifecycle_table_is_the_code_s() -> None:
 @pytest.mark.parametrize("name", POLICIES)
 def test_every_policy_and_setting_is_documented(name: str) -> None:
     """Policies names each policy and each of its settings."""
-    text, factory = page("policies.md"), POLICIES[name]
+    text, factory = page("reference/policies.md"), POLICIES[name]
     assert f"\n## `{name}`\n" in text
     assert is_dataclass(factory)
     settings = {field.name for field in fields(factory) if field.init}
@@ -306,9 +327,9 @@ def test_every_policy_and_setting_is_documented(name: str) -> None:
 @pytest.mark.parametrize("kind", PARTS)
 def test_every_part_and_setting_is_documented(kind: str) -> None:
     """Policies names each part in the row of its kind, and each of its settings somewhere; so does its option."""
-    text = page("policies.md")
+    text = page("reference/policies.md")
     rows = [row for row in text.splitlines() if row.startswith(f"| `--{kind}` |")]
-    rows += [row for row in page("configuration.md").splitlines() if row.startswith(f"| `--{kind}` |")]
+    rows += [row for row in page("reference/configuration.md").splitlines() if row.startswith(f"| `--{kind}` |")]
     assert len(rows) == 2
     for row in rows:
         assert set(PARTS[kind]) <= set(re.findall(r"`([\w-]+)`", row))
@@ -320,12 +341,14 @@ def test_every_part_and_setting_is_documented(kind: str) -> None:
 
 def test_every_policy_and_preset_is_in_the_row_of_its_option() -> None:
     """Configuration lists all that `--policy` may be told by name, and so does its help."""
-    (row,) = [row for row in page("configuration.md").splitlines() if row.startswith("| `--policy` |")]
+    (row,) = [row for row in page("reference/configuration.md").splitlines() if row.startswith("| `--policy` |")]
     assert {*POLICIES, *PRESETS} <= set(re.findall(r"`([\w-]+)`", row))
     assert {*POLICIES, *PRESETS} <= set(re.findall(r"[\w-]+", ServeConfig.model_fields["policy"].description or ""))
 
 
-@pytest.mark.parametrize("example", code_blocks("policies.md", "python"), ids=lambda text: text.partition("\n")[0])
+@pytest.mark.parametrize(
+    "example", code_blocks("reference/policies.md", "python"), ids=lambda text: text.partition("\n")[0]
+)
 def test_a_policy_of_the_page_can_be_loaded_and_works(
     example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -334,7 +357,7 @@ def test_a_policy_of_the_page_can_be_loaded_and_works(
     (tmp_path / f"{module}.py").write_text(example)
     monkeypatch.syspath_prepend(tmp_path)
     class_name = re.findall(r"^class (\w+)", example, re.MULTILINE)[0]
-    assert f"{module}:{class_name}" in page("policies.md") or module == "full_house"
+    assert f"{module}:{class_name}" in page("reference/policies.md") or module == "full_house"
     is_global = "def decide" in example
     name, settings = (
         ("breakeven", {"control": f"{module}:{class_name}"}) if is_global else (f"{module}:{class_name}", {})
@@ -347,7 +370,7 @@ def test_a_policy_of_the_page_can_be_loaded_and_works(
 
 def example_of(module: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Put an example of the page where it can be imported; return it without its imports."""
-    text = next(each for each in code_blocks("policies.md", "python") if each.startswith(f"# {module}.py"))
+    text = next(each for each in code_blocks("reference/policies.md", "python") if each.startswith(f"# {module}.py"))
     (folder / f"{module}.py").write_text(text)
     monkeypatch.syspath_prepend(folder)
     monkeypatch.delitem(sys.modules, module, raising=False)
@@ -402,7 +425,7 @@ def test_the_whole_global_policy_of_the_page_gives_and_takes_replicas(
         driver.finishes(turn_id, 1000)
     driver.releases_all(*(f"chat-{number}" for number in range(4)))
     driver.ticks(1.0)
-    routes = {name: set(route.targets) for _, name, route in driver.scheduler.control.routes}
+    routes = {name: set(route.targets) for _, name, route in driver.scheduler.core.routing.routes}
     assert len(routes["chat"]) == 1
     assert len(routes[""]) == 2
 
@@ -426,13 +449,15 @@ def drive(scheduler: Scheduler) -> None:
         send(ProgramReleased(now_s + 1, f"p{turn_id}"))
         send(Tick(now_s + 6))
     assert granted == {0, 1, 2, 3}
-    assert len(scheduler.table) == 0
+    assert len(scheduler.programs) == 0
 
 
 def test_every_setting_of_the_default_policy_is_explained() -> None:
     """Its page has a row for each, with the default that the code has and what switching it off does."""
     rows = {
-        cells[1].strip("` "): cells for row in page("breakeven.md").splitlines() if len(cells := row.split("|")) == 8
+        cells[1].strip("` "): cells
+        for row in page("explanation/default-policy.md").splitlines()
+        if len(cells := row.split("|")) == 8
     }
     settings = {field.name: field.default for field in fields(BreakEven)}
     assert settings.keys() <= rows.keys()
@@ -444,7 +469,7 @@ def test_every_setting_of_the_default_policy_is_explained() -> None:
 @pytest.mark.parametrize(("language", "suffix"), [("json", ".json"), ("toml", ".toml"), ("text", ".txt")])
 def test_the_files_of_replicas_of_the_page_are_some(language: str, suffix: str) -> None:
     """Each example is taken as it stands."""
-    wanted = parse(code_blocks("replicas.md", language)[0].encode(), suffix)
+    wanted = parse(code_blocks("how-to/scale.md", language)[0].encode(), suffix)
     assert [each.url for each in wanted][:1] == ["http://10.0.0.1:8000"]
     assert wanted[-1].ranks_count == 4
 

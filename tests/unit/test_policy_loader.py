@@ -11,17 +11,18 @@ from tests.builders import Driver
 from thunderagent.errors import ConfigurationError
 from thunderagent.policy_loader import PRESETS, Setting, load_policy, parse_setting
 from thunderagent.programs.policies import PARTS, POLICIES
+from thunderagent.programs.policies.composed import Composed
 from thunderagent.programs.policies.mars import Mars
 from thunderagent.programs.policies.mars_admission import MarsAdmission
-from thunderagent.programs.policies.parts import Composed
 
 OWN_POLICY = '''
 from dataclasses import dataclass
 from math import inf
 
-from thunderagent.programs.decisions import Reason
-from thunderagent.programs.policies.base import ClaimRules, Placement, restore_waiting
+from thunderagent.programs.model.decisions import Reason
+from thunderagent.programs.model.policy import ClaimRules, Placement
 from thunderagent.programs.policies.breakeven import BreakEven
+from thunderagent.programs.policies.helpers import restore_waiting
 
 
 @dataclass(frozen=True)
@@ -176,7 +177,7 @@ class Srtf:
 @pytest.mark.parametrize(
     ("policy", "parts", "message"),
     [
-        ("srtf:Srtf", {}, "srtf:Srtf is no policy: it has no claim_rules, tick_s, pause_rank, restore_rank, hold_s, "),
+        ("srtf:Srtf", {}, "srtf:Srtf is no policy: it has no balance, claim_rules, hold_s, pause_rank, place, restore_rank, tick_s"),
         ("cap", {"admission": "srtf:Srtf"}, "srtf:Srtf is no admission: it has no rank, next$"),
         ("cap", {"order": "srtf:Srtf"}, "srtf:Srtf is no order: it has no restore_rank$"),
         ("cap", {"victims": "srtf:Srtf"}, "srtf:Srtf is no victims: it has no pause_rank$"),
@@ -184,7 +185,7 @@ class Srtf:
         (
             "cap",
             {"control": "own_package.scheduling:LastReplica"},
-            "LastReplica is no control: it has no period_s, decide$",
+            "LastReplica is no control: it has no decide, period_s$",
         ),
         (
             "cap",

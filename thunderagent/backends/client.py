@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from ssl import SSLContext
@@ -177,6 +177,15 @@ class ReplicaClient:
     async def read(self, replica_id: str, answer: Answer) -> bytes:
         """Read the whole body of an answer. Raises like `next_chunk`."""
         return await _received(replica_id, answer.read())
+
+    async def pipe(self, replica_id: str, answer: Answer, sink: Callable[[bytes], Awaitable[None] | None]) -> None:
+        """Hand the body of an answer to `sink`, piece by piece, and return at its end. Raises like `next_chunk`.
+
+        If `sink` returns something to wait for, nothing more is read until that is done.
+        """
+        while piece := await self.next_chunk(replica_id, answer):
+            if (wait := sink(piece)) is not None:
+                await wait
 
     async def next_chunk(self, replica_id: str, answer: Answer) -> bytes:
         """Return the next bytes of an answer's body, whatever has come; empty at its end.

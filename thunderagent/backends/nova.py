@@ -1,7 +1,7 @@
 """Nova: what the metrics of our own engine for vision-language agents mean, and how it is told that a program ended.
 
 Its memory is slots, one for a request, of so many tokens each: their product is the capacity. Images are encoded one
-after the other, which is what turns wait for there, so their number is told apart (`docs/nova.md`).
+after the other, which is what turns wait for there, so their number is told apart (`docs/research/nova.md`).
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import Any, ParamSpec
 
 from thunderagent.errors import ConfigurationError
-from thunderagent.programs.goodput import ALPHA_RATIOS
+from thunderagent.programs.learned.goodput import ALPHA_RATIOS
 from thunderagent.simulator.comparison import COSTS, ComparisonResult, Row, Run
 from thunderagent.simulator.intervals import CONFIDENCE, Interval
 from thunderagent.simulator.report import HeldBySize, Sample

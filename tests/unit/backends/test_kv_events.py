@@ -22,7 +22,7 @@ from thunderagent.backends.kv_events import KvEvents, KvEventsEndpoint, KvEvents
 from thunderagent.config import ServeConfig
 from thunderagent.errors import ConfigurationError
 from thunderagent.event_log import read_events
-from thunderagent.programs.events import ResidencyReported
+from thunderagent.programs.model.fleet_events import ResidencyReported
 from thunderagent.serving import build_runtime, proxy
 
 if TYPE_CHECKING:

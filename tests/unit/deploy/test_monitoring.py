@@ -27,7 +27,7 @@ OF_SCRAPES = {"job", "instance", "namespace", "le"}
 
 def documented() -> dict[str, tuple[str, set[str]]]:
     """Return each metric's kind and labels, as Operations says them."""
-    rows = [row.split("|") for row in page("operations.md").splitlines() if row.startswith("| `thunderagent_")]
+    rows = [row.split("|") for row in page("how-to/observe.md").splitlines() if row.startswith("| `thunderagent_")]
     return {
         cells[1].strip(" `"): (cells[2].strip(), set(re.findall(r"`(\w+)`", cells[3])))
         for cells in rows
@@ -132,7 +132,7 @@ def test_alerts_have_names_of_their_own() -> None:
 
 def test_the_command_of_the_page_makes_a_rule_of_the_operator_s() -> None:
     """What it pipes into kubectl is a PrometheusRule with these alerts."""
-    (command,) = [each for each in code_blocks("deployment.md", "sh") if "PrometheusRule" in each]
+    (command,) = [each for each in code_blocks("how-to/deploy.md", "sh") if "PrometheusRule" in each]
     made, _, applied = command.rpartition("|")
     assert applied.split()[:2] == ["kubectl", "apply"]
     done = subprocess.run(["sh", "-c", made], cwd=ROOT, capture_output=True, text=True, check=True)

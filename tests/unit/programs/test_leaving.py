@@ -6,8 +6,8 @@ import pytest
 
 from tests.builders import Driver, of_kind
 from thunderagent.policy_loader import load_policy
-from thunderagent.programs.decisions import Hold, Mark, Pause, Reason, Restore, Unmark
-from thunderagent.programs.policies.base import Policy
+from thunderagent.programs.model.decisions import Hold, Mark, Pause, Reason, Reject, Restore, Unmark
+from thunderagent.programs.model.policy import Policy
 
 POLICIES = ("breakeven", "mars", "passthrough", "cap", "thunderagent", "ttl", "autellix", "continuum", "infercept")
 
@@ -166,3 +166,34 @@ def test_what_a_policy_marked_it_may_take_back_and_nothing_else() -> None:
     assert program.marked
     assert view.propose_unmark(program, Reason.RELIEVED)
     assert not program.marked
+
+
+def test_a_turn_of_a_leaving_program_is_told_before_its_client_gives_up() -> None:
+    """Its other turn holds the program back for longer: it is told so in time, and nothing else is lost."""
+    driver = Driver(replicas={"r0": 10_000})
+    first = driver.arrives("a", 100)
+    driver.comes_up("r1", 10_000)
+    driver.drains("r0")
+    waiting = driver.arrives("a", 100, branch="sub", patience_s=40.0)
+    assert driver.held(waiting)
+    driver.passes(29.0)
+    driver.ticks(0.5)
+    assert driver.held(waiting)
+    driver.ticks(1.0)
+    assert [each.reason for each in driver.decisions if isinstance(each, Reject)] == [Reason.LEAVING]
+    assert waiting not in driver.scheduler.turns
+    driver.finishes(first, 100)
+    assert driver.home("a") is None
+
+
+def test_a_turn_that_is_held_in_place_does_not_wait_for_room() -> None:
+    """Memory that nobody claims elsewhere is not idle for it; once its program has left, it is."""
+    driver = Driver(replicas={"r0": 10_000})
+    first = driver.arrives("a", 100)
+    driver.drains("r0")
+    driver.arrives("a", 100, branch="sub")
+    assert driver.scheduler.ledger.waiting_count == 0
+    driver.finishes(first, 100)
+    assert driver.scheduler.ledger.waiting_count == 1
+    driver.comes_up("r1", 10_000)
+    assert driver.scheduler.ledger.waiting_count == 0

@@ -110,7 +110,7 @@ def test_what_is_impossible_is_refused_in_words(
 
 
 def test_every_option_is_on_its_page() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "simulator.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "how-to" / "simulate.md").read_text()
     parser = argparse.ArgumentParser(add_help=False)
     add_arguments(parser)
     assert [option for option in parser.format_help().split() if option.startswith("--") and option not in page] == []

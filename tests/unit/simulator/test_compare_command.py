@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from thunderagent.cli import main
-from thunderagent.programs.goodput import in_time
+from thunderagent.programs.learned.goodput import in_time
 from thunderagent.simulator.compare_command import add_arguments, command_line
 
 QUICK = ("compare", "--policies", "passthrough,cap:n=3", "--programs", "8", "--minutes", "1", "--processes", "1")
@@ -277,7 +277,7 @@ def test_simulate_runs_whom_compare_runs(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_every_option_is_on_its_page() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "simulator.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "how-to" / "simulate.md").read_text()
     parser = argparse.ArgumentParser(add_help=False)
     add_arguments(parser)
     options = {option for action in parser._actions for option in action.option_strings}
@@ -287,7 +287,7 @@ def test_every_option_is_on_its_page() -> None:
 def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_status("compare", "--help") == 0
     out = " ".join(capsys.readouterr().out.split())
-    page = (Path(__file__).parents[3] / "docs" / "simulator.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "how-to" / "simulate.md").read_text()
     (takes,) = re.findall(r"takes (about \d+ seconds on two cores)\.\s+The folder `comparison`", page)
     assert takes in out
     for words in ("the same programs for each", "cap-best", "comparison.html", "--baseline", "--processes", "oracle"):

@@ -17,7 +17,7 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from thunderagent.errors import ConfigurationError
-from thunderagent.programs.goodput import in_time
+from thunderagent.programs.learned.goodput import in_time
 from thunderagent.simulator import plots
 from thunderagent.simulator.comparison import KEPT_SAMPLES_COUNT, ComparisonPlan, ComparisonResult, compare, thinned
 from thunderagent.simulator.comparison_report import Making, html_page, json_text, rows_csv, runs_csv, write_report

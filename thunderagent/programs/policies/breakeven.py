@@ -45,20 +45,12 @@ from math import hypot, inf
 from typing import ClassVar
 
 from thunderagent.errors import ConfigurationError
-from thunderagent.programs.decisions import Reason
-from thunderagent.programs.lifecycle import Status
-from thunderagent.programs.policies.base import (
-    AccountView,
-    ClaimRules,
-    Moment,
-    Placement,
-    ProgramView,
-    ReplicaView,
-    View,
-    home_of,
-    largest_capacity_tokens,
-    least_loaded,
-)
+from thunderagent.programs.model.decisions import Reason
+from thunderagent.programs.model.places import Status
+from thunderagent.programs.model.policy import ClaimRules, Moment, Placement, least_loaded
+from thunderagent.programs.model.view import View
+from thunderagent.programs.model.views import AccountView, ProgramView, ReplicaView
+from thunderagent.programs.policies.helpers import home_of, largest_capacity_tokens
 from thunderagent.programs.policies.setting_checks import check_not_negative
 
 RESIDENT_RATIO = 0.1
@@ -187,7 +179,7 @@ class BreakEven:
 
         Nor on one that is kept for a program that is bound to it.
         """
-        if reserved is None and not view.bound_count:
+        if reserved is None and not view.routed_count:
             return self._find(view, program, candidates, home, make_room=make_room)
         others = [
             replica for replica in candidates if replica is not reserved and not self._is_kept(view, program, replica)
@@ -202,7 +194,7 @@ class BreakEven:
 
     def _is_kept(self, view: View, program: ProgramView, replica: ReplicaView) -> bool:
         """Say whether one waits for that replica alone, goes before a program, and is not to be passed any more."""
-        bound = view.first_bound_before(program, replica)
+        bound = view.first_routed_before(program, replica)
         return bound is not None and (not self.pass_count or self._has_waited_long(view, bound))
 
     def _followers(self, view: View) -> Sequence[ProgramView]:
@@ -273,7 +265,7 @@ class BreakEven:
         missing_tokens = needed_tokens - self._free_tokens(account, grown_tokens)
         if missing_tokens <= 0:
             return True
-        if not make_room or view.first_bound_before(program, replica) is not None:
+        if not make_room or view.first_routed_before(program, replica) is not None:
             return False
         expired = view.first_expired_few(replica, MOST_EXPIRED_COUNT)
         going = _enough(expired, missing_tokens, grown_tokens)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.builders import Driver, of_kind, restored_on
 from thunderagent.errors import ConfigurationError
-from thunderagent.programs.decisions import Hold, Mark, Pause, Reason, Restore
+from thunderagent.programs.model.decisions import Hold, Mark, Pause, Reason, Restore
 from thunderagent.programs.policies.thunderagent import ThunderAgent
 
 
@@ -333,7 +333,7 @@ def test_every_program_claims_a_reserve_beside_its_context() -> None:
 
 def test_the_equations_have_the_papers_numbers() -> None:
     """S_restore is Eq. 10 and S_pause Eq. 11, in the module and in the documentation."""
-    page = (Path(__file__).parents[4] / "docs" / "policies.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[4] / "docs" / "reference" / "policies.md").read_text(encoding="utf-8")
     assert "highest score first [Eq. 11]:\n\n    S_pause" in page
     assert "highest score first [Eq. 10]:\n\n    S_restore" in page
     assert "[Eq. 11]" in (ThunderAgent.pause_rank.__doc__ or "")

@@ -1,0 +1,111 @@
+"""What the documentation site has beside its pages: generated tables, files of the repository, every page as Markdown.
+
+MkDocs calls the functions `on_...` as hooks. A page names a generated part by the comment `<!-- generated: NAME -->`.
+Run as a program it lists the versions that were built, for the menu of versions.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+OUTSIDE = "repository"
+"""Folder of the site for files of the repository that pages link to."""
+_pages: dict[str, tuple[str, str]] = {}
+"""Title and Markdown of each page of this build, by its path."""
+
+
+def outside_links(name: str, text: str) -> Iterator[tuple[str, Path]]:
+    """Yield the links of a page that lead out of the documentation into the repository, with the files there."""
+    for link in LINK.findall(FENCE.sub("", text)):
+        path, _, _ = link.partition("#")
+        if urlsplit(link).scheme or not path:
+            continue
+        target = (DOCS / name).parent.joinpath(path).resolve()
+        if DOCS not in target.parents and target.is_file():
+            yield link, target
+
+
+def place_of(target: Path) -> str:
+    """Return where the site has a file of the repository; Markdown is shown as text there."""
+    place = f"{OUTSIDE}/{target.relative_to(ROOT)}"
+    return f"{place}.txt" if target.suffix in ("", ".md") else place
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Take along what pages link to outside of the documentation."""
+    from mkdocs.structure.files import File  # noqa: PLC0415 - tests use this module without MkDocs
+
+    wanted = {
+        target
+        for path in DOCS.rglob("*.md")
+        for _, target in outside_links(str(path.relative_to(DOCS)), path.read_text(encoding="utf-8"))
+    }
+    for target in sorted(wanted):
+        files.append(File.generated(config, place_of(target), abs_src_path=str(target)))
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
+    """Lead links into the repository to the copies here, and keep the text for `.md` and llms.txt."""
+    name = page.file.src_uri
+    for link, target in set(outside_links(name, markdown)):
+        relative = os.path.relpath(place_of(target), Path(name).parent)
+        markdown = markdown.replace(f"]({link})", f"]({relative})")
+    title = re.search(r"^# (.+)$", markdown, re.MULTILINE)
+    _pages[name] = (title[1] if title else name, markdown)
+    return markdown
+
+
+def on_post_build(config: Any) -> None:
+    """Write every page as Markdown beside it, and llms.txt, which lists them."""
+    site = Path(config["site_dir"])
+    for name, (_, text) in _pages.items():
+        (site / name).parent.mkdir(parents=True, exist_ok=True)
+        (site / name).write_text(text, encoding="utf-8")
+    (site / "llms.txt").write_text(llms_text(config["site_description"], config["nav"]), encoding="utf-8")
+
+
+def llms_text(description: str, nav: list[Any]) -> str:
+    """Return the list of all pages in the form of llms.txt: parts of the menu as headings."""
+    lines = ["# thunderagent", "", f"> {description}"]
+    for part in nav:
+        for heading, entries in part.items():
+            lines += ["", f"## {heading}", ""]
+            lines += [f"- [{_pages[name][0]}]({name})" for name in _names(entries)]
+    return "\n".join(lines) + "\n"
+
+
+def _names(entries: Any) -> Iterator[str]:
+    if isinstance(entries, str):
+        yield entries
+    else:
+        for entry in entries:
+            yield from _names(list(entry.values()) if isinstance(entry, dict) else entry)
+
+
+def list_versions(folder: Path, latest: str) -> None:
+    """Write the list that the menu of versions reads, and lead whoever opens the folder to the latest."""
+    versions = sorted((path.parent.name for path in folder.glob("*/index.html")), reverse=True)
+    listed = [{"version": each, "title": each, "aliases": ["latest"] if each == latest else []} for each in versions]
+    (folder / "versions.json").write_text(json.dumps(listed), encoding="utf-8")
+    (folder / "index.html").write_text(
+        f'<!doctype html><meta http-equiv="refresh" content="0; url={latest}/"><a href="{latest}/">{latest}</a>\n',
+        encoding="utf-8",
+    )
+
+
+if __name__ == "__main__":
+    list_versions(Path(sys.argv[1]), sys.argv[2])

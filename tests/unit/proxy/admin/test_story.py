@@ -1,0 +1,316 @@
+"""Why a program waits, what must happen for it to go on, and what one holds whose tool runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.builders import Driver
+from thunderagent.policy_loader import load_policy
+from thunderagent.programs.model.decisions import Reason
+from thunderagent.programs.model.events import ProgramReleased, TurnArrived, TurnFinished
+from thunderagent.programs.model.fleet_events import ReplicaDown
+from thunderagent.programs.model.policy import Policy
+from thunderagent.programs.policies import POLICIES
+from thunderagent.programs.policies.breakeven import BreakEven
+from thunderagent.programs.policies.cap import Cap
+from thunderagent.programs.policies.ttl import Ttl
+from thunderagent.proxy.admin.story import ProgramStoryReport, WaitingReport, program_story
+from thunderagent.runtime import Runtime
+
+PLAIN = BreakEven(reserve_tokens=0, growth_quantile=0, foresight_ratio=0, low_ratio=1, hold_ratio=1e9)
+"""Claims are contexts, and nothing is kept free, so that figures are round."""
+
+
+PLACE = "a place must become free: 1 program is admitted (admission window)"
+
+
+def story_of(driver: Driver, program_id: str) -> ProgramStoryReport:
+    runtime = Runtime(driver.scheduler, clock=lambda: driver.now_s)
+    return program_story(runtime, driver.program(program_id))
+
+
+def waiting_of(driver: Driver, program_id: str) -> WaitingReport:
+    waiting = story_of(driver, program_id).waiting
+    assert waiting is not None, f"{program_id} does not wait"
+    return waiting
+
+
+def full(policy: Policy = PLAIN, *, replicas: dict[str, int | None] | None = None) -> Driver:
+    """Return a driver whose replica of 1,000 tokens a program of 800 is computing on."""
+    driver = Driver(policy, replicas=replicas)
+    driver.arrives("first", 800)
+    return driver
+
+
+def test_the_head_of_the_queue_waits_for_the_tokens_that_are_missing() -> None:
+    """All figures, and the sentence that is made of them."""
+    driver = full()
+    driver.arrives("a", 500)
+    driver.passes(3.0)
+    waiting = waiting_of(driver, "a")
+    assert (waiting.reason, waiting.for_s, waiting.ahead_count, waiting.claim_tokens) == ("no_room", 3.0, 0, 500)
+    (room,) = waiting.replicas
+    assert room.model_dump(exclude={"growth_tokens"}) == {
+        "replica_id": "r0",
+        "free_tokens": 200,
+        "needed_tokens": 500,
+        "missing_tokens": 300,
+        "resident_tokens": 0,
+        "is_home": False,
+    }
+    assert waiting.what_must_happen == "300 tokens must become free on r0"
+
+
+def test_who_is_not_the_head_of_the_queue_waits_for_others_first() -> None:
+    """One, or several; and one that would fit waits only for them."""
+    driver = full()
+    for name, tokens in (("a", 500), ("b", 600), ("c", 700)):
+        driver.arrives(name, tokens)
+        driver.passes(1.0)
+    assert waiting_of(driver, "b").what_must_happen == "1 program goes first; then 400 tokens must become free on r0"
+    assert waiting_of(driver, "c").what_must_happen == "2 programs go first; then 500 tokens must become free on r0"
+    driver = full(Ttl(reserve_tokens=0))
+    driver.arrives("a", 500)
+    driver.passes(1.0)
+    driver.arrives("b", 100)
+    waiting = waiting_of(driver, "b")
+    assert (waiting.reason, waiting.what_must_happen) == (
+        "queue_ahead",
+        "1 program goes first; then it fits on r0 as far as those leave room",
+    )
+
+
+def test_it_goes_where_least_is_missing() -> None:
+    """Of several replicas the sentence names one; the report has them all."""
+    driver = Driver(PLAIN, replicas={"r0": 1000, "r1": 1000})
+    driver.arrives("x", 900)
+    driver.arrives("y", 800)
+    driver.arrives("a", 500)
+    waiting = waiting_of(driver, "a")
+    assert [room.missing_tokens for room in waiting.replicas] == [400, 300]
+    assert waiting.what_must_happen == "300 tokens must become free on r1"
+
+
+def test_a_newcomer_is_told_what_others_may_grow_by() -> None:
+    """It fits beside what is claimed, and still waits: programs that are there are small yet."""
+    driver = Driver(replace(PLAIN, foresight_ratio=100.0))
+    for number, tokens in enumerate((100, 300, 500)):  # programs grow by 200 tokens a turn
+        turn_id = driver.arrives("first", tokens)
+        driver.passes(1.0)
+        driver.finishes(turn_id, tokens)
+        driver.passes(float(number < 2))
+    driver.arrives("second", 400)
+    waiting = waiting_of(driver, "second")
+    (room,) = waiting.replicas
+    assert (room.free_tokens, room.needed_tokens, room.missing_tokens) == (500, 400, 0)
+    assert room.growth_tokens > 100
+    assert (
+        f"keeps room free, as programs may grow there by {room.growth_tokens:,} tokens, or" in waiting.what_must_happen
+    )
+
+
+def test_history_in_memory_is_named() -> None:
+    """A program that was paused has its history where it was, until others need that memory."""
+    driver = Driver(PLAIN, replicas={"r0": 1000})
+    driver.takes_turn("old", 100)
+    driver.passes(1.0)
+    driver.takes_turn("a", 500)
+    driver.arrives("old", 600)
+    driver.ticks(1.0)
+    assert driver.home("a") is None
+    driver.arrives("a", 500)
+    waiting = waiting_of(driver, "a")
+    (room,) = waiting.replicas
+    assert (room.is_home, room.resident_tokens) == (True, 400)
+    assert waiting.what_must_happen == "100 tokens must become free on r0, where 400 tokens of its history lie"
+
+
+def test_who_waits_for_its_home_waits_for_that() -> None:
+    """Another replica has room, but to compute the history there takes longer."""
+    driver = Driver(PLAIN, replicas={"r0": 100_000, "r1": 100_000})
+    driver.takes_turn("other", 10)  # on r0
+    driver.takes_turn("a", 60_000)  # on r1
+    turn_id = driver.arrives("x", 80_000)
+    driver.takes_turn("b", 30_000)
+    homes = {name: driver.home(name) for name in ("other", "a", "x", "b")}
+    assert homes == {"other": "r0", "a": "r1", "x": "r0", "b": "r1"}
+    driver.scheduler.pause(driver.program("a"), Reason.EXPIRED)
+    driver.arrives("y", 65_000)
+    driver.finishes(turn_id, 80_000)
+    driver.releases("x")
+    driver.arrives("a", 60_000)
+    waiting = waiting_of(driver, "a")
+    assert waiting.reason == "home_soon"
+    assert [(room.is_home, room.missing_tokens) for room in waiting.replicas] == [(False, 0), (True, 55_000)]
+    assert waiting.what_must_happen == (
+        "55,000 tokens must become free on r1, where 5,000 tokens of its history lie, or it has waited for longer "
+        "than to compute them elsewhere takes"
+    )
+
+
+def test_without_a_replica_one_must_come_up() -> None:
+    driver = full()
+    driver.arrives("a", 500)
+    driver.goes_down("r0")
+    waiting = waiting_of(driver, "a")
+    assert (waiting.replicas, waiting.what_must_happen) == ([], "a replica must come up")
+
+
+def test_what_is_suspended_is_said_of_where_it_may_go() -> None:
+    """Of one that a route binds: its replica, whatever grants beside it; of another one: all of them, or nothing."""
+    driver = full(replicas={"r0": 1000, "r1": 1000})
+    driver.routes("class", "to-r0", r0=1)
+    driver.suspends("weights", "r0")
+    driver.arrives("bound", 100, program_class="to-r0")
+    driver.arrives("beside", 900)
+    driver.arrives("anywhere", 500)
+    assert waiting_of(driver, "bound").what_must_happen == "grants must go on, which are suspended for: weights"
+    assert waiting_of(driver, "bound").reason == "suspended"
+    assert waiting_of(driver, "anywhere").what_must_happen == "400 tokens must become free on r1"
+    driver.suspends("sleep", "r1")
+    assert waiting_of(driver, "bound").what_must_happen == "grants must go on, which are suspended for: weights"
+    assert waiting_of(driver, "anywhere").what_must_happen.endswith("suspended for: weights, sleep")
+
+
+def test_who_is_not_admitted_must_be_while_anything_grants() -> None:
+    """Though the replica of its route does not: it may be admitted before."""
+    driver = full(load_policy("passthrough", {"admission": "window", "admission.n": 1}), replicas={"r0": 9, "r1": 9})
+    driver.routes("class", "to-r0", r0=1)
+    driver.suspends("weights", "r0")
+    driver.arrives("bound", 100, program_class="to-r0")
+    assert waiting_of(driver, "bound").what_must_happen.startswith(PLACE)
+    assert waiting_of(driver, "bound").reason == "admission"
+    driver.scheduler.book.admitted_count += 1  # several are said as several
+    assert waiting_of(driver, "bound").what_must_happen.startswith("a place must become free: 2 programs are admitted")
+    driver.scheduler.book.admitted_count -= 1
+    driver.suspends("sleep", "r1")
+    assert waiting_of(driver, "bound").what_must_happen.endswith("suspended for: weights, sleep")
+
+
+def test_a_place_is_the_policy_s_to_give() -> None:
+    """Under a cap tokens are not what is missing, and the sentence does not say so."""
+    driver = full(Cap(n=1), replicas={"r0": None})
+    driver.arrives("a", 500)
+    waiting = waiting_of(driver, "a")
+    (room,) = waiting.replicas
+    assert (room.free_tokens, room.missing_tokens) == (None, 0)
+    assert waiting.what_must_happen == (
+        "the policy must let it in: it fits on r0, but the policy keeps room free or limits who is active"
+    )
+
+
+def test_shared_prefixes_are_not_needed_twice() -> None:
+    """What others there claim already is neither needed nor missing, and lies in memory."""
+    driver = Driver(PLAIN)
+    driver.send(TurnArrived(driver.now_s, 1, "first", "", 3200, prefix=((7, 1600),)))
+    driver.send(TurnArrived(driver.now_s, 2, "a", "", 3200, prefix=((7, 1600),)))
+    waiting = waiting_of(driver, "a")
+    (room,) = waiting.replicas
+    assert (waiting.claim_tokens, room.needed_tokens, room.missing_tokens) == (800, 400, 200)
+    assert waiting.what_must_happen == "200 tokens must become free on r0, where 400 tokens of its prompt lie"
+
+
+def test_an_active_program_whose_tool_runs_holds_its_claim() -> None:
+    """For so long, and for how much longer, which is less than nothing where others may have its room."""
+    driver = Driver(Ttl(ttl_s=10.0))
+    turn_id = driver.arrives("a", 100)
+    assert story_of(driver, "a").holding is None
+    driver.send(TurnFinished(driver.now_s, turn_id, 100, 10, 0, "bash:pytest"))
+    driver.passes(4.0)
+    holding = story_of(driver, "a").holding
+    assert holding is not None
+    assert holding.model_dump() == {"tool": "bash:pytest", "for_s": 4.0, "hold_until_in_s": 6.0}
+    driver.passes(8.0)
+    holding = story_of(driver, "a").holding
+    assert holding is not None
+    assert holding.hold_until_in_s == -2.0
+
+
+def test_who_is_held_for_ever_has_no_end() -> None:
+    driver = Driver(Cap(n=1))
+    driver.takes_turn("a", 100)
+    holding = story_of(driver, "a").holding
+    assert holding is not None
+    assert holding.hold_until_in_s is None
+
+
+def test_a_paused_program_whose_tool_runs_neither_waits_nor_holds() -> None:
+    driver = Driver(Ttl(ttl_s=1.0))
+    driver.takes_turn("a", 100)
+    driver.ticks(2.0)
+    report = story_of(driver, "a")
+    assert report.status == "paused"
+    assert (report.waiting, report.holding) == (None, None)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("capacity_tokens", [1000, None])
+def test_every_policy_s_programs_are_told_of(name: str, capacity_tokens: int | None) -> None:
+    """Whatever happens, whoever waits is told what for, and nobody else is."""
+    driver = Driver(load_policy(name, {"n": 2} if name == "cap" else {}), replicas={"r0": capacity_tokens})
+    turn_ids = [driver.arrives(f"p{number}", 300) for number in range(6)]
+    driver.finishes(turn_ids[0], 300, 10)
+    driver.send(ProgramReleased(driver.now_s, "p1"))
+    for event in (None, ReplicaDown(driver.now_s, "r0")):
+        if event is not None:
+            driver.send(event)
+        for program in driver.scheduler.programs.values():
+            report = story_of(driver, program.program_id)
+            assert (report.waiting is not None) == bool(program.held)
+            assert (report.holding is not None) == ((report.status, report.phase) == ("active", "acting"))
+            if report.waiting is not None:
+                assert report.waiting.what_must_happen
+
+
+def test_a_turn_that_ended_says_when_it_got_its_lease_and_what_it_calls() -> None:
+    """One that was held says the end of its hold; one that never got a lease says nothing."""
+    driver = Driver(Cap(1))
+    turn = driver.arrives("a", 100)
+    driver.passes(2.0)
+    driver.finishes(turn, 100, 5, tool="bash:make")
+    held, left = driver.arrives("b", 100), driver.arrives("c", 100)
+    driver.passes(3.0)
+    driver.is_abandoned(left)
+    driver.releases("a")
+    driver.passes(4.0)
+    driver.finishes(held, 100, 5)
+    ended = {name: story_of(driver, name).story[-1] for name in ("b", "c")}
+    assert (ended["b"].what, ended["b"].why, ended["b"].ago_s, ended["b"].began_ago_s) == ("finished", "", 0.0, 4.0)
+    assert (ended["c"].what, ended["c"].ago_s, ended["c"].began_ago_s) == ("abandoned", 4.0, None)
+    turn = driver.arrives("b", 150)
+    driver.passes(1.0)
+    driver.finishes(turn, 150, 5, tool="bash:make")
+    last = story_of(driver, "b").story[-1]
+    assert (last.why, last.ago_s, last.began_ago_s) == ("calls bash:make", 0.0, 1.0)
+
+
+def test_turns_that_have_not_ended_are_told() -> None:
+    driver = Driver(Cap(1))
+    running = driver.arrives("a", 100)
+    driver.passes(1.0)
+    driver.starts(running)
+    driver.arrives("b", 200)
+    driver.passes(2.0)
+    (turn,) = story_of(driver, "a").turns
+    assert turn.model_dump() == {
+        "turn_id": running,
+        "branch_id": "",
+        "replica_id": "r0",
+        "prompt_tokens": 100,
+        "output_tokens": 0,
+        "arrived_ago_s": 3.0,
+        "granted_ago_s": 3.0,
+        "started_ago_s": 2.0,
+    }
+    (turn,) = story_of(driver, "b").turns
+    assert (turn.replica_id, turn.arrived_ago_s, turn.granted_ago_s, turn.started_ago_s) == (None, 2.0, None, None)
+
+
+def test_a_turn_that_the_engine_refused_is_told_as_that() -> None:
+    """Not as one that its replica failed."""
+    driver = Driver()
+    driver.fails(driver.arrives("a", 100), refused=True)
+    driver.fails(driver.arrives("a", 100))
+    assert [entry.what for entry in story_of(driver, "a").story][-2:] == ["refused", "failed"]

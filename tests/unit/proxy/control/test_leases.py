@@ -1,0 +1,39 @@
+"""Leases over the API: none is kept that its caller never got."""
+
+from __future__ import annotations
+
+import aiohttp
+from aiohttp import web
+from prometheus_client import CollectorRegistry
+
+from thunderagent.policy_loader import load_policy
+from thunderagent.programs.scheduler import Scheduler
+from thunderagent.proxy.app import answering_errors
+from thunderagent.proxy.control.leases import Leases
+from thunderagent.proxy.fleet.replicas import Replicas
+from thunderagent.proxy.gate.held import NO_LIMITS, HeldTurns
+from thunderagent.proxy.gate.tenancy import Tenancy
+from thunderagent.proxy.wire.aiohttp_server import Runner
+from thunderagent.runtime import Runtime
+
+
+async def test_a_lease_on_a_replica_that_was_removed_just_now_is_given_back() -> None:
+    """Its caller gets an error and no id, so it could not end it."""
+    runtime = Runtime(Scheduler(load_policy("passthrough", {})))
+    runtime.replica_up("gone")  # the scheduler heard of it, the replicas know it no longer
+    held = HeldTurns(NO_LIMITS, CollectorRegistry())
+    leases = Leases(runtime, Replicas(runtime, []), Tenancy(runtime, from_key=False), held, limit_s=60)
+    app = web.Application()
+    app.router.add_post("/leases", answering_errors(leases.take))
+    runner = Runner(app, shutdown_timeout=0)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = "http://{}:{}/leases".format(*runner.addresses[0])
+        async with aiohttp.ClientSession() as client, client.post(url, json={"program_id": "a"}) as answer:
+            assert answer.status == 502
+            assert (await answer.json())["error"]["code"] == "replica_removed"
+        assert runtime.leases_count == 0
+    finally:
+        leases.close()
+        await runner.cleanup()

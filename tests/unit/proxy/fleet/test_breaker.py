@@ -1,0 +1,98 @@
+"""Breakers alone: who waits for a probe, whose leaving ends it, and which replicas they are about."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from thunderagent.errors import ReplicaTrippedError
+from thunderagent.programs.policies.passthrough import Passthrough
+from thunderagent.programs.scheduler import Scheduler
+from thunderagent.proxy.fleet.breaker import Breakers, BreakerSettings, BreakerState
+from thunderagent.runtime import Runtime
+
+SETTINGS = BreakerSettings(failure_count=2, backoff_s=60.0, longest_backoff_s=60.0, probe_wait_s=0.05)
+
+
+def breakers_of(*replica_ids: str) -> tuple[Runtime, Breakers]:
+    runtime = Runtime(Scheduler(Passthrough()))
+    for replica_id in replica_ids:
+        runtime.replica_up(replica_id)
+    return runtime, Breakers(runtime, SETTINGS)
+
+
+def trip(breakers: Breakers, replica_id: str) -> None:
+    for _ in range(SETTINGS.failure_count):
+        breakers.failed(replica_id)
+
+
+async def half_open(runtime: Runtime, breakers: Breakers) -> None:
+    """Trip `a`, and have it tried early, as nobody else can serve."""
+    trip(breakers, "a")
+    runtime.replica_down("b")
+    await asyncio.sleep(0)
+    assert breakers.state_of("a") is BreakerState.HALF_OPEN
+
+
+async def test_a_tripped_replica_is_tried_at_once_when_the_last_other_one_goes() -> None:
+    """It is not held against it for the rest of its backoff, while every turn waits."""
+    runtime, breakers = breakers_of("a", "b")
+    trip(breakers, "a")
+    assert [replica.replica_id for replica in runtime.scheduler.open_replicas] == ["b"]
+    runtime.replica_draining("b")
+    await asyncio.sleep(0)
+    assert breakers.state_of("a") is BreakerState.HALF_OPEN
+    assert [replica.replica_id for replica in runtime.scheduler.open_replicas] == ["a"]
+    breakers.close()
+
+
+async def test_failures_of_a_replica_that_is_gone_are_not_counted() -> None:
+    """Turns that were connecting when it went down do not trip what comes back in its place."""
+    runtime, breakers = breakers_of("a", "b")
+    runtime.replica_down("a")
+    trip(breakers, "a")
+    breakers.failed("unknown")
+    runtime.replica_up("a")
+    assert breakers.state_of("a") is BreakerState.CLOSED
+    assert repr(breakers) == "<Breakers: >"
+
+
+async def test_only_the_probe_s_own_leaving_ends_it() -> None:
+    """A turn that was sent before the replica was tripped is another matter."""
+    runtime, breakers = breakers_of("a", "b")
+    await half_open(runtime, breakers)
+    probe = await breakers.admit("a")
+    assert probe is not None
+    waiting = asyncio.create_task(breakers.admit("a"))
+    await asyncio.sleep(0)
+    breakers.left("a", None)
+    assert not probe.cancelled()
+    breakers.left("a", probe)
+    second = await waiting
+    assert second not in (None, probe), "who waited is the probe now"
+    breakers.succeeded("a")
+    assert breakers.state_of("a") is BreakerState.CLOSED
+    assert await breakers.admit("a") is None
+
+
+async def test_who_waits_for_a_probe_that_fails_is_not_sent() -> None:
+    runtime, breakers = breakers_of("a", "b")
+    await half_open(runtime, breakers)
+    runtime.replica_up("b")
+    await breakers.admit("a")
+    waiting = asyncio.create_task(breakers.admit("a"))
+    await asyncio.sleep(0)
+    breakers.failed("a")
+    with pytest.raises(ReplicaTrippedError, match="was not sent"):
+        await waiting
+    breakers.close()
+
+
+async def test_a_probe_that_computes_holds_nobody_up_for_long() -> None:
+    """A whole answer has no byte before its last, which may take minutes."""
+    runtime, breakers = breakers_of("a", "b")
+    await half_open(runtime, breakers)
+    assert await breakers.admit("a") is not None
+    async with asyncio.timeout(5):
+        assert await breakers.admit("a") is None

@@ -1,0 +1,133 @@
+"""What the core hears of a replica's readings."""
+
+from __future__ import annotations
+
+import pytest
+
+from thunderagent.backends import backend_of
+from thunderagent.backends.base import ReplicaReading
+from thunderagent.backends.client import ClientSettings, open_client
+from thunderagent.backends.poller import ReplicaEndpoint
+from thunderagent.programs.model.decisions import Decision
+from thunderagent.programs.model.events import Event
+from thunderagent.programs.model.fleet_events import EncodesPolled, ReplicaPolled
+from thunderagent.programs.policies.cap import Cap
+from thunderagent.programs.scheduler import Scheduler
+from thunderagent.proxy.fleet.replicas import Replicas
+from thunderagent.runtime import Runtime
+
+
+class Overheard(Runtime):
+    """A runtime that keeps the events."""
+
+    def __init__(self) -> None:
+        super().__init__(Scheduler(Cap(n=1)), clock=lambda: 1.0)
+        self.events: list[Event] = []
+
+    def dispatch(self, event: Event) -> list[Decision]:
+        self.events.append(event)
+        return super().dispatch(event)
+
+
+def reading(queries: float | None, hits: float | None, preemptions: float | None = None) -> ReplicaReading:
+    return ReplicaReading(
+        capacity_tokens=1000,
+        cache_query_tokens_total=queries,
+        cache_hit_tokens_total=hits,
+        preemptions_total=preemptions,
+    )
+
+
+def polled(
+    hit_ratio: float | None = None, query_tokens: int | None = None, preemption_count: int | None = None
+) -> ReplicaPolled:
+    return ReplicaPolled(1.0, "r0", 1000, hit_ratio, query_tokens, preemption_count)
+
+
+def heard(*readings: ReplicaReading) -> list[Event]:
+    """What the core hears of readings, one after another."""
+    runtime = Overheard()
+    replicas = Replicas(runtime, [ReplicaEndpoint("r0", "http://r0", backend_of("vllm"))])
+    for each in readings:
+        replicas.replica_polled("r0", each)
+    return runtime.events
+
+
+def test_the_load_of_an_engine_is_told_when_it_changes() -> None:
+    """How full its memory is and how many requests wait there: for policies that go by the engine's own gauges."""
+    idle = ReplicaReading(capacity_tokens=1000, kv_used_ratio=0.0, waiting_count=0)
+    busy = ReplicaReading(capacity_tokens=1000, kv_used_ratio=0.75, waiting_count=3)
+    events = heard(idle, idle, busy, busy)
+    told = [(event.kv_used_ratio, event.engine_waiting_count) for event in events if isinstance(event, ReplicaPolled)]
+    assert told[-1] == (0.75, 3)
+    assert told.count((0.75, 3)) == 1
+
+
+def test_the_first_reading_says_the_capacity_alone() -> None:
+    """Totals say nothing by themselves."""
+    assert heard(reading(500, 100, 7)) == [polled()]
+
+
+def test_a_reading_says_what_happened_since_the_one_before() -> None:
+    """Of each total its growth."""
+    assert heard(reading(500, 100, 7), reading(1500, 600, 9), reading(1600, 600, 9)) == [
+        polled(),
+        polled(0.5, 1000, 2),
+        polled(0.0, 100, 0),
+    ]
+
+
+def test_a_quiet_replica_is_not_heard_of() -> None:
+    """Nothing looked up, nobody preempted, the same size."""
+    assert heard(reading(500, 100, 7), reading(500, 100, 7)) == [polled()]
+
+
+def test_preemptions_are_heard_of_without_any_look_up() -> None:
+    """The ratio of nothing is not known; that nothing was looked up is."""
+    assert heard(reading(500, 100, 7), reading(500, 100, 8))[1:] == [polled(None, 0, 1)]
+
+
+@pytest.mark.parametrize("after", [(10, 5, 0), (10, 5, 9), (900, 5, 9), (900, 200, 0)])
+def test_an_engine_that_began_again_says_nothing_until_the_next_reading(after: tuple[int, int, int]) -> None:
+    """One total that shrank is enough: all began anew, and the core hears that nothing is known."""
+    queries, hits, preemptions = after
+    again = reading(queries + 100, hits + 100, preemptions + 1)
+    assert heard(reading(500, 100, 7), reading(*after), again)[1:] == [polled(), polled(1.0, 100, 1)]
+
+
+def test_a_reading_that_failed_takes_nothing_out_of_what_is_counted() -> None:
+    """What the engine found cached meanwhile would be taken for lost."""
+    failed = ReplicaReading()
+    assert heard(reading(500, 100), failed, failed, reading(1500, 600))[1:] == [polled(0.5, 1000)]
+
+
+def test_what_an_engine_does_not_say_stays_unknown() -> None:
+    """An engine without preemption counts, or without hits."""
+    assert heard(reading(0, 0), reading(10, 5))[1:] == [polled(0.5, 10, None)]
+    assert heard(reading(0, None, 0), reading(10, None, 0))[1:] == [polled(None, 10, 0)]
+    assert heard(reading(None, None, 0), reading(None, None, 3))[1:] == [polled(None, None, 3)]
+
+
+async def test_nothing_is_kept_of_priorities_on_a_replica_that_was_removed() -> None:
+    """Pods come and go, each under an address of its own."""
+    replicas = Replicas(Overheard(), [])
+    async with open_client(ClientSettings()) as client:
+        replicas.attach(client)
+        replicas.add(ReplicaEndpoint("r0", "http://r0", backend_of("vllm")))
+        assert replicas.priorities.for_engine("r0", 7) is not None
+        await replicas.remove("r0")
+    assert not replicas.priorities._learned
+
+
+def test_images_to_encode_are_told_until_the_core_knows_as_many() -> None:
+    """It counts one for each turn until the next poll, so that an unchanged reading may be news."""
+    runtime = Overheard()
+    replicas = Replicas(runtime, [ReplicaEndpoint("r0", "http://r0", backend_of("nova"))])
+    four = ReplicaReading(capacity_tokens=1000, pending_encode_count=4)
+    for _ in range(3):
+        replicas.replica_polled("r0", four)
+    runtime.scheduler.ledger.accounts["r0"].turn_granted()
+    replicas.replica_polled("r0", four)
+    replicas.replica_polled("r0", ReplicaReading(capacity_tokens=1000))
+    assert [event for event in runtime.events if isinstance(event, EncodesPolled)] == [EncodesPolled(1.0, "r0", 4)] * 2
+    assert runtime.scheduler.ledger.accounts["r0"].pending_encode_count == 4

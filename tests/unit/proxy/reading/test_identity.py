@@ -1,0 +1,413 @@
+"""Whose turn a request is, and what of its body is ours."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from multidict import CIMultiDict, CIMultiDictProxy
+
+from thunderagent.errors import InvalidProgramIdError
+from thunderagent.proxy.reading.identity import (
+    FINAL_HEADERS,
+    OTHERS_FIELDS,
+    PROGRAM_HEADERS,
+    IdentityRules,
+    TurnRequest,
+    check_program_id,
+    identify,
+    identify_side_call,
+)
+
+MESSAGES = b'"messages":[{"role":"user","content":"hi"}]'
+
+
+def identified(
+    body: bytes = b"{" + MESSAGES + b"}", *, path_id: str | None = None, headers: dict[str, str] | None = None
+) -> TurnRequest:
+    turn = identify(path_id, CIMultiDictProxy(CIMultiDict(headers or {})), body)
+    assert turn is not None
+    return turn
+
+
+# --- Where the id is found
+
+
+def test_the_first_of_five_sources_wins() -> None:
+    """Path, X-Program-ID, X-Session-ID, body, extra_body: each is used when those before it are gone."""
+    sources = [
+        ("path", "p"),
+        ("x-program-id", "h"),
+        ("x-session-id", "s"),
+        ("body", "b"),
+        ("extra_body", "e"),
+        ("anonymous", None),
+    ]
+    for number, (source, program_id) in enumerate(sources):
+        body: dict[str, object] = {"model": "m"}
+        if number <= 4:
+            body["extra_body"] = {"program_id": "e"}
+        if number <= 3:
+            body["program_id"] = "b"
+        headers = {"X-Session-ID": "s"} if number <= 2 else {}
+        headers |= {"X-Program-ID": "h"} if number <= 1 else {}
+        turn = identified(json.dumps(body).encode(), path_id="p" if number == 0 else None, headers=headers)
+        assert (turn.source, turn.program_id) == (source, program_id)
+
+
+def test_our_field_is_taken_out_of_the_body_wherever_the_id_came_from() -> None:
+    """The engine never sees it; what is left are the client's bytes."""
+    body = b'{"program_id": "b", "extra_body": {"program_id": "e", "top_k": 5}, ' + MESSAGES + b"}"
+    turn = identified(body, path_id="p")
+    assert turn.body == b'{"extra_body": { "top_k": 5}, ' + MESSAGES + b"}"
+
+
+@pytest.mark.parametrize("value", [b"null", b"1.5", b"true", b"[1,2]"])
+def test_a_field_that_is_no_id_is_taken_out_too_where_another_source_names_the_program(value: bytes) -> None:
+    """What stands in our field is nothing to the engine; the body stays JSON."""
+    assert identified(b'{"program_id":' + value + b',"x":1}', path_id="p").body == b'{"x":1}'
+
+
+def test_a_null_names_nobody() -> None:
+    """A client that always sends the field may leave it empty."""
+    assert identified(b'{"program_id":null,"extra_body":{"program_id":null}}').program_id is None
+
+
+def test_other_peoples_fields_are_read_and_left_alone() -> None:
+    """A program_id in messages is the client's business; one in metadata names the program, and stays."""
+    body = b'{"metadata":{"program_id":"x"},"messages":[{"program_id":"y"}]}'
+    turn = identified(body)
+    assert (turn.program_id, turn.source, turn.body) == ("x", "metadata.program_id", body)
+    assert identified(b'{"messages":[{"program_id":"y"}]}').program_id is None
+
+
+@pytest.mark.parametrize("number", range(len(OTHERS_FIELDS)))
+def test_each_of_other_peoples_fields_is_used_when_those_before_it_are_gone(number: int) -> None:
+    """Each has a value of its own."""
+    body: dict[str, object] = {"model": "m"}
+    for way in OTHERS_FIELDS[number:]:
+        part = body
+        for name in way[:-1]:
+            part = part.setdefault(name, {})  # type: ignore[assignment]
+        part[way[-1]] = "/".join(way)
+    turn = identified(json.dumps(body).encode())
+    assert (turn.program_id, turn.source) == ("/".join(OTHERS_FIELDS[number]), ".".join(OTHERS_FIELDS[number]))
+
+
+@pytest.mark.parametrize("value", [None, "", 1.5, True, [], {}, "x" * 257, "a\nb"])
+def test_what_is_no_id_in_other_peoples_fields_is_no_error(value: object) -> None:
+    """A client that only changed its base URL must not be refused for a field of its own."""
+    body = {"session_id": value, "metadata": value, "nvext": {"agent_context": value}, "prompt_cache_key": "k"}
+    assert identified(json.dumps(body).encode()).program_id == "k"
+
+
+@pytest.mark.parametrize("header", PROGRAM_HEADERS)
+def test_every_known_header_names_the_program(header: str) -> None:
+    """Ours comes before it, those of the configuration in between."""
+    headers = {header: "them"}
+    assert identified(headers=headers).program_id == "them"
+    configured = {**headers, "X-Run": "run"}
+    turn = identify(None, CIMultiDictProxy(CIMultiDict(configured)), b"{}", IdentityRules(["x-run"]))
+    assert turn is not None
+    assert turn.program_id == ("them" if header == "X-Program-ID" else "run")
+    assert identified(headers={**headers, "X-Program-ID": "ours"}).program_id == "ours"
+
+
+@pytest.mark.parametrize(
+    ("headers", "branch_id"),
+    [
+        ({"X-Claude-Code-Session-Id": "s", "X-Claude-Code-Agent-Id": "a"}, "a"),
+        ({"session_id": "s", "thread-id": "t"}, "t"),
+        ({"X-Program-ID": "s", "thread-id": "t"}, ""),
+        ({"session-id": "s", "thread-id": "t", "X-Program-Branch": "b"}, "b"),
+    ],
+)
+def test_coding_agents_name_their_branches(headers: dict[str, str], branch_id: str) -> None:
+    """By a header that belongs to the one that names the program; ours comes first."""
+    assert identified(headers=headers).branch_id == branch_id
+
+
+CLAUDE_CODE = {"X-Claude-Code-Session-Id": "s", "X-Claude-Code-Parent-Agent-Id": "p"}
+CODEX = {"session-id": "s", "x-codex-parent-thread-id": "p"}
+
+
+@pytest.mark.parametrize(
+    ("path_id", "headers", "parents"),
+    [
+        (None, {**CLAUDE_CODE, "X-Claude-Code-Agent-Id": "a"}, ("p", "")),
+        ("run", {**CLAUDE_CODE, "X-Claude-Code-Agent-Id": "a"}, ("p", "")),
+        (None, {**CLAUDE_CODE, "X-Claude-Code-Agent-Id": "a", "X-Program-Parent": "q"}, ("p", "q")),
+        (None, CLAUDE_CODE, ("", "")),
+        (None, {**CLAUDE_CODE, "X-Claude-Code-Agent-Id": "a", "X-Program-Branch": "b"}, ("", "")),
+        (None, {"X-Session-ID": "s", **CLAUDE_CODE, "X-Claude-Code-Agent-Id": "a"}, ("", "")),
+        (None, {**CODEX, "thread-id": "t"}, ("p", "")),
+        ("run", {**CODEX, "thread-id": "s"}, ("p", "")),
+        (None, {**CODEX, "thread-id": "t", "X-Dynamo-Parent-Session-ID": "q"}, ("p", "q")),
+        (None, {**CODEX, "thread-id": "s"}, ("", "p")),
+        (None, CODEX, ("", "p")),
+    ],
+)
+def test_coding_agents_name_who_waits(path_id: str | None, headers: dict[str, str], parents: tuple[str, str]) -> None:
+    """Beside a branch its header names a branch of the same program; a Codex thread with its own session, a program."""
+    turn = identify(path_id, CIMultiDictProxy(CIMultiDict(headers)), b"{}")
+    assert turn is not None
+    assert (turn.parent_branch_id, turn.parent_id) == parents
+
+
+@pytest.mark.parametrize(("value", "is_final"), [("1", True), ("true", True), ("0", False), ("", False)])
+@pytest.mark.parametrize("header", FINAL_HEADERS)
+def test_the_last_turn_says_so(header: str, value: str, is_final: bool) -> None:
+    assert identified(headers={header: value}).is_final is is_final
+
+
+def test_a_body_that_needs_no_change_is_the_same_object() -> None:
+    """No copy of a body of megabytes."""
+    body = b'{"model":"m",' + MESSAGES + b"}"
+    assert identified(body, headers={"X-Program-ID": "a"}).body is body
+
+
+def test_the_branch_is_a_header() -> None:
+    """The main branch has no name."""
+    assert identified(headers={"X-Program-Branch": "sub-1"}).branch_id == "sub-1"
+    assert identified().branch_id == ""
+
+
+def test_the_group_is_a_header_that_is_checked_like_an_id() -> None:
+    """Programs of one group finish together."""
+    assert identified(headers={"X-Program-Group": "prompt 7"}).group_id == "prompt 7"
+    assert identified().group_id == ""
+    for value in ("g" * 257, "a\nb"):
+        with pytest.raises(InvalidProgramIdError, match="group id"):
+            identified(headers={"X-Program-Group": value})
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"[]",
+        b'"text"',
+        b"nonsense",
+        b'{"a":',
+        b"{}x",
+        b"\xff\xfe",
+        b"5",
+        b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    ],
+    ids=lambda body: body[:10],
+)
+def test_a_body_that_is_no_object_is_the_engines_to_judge(body: bytes) -> None:
+    """None, and no error of ours, however deep it is nested."""
+    assert identify("p", CIMultiDictProxy(CIMultiDict()), body) is None
+
+
+# --- Which ids are refused
+
+
+@pytest.mark.parametrize(
+    "value", ["", None, True, False, 1.5, [], {}, "x" * 257, "é" * 129, "a\nb", "a\x00", "\x7f", "\x85"]
+)
+def test_an_id_that_is_none_is_refused(value: object) -> None:
+    """Empty, no text, over 256 bytes, or with control characters: 400."""
+    with pytest.raises(InvalidProgramIdError) as refused:
+        check_program_id(value)
+    assert (refused.value.status, refused.value.code) == (400, "invalid_program_id")
+
+
+def test_bytes_of_a_header_that_are_no_text_are_refused() -> None:
+    """aiohttp hands them on as lone surrogates, which no log, hash or JSON could carry."""
+    for headers in ({"X-Program-ID": "caf\udce9"}, {"X-Program-Branch": "caf\udce9"}):
+        with pytest.raises(InvalidProgramIdError, match="is UTF-8"):
+            identified(headers=headers)
+
+
+@pytest.mark.parametrize(
+    "name", ["X-Program-ID", "X-Program-Branch", "X-Program-Group", "X-Program-Parent", "X-Program-Tenant"]
+)
+def test_a_header_of_ours_that_is_empty_or_doubled_is_refused(name: str) -> None:
+    """Which of two is meant nobody knows, and a template that was not filled in is better found early."""
+    with pytest.raises(InvalidProgramIdError, match="empty"):
+        identified(headers={name: ""})
+    with pytest.raises(InvalidProgramIdError, match=f"{name} stands there 2 times"):
+        identify(None, CIMultiDictProxy(CIMultiDict([(name, "a"), (name, "a")])), b"{}")
+
+
+def test_an_empty_header_of_somebody_elses_is_none() -> None:
+    """A client that only changed its base URL is not refused for a header of its own."""
+    headers = {"X-Claude-Code-Session-Id": "s", "X-Claude-Code-Agent-Id": "", "X-Dynamo-Parent-Session-ID": ""}
+    turn = identified(headers=headers)
+    assert (turn.program_id, turn.branch_id, turn.parent_id) == ("s", "", "")
+
+
+@pytest.mark.parametrize("name", list(PROGRAM_HEADERS)[1:])
+def test_an_empty_header_of_somebody_elses_names_no_program(name: str) -> None:
+    """Clients send it before they have a session; what comes after it in the order may name one."""
+    assert identified(headers={name: ""}).source == "anonymous"
+    assert identified(b'{"program_id":"b"}', headers={name: ""})[:2] == ("b", "body")
+    rules = IdentityRules(program_headers=("X-Rollout",))
+    turn = identify(None, CIMultiDictProxy(CIMultiDict({"X-Rollout": "", "X-Session-ID": "s"})), b"{}", rules)
+    assert turn is not None
+    assert (turn.program_id, turn.source) == ("s", "x-session-id")
+
+
+def test_parent_and_tenant_are_headers() -> None:
+    """Dynamo's name for the parent counts too, after ours."""
+    turn = identified(headers={"X-Program-Parent": "p", "X-Dynamo-Parent-Session-ID": "d", "X-Program-Tenant": "t"})
+    assert (turn.parent_id, turn.tenant) == ("p", "t")
+    assert identified(headers={"X-Dynamo-Parent-Session-ID": "d"}).parent_id == "d"
+    assert (identified().parent_id, identified().tenant) == ("", "")
+
+
+def test_the_user_names_the_program_only_if_that_is_wanted() -> None:
+    """It is a person: all their programs would be one. What else the body names goes first."""
+    headers = CIMultiDictProxy(CIMultiDict())
+    rules = IdentityRules(user_names_program=True)
+    assert identified(b'{"user":"u"}').program_id is None
+    for body, named in (
+        (b'{"user":"u"}', ("u", "user")),
+        (b'{"user":"u","prompt_cache_key":"k"}', ("k", "prompt_cache_key")),
+        (b'{"user":7}', ("7", "user")),
+        (b'{"user":{}}', (None, "anonymous")),
+        (b'{"user":"u","x":NaN}', ("u", "user")),
+    ):
+        turn = identify(None, headers, body, rules)
+        assert turn is not None
+        assert (turn.program_id, turn.source, turn.body) == (*named, body)
+
+
+def test_a_branch_is_held_to_the_same_rules() -> None:
+    """It goes into the table and the event log as the program's name does."""
+    with pytest.raises(InvalidProgramIdError, match="a branch id has at most 256 bytes"):
+        identified(headers={"X-Program-Branch": "b" * 257})
+
+
+@pytest.mark.parametrize("value", ["a", "x" * 256, "é" * 128, "with blank", "a/b:c%", "日本", "🤖" * 64, "-"])
+def test_any_other_text_is_an_id(value: str) -> None:
+    """Ids are opaque."""
+    assert check_program_id(value) == value
+
+
+def test_a_whole_number_is_taken_as_its_digits() -> None:
+    """Trainers number their samples."""
+    assert check_program_id(42) == "42"
+    turn = identified(b'{"program_id":42,"x":1}')
+    assert (turn.program_id, turn.body) == ("42", b'{"x":1}')
+
+
+@pytest.mark.parametrize(
+    ("source", "body"),
+    [("header", b"{}"), ("body", b'{"program_id":""}'), ("extra_body", b'{"extra_body":{"program_id":[]}}')],
+)
+def test_a_wrong_id_is_refused_whatever_its_source(source: str, body: bytes) -> None:
+    """Never taken for anonymous: the client meant something."""
+    with pytest.raises(InvalidProgramIdError):
+        identified(body, headers={"X-Session-ID": "a\tb"} if source == "header" else {})
+
+
+# --- The prompt
+
+
+def test_a_body_that_goes_on_from_a_response_has_no_prefix_of_its_own() -> None:
+    """Its prompt begins with what the engine remembers; by its size nothing can be estimated."""
+    rest = b'"input":"' + b"x" * 5000 + b'"}'
+    whole = identified(b'{"previous_response_id":null,' + rest, path_id="a")
+    assert (whole.has_whole_prompt, len(whole.prefix)) == (True, 1)
+    going_on = identified(b'{"previous_response_id":"resp_1",' + rest, path_id="a")
+    assert (going_on.has_whole_prompt, going_on.prefix) == (False, ())
+
+
+# --- Usage
+
+
+@pytest.mark.parametrize(
+    ("members", "added"),
+    [
+        (b'"stream":true', True),
+        (b'"stream":true,"stream_options":null', True),
+        (b'"stream":true,"stream_options":{}', False),
+        (b'"stream":true,"stream_options":{"include_usage":false}', True),
+        (b'"stream":true,"stream_options":{"include_usage":null}', True),
+        (b'"stream":true,"stream_options":{"include_usage":true}', False),
+        (b'"stream":true,"stream_options":{"include_usage":"yes"}', False),
+        (b'"stream":true,"stream_options":{"include_usage":1}', False),
+        (b'"stream":true,"stream_options":"all"', False),
+        (b'"stream":false', False),
+        (b'"stream":"true"', False),
+        (b'"n":1', False),
+    ],
+)
+def test_usage_is_asked_for_only_where_a_stream_would_have_none(members: bytes, added: bool) -> None:
+    """What the engine would refuse, or takes for a yes, reaches it as it was written."""
+    body = b"{" + members + b"}"
+    turn = identified(body)
+    assert turn.usage_added == added
+    if added:
+        assert json.loads(turn.body)["stream_options"] == {"include_usage": True}
+    else:
+        assert turn.body == body
+
+
+@pytest.mark.parametrize("text", [rb"\ud83d", b"NaN"])
+def test_json_that_engines_read_and_msgspec_does_not_is_a_turn_all_the_same(text: bytes) -> None:
+    """Cut-off tool output has halves of surrogate pairs; a turn with one is scheduled, and loses our field."""
+    value = text if text == b"NaN" else b'"' + text + b'"'
+    turn = identified(b'{"messages":[' + value + b'],"program_id":"a","stream":true}')
+    assert turn.program_id == "a"
+    assert turn.usage_added
+    assert b"program_id" not in turn.body
+    assert value in turn.body
+
+
+# --- Side calls
+
+
+@pytest.mark.parametrize(
+    ("body", "named", "forwarded"),
+    [
+        (b'{"input":"x","program_id":"b"}', ("b", "body"), b'{"input":"x"}'),
+        (b'{"extra_body":{"program_id":"e"},"a":1}', ("e", "extra_body"), b'{"extra_body":{},"a":1}'),
+        (b'{"prompt_cache_key":"k","a": 1 }', ("k", "prompt_cache_key"), b'{"prompt_cache_key":"k","a": 1 }'),
+        (b'{"a":NaN, "program_id":7}', ("7", "body"), b'{"a":NaN}'),
+        (b'{"a":1}', (None, "anonymous"), b'{"a":1}'),
+        (b'["program_id"]', (None, "anonymous"), b'["program_id"]'),
+        (b"--x\r\nprogram_id", (None, "anonymous"), b"--x\r\nprogram_id"),
+        (b"\xff\x00", (None, "anonymous"), b"\xff\x00"),
+        (b"", (None, "anonymous"), b""),
+    ],
+)
+def test_a_side_call_is_whose_its_body_says(body: bytes, named: tuple[str | None, str], forwarded: bytes) -> None:
+    """And our own field is cut out, as of a turn's; what is no JSON object stays as it is."""
+    call = identify_side_call(None, CIMultiDictProxy(CIMultiDict()), body)
+    assert (call.program_id, call.source, call.body) == (*named, forwarded)
+    by_path = identify_side_call("p", CIMultiDictProxy(CIMultiDict()), body)
+    assert (by_path.program_id, by_path.source, by_path.body) == ("p", "path", forwarded)
+
+
+def test_a_side_call_with_many_token_ids_is_cut_around_them() -> None:
+    tokens = json.dumps(list(range(100_000))).encode()
+    body = b'{"model":"m","tokens":' + tokens + b',"program_id":"b"}'
+    call = identify_side_call(None, CIMultiDictProxy(CIMultiDict()), body)
+    assert call == ("b", "body", b'{"model":"m","tokens":' + tokens + b"}")
+
+
+def test_a_side_call_with_an_id_that_is_none_is_refused() -> None:
+    with pytest.raises(InvalidProgramIdError):
+        identify_side_call(None, CIMultiDictProxy(CIMultiDict()), b'{"program_id":""}')
+    with pytest.raises(InvalidProgramIdError):
+        identify_side_call("x" * 257, CIMultiDictProxy(CIMultiDict()), b"")
+
+
+def test_a_large_body_names_its_program_as_a_small_one_does() -> None:
+    """But no value of megabytes is built: one that is an object, or a list, names none."""
+    padding = " " * 100_000
+    headers = CIMultiDictProxy(CIMultiDict())
+    for fields in ('"program_id":"a"', '"metadata":{"session_id":"a"}', '"extra_body":{"program_id":"a"}'):
+        turn = identify(None, headers, (f'{{"messages":[],{fields},"x":"{padding}"}}').encode())
+        assert turn is not None
+        assert turn.program_id == "a"
+    bomb = ",".join(["{}"] * 40_000)
+    turn = identify(None, headers, (f'{{"messages":[],"metadata":{{"session_id":"a","x":[{bomb}]}}}}').encode())
+    assert turn is not None
+    assert turn.program_id is None
+    with pytest.raises(InvalidProgramIdError):
+        identify(None, headers, ('{"program_id":"%s"}' % ("a" * 100_000)).encode())

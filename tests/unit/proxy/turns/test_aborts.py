@@ -1,0 +1,34 @@
+"""What is answered to a held turn that is aborted: one result for each prompt and sample, whatever the prompt is."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from thunderagent.proxy.turns.aborts import COMPLETIONS_PATH, SGLANG_PATH, VLLM_PATH, abort_answer
+
+
+def aborted(path: str, body: dict[str, Any]) -> Any:
+    answer = abort_answer(path, json.dumps(body).encode())
+    assert answer.content_type == "application/json"
+    return json.loads(answer.body)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tokens"),
+    [([1, 2, 3], 3), ([[1, 2], [3]], 3), ([[1, 2], []], 2), ([[]], 0), ([], 0), ("text", 0), (None, 0), ({}, 0)],
+)
+@pytest.mark.parametrize(
+    ("path", "field"), [(SGLANG_PATH, "input_ids"), (VLLM_PATH, "token_ids"), (COMPLETIONS_PATH, "prompt")]
+)
+def test_every_prompt_has_its_abort(path: str, field: str, prompt: object, tokens: int) -> None:
+    answer = aborted(path, {"model": "m", field: prompt})
+    if path == SGLANG_PATH:
+        results = answer if isinstance(answer, list) else [answer]
+        assert {result["meta_info"]["finish_reason"]["type"] for result in results} == {"abort"}
+        assert sum(result["meta_info"]["prompt_tokens"] for result in results) == tokens
+    else:
+        assert {choice["finish_reason"] for choice in answer["choices"]} == {"abort"}
+        assert answer["usage"]["prompt_tokens"] == tokens

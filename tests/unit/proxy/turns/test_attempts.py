@@ -1,0 +1,152 @@
+"""Which attempts are at the same turn, and what is remembered of those that ended."""
+
+from __future__ import annotations
+
+from itertools import count as count_from
+
+import pytest
+
+from thunderagent.proxy.reading.identity import TurnRequest
+from thunderagent.proxy.turns import attempts as module
+from thunderagent.proxy.turns.attempts import REMEMBER_S, Attempt, Attempts
+from thunderagent.proxy.turns.patience import Patience
+
+IDS = count_from(1)
+
+
+def attempt(
+    program_id: str | None = "p",
+    *,
+    body: bytes = b"{}",
+    count: int = 0,
+    key: str = "",
+    path: str = "/v1/chat/completions",
+    branch_id: str = "",
+    since_s: float = 0.0,
+    tenant: str = "",
+) -> Attempt:
+    turn = TurnRequest(program_id, "body", branch_id, "", body, usage_added=False, prefix=(), tenant=tenant)
+    patience = Patience(retry_count=count, idempotency_key=key)
+    return Attempt(turn, path, patience, since_s, None, next(IDS))
+
+
+def test_an_attempt_takes_the_age_of_the_one_before_and_hands_it_on() -> None:
+    """Three in a row: the third waits since the first came."""
+    attempts, chain = Attempts(), [attempt(count=count, since_s=float(count)) for count in range(3)]
+    for number, each in enumerate(chain):
+        attempts.begin(each, float(number))
+    assert [each.supersedes_id for each in chain] == [None, chain[0].turn_id, chain[1].turn_id]
+    assert [each.superseded for each in chain] == [True, True, False]
+    assert [each.since_s for each in chain] == [0.0, 0.0, 0.0]
+    for each in chain:
+        attempts.end(each, 3.0, answered=each is chain[2])
+    assert len(attempts) == 0
+    again = attempt(count=1, since_s=4.0)
+    attempts.begin(again, 4.0)
+    assert again.since_s == 4.0, "a turn that was answered left its age"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"body": b"[]"}, {"path": "/v1/completions"}, {"branch_id": "b"}, {"program_id": "q"}, {"body": b"{ }"}],
+)
+def test_another_body_path_branch_or_program_is_another_turn(other: dict[str, str]) -> None:
+    attempts, first, second = Attempts(), attempt(), attempt(count=1, **other)  # type: ignore[arg-type]
+    attempts.begin(first, 0.0)
+    attempts.begin(second, 0.0)
+    assert not first.superseded
+    assert second.supersedes_id is None
+
+
+def test_a_retry_of_the_same_count_is_no_retry_of_that_attempt() -> None:
+    """Two that both come for the second time are samples."""
+    attempts, one, other = Attempts(), attempt(count=1), attempt(count=1)
+    attempts.begin(one, 0.0)
+    attempts.begin(other, 0.0)
+    assert not one.superseded
+    assert one.is_sample
+    assert other.is_sample
+
+
+def test_samples_stay_samples_when_the_others_are_gone() -> None:
+    """Which of them is tried again cannot be told; and the age of the one that left goes to its retry."""
+    attempts, one, other = Attempts(), attempt(since_s=1.0), attempt(since_s=2.0)
+    attempts.begin(one, 1.0)
+    attempts.begin(other, 2.0)
+    attempts.end(one, 3.0, answered=False)
+    again = attempt(count=1, since_s=4.0)
+    attempts.begin(again, 4.0)
+    assert not other.superseded
+    assert (again.supersedes_id, again.since_s) == (one.turn_id, 1.0)
+    third = attempt(count=1, since_s=5.0)
+    attempts.begin(third, 5.0)
+    assert third.since_s == 5.0, "one age went to two"
+
+
+def test_with_keys_it_can_be_told() -> None:
+    attempts, one, other = Attempts(), attempt(key="a"), attempt(key="b")
+    attempts.begin(one, 0.0)
+    attempts.begin(other, 0.0)
+    again = attempt(key="b", count=1)
+    attempts.begin(again, 1.0)
+    assert (one.superseded, other.superseded, again.supersedes_id) == (False, True, other.turn_id)
+
+
+def test_an_age_is_forgotten_after_a_while() -> None:
+    attempts, first = Attempts(), attempt(since_s=1.0)
+    attempts.begin(first, 1.0)
+    attempts.end(first, 2.0, answered=False)
+    late = attempt(count=1, since_s=3.0 + REMEMBER_S)
+    attempts.begin(late, 3.0 + REMEMBER_S)
+    assert late.since_s == 3.0 + REMEMBER_S
+
+
+def test_what_is_remembered_is_bounded() -> None:
+    attempts = Attempts()
+    for number in range(module.REMEMBER_COUNT + 50):
+        each = attempt(f"p{number}")
+        attempts.begin(each, 0.0)
+        attempts.end(each, 0.0, answered=False)
+    assert len(attempts._ended) == module.REMEMBER_COUNT
+
+
+def test_anonymous_attempts_without_a_key_are_nobodys() -> None:
+    attempts, first, second = Attempts(), attempt(None), attempt(None, count=1)
+    attempts.begin(first, 0.0)
+    attempts.begin(second, 0.0)
+    assert not first.superseded
+    assert len(attempts) == 0
+    attempts.end(first, 1.0, answered=False)
+    attempts.end(second, 1.0, answered=True)
+
+
+def test_an_idempotency_key_ends_no_attempt_of_another_tenants() -> None:
+    """Nor does its age go over."""
+    attempts, first = Attempts(), attempt(None, key="k", tenant="red")
+    stranger, own = (attempt(None, key="k", count=1, since_s=2.0, tenant=tenant) for tenant in ("blue", "red"))
+    attempts.begin(first, 0.0)
+    attempts.begin(stranger, 1.0)
+    assert not first.superseded
+    attempts.end(first, 1.0, answered=False)
+    attempts.end(stranger, 1.0, answered=True)
+    again = attempt(None, key="k", count=1, since_s=2.0, tenant="blue")
+    attempts.begin(again, 2.0)
+    attempts.begin(own, 2.0)
+    assert (again.since_s, own.since_s) == (2.0, 0.0)
+
+
+def test_what_nobody_came_back_for_is_let_go_in_time() -> None:
+    """The next that ends without an answer sweeps out what is too old, and keeps what was renewed meanwhile."""
+    attempts = Attempts()
+
+    def ends(program_id: str, now_s: float) -> None:
+        each = attempt(program_id)
+        attempts.begin(each, now_s)
+        attempts.end(each, now_s, answered=False)
+
+    for number in range(50):
+        ends(f"p{number}", 0.0)
+    ends("p7", REMEMBER_S)
+    assert len(attempts._ended) == 50
+    ends("q", REMEMBER_S + 1.0)
+    assert [place[0] for place in attempts._ended] == ["p7", "q"]

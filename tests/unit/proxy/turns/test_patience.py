@@ -1,0 +1,68 @@
+"""What clients say of their waiting, and how many turns may be tried again."""
+
+from __future__ import annotations
+
+import pytest
+from multidict import CIMultiDict
+
+from thunderagent.errors import RequestError
+from thunderagent.proxy.turns.patience import Patience, patience_of
+from thunderagent.proxy.turns.retry_budget import RetryBudget, RetrySettings
+
+
+@pytest.mark.parametrize(
+    ("headers", "expected"),
+    [
+        ({}, Patience(40.0)),
+        ({"x-stainless-read-timeout": "600.0"}, Patience(600.0, counts_bytes=True)),
+        ({"x-stainless-read-timeout": "1e2"}, Patience(100.0, counts_bytes=True)),
+        ({"X-Stainless-Timeout": "60"}, Patience(60.0)),
+        ({"x-stainless-read-timeout": "NOT_GIVEN", "X-Stainless-Timeout": "60"}, Patience(60.0)),
+        ({"x-stainless-read-timeout": "5", "X-Stainless-Timeout": "60"}, Patience(5.0, counts_bytes=True)),
+        ({"X-Program-Patience": "7", "x-stainless-read-timeout": "5"}, Patience(7.0)),
+        ({"x-stainless-read-timeout": "-1"}, Patience(40.0)),
+        ({"x-stainless-read-timeout": "inf"}, Patience(40.0)),
+        ({"x-stainless-retry-count": "2"}, Patience(40.0, retry_count=2)),
+        ({"x-stainless-retry-count": "9" * 9}, Patience(40.0, retry_count=1000)),
+        ({"x-stainless-retry-count": "9" * 5000}, Patience(40.0)),
+        ({"x-stainless-retry-count": "-1"}, Patience(40.0)),
+        ({"x-stainless-retry-count": "²"}, Patience(40.0)),
+        ({"idempotency-key": "k"}, Patience(40.0, idempotency_key="k")),
+    ],
+)
+def test_what_a_client_says_of_its_waiting(headers: dict[str, str], expected: Patience) -> None:
+    """Ours comes first; what is no number in other people's headers is no error."""
+    assert patience_of(CIMultiDict(headers), 40.0) == expected
+    assert patience_of(CIMultiDict({})).patience_s is None
+
+
+@pytest.mark.parametrize("value", ["", "x", "0", "-3", "inf", "nan", "1 s"])
+def test_a_wrong_header_of_ours_is_refused(value: str) -> None:
+    with pytest.raises(RequestError, match="X-Program-Patience is a number of seconds over 0"):
+        patience_of(CIMultiDict({"X-Program-Patience": value}))
+
+
+def test_a_turn_may_be_tried_again_as_often_as_its_client_did_not() -> None:
+    budget = RetryBudget(RetrySettings(retries_count=2))
+    for client_count, tries_count in ((0, 2), (1, 1), (2, 0), (9, 0)):
+        made = [budget.may_retry(0.0, tries_count, client_count) for tries_count in (1, 2, 3)]
+        assert sum(made) == tries_count
+    assert budget.refused_count == 0
+
+
+def test_all_together_may_be_tried_again_a_part_of_the_turns_of_two_windows() -> None:
+    """What was long ago does not count; few turns have the least number."""
+    settings = RetrySettings(retries_count=9, budget_ratio=0.2, budget_min_count=3, window_s=10.0)
+    budget = RetryBudget(settings)
+
+    def retries(now_s: float) -> int:
+        return sum(budget.may_retry(now_s, 1, 0) for _ in range(1000))
+
+    assert retries(0.0) == 3
+    for _ in range(100):
+        budget.turn_came(5.0)
+    assert retries(9.0) == 20 - 3
+    assert retries(12.0) == 0
+    assert retries(21.0) == 3
+    assert retries(1000.0) == 3
+    assert budget.refused_count == 5000 - (3 + 17 + 3 + 3)

@@ -1,0 +1,266 @@
+"""The feed of events: who hears what, what a slow or returning listener is told, and that silence costs nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from tests.builders import asked
+from thunderagent.errors import ProgramHopelessError, ProgramReleasedError, RequestError, TooManyListenersError
+from thunderagent.policy_loader import load_policy
+from thunderagent.programs.model.events import (
+    Event,
+    ProgramReleased,
+    ProgramsReleased,
+    Tick,
+    TurnArrived,
+    TurnFinished,
+    TurnProgressed,
+    TurnStarted,
+)
+from thunderagent.programs.model.fleet_events import ReplicaPolled, ReplicaUp
+from thunderagent.programs.scheduler import Scheduler
+from thunderagent.proxy.watch.event_feed import KINDS, MAX_LISTENERS_COUNT, EventFeed, Listener
+from thunderagent.runtime import Runtime
+
+
+class World:
+    """A runtime with one replica, and a feed of what happens there."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.now_s = 0.0
+        self.runtime = Runtime(Scheduler(load_policy("cap", {"n": 1})), clock=lambda: self.now_s)
+        self.feed = EventFeed(self.runtime, **settings)
+        self.tell(ReplicaPolled(0.0, "r0", 1000), ReplicaUp(0.0, "r0"))
+
+    def tell(self, *events: Event) -> None:
+        for event in events:
+            self.now_s = max(self.now_s, event.now_s)
+            self.runtime.dispatch(event)
+
+    def turns(self, count: int, *, first: int = 100) -> None:
+        """Let a program take so many turns: three messages each."""
+        for turn_id in range(first, first + count):
+            self.tell(TurnArrived(self.now_s, turn_id, "p"), TurnFinished(self.now_s, turn_id, 10, 1))
+
+
+async def heard(listener: Listener) -> list[dict[str, Any]]:
+    """Return what a listener gets next: the data of each event, with its name under `sse` and its id."""
+    async with asyncio.timeout(5):
+        events = await listener.next_events()
+    return [] if events is None else parsed(events)
+
+
+def parsed(stream: bytes) -> list[dict[str, Any]]:
+    messages = []
+    for block in stream.decode().split("\n\n"):
+        lines = dict(line.split(": ", 1) for line in block.splitlines() if not line.startswith(":"))
+        if "data" in lines:
+            messages.append({"sse": lines.get("event"), "id": lines.get("id"), **json.loads(lines["data"])})
+    return messages
+
+
+async def test_a_turns_events_and_the_decisions_on_them_are_heard() -> None:
+    """Each names its program, also where the scheduler's event has only the turn, and its cause."""
+    world = World()
+    with world.feed.listen() as listener:
+        world.tell(
+            TurnArrived(1.0, 7, "p", prompt_bytes=40), TurnStarted(2.0, 7), TurnFinished(3.0, 7, 10, 2, 4, "bash")
+        )
+        messages = await heard(listener)
+    assert [(m["kind"], m["program_id"], m.get("because")) for m in messages] == [
+        ("turn_arrived", "p", None),
+        ("restore", "p", "turn_arrived"),
+        ("grant", "p", "turn_arrived"),
+        ("turn_started", "p", None),
+        ("turn_finished", "p", None),
+    ]
+    assert all(message["sse"] == message["kind"] for message in messages)
+    assert messages[2]["replica_id"] == "r0"
+    assert messages[4] | {"tool": "bash", "prompt_tokens": 10, "cached_tokens": 4, "turn_id": 7} == messages[4]
+    assert messages[4]["at_s"] - messages[0]["at_s"] == pytest.approx(2.0, abs=1e-3)
+
+
+async def test_what_comes_all_the_time_is_left_out_but_not_what_follows_from_it() -> None:
+    world = World()
+    world.tell(TurnArrived(1.0, 1, "p"), TurnFinished(1.0, 1, 10, 1))
+    with world.feed.listen() as listener:
+        world.tell(Tick(2.0), ReplicaPolled(2.0, "r0", 1000), TurnArrived(2.0, 2, "p"), TurnProgressed(2.5, 2, 5))
+        world.tell(TurnFinished(3.0, 2, 10, 1), Tick(10_000.0))
+        kinds = [(message["kind"], message.get("because")) for message in await heard(listener)]
+    assert kinds == [
+        ("turn_arrived", None),
+        ("grant", "turn_arrived"),
+        ("turn_finished", None),
+        ("pause", "tick"),
+        ("release", "tick"),
+    ]
+
+
+async def test_a_listener_chooses_a_program_and_kinds() -> None:
+    """Turns that arrived before anybody listened are known by their programs all the same."""
+    world = World()
+    world.tell(TurnArrived(1.0, 1, "a"), TurnArrived(1.0, 2, "b"))
+    with (
+        world.feed.listen(program_id="a") as of_a,
+        world.feed.listen(kinds={"hold", "release"}) as some,
+        world.feed.listen(program_id="b", kinds={"programs_released"}) as both,
+    ):
+        world.tell(TurnFinished(2.0, 1, 10, 1), TurnArrived(2.0, 3, "c"), ProgramsReleased(3.0, ("a", "b")))
+        assert [message["kind"] for message in await heard(of_a)] == ["turn_finished", "programs_released", "release"]
+        assert [(m["kind"], m["program_id"]) for m in await heard(some)] == [
+            ("hold", "c"),
+            ("release", "a"),
+            ("release", "b"),
+        ]
+        assert [message["program_ids"] for message in await heard(both)] == [["a", "b"]]
+
+
+async def test_a_slow_listener_is_told_how_much_it_lost() -> None:
+    world = World(kept_count=30)
+    world.turns(1)
+    with world.feed.listen() as listener:
+        world.turns(20)  # 60 messages: 20 turns that arrive, are granted and finish
+        messages = await heard(listener)
+        assert messages[0] == {"sse": "lost", "id": None, "lost_count": 30}
+        assert len(messages) == 31
+        world.turns(1)
+        assert [message["kind"] for message in await heard(listener)] == ["turn_arrived", "grant", "turn_finished"]
+
+
+async def test_who_comes_back_goes_on_after_its_last_message() -> None:
+    world = World(kept_count=30)
+    with world.feed.listen() as listener:
+        world.turns(2, first=1)
+        messages = await heard(listener)
+    world.turns(1, first=3)  # nobody listens; the recording goes on for a while
+    with world.feed.listen(after_id=messages[3]["id"]) as listener:
+        assert parsed(listener.greeting()) == []
+        again = await heard(listener)
+        assert [message["id"] for message in again[:3]] == [message["id"] for message in messages[4:]]
+        assert [message["turn_id"] for message in again[3:]] == [3, 3, 3]
+    world.turns(20)
+    with world.feed.listen(after_id=messages[0]["id"]) as listener:
+        assert (await heard(listener))[0]["lost_count"] == 70 - 30 - 1
+
+
+async def test_who_comes_back_to_another_recording_is_told_that_it_missed_something() -> None:
+    world = World(linger_s=0.0)
+    with world.feed.listen() as listener:
+        world.turns(1)
+        last_id = (await heard(listener))[-1]["id"]
+    await asyncio.sleep(0.01)
+    assert not world.feed.recording
+    with world.feed.listen(after_id=last_id) as listener:
+        assert parsed(listener.greeting()) == [{"sse": "lost", "id": None, "lost_count": None}]
+        world.turns(1, first=5)
+        assert [message["kind"] for message in await heard(listener)] == ["turn_arrived", "grant", "turn_finished"]
+
+
+@pytest.mark.parametrize("after_id", ["x", "-", "1", "abc-", "abc-x", "abc-1.5", "abc--1", "abc-" + "9" * 40, "abc-²"])
+async def test_rubbish_for_an_id_is_refused(after_id: str) -> None:
+    world = World()
+    with pytest.raises(RequestError), world.feed.listen(after_id=after_id):
+        pass
+    assert world.feed._listeners_count == 0
+
+
+async def test_an_unknown_kind_is_refused() -> None:
+    world = World()
+    with pytest.raises(RequestError, match="no kind 'tick'"), world.feed.listen(kinds={"tick"}):
+        pass
+    assert not world.feed.recording
+
+
+async def test_nothing_is_recorded_while_nobody_listens() -> None:
+    """The runtime does not know of the feed before the first listener, nor a while after the last."""
+    world = World(linger_s=0.02)
+    assert not world.runtime._observers
+    with world.feed.listen(), world.feed.listen():
+        assert len(world.runtime._observers) == 1
+    assert world.feed.recording
+    with world.feed.listen():  # comes in time: the same recording
+        await asyncio.sleep(0.04)
+        assert world.feed.recording
+    await asyncio.sleep(0.05)
+    assert not world.runtime._observers
+    assert world.feed._ring == []
+
+
+async def test_as_many_listen_as_may() -> None:
+    world = World()
+    with ExitStack() as stack:
+        for _ in range(MAX_LISTENERS_COUNT):
+            stack.enter_context(world.feed.listen())
+        with pytest.raises(TooManyListenersError), world.feed.listen():
+            pass
+    with world.feed.listen():
+        pass
+
+
+async def test_a_wait_that_is_cancelled_loses_nothing() -> None:
+    """A heartbeat cancels the wait: before a message came, and while more are waited for."""
+    world = World()
+    with world.feed.listen() as listener:
+        for news in (False, True):
+            waiting = asyncio.create_task(listener.next_events())
+            await asyncio.sleep(0)
+            if news:
+                world.turns(1)
+                await asyncio.sleep(0.01)  # it waits for what else comes
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            assert world.feed._waiting == []
+        assert len(await heard(listener)) == 4
+
+
+async def test_closing_ends_it_for_everybody() -> None:
+    world = World()
+    with world.feed.listen() as waits:
+        waiting = asyncio.create_task(waits.next_events())
+        await asyncio.sleep(0)
+        world.feed.close()
+        async with asyncio.timeout(1):
+            assert await waiting is None
+    with world.feed.listen() as late:
+        assert await late.next_events() is None
+    assert not world.runtime._observers
+
+
+async def test_a_turn_that_ended_is_forgotten() -> None:
+    """What is kept of turns is of those that have not ended, also where their program is gone."""
+    world = World()
+    with world.feed.listen():
+        world.turns(5)
+        world.tell(TurnArrived(2.0, 1, "p"), ProgramReleased(2.0, "p"), TurnFinished(3.0, 1))
+        world.tell(TurnArrived(4.0, 2, None), TurnFinished(5.0, 2))
+        assert world.feed._program_ids == {}
+
+
+def test_every_kind_is_named() -> None:
+    """Kinds are of events and decisions, in small letters."""
+    assert {"turn_arrived", "programs_released", "replica_down", "hold", "pause", "restore", "unmark"} <= KINDS
+    assert not {"tick", "turn_progressed", "replica_polled"} & KINDS
+
+
+async def test_of_a_turn_that_is_refused_as_it_comes_nothing_is_kept() -> None:
+    """Nothing else is heard of it; its client may try again and again while somebody listens for days."""
+    world = World()
+    with world.feed.listen(kinds={"reject", "turn_abandoned"}) as listener:
+        world.runtime.scheduler.hopeless_ids["p"] = None
+        with pytest.raises(ProgramHopelessError):
+            await world.runtime.lease(asked(world.runtime, "p"))
+        await world.runtime.lease(asked(world.runtime, "q"))
+        held = asyncio.create_task(world.runtime.lease(asked(world.runtime, "r")))
+        await asyncio.sleep(0)
+        world.tell(ProgramReleased(0.0, "r"))
+        with pytest.raises(ProgramReleasedError):
+            await held
+        said = [(message["kind"], message["program_id"]) for message in await heard(listener)]
+        assert said == [("reject", "p"), ("reject", "r"), ("turn_abandoned", "r")]
+        assert set(world.feed._program_ids.values()) == {"q"}

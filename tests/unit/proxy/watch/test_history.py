@@ -1,0 +1,158 @@
+"""Samples, rates and percentiles of the last quarter of an hour."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.builders import Driver
+from thunderagent.backends.base import ReplicaReading
+from thunderagent.backends.poller import ReplicaEndpoint
+from thunderagent.backends.vllm import VllmBackend
+from thunderagent.programs.policies.cap import Cap
+from thunderagent.proxy.fleet.replicas import Replicas
+from thunderagent.proxy.watch.history import KEPT_COUNT, History, quantile_s
+from thunderagent.proxy.watch.metrics import HOLD_BUCKETS_S
+from thunderagent.runtime import Runtime
+
+
+class World:
+    """A history whose clocks a test moves."""
+
+    def __init__(self) -> None:
+        self.driver = Driver(Cap(1))
+        self.runtime = Runtime(self.driver.scheduler, clock=lambda: self.driver.now_s)
+        self.replicas = Replicas(self.runtime, [ReplicaEndpoint("r0", "http://127.0.0.1:1", VllmBackend())])
+        self.hold_counts = [0] * (len(HOLD_BUCKETS_S) + 1)
+        self.history = History(
+            self.runtime,
+            self.replicas,
+            lambda: tuple(self.hold_counts),
+            wall_clock=lambda: 1_000_000.0 + self.driver.now_s,
+        )
+
+    def samples(self, count: int) -> None:
+        """Let so many seconds pass."""
+        for _ in range(count):
+            self.driver.passes(1.0)
+            self.history._samples.append(self.history._take())
+
+    def held(self, *seconds: float) -> None:
+        for wait_s in seconds:
+            for index, up_to_s in enumerate((*HOLD_BUCKETS_S, float("inf"))):
+                self.hold_counts[index] += wait_s <= up_to_s
+
+    def cache(self, queries: float, hits: float) -> None:
+        self.replicas.known["r0"].reading = ReplicaReading(
+            cache_query_tokens_total=queries, cache_hit_tokens_total=hits
+        )
+
+
+def test_rates_are_over_the_last_minute() -> None:
+    """What happened before does not count, nor is it forgotten too early."""
+    world = World()
+    world.samples(30)
+    world.runtime.outcome_counts["finished"] += 100
+    world.samples(50)
+    _, rates = world.history.now()
+    assert (rates.window_s, rates.turns_per_min) == (60.0, 100.0)
+    world.samples(15)
+    assert world.history.now()[1].turns_per_min == 0.0
+
+
+def test_a_proxy_that_has_just_started_has_a_shorter_window() -> None:
+    world = World()
+    world.runtime.outcome_counts["finished"] += 5
+    world.runtime.output_tokens_total += 600
+    world.samples(10)
+    _, rates = world.history.now()
+    assert (rates.window_s, rates.turns_per_min, rates.output_tokens_per_s) == (10.0, 30.0, 60.0)
+
+
+def test_only_so_many_samples_are_kept_and_given_after_a_time() -> None:
+    world = World()
+    world.samples(KEPT_COUNT + 10)
+    samples = world.history.since(0)
+    assert len(samples) == KEPT_COUNT
+    assert samples[-1].at_s - samples[0].at_s == KEPT_COUNT - 1
+    assert world.history.since(samples[-3].at_s) == samples[-2:]
+    assert world.history.since(samples[-1].at_s) == []
+    assert len(world.history.since(-1e308)) == KEPT_COUNT
+
+
+def test_programs_are_counted_by_status_and_phase() -> None:
+    world = World()
+    world.driver.arrives("a", 100)
+    world.driver.arrives("b", 100)
+    sample, _ = world.history.now()
+    assert (sample.active_reasoning_count, sample.paused_reasoning_count) == (1, 1)
+    world.driver.finishes("a", 100)
+    sample, _ = world.history.now()
+    counts = (
+        sample.active_reasoning_count,
+        sample.active_acting_count,
+        sample.paused_reasoning_count,
+        sample.paused_acting_count,
+    )
+    assert sum(counts) == len(world.driver.scheduler.programs) == 2
+
+
+def test_hits_are_what_grew_whatever_engine_began_anew() -> None:
+    """The totals of an engine that restarts fall; that is no hit, and no miss."""
+    world = World()
+    world.cache(1000, 900)  # before we looked
+    world.samples(1)
+    world.cache(1100, 950)
+    world.samples(1)
+    assert world.history.now()[1].hit_ratio == 0.5
+    world.cache(10, 0)
+    world.samples(1)
+    assert world.history.now()[1].hit_ratio == 0.5
+    world.cache(110, 100)
+    sample, rates = world.history.now()
+    assert (sample.cache_query_tokens_total, sample.cache_hit_tokens_total) == (200, 150)
+    assert rates.hit_ratio == 0.75
+
+
+def test_nothing_is_known_where_nothing_was_looked_up_or_held() -> None:
+    world = World()
+    world.samples(2)
+    _, rates = world.history.now()
+    assert (rates.hit_ratio, rates.held_p50_s, rates.held_p99_s) == (None, None, None)
+
+
+def test_held_times_are_of_the_last_minute() -> None:
+    world = World()
+    world.held(*[100.0] * 50)
+    world.samples(61)
+    world.held(*[0.0] * 60, *[7.5] * 40)
+    sample, _ = world.history.now()
+    assert sample.held_p50_s == 0.0
+    assert 5 < (sample.held_p90_s or 0) <= 10
+    assert 5 < (sample.held_p99_s or 0) <= 10
+
+
+@pytest.mark.parametrize(
+    ("waits_s", "part_ratio", "expected"),
+    [
+        ([], 0.5, None),
+        ([0.0], 0.99, 0.0),
+        ([3.0] * 10, 0.5, 3.5),  # between 2 and 5 s, half way
+        ([0.0] * 5 + [3.0] * 5, 0.75, 3.5),
+        ([10_000.0], 0.5, HOLD_BUCKETS_S[-1]),
+    ],
+)
+def test_quantiles_are_interpolated_within_a_bucket(
+    waits_s: list[float], part_ratio: float, expected: float | None
+) -> None:
+    world = World()
+    world.held(*waits_s)
+    assert quantile_s(world.hold_counts, part_ratio) == expected
+
+
+def test_the_limit_is_unknown_where_a_replicas_is() -> None:
+    world = World()
+    sample, _ = world.history.now()
+    assert sample.limit_tokens is not None
+    other = Driver(Cap(1), replicas={"r0": None})
+    history = History(Runtime(other.scheduler, clock=lambda: other.now_s), world.replicas, lambda: (0,) * 16)
+    assert history.now()[0].limit_tokens is None

@@ -1,0 +1,44 @@
+"""The hot path's own histogram says what the library's would say; decisions are called what logs call them."""
+
+from __future__ import annotations
+
+import prometheus_client
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from thunderagent.policy_loader import load_policy
+from thunderagent.programs.model.decisions import Reason, SetRoute
+from thunderagent.programs.scheduler import Scheduler
+from thunderagent.proxy.fleet.replicas import Replicas
+from thunderagent.proxy.watch.metrics import ADDED_BUCKETS_S, HOLD_BUCKETS_S, Histogram, StateCollector
+from thunderagent.runtime import Runtime
+
+VALUES = (0, 0.0001, 0.00015, 0.5, 1, 3, 1800, 2000, 1e-9)
+
+
+def without_time(exposition: bytes) -> list[str]:
+    """Return the lines without when the histogram was made."""
+    return [line for line in exposition.decode().splitlines() if not line.startswith("x_seconds_created ")]
+
+
+@pytest.mark.parametrize("buckets", [ADDED_BUCKETS_S, HOLD_BUCKETS_S])
+@pytest.mark.parametrize("values", [(), VALUES])
+def test_a_histogram_is_exposed_as_the_librarys_is(buckets: tuple[float, ...], values: tuple[float, ...]) -> None:
+    theirs, ours = CollectorRegistry(), CollectorRegistry()
+    their_histogram = prometheus_client.Histogram("x_seconds", "What it is.", buckets=buckets, registry=theirs)
+    our_histogram = Histogram("x_seconds", "What it is.", buckets, ours)
+    for value in values:
+        their_histogram.observe(value)
+        our_histogram.observe(value)
+    assert without_time(generate_latest(ours)) == without_time(generate_latest(theirs))
+    assert len(generate_latest(ours).splitlines()) == len(generate_latest(theirs).splitlines())
+    assert our_histogram.counts_up_to()[-1] == len(values)
+
+
+def test_a_decision_of_two_words_is_called_what_logs_and_events_call_it() -> None:
+    runtime = Runtime(Scheduler(load_policy("passthrough", {})))
+    runtime.decision_counts[SetRoute, Reason.OVERLOAD] += 1
+    registry = CollectorRegistry()
+    registry.register(StateCollector(runtime, Replicas(runtime, [])))
+    labels = {"decision": "set_route", "reason": "overload"}
+    assert registry.get_sample_value("thunderagent_decisions_total", labels) == 1

@@ -1,0 +1,290 @@
+"""The API about the proxy itself: health, programs and their release, replicas, the queue, metrics."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+from aiohttp import web
+from prometheus_client import CollectorRegistry
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
+
+from thunderagent.core_build import core_kind
+from thunderagent.errors import NotFoundError, RequestError, ThunderAgentError
+from thunderagent.programs.model.places import Phase, Status
+from thunderagent.proxy.admin.reports import (
+    SORTS,
+    ProgramFilter,
+    program_page,
+    queue_report,
+    replica_reports,
+    tools_report,
+)
+from thunderagent.proxy.admin.sandboxes import SANDBOXES_OFF, Sandboxes
+from thunderagent.proxy.admin.story import program_story
+from thunderagent.proxy.fleet.replicas import Replicas
+from thunderagent.proxy.gate.admin_port import MUST_NAME
+from thunderagent.proxy.gate.bodies import read_model, report_response
+from thunderagent.proxy.gate.keys import check_admin
+from thunderagent.proxy.gate.tenancy import Tenancy
+from thunderagent.proxy.reading.identity import Tokens, check_program_id, outcome_of
+from thunderagent.proxy.watch.metrics import exposition
+from thunderagent.runtime import Runtime
+
+MAX_PAGE = 1000
+EXPOSITION_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class ReleaseRequest(BaseModel):
+    """Which programs ended: one, several, or all; of these only a `tenant`'s, if one is named.
+
+    `generation` means only that incarnation of one id, and `outcome` says what became of it.
+    """
+
+    model_config = ConfigDict(extra="ignore", frozen=True, coerce_numbers_to_str=True)
+
+    program_id: str | None = None
+    program_ids: list[str] | None = Field(None, validation_alias=AliasChoices("program_ids", "session_ids"))
+    all: bool = False
+    tenant: str | None = None
+    generation: int | None = None
+    outcome: Literal["success", "failure"] | None = None
+
+
+class OpenRequest(BaseModel):
+    """A program that is about to begin; `sandboxes` are requests for them, as `POST /programs/{id}/sandboxes` takes."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True, coerce_numbers_to_str=True)
+
+    program_id: str
+    group_id: str = Field("", max_length=256)
+    parent_id: str = Field("", max_length=256)
+    tenant: str = Field("", max_length=256)
+    program_class: str = Field("", max_length=256)
+    sandboxes: list[dict[str, Any]] | None = None
+
+
+class ToolRequest(BaseModel):
+    """A tool that begins now; its name may be left out."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True, coerce_numbers_to_str=True)
+
+    tool: str = Field("", max_length=256)
+
+
+class Admin:
+    """Handlers of the admin API."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        replicas: Replicas,
+        registry: CollectorRegistry,
+        tenancy: Tenancy,
+        sandboxes: Sandboxes | None = None,
+        tokens: Tokens | None = None,
+    ) -> None:
+        """Report on `runtime` and `replicas`; ask `sandboxes` for those of programs, `tokens` for what names them."""
+        self._sandboxes = sandboxes
+        self._tokens = tokens
+        self._tenancy = tenancy
+        self._runtime = runtime
+        self._replicas = replicas
+        self._registry = registry
+
+    def routes(self) -> list[web.RouteDef]:
+        """Return the routes of the admin API."""
+        return [
+            web.get("/health", self.health),
+            web.get("/ready", self.ready),
+            web.get("/metrics", self.metrics),
+            web.get("/programs", self.programs),
+            web.post("/programs", self.open),
+            web.post("/programs/release", self.release),
+            web.post("/programs/{program_id:.+}/tools/start", self.tool_start),
+            web.post("/programs/{program_id:.+}/tools/end", self.tool_end),
+            web.get("/programs/{program_id:.+}", self.program),
+            web.delete("/programs/{program_id:.+}", self.delete_program),
+            web.post("/finish_session", self.finish_session),
+            web.post("/sessions/batch_delete", self.release),
+            web.delete(r"/sessions/{program_id:(?!.*/v1(?:/|$)).+}", self.delete_program),
+            web.get("/replicas", self.replicas),
+            web.get("/queue", self.queue),
+            web.get("/tools", self.tools),
+        ]
+
+    async def health(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler's signature
+        """Say that the process answers, and how its core runs."""
+        return web.json_response({"status": "ok", "core": core_kind()})
+
+    async def ready(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler's signature
+        """Say whether a turn would be served: 200, or 503 with the reason."""
+        up_count = len(self._runtime.scheduler.open_replicas)
+        if self._runtime.closing:
+            return web.json_response({"ready": False, "why": "shutting down"}, status=503)
+        if not up_count:
+            return web.json_response({"ready": False, "why": "no replica is up"}, status=503)
+        return web.json_response({"ready": True, "replicas_up_count": up_count})
+
+    async def metrics(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler's signature
+        """Return the Prometheus exposition."""
+        return web.Response(body=exposition(self._registry), headers={"Content-Type": EXPOSITION_TYPE})
+
+    async def programs(self, request: web.Request) -> web.Response:
+        """List live programs: a page from `offset` on, `limit` long, filtered and sorted."""
+        query, own = request.query, self._own_or_all()
+        try:
+            status = Status(query["status"]) if "status" in query else None
+            phase = Phase(query["phase"]) if "phase" in query else None
+        except ValueError as error:
+            raise RequestError(str(error)) from error
+        limit = _whole_number(request, "limit", 100, least=1, most=MAX_PAGE)
+        offset = _whole_number(request, "offset", 0)
+        tenant = query.get("tenant") if own is None else own
+        wanted = ProgramFilter(status, phase, query.get("replica_id"), query.get("search", ""), tenant)
+        sort = query.get("sort", "")
+        if sort.removeprefix("-") not in SORTS and sort:
+            raise RequestError(f"sort is one of {', '.join(SORTS)}, with - before it from the last, not {sort!r}")
+        return report_response(
+            program_page(
+                self._runtime,
+                wanted,
+                offset=offset,
+                limit=limit,
+                sort=sort.removeprefix("-"),
+                descending=sort.startswith("-"),
+            )
+        )
+
+    async def open(self, request: web.Request) -> web.Response:
+        """Open a program before its first turn, so that its sandboxes are made meanwhile. Idempotent."""
+        wanted = read_model(OpenRequest, await request.read())
+        program_id = check_program_id(wanted.program_id)
+        if wanted.sandboxes is not None and self._sandboxes is None:
+            raise RequestError(SANDBOXES_OFF)
+        self._tenancy.check(program_id)
+        tenant = self._tenancy.named(wanted.tenant)
+        opened = self._runtime.open_program(program_id, wanted.group_id, wanted.parent_id, tenant, wanted.program_class)
+        made: list[dict[str, Any]] = []
+        if self._sandboxes is not None:
+            if wanted.sandboxes is not None:
+                await self._request_sandboxes(program_id, wanted.sandboxes, opened=opened)
+            if wanted.program_class:  # what is for its class, if it did not say itself what it needs
+                self._sandboxes.program_seen(program_id, wanted.program_class)
+            made = self._sandboxes.of_program(program_id)
+        token = {"token": self._tokens.token_of(program_id)} if self._tokens is not None else {}
+        return web.json_response({"program_id": program_id, "opened": opened, "sandboxes": made, **token})
+
+    async def tool_start(self, request: web.Request) -> web.Response:
+        """Take in that a program's tool begins now: sharper than the end of the turn that called it."""
+        program_id = check_program_id(request.match_info["program_id"])
+        body = await request.read()
+        tool = read_model(ToolRequest, body).tool if body.strip() else ""
+        known = self._tenancy.has(program_id) and self._runtime.tool_started(program_id, tool)
+        return web.json_response({"program_id": program_id, "known": known})
+
+    async def tool_end(self, request: web.Request) -> web.Response:
+        """Take in that a program's tool is through. Idempotent; an unknown program is no error."""
+        program_id = check_program_id(request.match_info["program_id"])
+        known = self._tenancy.has(program_id) and self._runtime.tool_ended(program_id)
+        return web.json_response({"program_id": program_id, "known": known})
+
+    async def _request_sandboxes(self, program_id: str, wanted: list[dict[str, Any]], *, opened: bool) -> None:
+        assert self._sandboxes is not None
+        try:
+            await self._sandboxes.request(program_id, json.dumps(wanted).encode())
+        except ThunderAgentError:
+            book = self._runtime.scheduler.book
+            program = book.programs.get(program_id)
+            if opened and program is not None and program.place is book.announced:  # a refused request opens nothing
+                self._runtime.release(program_id)
+            raise
+
+    async def program(self, request: web.Request) -> web.Response:
+        """Tell one program's state, why it waits, and its story."""
+        self._own_or_all()
+        program = self._runtime.scheduler.programs.get(request.match_info["program_id"])
+        if program is None or not self._tenancy.may_touch(program.program_id):
+            raise NotFoundError(f"there is no live program {request.match_info['program_id']!r}")
+        return report_response(program_story(self._runtime, program))
+
+    async def release(self, request: web.Request) -> web.Response:
+        """End programs. Idempotent: an id that is not known is no error."""
+        wanted = await self._release_request(request)
+        if wanted.program_id is not None:
+            program_id = check_program_id(wanted.program_id)
+            released = bool(self._of_tenant([program_id], wanted.tenant))
+            outcome = wanted.outcome or outcome_of(request.headers)
+            released = released and self._runtime.release(program_id, wanted.generation, outcome)
+            return web.json_response({"program_id": wanted.program_id, "released": released})
+        if wanted.generation is not None:
+            raise RequestError("a generation goes with one program_id")
+        if wanted.outcome is not None:
+            raise RequestError("an outcome goes with one program_id")
+        program_ids = wanted.program_ids or []
+        if wanted.all:
+            check_admin()
+            if request.get(MUST_NAME):
+                raise NotFoundError("every program at once is released on the admin port; name programs here")
+            program_ids = [program.program_id for program in self._runtime.scheduler.programs.values()]
+        elif not program_ids:
+            raise RequestError('name what to release: {"program_id": "..."}, {"program_ids": [...]} or {"all": true}')
+        named_ids = list(dict.fromkeys(check_program_id(program_id) for program_id in program_ids))
+        released_ids = self._runtime.release_together(self._of_tenant(named_ids, wanted.tenant))
+        return web.json_response({"released": bool(released_ids), "released_ids": released_ids})
+
+    def _own_or_all(self) -> str | None:
+        """Return the tenant that a request may read of; None is all, for which it needs an admin key."""
+        own = self._tenancy.own
+        if own is None:
+            check_admin()
+        return own
+
+    def _of_tenant(self, program_ids: list[str], tenant: str | None) -> list[str]:
+        """Return those of these programs that are a tenant's, and the caller's; all of them if none is named."""
+        program_ids = [program_id for program_id in program_ids if self._tenancy.may_touch(program_id)]
+        if tenant is None:
+            return program_ids
+        table = self._runtime.scheduler.programs
+        programs = (table.get(program_id) for program_id in program_ids)
+        return [program.program_id for program in programs if program is not None and program.tenant == tenant]
+
+    async def delete_program(self, request: web.Request) -> web.Response:
+        """End one program. Idempotent."""
+        return self._release_one(request, request.match_info["program_id"])
+
+    async def finish_session(self, request: web.Request) -> web.Response:
+        """End one program, in the words of SkyRL and the vLLM router."""
+        return self._release_one(request, request.query.get("session_id", ""))
+
+    async def replicas(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler's signature
+        """List the replicas."""
+        reports = [report.model_dump() for report in replica_reports(self._runtime, self._replicas)]
+        return web.json_response({"policy": self._runtime.scheduler.policy.name, "replicas": reports})
+
+    async def queue(self, request: web.Request) -> web.Response:
+        """List who waits, in the order in which they would be restored."""
+        return report_response(queue_report(self._runtime, _whole_number(request, "limit", 100, most=MAX_PAGE)))
+
+    async def tools(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler's signature
+        """Tell how many tools run, how long they take, and what sandboxes take."""
+        return report_response(tools_report(self._runtime))
+
+    def _release_one(self, request: web.Request, program_id: str) -> web.Response:
+        outcome = outcome_of(request.headers)
+        may = self._tenancy.may_touch(check_program_id(program_id))
+        released = may and self._runtime.release(program_id, outcome=outcome)
+        return web.json_response({"program_id": program_id, "released": released})
+
+    async def _release_request(self, request: web.Request) -> ReleaseRequest:
+        body = await request.read()
+        if not body and "program_id" in request.query:
+            return ReleaseRequest(program_id=request.query["program_id"])
+        return read_model(ReleaseRequest, body)
+
+
+def _whole_number(request: web.Request, name: str, default: int, *, least: int = 0, most: int | None = None) -> int:
+    text = request.query.get(name, str(default))
+    if not text.isascii() or not text.isdigit() or len(text) > 18 or int(text) < least:
+        raise RequestError(f"{name} is a whole number of at least {least}, not {text!r}")
+    return int(text) if most is None else min(int(text), most)

@@ -1,0 +1,119 @@
+"""What a screen that stays open asks for: how things stand, how they were, and what happens."""
+
+from __future__ import annotations
+
+import math
+
+from aiohttp import web
+from pydantic import Field
+
+import thunderagent
+from thunderagent.errors import RequestError
+from thunderagent.proxy.fleet.replicas import Replicas
+from thunderagent.proxy.gate.bodies import Report, report_response
+from thunderagent.proxy.reading.identity import check_program_id
+from thunderagent.proxy.watch.event_feed import KINDS, SIGNAL_KINDS, EventFeed
+from thunderagent.proxy.watch.event_stream import stream_events
+from thunderagent.proxy.watch.history import INTERVAL_S, History, Rates, Sample
+from thunderagent.runtime import Runtime
+
+SIGNALS = "signals"
+"""All kinds of the information stream together."""
+
+
+class SummaryReport(Report):
+    """The figures that one looks at first."""
+
+    version: str
+    policy: str
+    started_s: float = Field(description="Unix time; another one is another process, whose totals begin at 0")
+    closing: bool = Field(description="the proxy is shutting down")
+    sandboxes_on: bool
+    engines_are_simulated: bool = Field(description="nobody named a backend, so the answers are made-up words")
+    replicas_count: int
+    replicas_up_count: int
+    programs_count: int
+    longest_held_s: float | None = Field(description="how long the turn has waited that has waited longest")
+    now: Sample
+    rates: Rates
+
+
+class HistoryReport(Report):
+    """Samples, the oldest first."""
+
+    started_s: float
+    interval_s: float
+    samples: list[Sample]
+
+
+class Live:
+    """Handlers of `/summary`, `/history` and `/events`."""
+
+    def __init__(
+        self, runtime: Runtime, replicas: Replicas, history: History, *, sandboxes_on: bool, simulated: bool
+    ) -> None:
+        """Report on `runtime` and `replicas`."""
+        self._simulated = simulated
+        self._sandboxes_on = sandboxes_on
+        self._runtime = runtime
+        self._replicas = replicas
+        self._history = history
+        self.feed = EventFeed(runtime)
+
+    def routes(self) -> list[web.RouteDef]:
+        """Return the routes."""
+        return [
+            web.get("/summary", self.summary),
+            web.get("/history", self.history),
+            web.get("/events", self.events),
+        ]
+
+    async def close(self, app: web.Application) -> None:  # noqa: ARG002 - a listener's signature
+        """End all streams, so that a shutdown need not wait for them."""
+        self.feed.close()
+
+    async def summary(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler's signature
+        """Tell the figures that one looks at first."""
+        scheduler = self._runtime.scheduler
+        sample, rates = self._history.now()
+        waits_s = [self._runtime.now_s() - program.waiting_since_s for program in scheduler.queue.with_turns()]
+        return report_response(
+            SummaryReport(
+                version=thunderagent.__version__,
+                policy=scheduler.policy.name,
+                started_s=self._history.started_s,
+                closing=self._runtime.closing,
+                sandboxes_on=self._sandboxes_on,
+                engines_are_simulated=self._simulated,
+                replicas_count=len(self._replicas.known),
+                replicas_up_count=len(scheduler.open_replicas),
+                programs_count=len(scheduler.programs),
+                longest_held_s=round(max(waits_s), 3) if waits_s else None,
+                now=sample,
+                rates=rates,
+            )
+        )
+
+    async def history(self, request: web.Request) -> web.Response:
+        """Give the samples of the last quarter of an hour, or those after `since`."""
+        text = request.query.get("since", "0")
+        try:
+            since_s = float(text)
+        except ValueError:
+            since_s = math.nan
+        if not math.isfinite(since_s):
+            raise RequestError(f"since is a Unix time in seconds, not {text!r}")
+        samples = self._history.since(since_s)
+        return report_response(HistoryReport(started_s=self._history.started_s, interval_s=INTERVAL_S, samples=samples))
+
+    async def events(self, request: web.Request) -> web.StreamResponse:
+        """Stream what the scheduler hears and decides; of one `program_id`, of some `kinds`, after `Last-Event-ID`."""
+        program_id = request.query.get("program_id")
+        if program_id is not None:
+            check_program_id(program_id)
+        kinds = frozenset(kind for kind in request.query.get("kinds", "").split(",") if kind) or KINDS
+        if SIGNALS in kinds:
+            kinds = kinds - {SIGNALS} | SIGNAL_KINDS
+        after_id = request.headers.get("Last-Event-ID", "")
+        with self.feed.listen(program_id=program_id, kinds=kinds, after_id=after_id) as listener:
+            return await stream_events(request, listener.next_events, first=listener.greeting())

@@ -1,0 +1,304 @@
+"""The OpenAPI document of the proxy's own API, at `GET /openapi.json`.
+
+`OPERATIONS` has a row for each route of ours. What a route needs for a key is in the table of `gate/access.py`, what it
+does in the first line of its handler. Routes whose schema is an engine's are not ours to describe: those that engines
+serve, and those that control them; nor are those of `UNDESCRIBED`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from aiohttp import web
+from pydantic import BaseModel
+from pydantic.json_schema import JsonSchemaMode, models_json_schema
+
+from thunderagent import __version__
+from thunderagent.proxy.admin import openapi_answers as answers
+from thunderagent.proxy.admin.admin import MAX_PAGE, OpenRequest, ReleaseRequest, ToolRequest
+from thunderagent.proxy.admin.live import HistoryReport, SummaryReport
+from thunderagent.proxy.admin.primitives import (
+    ControlReport,
+    KilledReport,
+    KillRequest,
+    MigrateReport,
+    MigrateRequest,
+    PriorityReport,
+    PriorityRequest,
+    ProvisionReport,
+    RouteReport,
+    RouteRequest,
+)
+from thunderagent.proxy.admin.replica_routes import AddRequest
+from thunderagent.proxy.admin.reports import SORTS, ProgramPage, QueueReport, ToolsReport
+from thunderagent.proxy.admin.story import ProgramStoryReport
+from thunderagent.proxy.control.leases import LeaseEnd, LeaseRequest, ProgressReport
+from thunderagent.proxy.control.weight_sync import WeightSyncRequest
+from thunderagent.proxy.gate.access import Access, access_of_route
+from thunderagent.proxy.gate.keys import KEY_HEADER
+from thunderagent.proxy.gate.login import LoginRequest
+
+Schema = Mapping[str, Any]
+Models = tuple[type[BaseModel], ...]
+
+TEXT: Schema = {"type": "string"}
+OFFSET: Schema = {"type": "integer", "minimum": 0, "default": 0}
+LIMIT: Schema = {"type": "integer", "minimum": 1, "maximum": MAX_PAGE, "default": 100}
+PROGRAM_ID: Schema = {"type": "string", "minLength": 1, "maxLength": 256}
+
+TEXT_TYPE = "text/plain"
+EVENTS_TYPE = "text/event-stream"
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One route: what it takes, and what it answers besides errors."""
+
+    method: str
+    path: str
+    answers: Models = ()
+    """One of these, as JSON; none: `answer_type` is another."""
+    body: Models = ()
+    """One of these."""
+    body_may_be_list: bool = False
+    query: Mapping[str, Schema] = field(default_factory=dict)
+    headers: Mapping[str, Schema] = field(default_factory=dict)
+    required: tuple[str, ...] = ()
+    """Names of the query that must be there."""
+    status: int = 200
+    answer_type: str = "application/json"
+    also: Mapping[int, type[BaseModel]] = field(default_factory=dict)
+    """Answers with other statuses that are no errors of ours."""
+
+
+OPERATIONS: tuple[Operation, ...] = (
+    Operation("GET", "/health", (answers.HealthReport,)),
+    Operation("GET", "/ready", (answers.ReadyReport,), also={503: answers.NotReadyReport}),
+    Operation("GET", "/metrics", answer_type=TEXT_TYPE),
+    Operation("GET", "/openapi.json"),
+    Operation(
+        "GET",
+        "/programs",
+        (ProgramPage,),
+        query={
+            "status": {"enum": ["active", "paused"]},
+            "phase": {"enum": ["reasoning", "acting"]},
+            "replica_id": {**TEXT, "description": "those that are active there, or were when they were paused"},
+            "search": {**TEXT, "description": "part of the id, in any case"},
+            "tenant": {**TEXT, "description": "those of this tenant"},
+            "sort": {
+                "enum": [sign + name for sign in ("", "-") for name in SORTS],
+                "description": "- is from the last",
+            },
+            "offset": OFFSET,
+            "limit": LIMIT,
+        },
+    ),
+    Operation("POST", "/programs", (answers.OpenedReport,), body=(OpenRequest,)),
+    Operation(
+        "POST",
+        "/programs/release",
+        (answers.ReleasedReport, answers.ReleasedTogetherReport),
+        body=(ReleaseRequest,),
+        query={"program_id": {**PROGRAM_ID, "description": "instead of a body"}},
+    ),
+    Operation("GET", "/programs/{program_id}", (ProgramStoryReport,)),
+    Operation("DELETE", "/programs/{program_id}", (answers.ReleasedReport,)),
+    Operation(
+        "POST",
+        "/finish_session",
+        (answers.ReleasedReport,),
+        query={"session_id": PROGRAM_ID},
+        required=("session_id",),
+    ),
+    Operation(
+        "POST",
+        "/sessions/batch_delete",
+        (answers.ReleasedReport, answers.ReleasedTogetherReport),
+        body=(ReleaseRequest,),
+        query={"program_id": {**PROGRAM_ID, "description": "instead of a body"}},
+    ),
+    Operation("DELETE", "/sessions/{program_id}", (answers.ReleasedReport,)),
+    Operation("POST", "/programs/{program_id}/tools/start", (answers.ToolReport,), body=(ToolRequest,)),
+    Operation("POST", "/programs/{program_id}/tools/end", (answers.ToolReport,)),
+    Operation("GET", "/programs/{program_id}/sandboxes", (answers.ProgramSandboxesReport,)),
+    Operation(
+        "POST",
+        "/programs/{program_id}/sandboxes",
+        (answers.ProgramSandboxesReport,),
+        body=(answers.SandboxBody,),
+        body_may_be_list=True,
+        status=202,
+    ),
+    Operation("DELETE", "/programs/{program_id}/sandboxes/{sandbox_id}", (answers.ReclaimedReport,)),
+    Operation("GET", "/sandboxes", (answers.SandboxesReport,)),
+    Operation("GET", "/sandboxes/events", query={"program_id": PROGRAM_ID}, answer_type=EVENTS_TYPE),
+    Operation("GET", "/replicas", (answers.ReplicasReport,)),
+    Operation("GET", "/control", (ControlReport,)),
+    Operation("POST", "/control/route", (RouteReport,), body=(RouteRequest,)),
+    Operation("POST", "/control/set_priority", (PriorityReport,), body=(PriorityRequest,)),
+    Operation("POST", "/control/migrate", (MigrateReport,), body=(MigrateRequest,)),
+    Operation("POST", "/control/kill", (KilledReport,), body=(KillRequest,), also={202: KilledReport}),
+    Operation("POST", "/control/provision", (ProvisionReport,), status=202),
+    Operation(
+        "POST",
+        "/replicas",
+        (answers.ReplicasChangedReport,),
+        body=(AddRequest,),
+        also={201: answers.ReplicasChangedReport},
+    ),
+    Operation("POST", "/replicas/{replica_id}/drain", (answers.ReplicasChangedReport,)),
+    Operation("POST", "/replicas/{replica_id}/undrain", (answers.ReplicasChangedReport,)),
+    Operation(
+        "DELETE",
+        "/replicas/{replica_id}",
+        (answers.ReplicaRemovedReport,),
+        query={"force": {"type": "string", "enum": ["1", "true"]}},
+        also={202: answers.ReplicaRemovedReport},
+    ),
+    Operation("GET", "/queue", (QueueReport,), query={"limit": {**LIMIT, "minimum": 0}}),
+    Operation("GET", "/tools", (ToolsReport,)),
+    Operation("POST", "/dashboard/login", (answers.LoginReport,), body=(LoginRequest,)),
+    Operation("GET", "/summary", (SummaryReport,)),
+    Operation("GET", "/history", (HistoryReport,), query={"since": {"type": "number", "default": 0}}),
+    Operation(
+        "GET",
+        "/events",
+        query={"program_id": PROGRAM_ID, "kinds": {**TEXT, "description": "with commas between them"}},
+        headers={"Last-Event-ID": {**TEXT, "description": "go on after that message"}},
+        answer_type=EVENTS_TYPE,
+    ),
+    Operation("POST", "/leases", (answers.LeaseReport,), body=(LeaseRequest,)),
+    Operation("POST", "/leases/{lease_id}/progress", (answers.LeaseHeldReport,), body=(ProgressReport,)),
+    Operation("POST", "/leases/{lease_id}/end", (answers.LeaseEndedReport,), body=(LeaseEnd,)),
+    Operation("POST", "/weight_sync/begin", (answers.WeightSyncBegunReport,), body=(WeightSyncRequest,)),
+    Operation("POST", "/weight_sync/end", (answers.WeightSyncEndedReport,), body=(WeightSyncRequest,)),
+)
+
+UNDESCRIBED = ("/dashboard", "/workers", "/list_workers", "/add_worker", "/remove_worker")
+"""Paths, with whatever follows, that are a page for people, or what other gateways describe."""
+
+_NAMED_PART = re.compile(r"\{(\w+):[^{}]*(?:\{[^{}]*\}[^{}]*)*\}")
+_ERRORS = {
+    "4XX": "the request is wrong as it stands, or what it names is not there",
+    "5XX": "the proxy cannot do it now",
+}
+
+
+def documented_path(route_path: str) -> str:
+    """Return the path of a route as the document has it: without the patterns of its named parts."""
+    return _NAMED_PART.sub(r"{\1}", route_path)
+
+
+class OpenApi:
+    """Handler of the document, which is built once, when somebody first asks."""
+
+    def __init__(self, routes: Iterable[web.RouteDef]) -> None:
+        """Describe what `OPERATIONS` says of `routes`."""
+        self._routes = list(routes)
+        self._body: bytes | None = None
+
+    def routes(self) -> list[web.RouteDef]:
+        """Return the route of the document."""
+        return [web.get("/openapi.json", self.handle)]
+
+    async def handle(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler's signature
+        """Return this document."""
+        if self._body is None:
+            self._body = msgspec.json.encode(document([*self._routes, *self.routes()]))
+        return web.Response(body=self._body, content_type="application/json")
+
+
+def document(routes: Iterable[web.RouteDef]) -> dict[str, Any]:
+    """Return the document of these routes, as OpenAPI 3.1."""
+    handlers = {(route.method, documented_path(route.path)): route.handler for route in routes}
+    inputs: list[tuple[type[BaseModel], JsonSchemaMode]] = [(answers.ErrorReport, "serialization")]
+    for each in OPERATIONS:
+        inputs += [(model, "serialization") for model in (*each.answers, *each.also.values())]
+        inputs += [(model, "validation") for model in each.body]
+    references, schemas = models_json_schema(inputs, ref_template="#/components/schemas/{model}")
+    paths: dict[str, dict[str, Any]] = {}
+    for operation in OPERATIONS:
+        handler = handlers.get((operation.method, operation.path))
+        if handler is not None:
+            said = inspect.getdoc(handler) or ""
+            paths.setdefault(operation.path, {})[operation.method.lower()] = _described(operation, said, references)
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "thunderagent",
+            "version": __version__,
+            "description": "The proxy's own API. What goes to the engines is as the engines describe it.",
+        },
+        "paths": paths,
+        "components": {
+            "schemas": schemas["$defs"],
+            "securitySchemes": {
+                "bearer": {"type": "http", "scheme": "bearer"},
+                "header": {"type": "apiKey", "in": "header", "name": KEY_HEADER},
+            },
+        },
+    }
+
+
+References = Mapping[Any, Schema]
+"""Where the schema of a model stands, by the model and the mode."""
+
+
+def _described(operation: Operation, said: str, references: References) -> dict[str, Any]:
+    access = access_of_route(operation.method, operation.path) or Access.ADMIN
+    summary, _, description = said.partition("\n")
+    described: dict[str, Any] = {
+        "summary": summary,
+        "description": (description.strip() + f"\n\nKey, where keys are configured: {access.value}.").strip(),
+        "parameters": [
+            *({"name": name, "in": "path", "required": True, "schema": PROGRAM_ID} for name in _names(operation.path)),
+            *(
+                {"name": name, "in": "query", "required": name in operation.required, "schema": schema}
+                for name, schema in operation.query.items()
+            ),
+            *(
+                {"name": name, "in": "header", "required": False, "schema": schema}
+                for name, schema in operation.headers.items()
+            ),
+        ],
+        "responses": _responses(operation, references),
+        "security": [{}] if access is Access.OPEN else [{}, {"bearer": []}, {"header": []}],
+    }
+    if operation.body:
+        schema = _any_of([references[model, "validation"] for model in operation.body])
+        if operation.body_may_be_list:
+            schema = {"anyOf": [schema, {"type": "array", "items": schema}]}
+        described["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+    return described
+
+
+def _responses(operation: Operation, references: References) -> dict[str, Any]:
+    schema = _any_of([references[model, "serialization"] for model in operation.answers])
+    responses = {str(operation.status): _content("as asked", operation.answer_type, schema)}
+    for status, model in operation.also.items():
+        schema = references[model, "serialization"]
+        responses[str(status)] = _content(inspect.getdoc(model) or "", "application/json", schema)
+    for statuses, meaning in _ERRORS.items():
+        schema = references[answers.ErrorReport, "serialization"]
+        responses[statuses] = _content(meaning, "application/json", schema)
+    return responses
+
+
+def _content(description: str, content_type: str, schema: Schema) -> dict[str, Any]:
+    return {"description": description, "content": {content_type: {"schema": schema}}}
+
+
+def _any_of(schemas: list[Mapping[str, Any]]) -> Mapping[str, Any]:
+    if len(schemas) == 1:
+        return schemas[0]
+    return {"anyOf": schemas} if schemas else {}
+
+
+def _names(path: str) -> list[str]:
+    return re.findall(r"\{(\w+)\}", path)

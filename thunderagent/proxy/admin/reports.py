@@ -1,0 +1,310 @@
+"""What the admin API says about programs, replicas and the queue."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from math import isfinite
+from typing import Any
+
+from pydantic import Field
+
+from thunderagent.backends.discovery.base import shown_url
+from thunderagent.programs.model.places import Kind, Phase, Status
+from thunderagent.programs.model.program import Program
+from thunderagent.programs.model.turn import Turn
+from thunderagent.proxy.fleet.breaker import BreakerState
+from thunderagent.proxy.fleet.replicas import Replicas
+from thunderagent.proxy.gate.bodies import Report
+from thunderagent.runtime import Runtime
+
+
+class ProgramReport(Report):
+    """A program now."""
+
+    program_id: str
+    generation: int
+    status: Status
+    phase: Phase
+    marked: bool
+    idle: bool
+    parent_id: str = Field(description="the program that waits for it; empty if none was named")
+    tenant: str
+    group_id: str = Field(description="empty if it is in none; so is the next")
+    program_class: str
+    replica_id: str | None = Field(description="where it is active, or was when it was paused")
+    bound_to: str | None = Field(description="the replica that a route sends it to; null without a route")
+    priority: int = Field(description="as it was told: lower goes first")
+    priority_by_replica: dict[str, int] = Field(description="the same for the engine of one replica alone")
+    claim_tokens: int
+    context_tokens: int
+    branches_count: int
+    turns_in_flight_count: int
+    turns_held_count: int
+    hold_reason: str
+    age_s: float
+    acting_for_s: float | None
+    held_for_s: float | None
+    turn_count: int
+    prompt_tokens_total: int
+    output_tokens_total: int
+    cached_tokens_total: int
+    held_s_total: float
+
+
+class ProgramPage(Report):
+    """Some of the programs, the oldest first."""
+
+    programs: list[ProgramReport]
+    total: int
+    offset: int
+    next_offset: int | None
+
+
+class ReplicaReport(Report):
+    """A replica now. Token counts are the ledger's, `engine` is what its last poll said."""
+
+    replica_id: str
+    url: str
+    kind: str
+    sources: list[str] = Field(description="which sources name it; none while it leaves")
+    rank: int | None = Field(description="which data-parallel rank of the URL it is; null if it is the whole")
+    up: bool = Field(description="whether its last polls were good")
+    draining: bool = Field(description="whether it gets nothing new")
+    draining_for_s: float | None
+    leaving_for_s: float | None = Field(description="since when no source has named it: it goes when it is drained")
+    in_flight_count: int = Field(description="turns and other requests that have not ended there")
+    breaker: BreakerState = Field(description="open: it fails turn after turn, and gets none for a while")
+    breaker_retry_in_s: float | None = Field(description="when it is tried again; null if the breaker is not open")
+    why_down: str
+    suspended_for: list[str] = Field(description="why nothing is granted there at the moment; empty if it is")
+    weight_version: str = Field(description="of the weights that it was last told to take, or said it has")
+    capacity_tokens: int | None
+    capacity_ratio: float = Field(description="part of the capacity that may be claimed, as corrected by what was lost")
+    limit_tokens: int | None = Field(description="tokens that may be claimed; null if the capacity is not known")
+    demand_tokens: int
+    weighed_tokens: float
+    reasoning_tokens: int
+    acting_tokens: int
+    marked_tokens: int
+    other_tokens: int
+    shared_tokens: int = Field(description="claimed more than once, and in the demand once")
+    growth_tokens: int = Field(description="what programs are expected to grow by beyond their claims")
+    reasoning_count: int
+    acting_count: int
+    turns_in_flight_count: int
+    hit_ratio: float
+    costs_token_s: dict[str, float]
+    engine: dict[str, float | int | None]
+
+
+class ToolsReport(Report):
+    """What tools do outside of the engines."""
+
+    running_count: int = Field(description="programs whose tool runs")
+    mean_s: float = Field(description="how long tools took lately, in the mean")
+    sandbox_count: int
+    sandbox_disk_bytes: int | None
+    sandbox_memory_bytes: int | None
+
+
+class QueueReport(Report):
+    """Who waits: programs whose turns are held, in the order of restoring, and paused ones whose tools run."""
+
+    waiting: list[ProgramReport]
+    waiting_count: int
+    outside_count: int = Field(description="of these, programs that are not admitted yet; they come last")
+    paused_acting_count: int
+    anonymous_held_count: int
+    turns_held_count: int
+    suspended_for: list[str] = Field(description="why nothing is granted on any replica at the moment; empty if it is")
+    held_in_place_count: int = Field(
+        description="turns that wait where their program is active: to leave, or until grants go on"
+    )
+
+
+def program_report(program: Program, now_s: float) -> ProgramReport:
+    """Report on one program."""
+    return ProgramReport(**program_fields(program, now_s))
+
+
+def program_fields(program: Program, now_s: float) -> dict[str, Any]:
+    """Return the fields of a `ProgramReport`."""
+    first_held: Turn | None = next(iter(program.held.values()), None)
+    acting = program.phase is Phase.ACTING
+    return {
+        "program_id": program.program_id,
+        "generation": program.generation,
+        "status": program.status,
+        "phase": program.phase,
+        "marked": program.marked,
+        "idle": program.place.kind is Kind.AWAY,
+        "parent_id": program.parent_id,
+        "tenant": program.tenant,
+        "group_id": program.group_id,
+        "program_class": program.program_class,
+        "replica_id": program.replica_id,
+        "bound_to": program.routed_to,
+        "priority": program.priority,
+        "priority_by_replica": program.priority_by_replica or {},
+        "claim_tokens": program.claim_tokens,
+        "context_tokens": program.context_tokens,
+        "branches_count": len(program.branches),
+        "turns_in_flight_count": len(program.in_flight),
+        "turns_held_count": len(program.held),
+        "hold_reason": program.hold_reason,
+        "age_s": round(now_s - program.opened_s, 3),
+        "acting_for_s": round(now_s - program.acting_since_s, 3) if acting else None,
+        "held_for_s": round(now_s - first_held.waiting_since_s, 3) if first_held is not None else None,
+        "turn_count": program.turn_count,
+        "prompt_tokens_total": program.prompt_tokens_total,
+        "output_tokens_total": program.output_tokens_total,
+        "cached_tokens_total": program.cached_tokens_total,
+        "held_s_total": round(program.held_s_total, 3),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramFilter:
+    """Which programs are asked for; what is None or empty does not matter."""
+
+    status: Status | None = None
+    phase: Phase | None = None
+    replica_id: str | None = None
+    part: str = ""
+    """Part of the id, in any case."""
+    tenant: str | None = None
+
+    def choose(self, programs: Iterable[Program]) -> list[Program]:
+        """Return those that are asked for, in their order."""
+        if self == ANY_PROGRAM:
+            return list(programs)
+        part = self.part.lower()
+        return [
+            program
+            for program in programs
+            if self.status in (None, program.status)
+            and self.phase in (None, program.phase)
+            and self.replica_id in (None, program.replica_id)
+            and self.tenant in (None, program.tenant)
+            and (not part or part in program.program_id.lower())
+        ]
+
+
+ANY_PROGRAM = ProgramFilter()
+
+SORTS: dict[str, Callable[[Program, float], tuple[Any, ...]]] = {
+    "opened": lambda program, _: (program.opened_s,),
+    "id": lambda program, _: (program.program_id,),
+    "claim": lambda program, _: (program.claim_tokens,),
+    "turns": lambda program, _: (program.turn_count,),
+    "held": lambda program, now_s: (program.held_s_total + (now_s - program.waiting_since_s if program.held else 0.0),),
+    "replica": lambda program, _: (program.replica_id or "",),
+    "state": lambda program, _: (program.status, program.phase),
+}
+"""Orders in which programs can be listed, at a time."""
+
+
+def program_page(
+    runtime: Runtime, wanted: ProgramFilter, *, offset: int, limit: int, sort: str = "", descending: bool = False
+) -> ProgramPage:
+    """Report on the programs that are wanted from `offset` on, the oldest first or in one of the `SORTS`.
+
+    Costs O(programs), and O(n log n) of the n that are wanted for another order.
+    """
+    now_s = runtime.now_s()
+    chosen = wanted.choose(runtime.scheduler.programs.values())
+    if sort:
+        key = SORTS[sort]
+        chosen.sort(key=lambda program: key(program, now_s), reverse=descending)
+    end = offset + limit
+    return ProgramPage(
+        programs=[program_report(program, now_s) for program in chosen[offset:end]],
+        total=len(chosen),
+        offset=offset,
+        next_offset=end if end < len(chosen) else None,
+    )
+
+
+def replica_reports(runtime: Runtime, replicas: Replicas) -> list[ReplicaReport]:
+    """Report on every replica that is known, up or not."""
+    now_s = runtime.now_s()
+    ledger = runtime.scheduler.ledger
+    reports = []
+    for replica_id, known in replicas.known.items():
+        replica = runtime.scheduler.replicas.get(replica_id)
+        account = ledger.open(replica_id, now_s)
+        ledger.accrue(account, now_s)
+        costs = {name.removesuffix("_token_s"): round(value, 1) for name, value in asdict(account.costs).items()}
+        reports.append(
+            ReplicaReport(
+                replica_id=replica_id,
+                url=shown_url(known.endpoint.url),
+                kind=known.endpoint.backend.kind,
+                sources=list(known.sources),
+                rank=known.endpoint.rank_id,
+                up=known.is_up,
+                draining=known.draining_since_s is not None,
+                draining_for_s=_ago_s(known.draining_since_s, now_s),
+                leaving_for_s=_ago_s(known.leaving_since_s, now_s),
+                in_flight_count=replicas.in_flight_count(replica_id),
+                breaker=replicas.breakers.state_of(replica_id),
+                breaker_retry_in_s=replicas.breakers.retry_in_s(replica_id),
+                why_down=known.why_down,
+                suspended_for=list(replica.suspended_for) if replica is not None else [],
+                weight_version=known.weight_version,
+                capacity_tokens=account.capacity_tokens,
+                capacity_ratio=round(account.capacity_ratio, 4),
+                limit_tokens=int(account.limit_tokens) if isfinite(account.limit_tokens) else None,
+                demand_tokens=account.demand_tokens,
+                weighed_tokens=round(account.weighed_tokens(now_s), 1),
+                reasoning_tokens=account.reasoning_tokens,
+                acting_tokens=account.acting.tokens,
+                marked_tokens=account.marked_tokens,
+                other_tokens=account.other_tokens,
+                shared_tokens=account.shared_tokens,
+                growth_tokens=account.growth_tokens,
+                reasoning_count=account.reasoning_count,
+                acting_count=account.acting.count,
+                turns_in_flight_count=account.turn_count,
+                hit_ratio=round(account.hit_ratio, 4),
+                costs_token_s=costs,
+                engine=asdict(known.reading),
+            )
+        )
+    return reports
+
+
+def _ago_s(since_s: float | None, now_s: float) -> float | None:
+    return None if since_s is None else round(now_s - since_s, 3)
+
+
+def tools_report(runtime: Runtime) -> ToolsReport:
+    """Report on the tools of all programs, and on what their sandboxes were last measured to take."""
+    scheduler = runtime.scheduler
+    return ToolsReport(
+        running_count=scheduler.knowledge.tools_running_count,
+        mean_s=round(scheduler.knowledge.mean_tool_s, 3),
+        sandbox_count=scheduler.book.sandboxes.sandbox_count,
+        sandbox_disk_bytes=scheduler.book.sandboxes.disk_bytes,
+        sandbox_memory_bytes=scheduler.book.sandboxes.memory_bytes,
+    )
+
+
+def queue_report(runtime: Runtime, limit: int) -> QueueReport:
+    """Report on the paused queue, at most `limit` programs of it."""
+    now_s = runtime.now_s()
+    scheduler = runtime.scheduler
+    queue = scheduler.queue
+    in_place = (program.held for replica in scheduler.replicas.values() for program in replica.programs.values())
+    causes = [replica.suspended_for for replica in scheduler.open_replicas] if not scheduler.granting_replicas else []
+    return QueueReport(
+        waiting=[program_report(program, now_s) for program, _ in zip(queue.with_turns(), range(limit), strict=False)],
+        waiting_count=queue.waiting_count,
+        outside_count=queue.unadmitted.count,
+        paused_acting_count=queue.resting.count,
+        anonymous_held_count=len(scheduler.book.anonymous_held),
+        turns_held_count=scheduler.ledger.waiting_count,
+        suspended_for=list(dict.fromkeys(cause for suspended_for in causes for cause in suspended_for)),
+        held_in_place_count=sum(map(len, in_place)),
+    )

@@ -1,0 +1,203 @@
+"""The API about sandboxes: ask for one, find out where it is, follow what becomes of it, let it go."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Protocol
+
+from aiohttp import web
+from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from thunderagent.errors import NotFoundError, RequestError
+from thunderagent.proxy.gate.keys import check_admin
+from thunderagent.proxy.gate.tenancy import Tenancy
+from thunderagent.proxy.reading.identity import TENANT_HEADER, check_program_id
+from thunderagent.proxy.reading.sse import server_sent
+from thunderagent.proxy.watch.event_stream import stream_events
+
+SANDBOXES_OFF = "sandboxes are off; start with --sandboxes docker"
+
+PREPARE_BUCKETS_S = (0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 300)
+WAIT_BUCKETS_S = (0.0, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60)
+
+Report = dict[str, Any]
+
+
+class Sandboxes(Protocol):
+    """What the proxy asks of the sandbox manager. A report is a JSON object, as the API documents it."""
+
+    async def request(self, program_id: str, body: bytes, tenant: str = "") -> list[Report]:
+        """Ask for what a body says; return a report of each. A program that is new is of that tenant."""
+
+    def of_program(self, program_id: str) -> list[Report]:
+        """Report on a program's sandboxes."""
+
+    def all(self) -> list[Report]:
+        """Report on every sandbox."""
+
+    def reclaim(self, program_id: str, sandbox_id: str) -> bool:
+        """Take a program off one of its sandboxes; False if there is none such."""
+
+    def program_seen(self, program_id: str, program_class: str, tenant: str = "") -> None:
+        """Prepare what programs of a class get. One that is new is of that tenant."""
+
+    def feed(self, program_id: str | None = None) -> AbstractAsyncContextManager[asyncio.Queue[Report | None]]:
+        """Give a queue of reports, one for each change, of one program's alone or of all; None ends it."""
+
+    @property
+    def engine_errors(self) -> dict[str, str]:
+        """Drivers whose engine does not answer, and why."""
+
+    @property
+    def failure_counts(self) -> Mapping[str, int]:
+        """Failed preparations, and sandboxes that died, by the error's code."""
+
+    @property
+    def reclaimed_count(self) -> int:
+        """Sandboxes that were reclaimed."""
+
+    @property
+    def orphan_count(self) -> int:
+        """Sandboxes of earlier runs that were removed."""
+
+    def stage_counts(self) -> Mapping[tuple[str, str], int]:
+        """Return how many sandboxes there are, by driver and stage."""
+
+    def sums(self) -> tuple[int, int | None, int | None]:
+        """Return how many there are, and what they take on disk and in memory, in bytes; None is not known."""
+
+    def hear_times(self, on_prepared: Callable[[float], None], on_waited: Callable[[float], None]) -> None:
+        """Call these with the time of each preparation, and that which an admitted program waited for one."""
+
+
+class SandboxCollector:
+    """What `/metrics` says of sandboxes."""
+
+    def __init__(self, sandboxes: Sandboxes, registry: CollectorRegistry) -> None:
+        """Report on `sandboxes`."""
+        self._sandboxes = sandboxes
+        prepare = Histogram(
+            "thunderagent_sandbox_prepare_seconds",
+            "Time that a preparation took: pull, start, setup, readiness.",
+            buckets=PREPARE_BUCKETS_S,
+            registry=registry,
+        )
+        wait = Histogram(
+            "thunderagent_sandbox_wait_seconds",
+            "Time from a program's admission until its sandbox was usable: what was not hidden of its preparation.",
+            buckets=WAIT_BUCKETS_S,
+            registry=registry,
+        )
+        sandboxes.hear_times(prepare.observe, wait.observe)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every family."""
+        sandboxes = self._sandboxes
+        stages = GaugeMetricFamily(
+            "thunderagent_sandboxes", "Sandboxes by driver and stage.", labels=["driver", "stage"]
+        )
+        for (driver, stage), count in sandboxes.stage_counts().items():
+            stages.add_metric([driver, stage], count)
+        yield stages
+        failures = CounterMetricFamily(
+            "thunderagent_sandbox_failures", "Failed preparations and sandboxes that died.", labels=["code"]
+        )
+        for code, count in sandboxes.failure_counts.items():
+            failures.add_metric([code], count)
+        yield failures
+        yield CounterMetricFamily("thunderagent_sandboxes_reclaimed", "Reclaimed.", sandboxes.reclaimed_count)
+        yield CounterMetricFamily(
+            "thunderagent_sandbox_orphans", "Left by earlier runs and removed.", sandboxes.orphan_count
+        )
+        _, disk_bytes, memory_bytes = sandboxes.sums()
+        for name, what, value in (("disk", "write", disk_bytes), ("memory", "take in memory", memory_bytes)):
+            if value is not None:
+                yield GaugeMetricFamily(f"thunderagent_sandbox_{name}_bytes", f"Bytes that sandboxes {what}.", value)
+        up = GaugeMetricFamily("thunderagent_sandbox_engine_down", "1 if it does not answer.", labels=["driver"])
+        for driver in sandboxes.engine_errors:
+            up.add_metric([driver], 1)
+        yield up
+
+
+class SandboxHandlers:
+    """Handlers of the sandbox API; without a manager each says that sandboxes are off."""
+
+    def __init__(self, sandboxes: Sandboxes | None, tenancy: Tenancy) -> None:
+        """Ask `sandboxes`; a data key that names a tenant for those of that tenant's live programs alone."""
+        self._given = sandboxes
+        self._tenancy = tenancy
+
+    def routes(self) -> list[web.RouteDef]:
+        """Return the routes; they go before those of programs, whose ids may hold anything."""
+        return [
+            web.get("/sandboxes", self.list_all),
+            web.get("/sandboxes/events", self.events),
+            web.get("/programs/{program_id:.+}/sandboxes", self.list_of_program),
+            web.post("/programs/{program_id:.+}/sandboxes", self.request),
+            web.delete("/programs/{program_id:.+}/sandboxes/{sandbox_id:[^/]+}", self.reclaim),
+        ]
+
+    @property
+    def _sandboxes(self) -> Sandboxes:
+        if self._given is None:
+            raise NotFoundError(SANDBOXES_OFF)
+        return self._given
+
+    async def list_all(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler's signature
+        """List every sandbox, and drivers whose engine does not answer."""
+        sandboxes = self._sandboxes
+        return web.json_response({"sandboxes": sandboxes.all(), "engine_errors": sandboxes.engine_errors})
+
+    async def list_of_program(self, request: web.Request) -> web.Response:
+        """List a program's sandboxes; none is no error."""
+        program_id = check_program_id(request.match_info["program_id"])
+        sandboxes = self._sandboxes
+        return _of_program(program_id, sandboxes.of_program(program_id) if self._tenancy.has(program_id) else ())
+
+    async def request(self, request: web.Request) -> web.Response:
+        """Ask for a sandbox, or several; opens the program if it is new. 202: it is made when it is needed."""
+        program_id = check_program_id(request.match_info["program_id"])
+        sandboxes = self._sandboxes
+        self._tenancy.check(program_id)
+        tenant = self._tenancy.named(request.headers.get(TENANT_HEADER, ""))
+        made = await sandboxes.request(program_id, await request.read(), tenant)
+        return _of_program(program_id, made, status=202)
+
+    async def reclaim(self, request: web.Request) -> web.Response:
+        """Take a program off one of its sandboxes. Idempotent."""
+        program_id, sandbox_id = request.match_info["program_id"], request.match_info["sandbox_id"]
+        sandboxes = self._sandboxes
+        reclaimed = self._tenancy.has(program_id) and sandboxes.reclaim(program_id, sandbox_id)
+        return web.json_response({"sandbox_id": sandbox_id, "reclaimed": reclaimed})
+
+    async def events(self, request: web.Request) -> web.StreamResponse:
+        """Stream a report for each change, those that there are first; of one program with `?program_id=`."""
+        sandboxes = self._sandboxes
+        program_id = request.query.get("program_id")
+        if program_id == "":
+            raise RequestError("program_id is empty")
+        if program_id is None:
+            check_admin()
+        elif not self._tenancy.has(program_id):
+            raise NotFoundError(f"there is no live program {program_id!r}")
+        async with sandboxes.feed(program_id) as queue:
+            there = sandboxes.all() if program_id is None else sandboxes.of_program(program_id)
+
+            async def next_event() -> bytes | None:
+                report = await queue.get()
+                ended = report is None or not self._tenancy.may_touch(program_id)  # it is another's by now
+                return None if ended or report is None else _event(report)
+
+            return await stream_events(request, next_event, first=b"".join(map(_event, there)))
+
+
+def _of_program(program_id: str, reports: Sequence[Report], status: int = 200) -> web.Response:
+    return web.json_response({"program_id": program_id, "sandboxes": list(reports)}, status=status)
+
+
+def _event(report: Report) -> bytes:
+    return server_sent(json.dumps(report).encode(), kind="sandbox")

@@ -1,0 +1,333 @@
+"""Engine control: a trainer's call goes to every replica, and grants stop while engines are not to be used.
+
+Theory of operation
+===================
+A control call is told to all replicas at the same time, because weights come over a collective that all must join; and
+calls are told one after another, so that no replica sees them in another order. Calls that only read wait for nobody,
+nor do aborts, which may have to end what another call waits for. Data-parallel ranks behind one URL are one engine: it
+is told once, and what it did counts for each of them.
+
+While a call that changes engines is under way nothing is granted anywhere. Afterwards grants stay stopped on each
+replica that did what it was told, if that was to pause, to sleep, or to take weights, until the call that ends it
+(`fleet/commands.py` says which is which). A replica that refused is not paused, so turns go on there. Where a replica
+threw its cache away, the ledger forgets what lay there. Programs and their claims stay as they are: nobody may be taken
+for gone because an engine is silent for minutes.
+
+The answer is the engine's own if all replicas said the same. Else it is the first one's, with a yes only where all said
+yes, and with what each said beside it; or an error that says what each said, if not all did what they were told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import structlog
+from aiohttp import web
+
+from thunderagent.backends.client import ReplicaClient
+from thunderagent.errors import NoReplicaError, PerReplicaOnlyError, ReplicaError
+from thunderagent.proxy.fleet.commands import (
+    CALL,
+    COMMANDS,
+    REPLICA_COMMANDS,
+    UPDATE_PREFIX,
+    Asked,
+    Command,
+    command_of,
+)
+from thunderagent.proxy.fleet.replicas import Replicas
+from thunderagent.proxy.reading.large_bodies import read_aside
+from thunderagent.proxy.reading.target import Target
+from thunderagent.proxy.wire.aiohttp_request import target_of
+from thunderagent.proxy.wire.headers import forwarded_request_headers
+from thunderagent.runtime import Runtime
+
+log = structlog.get_logger("thunderagent.control")
+
+SHOWN_BYTES = 2000
+"""So much of what a replica said is repeated in an answer that is not its own."""
+
+OVERTAKING_S = 1.0
+"""An abort may overtake a turn that was granted no longer ago than this: its body is yet to be sent, or to be read."""
+
+ABORT_AGAIN_AFTER_S = (0.02, 0.05, 0.1, 0.2, 0.4)
+"""As long as such a turn is there, its engine is told again, after each of these times."""
+
+REPLIES_HEADER = "X-Control-Replies"
+
+
+class Reply(NamedTuple):
+    """What one replica said to a call; `status` is 502 or 504 if it said nothing, and `body` then why."""
+
+    replica_id: str
+    status: int
+    body: bytes
+    content_type: str
+    value: Any
+
+    @property
+    def ok(self) -> bool:
+        """Whether it did what it was told."""
+        return 200 <= self.status < 300
+
+    @property
+    def done(self) -> bool:
+        """The same, also in the words of engines that answer 200 to what they could not do."""
+        return self.ok and not (isinstance(self.value, dict) and self.value.get("success") is False)
+
+    def answer(self) -> web.Response:
+        """Return it as it came."""
+        headers = {"Content-Type": self.content_type} if self.content_type else None
+        return web.Response(status=self.status, body=self.body, headers=headers)
+
+
+@dataclass(frozen=True, slots=True)
+class ControlSettings:
+    """How engines are controlled."""
+
+    timeout_s: float = 7200.0
+    """For a replica's whole answer to a control call: new weights can take long."""
+    weight_sync_limit_s: float = 1800.0
+    """For a weight sync that its trainer does not end."""
+    lease_limit_s: float = 3600.0
+    """For a lease of which its caller says nothing."""
+
+
+class Control:
+    """Tell replicas what trainers want of them."""
+
+    def __init__(self, runtime: Runtime, client: ReplicaClient, replicas: Replicas, settings: ControlSettings) -> None:
+        """Tell `replicas` with `client`, and have `runtime` grant accordingly."""
+        self._runtime = runtime
+        self._client = client
+        self._replicas = replicas
+        self._settings = settings
+        self._one_at_a_time = asyncio.Lock()
+        self._calls_count: Counter[str | None] = Counter()
+
+    def routes(self) -> list[web.RouteDef]:
+        """Return the routes of calls to all replicas, and of those that never go to all."""
+        return [
+            *(web.route("*", path, self.broadcast) for path in COMMANDS),
+            web.route("*", UPDATE_PREFIX + "{how:[^/]*}", self.broadcast),
+            *(web.route("*", path, self.refuse) for path in REPLICA_COMMANDS),
+        ]
+
+    async def broadcast(self, request: web.Request) -> web.Response:
+        """Tell every replica, up or not: one that misses a call would serve with other weights than the rest."""
+        target = target_of(request).plainly()
+        command = command_of(target.engine_path)
+        assert command is not None
+        engines = self._replicas.engines()
+        if not engines:
+            raise NoReplicaError("there is no replica to tell")
+        body = await request.read()
+        asked = await read_call(request, body)
+        ordered = contextlib.nullcontext() if command.reads or command.is_abort else self._one_at_a_time
+        async with ordered:
+            replies = await self._tell(request, target, body, command, asked, engines, only_one=False)
+        return _joined(target.engine_path, replies)
+
+    async def tell_one(self, request: web.Request, target: Target, replica_id: str, command: Command) -> web.Response:
+        """Tell one replica what `target` asks of it, and return its own answer.
+
+        What it does it does for all ranks behind its URL.
+        """
+        body = await request.read()
+        asked = await read_call(request, body)
+        engine = next(engine for engine in self._replicas.engines() if replica_id in engine)
+        replies = await self._tell(request, target, body, command, asked, [engine], only_one=True)
+        return replies[0].answer()
+
+    async def refuse(self, request: web.Request) -> web.Response:
+        """Say why a call does not go to all replicas, and how it goes to each."""
+        path = target_of(request).spelt
+        raise PerReplicaOnlyError(
+            f"{path} is not sent to all replicas: {REPLICA_COMMANDS[path]}. Send it to each one: "
+            f"GET /workers lists their URLs here, /workers/REPLICA_ID{path}"
+        )
+
+    async def _tell(
+        self,
+        request: web.Request,
+        target: Target,
+        body: bytes,
+        command: Command,
+        asked: Asked,
+        engines: Sequence[Sequence[str]],
+        *,
+        only_one: bool,
+    ) -> list[Reply]:
+        """Stop grants (on the one engine, or anywhere), tell engines, and take in what each did, for each rank."""
+        suspended_ids: Sequence[str | None] = engines[0] if only_one else (None,)
+        aborts = command.aborts(asked)
+        suspends = command.suspends and (aborts or not command.is_abort)
+        with contextlib.ExitStack() as stack:
+            for replica_id in suspended_ids if suspends else ():
+                stack.enter_context(self._suspended(replica_id))
+            if aborts:
+                aborted_count = sum(map(self._runtime.abort_held, suspended_ids))
+                log.info("held_turns_aborted", path=target.engine_path, turns_count=aborted_count)
+
+            async def tell(engine: Sequence[str]) -> list[Reply]:
+                recently_s = self._runtime.now_s() - OVERTAKING_S
+                send = partial(self.call, engine[0], request, target, body, names_rank=False)
+                reply = await send()
+                replies = [reply._replace(replica_id=replica_id) for replica_id in engine]
+                for each in (
+                    replies if reply.done else ()
+                ):  # at once: the caller may leave before the others are through
+                    self._did(each, command, asked)
+                if aborts and command.is_abort and reply.done:
+                    await self._abort_overtaken(engine, recently_s, send)
+                return replies
+
+            replies = [reply for told in await asyncio.gather(*map(tell, engines)) for reply in told]
+        if not command.reads:
+            told = {reply.replica_id: reply.status for reply in replies}
+            log.info("engines_told", path=target.engine_path, replies=told)
+        return replies
+
+    async def _abort_overtaken(
+        self, engine: Sequence[str], since_s: float, abort: Callable[[], Awaitable[Reply]]
+    ) -> None:
+        """Have turns aborted that reached an engine after it was told to abort all, while nothing more is granted."""
+        pauses_s = iter(ABORT_AGAIN_AFTER_S)
+        while self._runtime.unanswered_count(engine, since_s) and (pause_s := next(pauses_s, None)):
+            await asyncio.sleep(pause_s)
+            if turns_count := self._runtime.unanswered_count(engine, since_s):
+                log.info("abort_told_again", replica_id=engine[0], turns_count=turns_count)
+                await abort()
+
+    async def call(
+        self, replica_id: str, request: web.Request, target: Target, body: bytes, *, names_rank: bool = True
+    ) -> Reply:
+        """Send a request on to one replica and read its whole answer. A failure is a reply, too."""
+        headers = forwarded_request_headers(request.headers)
+        headers.popall("Accept-Encoding", None)  # the answer is read here
+        try:
+            async with asyncio.timeout(self._settings.timeout_s):
+                url = self._replicas.url_of(replica_id)
+                response = await self._client.send(
+                    replica_id,
+                    url,
+                    request.method,
+                    target.sent,
+                    headers,
+                    body or None,
+                    silence_timeout_s=self._settings.timeout_s,
+                    names_rank=names_rank,
+                )
+                try:
+                    content = await self._client.read(replica_id, response)
+                finally:
+                    response.close()
+        except ReplicaError as error:
+            return _failure(replica_id, error.status, error.code, error.message)
+        except TimeoutError:
+            return _failure(
+                replica_id,
+                504,
+                "replica_timeout",
+                f"replica {replica_id} took longer than {self._settings.timeout_s:g} s",
+            )
+        content_type = response.headers.get("Content-Type", "")
+        return Reply(replica_id, response.status, content, content_type, _value(content))
+
+    def _did(self, reply: Reply, command: Command, asked: Asked) -> None:
+        """Take in that a replica did what it was told, while nothing is granted there yet."""
+        runtime, replica_id = self._runtime, reply.replica_id
+        if replica_id not in self._replicas.known:  # removed meanwhile
+            return
+        if not command.reads:
+            self._replicas.known[replica_id].told_count += 1
+        if command.clears(asked):
+            runtime.replica_flushed(replica_id)
+        if command.leaves:
+            runtime.suspend_grants(command.leaves, replica_id)
+        if _is_whole(reply, asked):
+            for cause in command.ends:
+                runtime.continue_grants(cause, replica_id)
+        if not command.reads and asked.weight_version:
+            self._replicas.known[replica_id].weight_version = asked.weight_version
+
+    @contextmanager
+    def _suspended(self, replica_id: str | None) -> Iterator[None]:
+        """Have nothing granted on a replica (None: on any) for the length of the block; blocks may overlap."""
+        self._calls_count[replica_id] += 1
+        if self._calls_count[replica_id] == 1:
+            self._runtime.suspend_grants(_call_cause(replica_id), replica_id)
+        try:
+            yield
+        finally:
+            self._calls_count[replica_id] -= 1
+            if not self._calls_count[replica_id]:
+                del self._calls_count[replica_id]
+                self._runtime.continue_grants(_call_cause(replica_id), replica_id)
+
+
+async def read_call(request: web.Request, body: bytes) -> Asked:
+    """Read what a control call asks for."""
+    return await read_aside(partial(Asked, request.query, body), len(body))
+
+
+def _call_cause(replica_id: str | None) -> str:
+    """Return the cause of a call to all replicas, or that of a call to one, which must not end the former."""
+    return CALL if replica_id is None else f"{CALL} to one"
+
+
+def _is_whole(reply: Reply, asked: Asked) -> bool:
+    """Say whether all of an engine is back, not its weights alone. vLLM says so, SGLang does what its tags say."""
+    if isinstance(reply.value, dict) and reply.value.get("status") == "sleeping":
+        return False
+    return not asked.tags or "kv_cache" in asked.tags
+
+
+def _failure(replica_id: str, status: int, code: str, why: str) -> Reply:
+    value = {"error": {"message": why, "type": "server_error", "param": None, "code": code}}
+    return Reply(replica_id, status, json.dumps(value).encode(), "application/json", value)
+
+
+def _value(content: bytes) -> Any:
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError):
+        return content[:SHOWN_BYTES].decode(errors="replace")
+
+
+def _joined(path: str, replies: list[Reply]) -> web.Response:
+    """Make one answer of what all replicas said."""
+    first = replies[0]
+    if all((reply.status, reply.body) == (first.status, first.body) for reply in replies):
+        response = first.answer()
+    elif all(reply.ok for reply in replies):
+        response = web.json_response(_merged(replies), status=first.status)
+    else:
+        failed = [reply.replica_id for reply in replies if not reply.ok]
+        message = f"{len(failed)} of {len(replies)} replicas did not do {path}: {', '.join(failed)}"
+        error = {"message": message, "type": "server_error", "param": None, "code": "replicas_disagree"}
+        response = web.json_response({"error": error, "replicas": _details(replies)}, status=502)
+    response.headers[REPLIES_HEADER] = ", ".join(f"{reply.replica_id}={reply.status}" for reply in replies)
+    return response
+
+
+def _merged(replies: list[Reply]) -> dict[str, Any]:
+    """Return the first answer's fields, each yes only if all said yes, and what each replica said."""
+    merged = dict(replies[0].value) if isinstance(replies[0].value, dict) else {}
+    for name, value in merged.items():
+        if isinstance(value, bool):
+            others = [reply.value.get(name) for reply in replies if isinstance(reply.value, dict)]
+            merged[name] = len(others) == len(replies) and all(others)
+    return {**merged, "replicas": _details(replies)}
+
+
+def _details(replies: list[Reply]) -> dict[str, Any]:
+    return {reply.replica_id: {"status": reply.status, "body": reply.value} for reply in replies}

@@ -1,0 +1,229 @@
+"""Leases over the API: for a caller whose turns do not pass through the proxy.
+
+`POST /leases` waits until the turn may run and says where; the caller runs it on that engine itself, and ends the lease
+with what the engine said. Who closes the connection while it waits is out of the queue. A lease of which nothing is
+heard for too long is ended, because its caller is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import structlog
+from aiohttp import web
+from pydantic import BaseModel, ConfigDict, Field
+
+from thunderagent.backends.discovery.base import shown_url
+from thunderagent.errors import ReplicaRemovedError
+from thunderagent.leases import LeaseSource, OpenLease, TurnAsk
+from thunderagent.proxy.fleet.replicas import Replicas
+from thunderagent.proxy.gate.bodies import read_model
+from thunderagent.proxy.gate.held import HeldTurns
+from thunderagent.proxy.gate.tenancy import Tenancy
+from thunderagent.proxy.reading.identity import check_program_id
+from thunderagent.proxy.wire.aiohttp_request import KEPT_BODY, begin
+from thunderagent.proxy.wire.stall import write_eof
+
+log = structlog.get_logger("thunderagent.leases")
+
+BYTES_PER_TOKEN = 4
+"""The scheduler takes prompts by their bytes, and learns from usage how many make a token."""
+
+Tokens = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class LeaseRequest(BaseModel):
+    """A turn that wants to run; without a `program_id` it is anonymous.
+
+    `parent_id` and `tenant` are those of the program's first turn. `patience_s` is how long the caller waits for its
+    answer: the lease comes before that is over, whether there is room or not.
+    """
+
+    model_config = ConfigDict(extra="ignore", frozen=True, coerce_numbers_to_str=True)
+
+    program_id: str | None = None
+    branch_id: str = Field("", max_length=256)
+    group_id: str = Field("", max_length=256)
+    parent_id: str = Field("", max_length=256)
+    tenant: str = Field("", max_length=256)
+    prompt_tokens: Tokens = 0
+    patience_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+
+
+class ProgressReport(BaseModel):
+    """How many tokens a turn generated so far."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    output_tokens: Tokens = 0
+
+
+class LeaseEnd(BaseModel):
+    """How a turn ended, with its usage as far as it is known."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    outcome: Literal["finished", "failed", "refused", "abandoned"] = "finished"
+    prompt_tokens: Tokens | None = None
+    output_tokens: Tokens | None = None
+    cached_tokens: Tokens | None = None
+    tool: str = Field("", max_length=256)
+
+
+@dataclass(slots=True)
+class _Held:
+    """A lease in its caller's hands."""
+
+    lease: OpenLease
+    prompt_tokens: int
+    watchdog: asyncio.TimerHandle
+    started: bool = False
+
+
+class Leases:
+    """Handlers of `/leases`."""
+
+    def __init__(
+        self, leases: LeaseSource, replicas: Replicas, tenancy: Tenancy, held: HeldTurns, *, limit_s: float
+    ) -> None:
+        """Take `leases`; one of which nothing is heard for `limit_s` is ended."""
+        self._leases = leases
+        self._replicas = replicas
+        self._tenancy = tenancy
+        self._waiting = held
+        self._limit_s = limit_s
+        self._held: dict[str, _Held] = {}
+
+    def routes(self) -> list[web.RouteDef]:
+        """Return the routes of leases."""
+        return [
+            web.post("/leases", self.take),
+            web.post("/leases/{lease_id}/progress", self.progress),
+            web.post("/leases/{lease_id}/end", self.end),
+        ]
+
+    async def take(self, request: web.Request) -> web.Response:
+        """Wait for a lease."""
+        body = await request.read()
+        wanted = read_model(LeaseRequest, body)
+        program_id = None if wanted.program_id is None else check_program_id(wanted.program_id)
+        self._tenancy.check(program_id)
+        prompt_tokens = self._believed(wanted.prompt_tokens) or 0
+        ask = TurnAsk(
+            turn_id=self._leases.new_turn_id(),
+            program_id=program_id,
+            branch_id=wanted.branch_id,
+            prompt_bytes=prompt_tokens * BYTES_PER_TOKEN,
+            group_id=wanted.group_id,
+            patience_s=wanted.patience_s,
+            parent_id=wanted.parent_id,
+            tenant=self._tenancy.named(wanted.tenant),
+        )
+        lease = await self._leases.lease(ask, self._waiting.turn(request.get(KEPT_BODY), len(body)))
+        granted = lease.granted
+        try:
+            url = self._replicas.url_of(granted.replica_id)
+        except ReplicaRemovedError:  # since the grant; nobody could end this lease
+            lease.failed()
+            raise
+        lease_id = uuid.uuid4().hex
+        self._held[lease_id] = _Held(lease, prompt_tokens, self._watch(lease_id))
+        response = web.json_response(
+            {
+                "lease_id": lease_id,
+                "program_id": granted.program_id,
+                "replica_id": granted.replica_id,
+                "url": shown_url(url),
+                "held_s": round(granted.held_s, 4),
+                "reason": granted.reason,
+                "limit_s": self._limit_s,
+            }
+        )
+        await self._hand_over(request, response, lease_id)
+        return response
+
+    async def _hand_over(self, request: web.Request, response: web.Response, lease_id: str) -> None:
+        """Write the answer here: a lease that nobody can have got is given back at once, not when its limit is over."""
+        is_there = False
+        try:
+            await begin(request, response)
+            await write_eof(request, response)
+            is_there = _is_connected(request)
+        finally:
+            if not is_there and lease_id in self._held:
+                self._give_back(lease_id)
+
+    def _believed(self, tokens: int | None, *, beside_tokens: int = 0) -> int | None:
+        """Return tokens as far as they can be true: together no more than the largest replica has room for."""
+        states = self._leases.replicas.states.values()
+        capacity_tokens = max((state.capacity_tokens or 0 for state in states), default=0)
+        if tokens is None or not capacity_tokens:
+            return tokens
+        return min(tokens, max(0, capacity_tokens - beside_tokens))
+
+    async def progress(self, request: web.Request) -> web.Response:
+        """Take a sign of life; the first one says that the first token came."""
+        lease_id = request.match_info["lease_id"]
+        body = await request.read()
+        report = read_model(ProgressReport, body) if body else ProgressReport()
+        held = self._held.get(lease_id)
+        if held is not None:
+            held.watchdog.cancel()
+            held.watchdog = self._watch(lease_id)
+            if not held.started:
+                held.started = True
+                held.lease.started()
+            held.lease.progressed(self._believed(report.output_tokens, beside_tokens=held.prompt_tokens) or 0)
+        return web.json_response({"lease_id": lease_id, "held": held is not None})
+
+    async def end(self, request: web.Request) -> web.Response:
+        """End a lease. Idempotent: one that is not known, or no longer, is no error."""
+        lease_id = request.match_info["lease_id"]
+        body = await request.read()
+        said = read_model(LeaseEnd, body) if body else LeaseEnd()
+        held = self._held.pop(lease_id, None)
+        if held is not None:
+            held.watchdog.cancel()
+            if said.outcome == "finished":
+                prompt_tokens = self._believed(said.prompt_tokens)
+                beside_tokens = held.prompt_tokens if prompt_tokens is None else prompt_tokens
+                output_tokens = self._believed(said.output_tokens, beside_tokens=beside_tokens)
+                held.lease.finished(prompt_tokens, output_tokens, self._believed(said.cached_tokens), said.tool)
+            else:
+                {
+                    "failed": held.lease.failed,
+                    "refused": held.lease.refused,
+                    "abandoned": held.lease.abandoned,
+                }[said.outcome]()
+        return web.json_response({"lease_id": lease_id, "ended": held is not None})
+
+    def close(self) -> None:
+        """End what is left."""
+        for lease_id in list(self._held):
+            self._give_back(lease_id)
+
+    def _watch(self, lease_id: str) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(self._limit_s, self._over_limit, lease_id)
+
+    def _over_limit(self, lease_id: str) -> None:
+        log.warning("lease_over_limit", lease_id=lease_id, limit_s=self._limit_s)
+        self._give_back(lease_id)
+
+    def _give_back(self, lease_id: str) -> None:
+        held = self._held.pop(lease_id)
+        held.watchdog.cancel()
+        held.lease.abandoned()
+
+
+def _is_connected(request: web.Request) -> bool:
+    """Say whether the client did not break its connection off, as far as the system has heard."""
+    if request.transport is None:
+        return False
+    try:
+        request.transport.get_extra_info("socket").getpeername()
+    except OSError:
+        return False
+    return True

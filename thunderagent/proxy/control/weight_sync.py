@@ -1,0 +1,89 @@
+"""The hook: a trainer that talks to its engines itself says when it begins to change their weights, and when it ends.
+
+Nothing is granted between the two, so no turn meets an engine that is about to be paused. A trainer that dies in
+between is found out by a limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import structlog
+from aiohttp import web
+from pydantic import BaseModel, ConfigDict
+
+from thunderagent.proxy.fleet.commands import WEIGHT_SYNC
+from thunderagent.proxy.fleet.replicas import Replicas
+from thunderagent.proxy.gate.bodies import read_model
+from thunderagent.runtime import Runtime
+
+log = structlog.get_logger("thunderagent.control")
+
+
+class WeightSyncRequest(BaseModel):
+    """Which weights the engines get or got; `cache_cleared` is false if they kept what they had in memory."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True, coerce_numbers_to_str=True)
+
+    weight_version: str | None = None
+    cache_cleared: bool = True
+
+
+class WeightSync:
+    """Handlers of `/weight_sync/begin` and `/weight_sync/end`."""
+
+    def __init__(self, runtime: Runtime, replicas: Replicas, *, limit_s: float) -> None:
+        """Stop the grants of `runtime`, for `limit_s` at most after the last word."""
+        self._runtime = runtime
+        self._replicas = replicas
+        self._limit_s = limit_s
+        self._watchdog: asyncio.TimerHandle | None = None
+
+    def routes(self) -> list[web.RouteDef]:
+        """Return the routes of the hook."""
+        return [web.post("/weight_sync/begin", self.begin), web.post("/weight_sync/end", self.end)]
+
+    async def begin(self, request: web.Request) -> web.Response:
+        """Stop grants. Saying it again changes nothing but that the limit begins anew."""
+        wanted = await _read(request)
+        began = self._watchdog is None
+        self.close()
+        self._watchdog = asyncio.get_running_loop().call_later(self._limit_s, self._over_limit)
+        if began:
+            self._runtime.suspend_grants(WEIGHT_SYNC)
+            log.info("weight_sync_began", weight_version=wanted.weight_version, limit_s=self._limit_s)
+        return web.json_response({"suspended": True, "began": began, "limit_s": self._limit_s})
+
+    async def end(self, request: web.Request) -> web.Response:
+        """Let grants go on. Saying it again, or without a beginning, changes nothing."""
+        wanted = await _read(request)
+        ended = self._watchdog is not None
+        if ended:
+            for replica_id, known in self._replicas.known.items():
+                if wanted.cache_cleared:
+                    self._runtime.replica_flushed(replica_id)
+                if wanted.weight_version is not None:
+                    known.told_count += 1
+                    known.weight_version = wanted.weight_version
+            self._end()
+            log.info("weight_sync_ended", weight_version=wanted.weight_version)
+        return web.json_response({"suspended": False, "ended": ended})
+
+    def close(self) -> None:
+        """Take the watchdog back."""
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+            self._watchdog = None
+
+    def _over_limit(self) -> None:
+        log.error("weight_sync_over_limit", limit_s=self._limit_s, effect="grants go on")
+        self._end()
+
+    def _end(self) -> None:
+        self.close()
+        self._runtime.continue_grants(WEIGHT_SYNC)
+
+
+async def _read(request: web.Request) -> WeightSyncRequest:
+    body = await request.read()
+    return read_model(WeightSyncRequest, body) if body else WeightSyncRequest()

@@ -1,0 +1,236 @@
+"""A circuit breaker for each replica: one that fails turn after turn gets none for a while.
+
+Theory of operation
+===================
+The poller finds replicas that are gone. This finds those whose health looks fine and whose turns fail all the same:
+connections that are closed, or time out, before the first byte of an answer. What an engine answers is no failure,
+whatever its status.
+
+    closed ──(so many failures in a row)──▶ open ──(backoff is over)──▶ half-open ──(first byte)──▶ closed
+                                             ▲───────(failure; the backoff doubles)───┘
+
+While it is open the scheduler takes the replica for tripped: it grants nothing new there, and programs leave. When it
+is half-open the scheduler may grant again; the first turn to be forwarded is the probe, the others that were granted
+there wait for its first byte. If that does not come they are tried elsewhere, without having been sent.
+
+The last usable replica is never taken away: to fail there is no worse than to be held. And a replica that goes down
+begins anew: whatever came back up in its place did not fail yet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+
+import structlog
+
+from thunderagent.errors import ReplicaError, ReplicaRemovedError, ReplicaTrippedError
+from thunderagent.programs.model.decisions import Decision
+from thunderagent.programs.model.events import Event
+from thunderagent.programs.model.fleet_events import ReplicaDown, ReplicaDraining, ReplicaRemoved
+from thunderagent.runtime import Runtime
+
+log = structlog.get_logger("thunderagent.breaker")
+
+_GONE = frozenset({ReplicaDown, ReplicaRemoved})
+_FEWER = _GONE | {ReplicaDraining}
+
+
+@dataclass(frozen=True, slots=True)
+class BreakerSettings:
+    """When a replica gets no turns for a while."""
+
+    failure_count: int = 5
+    """Failures in a row, before the first byte of an answer; 0 never opens a breaker."""
+    backoff_s: float = 5.0
+    """For how long at first; twice as long each time that it failed again soon after."""
+    longest_backoff_s: float = 120.0
+    probe_wait_s: float = 5.0
+    """Others wait so long for a probe's first byte. One that did not fail by then computes: an answer that is not
+    streamed has no byte before its last."""
+
+
+class BreakerState(StrEnum):
+    """Whether a replica gets turns."""
+
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half_open"
+
+
+class _Breaker:
+    __slots__ = ("backoff_s", "closed_s", "failure_count", "probe", "state", "timer", "until_s")
+
+    def __init__(self) -> None:
+        self.state = BreakerState.CLOSED
+        self.failure_count = 0
+        self.backoff_s = 0.0
+        self.until_s = 0.0
+        self.closed_s = 0.0
+        self.timer: asyncio.TimerHandle | None = None
+        self.probe: asyncio.Future[bool] | None = None
+        """Done when the probe's first byte came (True), when it failed (False); cancelled if its client left."""
+
+
+class Breakers:
+    """The breakers of all replicas that failed a turn lately."""
+
+    def __init__(self, runtime: Runtime, settings: BreakerSettings) -> None:
+        """Begin with all of them closed."""
+        self._runtime = runtime
+        self._settings = settings
+        self._breakers: dict[str, _Breaker] = {}
+        if settings.failure_count:
+            runtime.observe(self._heard, *_FEWER)
+
+    def __repr__(self) -> str:
+        return f"<Breakers: {', '.join(f'{name} {each.state}' for name, each in self._breakers.items())}>"
+
+    def close(self) -> None:
+        """Stop the clocks; nothing is tried again any more."""
+        for breaker in self._breakers.values():
+            if breaker.timer is not None:
+                breaker.timer.cancel()
+
+    def state_of(self, replica_id: str) -> BreakerState:
+        """Return the state of a replica's breaker."""
+        breaker = self._breakers.get(replica_id)
+        return BreakerState.CLOSED if breaker is None else breaker.state
+
+    def retry_in_s(self, replica_id: str) -> float | None:
+        """Return in how many seconds a replica is tried again; None if its breaker is not open."""
+        breaker = self._breakers.get(replica_id)
+        if breaker is None or breaker.state is not BreakerState.OPEN:
+            return None
+        return max(0.0, breaker.until_s - self._runtime.now_s())
+
+    @asynccontextmanager
+    async def trying(self, replica_id: str) -> AsyncIterator[None]:
+        """Send a turn there in this block, which ends when the head of its answer is there; how it ends is reported.
+
+        Waits before, and raises, as `admit` does.
+        """
+        probe = await self.admit(replica_id)
+        try:
+            yield
+        except ReplicaRemovedError:
+            self.left(replica_id, probe)
+            raise
+        except ReplicaError:
+            self.failed(replica_id)
+            raise
+        except BaseException:
+            self.left(replica_id, probe)
+            raise
+        self.succeeded(replica_id)
+
+    async def admit(self, replica_id: str) -> asyncio.Future[bool] | None:
+        """Wait, if a replica is tried with another turn just now, for the outcome.
+
+        Returns what stands for the probe if this turn is it, for `left`. Raises `ReplicaTrippedError` if the other
+        turn failed. Say afterwards how it went: `succeeded`, `failed` or `left`.
+        """
+        breaker = self._breakers.get(replica_id)
+        while breaker is not None and breaker.state is BreakerState.HALF_OPEN:
+            probe = breaker.probe
+            if probe is None:
+                breaker.probe = asyncio.get_running_loop().create_future()
+                return breaker.probe
+            done, _ = await asyncio.wait([probe], timeout=self._settings.probe_wait_s)
+            if not done:
+                return None
+            if not probe.cancelled() and not probe.result():
+                raise ReplicaTrippedError(
+                    f"replica {replica_id} failed the turn that it was tried with; this one was not sent",
+                    replica_id=replica_id,
+                )
+        return None
+
+    def succeeded(self, replica_id: str) -> None:
+        """Say that the first byte of an answer came."""
+        breaker = self._breakers.get(replica_id)
+        if breaker is None:
+            return
+        breaker.failure_count = 0
+        if breaker.state is BreakerState.HALF_OPEN:
+            self._close(replica_id, breaker)
+
+    def failed(self, replica_id: str) -> None:
+        """Say that a replica failed a turn before the first byte of an answer."""
+        if not self._settings.failure_count:
+            return
+        if not self._runtime.replicas.is_up(replica_id):
+            return  # known to be gone: what comes back begins anew
+        breaker = self._breakers.setdefault(replica_id, _Breaker())
+        breaker.failure_count += 1
+        too_many = breaker.failure_count >= self._settings.failure_count
+        if breaker.state is BreakerState.HALF_OPEN or (breaker.state is BreakerState.CLOSED and too_many):
+            self._open(replica_id, breaker)
+
+    def left(self, replica_id: str, probe: asyncio.Future[bool] | None) -> None:
+        """Say that a turn ended before its first byte by no fault of the replica's: if it was the probe, another is."""
+        breaker = self._breakers.get(replica_id)
+        if breaker is not None and probe is not None and breaker.probe is probe:
+            breaker.probe.cancel()
+            breaker.probe = None
+
+    def _open(self, replica_id: str, breaker: _Breaker) -> None:
+        """Open a breaker, unless nobody else could serve."""
+        settings, now_s = self._settings, self._runtime.now_s()
+        if not any(other_id != replica_id for other_id in self._runtime.replicas.open_ids):
+            self._close(replica_id, breaker, probe_succeeded=False)
+            return
+        again = breaker.state is BreakerState.HALF_OPEN or now_s - breaker.closed_s < settings.longest_backoff_s
+        breaker.backoff_s = min(settings.longest_backoff_s, 2 * breaker.backoff_s if again else settings.backoff_s)
+        breaker.backoff_s = max(breaker.backoff_s, settings.backoff_s)
+        breaker.state = BreakerState.OPEN
+        breaker.until_s = now_s + breaker.backoff_s
+        breaker.timer = asyncio.get_running_loop().call_later(breaker.backoff_s, self._half_open, replica_id, breaker)
+        log.warning(
+            "breaker_opened",
+            replica_id=replica_id,
+            failure_count=breaker.failure_count,
+            backoff_s=round(breaker.backoff_s, 3),
+        )
+        self._end_probe(breaker, succeeded=False)
+        self._runtime.replica_tripped(replica_id, tripped=True)
+
+    def _half_open(self, replica_id: str, breaker: _Breaker) -> None:
+        breaker.state = BreakerState.HALF_OPEN
+        breaker.timer = None
+        self._runtime.replica_tripped(replica_id, tripped=False)
+
+    def _close(self, replica_id: str, breaker: _Breaker, *, probe_succeeded: bool = True) -> None:
+        if breaker.state is not BreakerState.CLOSED:
+            log.info("breaker_closed", replica_id=replica_id)
+            breaker.closed_s = self._runtime.now_s()
+        breaker.state = BreakerState.CLOSED
+        self._end_probe(breaker, succeeded=probe_succeeded)
+
+    def _end_probe(self, breaker: _Breaker, *, succeeded: bool) -> None:
+        if breaker.probe is not None and not breaker.probe.done():
+            breaker.probe.set_result(succeeded)
+        breaker.probe = None
+
+    def _heard(self, event: Event, decisions: Sequence[Decision]) -> None:  # noqa: ARG002 - an observer's signature
+        if self._breakers and not self._runtime.replicas.open_ids:
+            asyncio.get_running_loop().call_soon(self._try_early)  # an observer tells the scheduler nothing itself
+        if type(event) not in _GONE:
+            return
+        assert isinstance(event, ReplicaDown | ReplicaRemoved)
+        breaker = self._breakers.pop(event.replica_id, None)
+        if breaker is not None:
+            if breaker.timer is not None:
+                breaker.timer.cancel()
+            self._end_probe(breaker, succeeded=False)
+
+    def _try_early(self) -> None:
+        """Try what is open, as nobody else can serve."""
+        for replica_id, breaker in list(self._breakers.items()):
+            if breaker.state is BreakerState.OPEN and not self._runtime.replicas.open_ids:
+                if breaker.timer is not None:
+                    breaker.timer.cancel()
+                self._half_open(replica_id, breaker)

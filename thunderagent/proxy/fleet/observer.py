@@ -1,0 +1,102 @@
+"""Ask engines whether somebody paused them, and which weights they have: for trainers that never say so to us.
+
+Off the request path, on a beat of its own, each replica with its own deadline; what an engine does not tell it is not
+asked about any louder. While an engine says that it is paused nothing is granted on it. What it was asked before it did
+what a control call through us told it may be older than that call, and is passed over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+import structlog
+from multidict import CIMultiDict
+
+from thunderagent.backends.client import ReplicaClient
+from thunderagent.errors import ReplicaError
+from thunderagent.proxy.fleet.commands import OBSERVED, PAUSED
+from thunderagent.proxy.fleet.replicas import Replicas
+from thunderagent.runtime import Runtime
+
+log = structlog.get_logger("thunderagent.control")
+
+
+_SAYS_PAUSED = {200: False, 503: True}
+"""By the status of an engine's readiness. Whatever it is that it is not ready for, no turn should go there."""
+
+
+class Observer:
+    """Poll the engines' own word on pauses and weights."""
+
+    def __init__(
+        self, runtime: Runtime, client: ReplicaClient, replicas: Replicas, *, interval_s: float, deadline_s: float
+    ) -> None:
+        """Ask `replicas` with `client` every `interval_s`, each answer within `deadline_s`."""
+        self._runtime = runtime
+        self._client = client
+        self._replicas = replicas
+        self._interval_s = interval_s
+        self._deadline_s = deadline_s
+
+    async def run(self) -> None:
+        """Ask until cancelled."""
+        while True:
+            await asyncio.sleep(self._interval_s)
+            up_ids = [state.replica_id for state in self._runtime.replicas.states.values() if state.is_up]
+            await asyncio.gather(*(self._look_at(replica_id) for replica_id in up_ids))
+
+    async def _look_at(self, replica_id: str) -> None:
+        known = self._replicas.known.get(replica_id)
+        if known is None:
+            return
+        backend = known.endpoint.backend
+        for path in (*backend.observed_paths, *filter(None, [backend.readiness_path])):
+            told_count = known.told_count
+            status, state = await self._ask(replica_id, known.endpoint.url, path)
+            if self._replicas.known.get(replica_id) is not known or self._runtime.replicas.get(replica_id) is None:
+                return  # it was removed meanwhile
+            if known.told_count != told_count:
+                return  # what it said may be from before it was told
+            paused = state.get("is_paused") if path != backend.readiness_path else _SAYS_PAUSED.get(status)
+            if isinstance(paused, bool):
+                self._take_paused(replica_id, paused=paused)
+            if isinstance(version := state.get("weight_version"), str):
+                self._take_weight_version(replica_id, version)
+
+    def _causes(self, replica_id: str) -> set[str]:
+        state = self._runtime.replicas.get(replica_id)
+        return set(state.suspended_for) if state is not None else set()
+
+    def _take_paused(self, replica_id: str, *, paused: bool) -> None:
+        causes = self._causes(replica_id)
+        if paused and not {PAUSED, OBSERVED} & causes:
+            log.info("engine_is_paused", replica_id=replica_id)
+            self._runtime.suspend_grants(OBSERVED, replica_id)
+        for cause in (PAUSED, OBSERVED):
+            if not paused and cause in causes:
+                self._runtime.continue_grants(cause, replica_id)
+
+    def _take_weight_version(self, replica_id: str, version: str) -> None:
+        known = self._replicas.known[replica_id]
+        if known.weight_version not in ("", version):
+            self._runtime.replica_flushed(replica_id)  # what other weights computed is of no use
+        known.weight_version = version
+
+    async def _ask(self, replica_id: str, url: str, path: str) -> tuple[int, dict[str, Any]]:
+        """Return an engine's status and what it says; 0 and nothing if it does not answer."""
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                response = await self._client.send(replica_id, url, "GET", path, CIMultiDict(), None)
+                try:
+                    body = await self._client.read(replica_id, response)
+                finally:
+                    response.close()
+        except (ReplicaError, TimeoutError):
+            return 0, {}
+        try:
+            state = msgspec.json.decode(body) if response.status == 200 else {}
+        except msgspec.DecodeError:
+            state = {}
+        return response.status, state if isinstance(state, dict) else {}

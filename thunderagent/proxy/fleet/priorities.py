@@ -1,0 +1,100 @@
+"""Give engines the priorities of turns, in their own way, and find out which engines take none.
+
+Theory of operation
+===================
+The scheduler's numbers are lower first. An engine that says how it does it is asked when it comes up (SGLang); until
+then, and if it cannot be asked, its turns go without. One that cannot be asked (vLLM) is given them: an engine without
+priority scheduling ignores them, or refuses the turn. A turn that is refused for that is sent again without, before its
+client heard anything, and so are all that follow.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import structlog
+from multidict import CIMultiDict
+
+from thunderagent.backends.base import Priorities
+from thunderagent.backends.client import ReplicaClient
+from thunderagent.errors import ReplicaError
+
+if TYPE_CHECKING:
+    from thunderagent.proxy.fleet.replicas import KnownReplica
+
+log = structlog.get_logger("thunderagent.replicas")
+
+
+@dataclass(slots=True)
+class _Learned:
+    """What is known of a replica since it came up."""
+
+    polarity: int
+    """1 if lower goes first, -1 if higher does, 0 if it has no priorities, or as long as that is asked."""
+
+
+class EnginePriorities:
+    """Know of each replica whether it takes priorities."""
+
+    def __init__(self, known: Mapping[str, KnownReplica], timeout_s: float) -> None:
+        """Begin with nothing known; an engine that is asked has `timeout_s` to answer."""
+        self._known = known
+        self._timeout_s = timeout_s
+        self._learned: dict[str, _Learned] = {}
+        self._to_ask: asyncio.Queue[str] = asyncio.Queue()
+
+    def forget(self, replica_id: str) -> None:
+        """Begin anew with a replica that comes up, as another engine may run there now, or let go of one that went."""
+        self._learned.pop(replica_id, None)
+
+    def for_engine(self, replica_id: str, priority: int) -> tuple[Priorities, int] | None:
+        """Return how a turn is given its priority there, and which number that is; None if it is given none."""
+        priorities = self._priorities_of(replica_id)
+        if priorities is None:
+            return None
+        learned = self._learned.get(replica_id)
+        if learned is None:
+            learned = self._learned[replica_id] = _Learned(0 if priorities.info_path else 1)
+            if priorities.info_path:
+                self._to_ask.put_nowait(replica_id)
+        return (priorities, priority * learned.polarity) if learned.polarity else None
+
+    def refused(self, replica_id: str) -> None:
+        """Give a replica no priorities any more: it refused a turn for its priority, and took it without."""
+        learned = self._learned.get(replica_id)
+        if learned is not None and learned.polarity:
+            learned.polarity = 0
+            log.warning("priorities_not_supported", replica_id=replica_id, effect="its turns are sent without")
+
+    async def run(self, client: ReplicaClient) -> None:
+        """Ask engines until cancelled."""
+        while True:
+            replica_id = await self._to_ask.get()
+            priorities, known = self._priorities_of(replica_id), self._known.get(replica_id)
+            if priorities is None or known is None:
+                continue
+            info = await self._ask(client, replica_id, known.endpoint.url, priorities.info_path)
+            if info is None:
+                self._learned.pop(replica_id, None)  # the next turn has it asked again
+                continue
+            polarity = self._learned.setdefault(replica_id, _Learned(0)).polarity = priorities.read_polarity(info)
+            if not polarity:
+                log.warning("priorities_not_supported", replica_id=replica_id, effect="its turns are sent without")
+
+    async def _ask(self, client: ReplicaClient, replica_id: str, url: str, path: str) -> bytes | None:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                response = await client.send(replica_id, url, "GET", path, CIMultiDict(), None)
+                try:
+                    return await client.read(replica_id, response) if response.status < 500 else None
+                finally:
+                    response.close()
+        except (ReplicaError, TimeoutError):
+            return None
+
+    def _priorities_of(self, replica_id: str) -> Priorities | None:
+        known = self._known.get(replica_id)
+        return known.endpoint.backend.priorities if known is not None else None

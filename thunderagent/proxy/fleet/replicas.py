@@ -1,0 +1,367 @@
+"""The replicas as the proxy knows them: where each is, what its last poll said, and who must hear of it.
+
+They come and go while it runs. A replica that drains finishes what it has; the scheduler is told nothing of its coming
+up meanwhile, because for the scheduler *up* means that it may be used. One that is removed is forgotten everywhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import NamedTuple, Protocol
+
+import structlog
+
+from thunderagent.backends.base import NOTHING_READ, NamedTurn, ReplicaReading
+from thunderagent.backends.client import ReplicaClient
+from thunderagent.backends.poller import ReplicaEndpoint
+from thunderagent.errors import NoReplicaError, ReplicaRemovedError
+from thunderagent.programs.model.decisions import Decision, Release
+from thunderagent.programs.model.events import Event
+from thunderagent.programs.model.fleet_events import (
+    EncodesPolled,
+    GrantsContinued,
+    GrantsSuspended,
+    ReplicaDown,
+    ReplicaUp,
+)
+from thunderagent.proxy.fleet.breaker import Breakers, BreakerSettings
+from thunderagent.proxy.fleet.notices import NoticeSender, TaggedPrograms
+from thunderagent.proxy.fleet.priorities import EnginePriorities
+from thunderagent.runtime import Runtime
+
+log = structlog.get_logger("thunderagent.replicas")
+
+_MAY_PAUSE = frozenset({GrantsSuspended, GrantsContinued, ReplicaUp, ReplicaDown})
+
+
+class Watcher(Protocol):
+    """What the proxy asks of the poller."""
+
+    def suspect(self, replica_id: str) -> None:
+        """Poll a replica at once, because a request just failed there."""
+
+    def refused(self, replica_id: str) -> None:
+        """Take a replica for down until a poll says otherwise, because it refused a connection."""
+
+
+class Connections(Protocol):
+    """What the replicas ask of the client."""
+
+    def add(self, endpoint: ReplicaEndpoint) -> None:
+        """Let requests be sent to a replica."""
+
+    async def remove(self, replica_id: str) -> None:
+        """Close all connections to a replica at once."""
+
+    def requests_count(self, replica_id: str) -> int:
+        """Return how many requests to a replica have not ended."""
+
+    def set_paused(self, replica_id: str, *, paused: bool) -> None:
+        """Say whether a replica's silence is no failure. An unknown id is no error."""
+
+
+class Follower(Protocol):
+    """Who else must know which replicas there are: the poller, and who listens to KV events."""
+
+    def add(self, replica: ReplicaEndpoint) -> None:
+        """Follow a replica from now on."""
+
+    def remove(self, replica_id: str) -> None:
+        """Follow a replica no longer. An unknown id is no error."""
+
+
+@dataclass(slots=True)
+class KnownReplica:
+    """One replica's address and last reading, and whether it is on its way out."""
+
+    endpoint: ReplicaEndpoint
+    reading: ReplicaReading = NOTHING_READ
+    counted: ReplicaReading = NOTHING_READ
+    """The last reading that had totals: others may have failed since then, and what happened meanwhile counts."""
+    why_down: str = "not polled yet"
+    weight_version: str = ""
+    """Of the weights that it was last told to take, or said it has; empty if nobody said."""
+    told_count: int = 0
+    """Times that somebody told it something which what it says of itself must not be older than."""
+    is_up: bool = False
+    sources: tuple[str, ...] = ()
+    """Which sources name it."""
+    draining_since_s: float | None = None
+    leaving_since_s: float | None = None
+    """Since when no source has named it: it is removed when nothing is in flight there."""
+    served_last: int = 0
+    """The number of the latest request without a lease that went there."""
+
+
+class Replicas:
+    """Listen to the poller, tell the runtime, and say where a replica is.
+
+    `capacity_override_tokens` stands in for the capacity that an engine says, or does not say. `tags_programs` has
+    turns tell their program to engines that can give its memory back.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        endpoints: list[ReplicaEndpoint],
+        *,
+        capacity_override_tokens: int | None = None,
+        breaker_settings: BreakerSettings | None = None,
+        tags_programs: bool = False,
+        notice_timeout_s: float = 5.0,
+    ) -> None:
+        """Know `endpoints`, none of them up yet."""
+        self.breakers = Breakers(runtime, breaker_settings or BreakerSettings())
+        self._runtime = runtime
+        self._capacity_override_tokens = capacity_override_tokens
+        self.on_ranks_found: Callable[[str, int], None] = lambda url, ranks_count: None  # noqa: ARG005
+        self._followers: list[Follower] = []
+        self._connections: Connections | None = None
+        self.known = {endpoint.replica_id: KnownReplica(endpoint) for endpoint in endpoints}
+        """By their ids, in the order in which they were added."""
+        self._tags_programs = tags_programs
+        self._numbers = count(1)
+        self._notices = NoticeSender(self._url_if_known, notice_timeout_s)
+        self.priorities = EnginePriorities(self.known, notice_timeout_s)
+        for endpoint in endpoints:
+            runtime.replica_at(endpoint.replica_id, endpoint.url)
+        self._tagged = TaggedPrograms(self._program_ended)
+        runtime.observe(self._tagged.heard, Release)
+
+    def __repr__(self) -> str:
+        return f"<Replicas {', '.join(self.known)}>"
+
+    def attach(self, connections: Connections, *followers: Follower) -> None:
+        """Let these hear of every replica that is added or removed from now on."""
+        self._connections = connections
+        self._followers.extend(followers)
+        self._runtime.observe(self._note_pauses, *_MAY_PAUSE)
+
+    def _note_pauses(self, event: Event, decisions: Sequence[Decision]) -> None:  # noqa: ARG002 - an observer's signature
+        """Let replicas be silent on which nothing is granted: their engines are paused, sleep, or get new weights."""
+        if self._connections is not None:
+            for replica_id, state in self._runtime.replicas.states.items():
+                self._connections.set_paused(replica_id, paused=bool(state.suspended_for))
+
+    def url_of(self, replica_id: str) -> str:
+        """Return the base URL of a replica. Raises `ReplicaRemovedError` if it is gone."""
+        known = self.known.get(replica_id)
+        if known is None:
+            raise ReplicaRemovedError(f"replica {replica_id} was removed", replica_id=replica_id)
+        return known.endpoint.url
+
+    def engines(self) -> list[list[str]]:
+        """Return the ids of all replicas, those together that are ranks behind one URL."""
+        by_url: dict[str, list[str]] = {}
+        for replica_id, known in self.known.items():
+            by_url.setdefault(known.endpoint.url, []).append(replica_id)
+        return list(by_url.values())
+
+    # --- coming and going
+
+    def add(self, endpoint: ReplicaEndpoint) -> KnownReplica:
+        """Know one more replica; it gets its first turn after its first good poll.
+
+        Raises `ConfigurationError` if somebody cannot follow it; then nobody does.
+        """
+        replica_id = endpoint.replica_id
+        assert replica_id not in self.known, replica_id
+        assert self._connections is not None
+        known = self.known[replica_id] = KnownReplica(endpoint)
+        try:
+            for follower in self._followers:
+                follower.add(endpoint)
+        except Exception:
+            del self.known[replica_id]
+            for follower in self._followers:
+                follower.remove(replica_id)
+            raise
+        self._connections.add(endpoint)
+        self._runtime.replica_at(replica_id, endpoint.url)
+        return known
+
+    def drain(self, replica_id: str) -> None:
+        """Give a replica nothing new; what is in flight there may end. Once more changes nothing."""
+        known = self.known[replica_id]
+        if known.draining_since_s is None:
+            known.draining_since_s = self._runtime.now_s()
+            log.info("replica_draining", replica_id=replica_id)
+            if known.is_up:
+                self._runtime.replica_draining(replica_id)
+
+    def undrain(self, replica_id: str) -> None:
+        """Let a replica get turns again. Once more changes nothing."""
+        known = self.known[replica_id]
+        if known.draining_since_s is not None:
+            known.draining_since_s = None
+            log.info("replica_undrained", replica_id=replica_id)
+            if known.is_up:
+                self._runtime.replica_up(replica_id)
+
+    def in_flight_count(self, replica_id: str) -> int:
+        """Return how many turns and other requests have not ended there."""
+        requests_count = self._connections.requests_count(replica_id) if self._connections is not None else 0
+        return max(requests_count, self._runtime.turns_count(replica_id))
+
+    async def remove(self, replica_id: str) -> None:
+        """Forget a replica; what is in flight there fails as if it had gone down. An unknown id is no error.
+
+        All but the closing of connections is done before the first await.
+        """
+        if self.known.pop(replica_id, None) is None:
+            return
+        assert self._connections is not None
+        for follower in self._followers:
+            follower.remove(replica_id)
+        self._notices.forget(replica_id)
+        self.priorities.forget(replica_id)
+        self._runtime.replica_removed(replica_id)
+        await self._connections.remove(replica_id)
+
+    # --- what goes where, and what the poller finds
+
+    def known_id(self, replica_id: str | None) -> str | None:
+        """Return the id if there is such a replica, up or not."""
+        return replica_id if replica_id in self.known else None
+
+    def serving(self, program_id: str | None = None, avoid: Collection[str] = ()) -> str:
+        """Return the replica that a request without a lease goes to: its program's, or the least busy one.
+
+        Busy is what has turns or other requests in flight; among equals it is the turn of the one that had none for
+        longest. Never one to `avoid`, because it just failed. Raises `NoReplicaError` if no other is up.
+        """
+        home_id = self._runtime.home_of(program_id) if program_id else None
+        if home_id is not None and home_id not in avoid:
+            return home_id
+        usable_ids = [replica_id for replica_id in self._runtime.replicas.open_ids if replica_id not in avoid]
+        if not usable_ids:
+            raise NoReplicaError("no replica is up")
+        chosen_id = min(
+            usable_ids, key=lambda each_id: (self.in_flight_count(each_id), self.known[each_id].served_last)
+        )
+        self.known[chosen_id].served_last = next(self._numbers)
+        return chosen_id
+
+    async def run(self, client: ReplicaClient) -> None:
+        """Send notices to engines, and ask them about priorities, with `client` until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.priorities.run(client))
+            group.create_task(self._notices.run(client))
+
+    def name_turn(
+        self, replica_id: str, path: str, body: bytes, program_id: str | None, authorization: str | None
+    ) -> NamedTurn:
+        """Return a turn's body as it goes to a replica: with an id of ours for engines that are told of leaving."""
+        known = self.known.get(replica_id)
+        notices = known.endpoint.backend.notices if known is not None else None
+        if notices is None:  # or it was removed since the grant: sending says so
+            return NamedTurn(body)
+        named = notices.name_turn(path, body, program_id, tags_programs=self._tags_programs)
+        if named.is_tagged and program_id is not None:
+            self._tagged.add(program_id, replica_id, authorization)
+        return named
+
+    def abort_turn(self, replica_id: str, engine_request_id: str, authorization: str | None = None) -> None:
+        """Have a replica end a request that nobody waits for; nothing happens for one without an id. Never blocks."""
+        known = self.known.get(replica_id)
+        if known is not None and known.endpoint.backend.notices is not None and engine_request_id:
+            notice = known.endpoint.backend.notices.turn_left(engine_request_id)
+            self._notices.send(replica_id, notice, authorization)
+
+    def _program_ended(self, program_id: str, replica_id: str, authorization: str | None) -> None:
+        known = self.known.get(replica_id)
+        if known is not None and known.endpoint.backend.notices is not None:
+            self._notices.send(replica_id, known.endpoint.backend.notices.program_ended(program_id), authorization)
+
+    def _url_if_known(self, replica_id: str) -> str | None:
+        known = self.known.get(replica_id)
+        return known.endpoint.url if known is not None else None
+
+    def replica_polled(self, replica_id: str, reading: ReplicaReading) -> None:
+        """Take a reading; tell the runtime if it says anything new."""
+        known = self.known[replica_id]
+        before, known.reading = known.reading, reading
+        since, began_anew = _NOTHING_SINCE, False
+        if _has_totals(reading):
+            since = _since(known.counted, reading)
+            began_anew = since == _NOTHING_SINCE and _has_totals(known.counted)
+            known.counted = reading
+        capacity_tokens = self._capacity_override_tokens or reading.capacity_tokens
+        state = self._runtime.replicas.get(replica_id)
+        news = state is None or capacity_tokens != state.capacity_tokens
+        load = reading.kv_used_ratio, reading.waiting_count
+        news = (news and capacity_tokens is not None) or load != (before.kv_used_ratio, before.waiting_count)
+        if since.query_tokens or since.preemption_count or news or began_anew:
+            self._runtime.replica_polled(replica_id, capacity_tokens, *since, *load, age_s=reading.age_s)
+        encodes_count = reading.pending_encode_count
+        if encodes_count is not None and encodes_count != self._runtime.pending_encode_count(replica_id):
+            self._runtime.dispatch(EncodesPolled(self._runtime.now_s(), replica_id, encodes_count))
+
+    def replica_up(self, replica_id: str) -> None:
+        """Let the scheduler use a replica; raise the alarm if nobody knows how large it is."""
+        known = self.known[replica_id]
+        state = self._runtime.replicas.get(replica_id)
+        said_before_tokens = state.capacity_tokens if state is not None else None
+        capacity_tokens = self._capacity_override_tokens or known.reading.capacity_tokens or said_before_tokens
+        log.info("replica_up", replica_id=replica_id, capacity_tokens=capacity_tokens)
+        if capacity_tokens is None:
+            log.warning(
+                "capacity_unknown",
+                replica_id=replica_id,
+                effect="every program is let in there; set --capacity-tokens if the engine cannot say it",
+            )
+        known.why_down = ""
+        known.is_up = True
+        self._notices.replica_up(replica_id)
+        self.priorities.forget(replica_id)
+        if known.draining_since_s is None:
+            self._runtime.replica_up(replica_id, capacity_tokens)
+
+    def ranks_found(self, url: str, ranks_count: int) -> None:
+        """Pass on how many ranks a URL has: it may make replicas come and go."""
+        self.on_ranks_found(url, ranks_count)
+
+    def replica_down(self, replica_id: str, why: str) -> None:
+        """Take a replica away from the scheduler."""
+        log.warning("replica_down", replica_id=replica_id, why=why)
+        known = self.known[replica_id]
+        known.why_down = why
+        known.is_up = False
+        self._runtime.replica_down(replica_id)
+
+
+class _Since(NamedTuple):
+    """What a replica did between two readings; None is what is not known. The ratio is of the tokens looked up."""
+
+    hit_ratio: float | None
+    query_tokens: int | None
+    preemption_count: int | None
+
+
+_NOTHING_SINCE = _Since(None, None, None)
+
+
+def _has_totals(reading: ReplicaReading) -> bool:
+    return reading.cache_query_tokens_total is not None or reading.preemptions_total is not None
+
+
+def _since(before: ReplicaReading, now: ReplicaReading) -> _Since:
+    """Compare two readings; nothing is known if the engine began its totals anew between them."""
+    queries = _growth(before.cache_query_tokens_total, now.cache_query_tokens_total)
+    hits = _growth(before.cache_hit_tokens_total, now.cache_hit_tokens_total)
+    preemptions = _growth(before.preemptions_total, now.preemptions_total)
+    if any(growth is not None and growth < 0 for growth in (queries, hits, preemptions)):
+        return _NOTHING_SINCE
+    hit_ratio = min(1.0, hits / queries) if queries and hits is not None else None
+    return _Since(hit_ratio, _rounded(queries), _rounded(preemptions))
+
+
+def _growth(before: float | None, now: float | None) -> float | None:
+    return now - before if before is not None and now is not None else None
+
+
+def _rounded(count: float | None) -> int | None:
+    return round(count) if count is not None else None

@@ -1,0 +1,260 @@
+"""Who may call what: the one table of all routes, and of the paths that are an engine's.
+
+Whoever adds a route names it here; a test says which are missing. A route that is in no row needs an admin key. A path
+that is no route of ours goes to an engine, and what it needs is said by the words of its target: what engines do for
+programs is a list, and takes a data key; what controls an engine takes an admin key; what is neither is the
+operator's to decide (`forward_unknown`), because nobody knows what an engine will do there tomorrow.
+"""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+
+from thunderagent.proxy.reading.dialects import TURN_DIALECTS
+from thunderagent.proxy.reading.target import Target
+
+
+class Access(StrEnum):
+    """What a request needs where keys are configured."""
+
+    OPEN = "open"
+    DATA = "data"
+    ADMIN = "admin"
+    ENGINE = "engine"
+    """As the target of the request says: `use_of`."""
+
+
+OPEN, DATA, ADMIN, ENGINE = Access
+
+
+class Use(StrEnum):
+    """What a request wants of an engine."""
+
+    TURN = "turn"
+    """An answer, on an API that we speak."""
+    GENERATE = "generate"
+    """Perhaps an answer, on one that we do not: it takes a lease, too."""
+    SIDE_CALL = "side call"
+    """Something small that keeps nothing in the engine's memory."""
+    CONTROL = "control"
+    """To change the engine, or to look into it."""
+
+
+class ForwardUnknown(StrEnum):
+    """What becomes of a path that is neither ours nor known to be an engine's."""
+
+    ADMIN = "admin"
+    DATA = "data"
+    OFF = "off"
+
+
+CATCH_ALL = "/{path:(?s:.*)}"
+"""The route of what is no other route, line breaks in it too: it goes to an engine."""
+
+OF_OWN_TENANT = frozenset({"/programs", "/programs/{program_id:.+}"})
+"""Routes to GET where a data key that names a tenant sees its own programs, and an admin key all."""
+
+ROUTES: tuple[tuple[Access, str, str], ...] = (
+    # Access, methods, path: {} is a part of the path that may hold anything, ** is whatever follows.
+    (OPEN, "GET", "/health"),
+    (OPEN, "GET", "/ready"),
+    (OPEN, "GET", "/metrics"),  # `metrics_need_key` closes it
+    (OPEN, "GET", "/openapi.json"),
+    (OPEN, "GET", "/dashboard**"),  # a page without any data, which asks for the key
+    (OPEN, "POST", "/dashboard/login"),
+    # What a program's agent calls.
+    (DATA, "POST", "/programs"),
+    (DATA, "GET", "/programs"),  # of its tenant; of all: the handler asks for an admin key
+    (DATA, "GET", "/programs/{}"),
+    (DATA, "POST", "/programs/release"),  # of all programs: the handler asks for an admin key
+    (DATA, "DELETE", "/programs/{}"),
+    (DATA, "POST", "/programs/{}/tools/start"),
+    (DATA, "POST", "/programs/{}/tools/end"),
+    (DATA, "GET POST", "/programs/{}/sandboxes"),
+    (DATA, "DELETE", "/programs/{}/sandboxes/{}"),
+    (DATA, "GET", "/sandboxes/events"),  # of all programs: the handler asks for an admin key
+    (DATA, "POST", "/finish_session"),
+    (DATA, "POST", "/sessions/batch_delete"),
+    (DATA, "DELETE", "/sessions/{}"),
+    (DATA, "*", "/leases**"),
+    # What an operator calls.
+    (ADMIN, "GET", "/queue"),
+    (ADMIN, "GET", "/tools"),
+    (ADMIN, "GET", "/sandboxes"),
+    (ADMIN, "GET", "/events"),
+    (ADMIN, "GET", "/summary"),
+    (ADMIN, "GET", "/history"),
+    (ADMIN, "*", "/replicas**"),
+    (ADMIN, "*", "/control**"),
+    (ADMIN, "*", "/weight_sync/**"),
+    # In the words of other gateways.
+    (ADMIN, "*", "/workers**"),
+    (ADMIN, "*", "/add_worker"),
+    (ADMIN, "*", "/remove_worker"),
+    (ADMIN, "*", "/list_workers"),
+    # What an engine does for a program.
+    (ENGINE, "*", "/v1/chat/completions**"),
+    (ENGINE, "*", "/v1/completions**"),
+    (ENGINE, "*", "/v1/responses**"),
+    (ENGINE, "*", "/v1/messages**"),
+    (ENGINE, "*", "/v1/embeddings"),
+    (ENGINE, "GET", "/v1/models**"),
+    (ENGINE, "*", "/v1/audio/transcriptions"),
+    (ENGINE, "*", "/v1/audio/translations"),
+    (ENGINE, "*", "/v1/files**"),
+    (ENGINE, "*", "/v1/classify"),
+    (ENGINE, "*", "/v1/score"),
+    (ENGINE, "*", "/v1/rerank"),
+    (ENGINE, "*", "/v2/rerank"),
+    (ENGINE, "*", "/v2/embed"),
+    (ENGINE, "*", "/classify"),
+    (ENGINE, "*", "/encode"),
+    (ENGINE, "*", "/pooling"),
+    (ENGINE, "*", "/rerank"),
+    (ENGINE, "*", "/score"),
+    (ENGINE, "*", "/generate"),
+    (ENGINE, "*", "/invocations"),
+    (ENGINE, "*", "/vertex_generate"),
+    (ENGINE, "*", "/api/chat"),
+    (ENGINE, "*", "/api/generate"),
+    (ENGINE, "*", "/api/tags"),
+    (ENGINE, "*", "/api/show"),
+    (ENGINE, "*", "/model_info"),
+    (ENGINE, "*", "/get_model_info"),
+    (ENGINE, "*", "/inference/v1/generate"),
+    (ENGINE, "*", "/skyrl/v1/generate"),
+    (ENGINE, "*", "/tokenize"),
+    (ENGINE, "*", "/detokenize"),
+    (ENGINE, "*", "/v1/tokenize"),
+    (ENGINE, "*", "/v1/detokenize"),
+    (ENGINE, "*", "/version"),
+    (ENGINE, "*", "/ping"),
+    (ENGINE, "*", "/{}"),  # the route of whatever is no route of ours
+)
+
+_KEEP_NOTHING = (
+    *("/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize", "/v1/messages/count_tokens"),
+    *("/v1/responses/input_tokens", "/v1/responses/{}/cancel"),
+    *("/v1/chat/completions/render", "/v1/completions/render"),
+    *("/v1/chat/completions/derender", "/v1/completions/derender"),
+    *("/v1/embeddings", "/v2/embed", "/encode", "/pooling", "/classify", "/v1/classify"),
+    *("/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"),
+    *("/model_info", "/get_model_info", "/api/show", "/version", "/ping", "/v1/files**"),
+)
+"""Paths on which a POST generates nothing. On any other it may, and takes a lease."""
+
+_NEVER_GENERATE = frozenset({"GET", "HEAD", "OPTIONS", "DELETE"})
+"""Methods with which nothing is generated. Any other may do what POST does: SGLang takes PUT for it on `/generate`."""
+
+ENGINE_CONTROL = frozenset(
+    {
+        # vLLM, with the routes of its development mode.
+        *("pause", "resume", "is_paused", "sleep", "wake_up", "is_sleeping", "collective_rpc", "abort_requests"),
+        *("shutdown_weight_transfer_engine", "weight_info", "weight_checker", "get_world_size", "kv_event_sources"),
+        *("server_info", "load", "loads", "scale_elastic_ep", "is_scaling_elastic_ep", "fault_tolerance"),
+        # SGLang.
+        *("pause_generation", "continue_generation", "flush_cache", "abort_request", "slow_down", "freeze_gc"),
+        *("send_weights_to_remote_instance", "get_remote_instance_transfer_engine_info", "check_weights"),
+        *("get_weights_by_name", "get_weight_version", "get_server_info", "get_internal_state", "get_load"),
+        *("get_loads", "weights_checker", "post_process_weights", "dumper", "hicache"),
+    }
+)
+"""First words of the paths with which an engine is controlled, or tells of its inside, with or without `/v1`, and
+`/skyrl/v1` of SkyRL's engines."""
+
+_CONTROL_PREFIXES = (
+    *("init_", "update_", "start_", "stop_", "finish_", "finalize_", "destroy_", "reset_", "release_", "resume_"),
+    *("load_", "unload_", "set_", "configure_", "dump_", "attach_", "detach_", "clear_", "hicache_"),
+)
+"""How other such words begin, those that engines will have, too."""
+
+_NAMED_PART = re.compile(r"\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}")
+_BEFORE_CONTROL = frozenset({"v1", "skyrl", "inference"})
+"""What may stand before the word that controls an engine."""
+
+
+def _words(pattern: str) -> tuple[str, ...]:
+    return tuple(word for word in pattern.removesuffix("**").split("/") if word)
+
+
+def _matches(words: tuple[str, ...], pattern: str) -> bool:
+    """Say whether words are those of a pattern, in which {} is any one and ** whatever follows."""
+    wanted = _words(pattern)
+    if len(words) < len(wanted) or (len(words) > len(wanted) and not pattern.endswith("**")):
+        return False
+    return all(want in ("{}", word) for want, word in zip(wanted, words, strict=False))
+
+
+_TURN_WORDS = frozenset(_words(path) for path in TURN_DIALECTS)
+_ENGINE_ROWS = tuple((methods, pattern) for access, methods, pattern in ROUTES if access is ENGINE and pattern != "/{}")
+_READING = frozenset({"HEAD", "OPTIONS"})
+"""Methods that a path takes wherever it takes GET."""
+
+
+def access_of_route(method: str, route_path: str) -> Access | None:
+    """Return what a route of ours needs, by the path that it was registered with; None if it is in no row."""
+    row = _row_of(method, route_path)
+    return ADMIN if row is None and _is_controls(route_path) else row
+
+
+def is_engines(method: str, route_path: str) -> bool:
+    """Say whether what a route takes and answers is an engine's to describe."""
+    row = _row_of(method, route_path)
+    return row is ENGINE or (row is None and _is_controls(route_path))
+
+
+def _is_controls(route_path: str) -> bool:
+    """Say whether a route of ours is one of engine control."""
+    return is_control(Target.parse(_NAMED_PART.sub("{}", route_path)))
+
+
+def _row_of(method: str, route_path: str) -> Access | None:
+    path = _NAMED_PART.sub("{}", route_path)
+    for access, methods, pattern in ROUTES:
+        if methods != "*" and method not in methods.split():
+            continue
+        if path == pattern or (pattern.endswith("**") and path.startswith(pattern.removesuffix("**"))):
+            return access
+    return None
+
+
+def is_control(target: Target) -> bool:
+    """Say whether a target controls an engine; what hides where it leads to counts as such."""
+    words = target.words
+    while words and words[0] in _BEFORE_CONTROL:
+        words = words[1:]
+    return target.climbs or (bool(words) and _is_control(words[0]))
+
+
+def is_known(target: Target, method: str) -> bool:
+    """Say whether a request is one of what engines do for programs."""
+    method = "GET" if method in _READING else method
+    return any(methods in ("*", method) and _matches(target.words, pattern) for methods, pattern in _ENGINE_ROWS)
+
+
+def use_of(target: Target, method: str) -> Use:
+    """Say what a request wants of an engine. Cost: a look-up for a turn, one pass over the table for others."""
+    may_generate = method not in _NEVER_GENERATE
+    if may_generate and target.words in _TURN_WORDS:
+        return Use.TURN
+    if is_control(target):
+        return Use.CONTROL
+    if not may_generate or any(_matches(target.words, pattern) for pattern in _KEEP_NOTHING):
+        return Use.SIDE_CALL
+    return Use.GENERATE
+
+
+def engine_access(target: Target, method: str, forward_unknown: ForwardUnknown) -> Access | None:
+    """Say what a request to an engine needs; None if it is not forwarded at all."""
+    if target.words in _TURN_WORDS:
+        return DATA
+    if is_control(target):
+        return ADMIN
+    if forward_unknown is ForwardUnknown.DATA or is_known(target, method):
+        return DATA
+    return ADMIN if forward_unknown is ForwardUnknown.ADMIN else None
+
+
+def _is_control(word: str) -> bool:
+    return word in ENGINE_CONTROL or word.startswith(_CONTROL_PREFIXES)

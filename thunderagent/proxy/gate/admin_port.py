@@ -1,0 +1,79 @@
+"""The admin port: a second listener, and what the first one refuses then.
+
+Where it is configured, what an operator or a trainer calls - the state of programs and replicas, engine control - is
+served there alone, so that a network can keep agents away from it. The data port answers 404 for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from aiohttp import web
+
+from thunderagent.errors import NotFoundError
+from thunderagent.proxy.gate.access import CATCH_ALL, OF_OWN_TENANT, Access, access_of_route
+from thunderagent.proxy.gate.guard import NEEDS
+from thunderagent.proxy.gate.tenancy import Tenancy
+from thunderagent.proxy.wire.aiohttp_request import told_path
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+DASHBOARD_PATH = "/dashboard"
+"""For operators too, though the page needs no key."""
+
+OF_ALL_UNLESS_NAMED = ("GET", "/sandboxes/events")
+"""For an agent if it follows its own program, and for operators if it follows all of them."""
+
+RELEASE = ("POST", "/programs/release")
+"""For an agent if it names its programs, and for operators if it means all of them."""
+
+MUST_NAME = web.RequestKey("must_name_programs", bool)
+"""Set on a request that came where nobody may mean every program."""
+
+
+def is_admin(method: str, route_path: str) -> bool:
+    """Say whether a route is for operators and trainers, not for agents; `route_path` is as it was registered."""
+    return access_of_route(method, route_path) is Access.ADMIN or route_path.startswith(DASHBOARD_PATH)
+
+
+class AdminPort:
+    """Knows which listener a request came to. `port` is set once it is known."""
+
+    def __init__(self) -> None:
+        """Begin before the listeners do."""
+        self.port: int | None = None
+
+    def before(self, handler: Handler, method: str, route_path: str, tenancy: Tenancy) -> Handler:
+        """Wrap a handler so that what is for the admin port is refused elsewhere."""
+        if method == "GET" and route_path in OF_OWN_TENANT:
+            return self._only_here(handler, lambda _: tenancy.own is None)
+        if is_admin(method, route_path):
+            return self._only_here(handler, lambda _: True)
+        if (method, route_path) == OF_ALL_UNLESS_NAMED:
+            return self._only_here(handler, lambda request: "program_id" not in request.query)
+        if (method, route_path) == RELEASE:
+            return self._named_elsewhere(handler)
+        if route_path == CATCH_ALL:  # a spelling that an engine may understand
+            return self._only_here(handler, lambda request: request[NEEDS] is Access.ADMIN)
+        return handler
+
+    def _only_here(self, handler: Handler, concerns: Callable[[web.Request], bool]) -> Handler:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            if not self._came_here(request) and concerns(request):
+                raise NotFoundError(f"there is no {told_path(request)} on this port")
+            return await handler(request)
+
+        return handle
+
+    def _named_elsewhere(self, handler: Handler) -> Handler:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            request[MUST_NAME] = not self._came_here(request)
+            return await handler(request)
+
+        return handle
+
+    def _came_here(self, request: web.Request) -> bool:
+        if request.transport is None:
+            return False
+        address = request.transport.get_extra_info("sockname")
+        return self.port is not None and address is not None and address[1] == self.port

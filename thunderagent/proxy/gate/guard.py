@@ -1,0 +1,265 @@
+"""What every request passes before its handler: an id, its target, host, origin, key, rate, its body in time.
+
+Where none of that is configured, a request costs here no more than its id and a look for the header `Origin`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from aiohttp import web
+from aiohttp.http import HttpVersion11
+from prometheus_client import CollectorRegistry
+
+from thunderagent.errors import (
+    BodyTimeoutError,
+    BodyTooLargeError,
+    ExpectationError,
+    NotFoundError,
+    OriginRefusedError,
+)
+from thunderagent.proxy.gate.access import OF_OWN_TENANT, Access, ForwardUnknown, access_of_route, engine_access
+from thunderagent.proxy.gate.held import HeldTurns, KeptBody
+from thunderagent.proxy.gate.hosts import Hosts, comes_from_a_browser
+from thunderagent.proxy.gate.keys import KEY_HEADER, Keyring, check_key
+from thunderagent.proxy.gate.login import Logins
+from thunderagent.proxy.gate.rate_limit import RateLimits
+from thunderagent.proxy.wire.aiohttp_request import KEPT_BODY, target_of
+from thunderagent.proxy.wire.request_id import REQUEST_ID, REQUEST_ID_HEADER, take_request_id
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+MAX_OPEN_BODY_BYTES = 64 * 1024
+"""Of a request that needs no key: it takes nothing of what others may keep."""
+
+SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+PREFLIGHT_AGE_S = 600
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+NEEDS = web.RequestKey("needs", Access)
+"""What a request needs, once the guard has said so."""
+
+EXPOSED_HEADERS = (
+    f"{REQUEST_ID_HEADER}, X-Program-ID, X-Program-ID-Source, X-Replica-ID, X-Hold-Ms, Retry-After, WWW-Authenticate"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class GuardSettings:
+    """What is asked of requests."""
+
+    max_body_bytes: int = 64 * 2**20
+    body_timeout_s: float = 300.0
+    """For a body to come, from the end of the head to its last byte."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins whose pages may call us; `*` is any."""
+    rate_limit_per_s: float | None = None
+    """Requests a second that a caller may send in the long run; None is any number."""
+    rate_limit_burst_count: int = 100
+    metrics_need_key: bool = False
+    client_stall_limit_s: float = 120.0
+    """A client that takes nothing of its answer for so long is cut off."""
+    forward_unknown: ForwardUnknown | None = None
+    """Who may call a path of an engine that is not known; None is admins where there are keys, else everybody."""
+    hosts: tuple[str, ...] = ()
+    """Names by which the proxy may be called where there are no keys, besides those of loopback; `*` is any."""
+
+
+class Guard:
+    """Stand before handlers."""
+
+    def __init__(
+        self,
+        settings: GuardSettings,
+        keyring: Keyring,
+        registry: CollectorRegistry,
+        logins: Logins,
+        held: HeldTurns,
+    ) -> None:
+        """Ask for keys of `keyring`, if it has any, or for one of `logins`; count in `registry`, bodies in `held`."""
+        self._settings = settings
+        self._held = held
+        self._keyring = keyring
+        self._logins = logins
+        self._hosts = None if keyring.has_data_keys else Hosts(settings.hosts)
+        default = ForwardUnknown.ADMIN if keyring else ForwardUnknown.DATA
+        self._forward_unknown = settings.forward_unknown or default
+        self._limits = None
+        if settings.rate_limit_per_s is not None:
+            self._limits = RateLimits(settings.rate_limit_per_s, settings.rate_limit_burst_count, registry)
+
+    def attach(self, app: web.Application) -> None:
+        """Have answers say who may read them, if anybody may but their own origin."""
+        if self._settings.cors_origins:
+            app.on_response_prepare.append(self._mark_cors)
+
+    def before(self, handler: Handler, method: str, route_path: str) -> Handler:
+        """Wrap the handler of a route; errors are raised to whoever wraps it again."""
+        access = self._access_of(method, route_path)
+        checks_keys_or_rate = access is not Access.OPEN and (bool(self._keyring) or self._limits is not None)
+
+        tells_all = method == "GET" and (route_path in OF_OWN_TENANT or route_path == "/sandboxes/events")
+
+        async def handle(request: web.Request) -> web.StreamResponse:
+            REQUEST_ID.set(take_request_id(request.headers))
+            needs = request[NEEDS] = self._needs(request, access)
+            if self._hosts is not None and self._is_judged_by_name(request, tells_all or needs is Access.ADMIN):
+                self._hosts.check(request.headers)
+            if needs is Access.ADMIN:
+                self._check_site(request)
+            if "Origin" in request.headers:
+                if self._is_preflight(request):
+                    return self._preflight(request)
+                self._check_origin(request, asks_engine=access is Access.ENGINE and needs is Access.DATA)
+            if checks_keys_or_rate:
+                await self._check_key_and_rate(request, for_admin=needs is Access.ADMIN)
+            if request.content.is_eof():  # most bodies come with their head
+                return await handler(request)
+            kept = request[KEPT_BODY] = KeptBody(self._held)
+            max_bytes = MAX_OPEN_BODY_BYTES if access is Access.OPEN else self._settings.max_body_bytes
+            try:
+                await self._read_body(request, kept, max_bytes)
+                return await handler(request)
+            finally:
+                kept.release()
+
+        return handle
+
+    def _needs(self, request: web.Request, access: Access) -> Access:
+        """Return what a request needs on a route of this access. Raises `RequestError` for an odd target."""
+        target = target_of(request)
+        if access is not Access.ENGINE:
+            return access
+        needs = engine_access(target, request.method, self._forward_unknown)
+        if needs is None:
+            raise NotFoundError("this path is not one of those that are forwarded to engines")
+        return needs
+
+    def _access_of(self, method: str, route_path: str) -> Access:
+        if route_path == "/metrics" and self._settings.metrics_need_key:
+            return Access.ADMIN
+        return access_of_route(method, route_path) or Access.ADMIN
+
+    async def _check_key_and_rate(self, request: web.Request, *, for_admin: bool) -> None:
+        caller = f"address {request.remote}"
+        if self._keyring:
+            key = self._keyring.key_of(request.headers) or self._logins.key_of(request.headers)
+            check_key(key, self._keyring, for_admin=for_admin)
+            if key is not None:
+                caller = f"key {key.name}"
+        if self._limits is not None:
+            if for_admin:
+                self._limits.check(caller)
+            else:
+                await self._limits.wait(caller)
+
+    async def _read_body(self, request: web.Request, kept: KeptBody, max_bytes: int) -> None:
+        """Read a body that did not come with its head; what a handler reads later is what was read here.
+
+        It is counted as it comes: who only announces a large one takes nothing from others.
+        """
+        settings, length_bytes = self._settings, request.content_length or 0
+        if length_bytes > max_bytes:
+            raise BodyTooLargeError(f"the body has {length_bytes} bytes, the limit is {max_bytes}")
+        pieces, size_bytes = [], 0
+        kept.check(length_bytes)
+        if "Expect" in request.headers and request.version >= HttpVersion11:
+            await _invite(request)
+        try:
+            async with asyncio.timeout(settings.body_timeout_s):
+                while piece := await request.content.readany():
+                    pieces.append(piece)
+                    size_bytes += len(piece)
+                    if size_bytes > max_bytes:
+                        raise BodyTooLargeError(f"the body is larger than the limit of {max_bytes} bytes")
+                    kept.grow(len(piece))
+        except TimeoutError as error:
+            raise BodyTimeoutError(f"the body did not come within {settings.body_timeout_s:g} s") from error
+        request._read_bytes = b"".join(pieces)  # noqa: SLF001 - where `request.read` keeps it
+
+    def _is_judged_by_name(self, request: web.Request, is_operators: bool) -> bool:
+        """Say whether what a request calls us matters: without a key, to operators' routes and from browsers."""
+        if not (is_operators or comes_from_a_browser(request.headers)):
+            return False
+        return not self._keyring or self._keyring.key_of(request.headers) is None
+
+    # --- browsers ------------------------------------------------------------------------------------------------
+
+    def _is_allowed(self, origin: str) -> bool:
+        return origin in self._settings.cors_origins or "*" in self._settings.cors_origins
+
+    def _is_preflight(self, request: web.Request) -> bool:
+        return (
+            request.method == "OPTIONS"
+            and bool(self._settings.cors_origins)
+            and "Access-Control-Request-Method" in request.headers
+        )
+
+    def _preflight(self, request: web.Request) -> web.Response:
+        """Answer a browser that asks whether a page may send a request; it asks without a key."""
+        if not self._is_allowed(request.headers["Origin"]):
+            raise OriginRefusedError("pages of this origin may not call the proxy; cors_origins says which may")
+        wanted = request.headers.get("Access-Control-Request-Headers", f"Authorization, Content-Type, {KEY_HEADER}")
+        headers = {
+            "Access-Control-Allow-Methods": request.headers["Access-Control-Request-Method"],
+            "Access-Control-Allow-Headers": wanted,
+            "Access-Control-Max-Age": str(PREFLIGHT_AGE_S),
+        }
+        return web.Response(status=204, headers=headers)
+
+    def _check_origin(self, request: web.Request, *, asks_engine: bool) -> None:
+        """Refuse what a page of another origin makes its reader's browser do to our own API.
+
+        Browsers send such requests without asking first, and without a key they may be enough on loopback. What goes
+        to an engine is the engine's to judge, unless it controls the engine.
+        """
+        if request.method in SAFE_METHODS or asks_engine:
+            return
+        origin = request.headers["Origin"]
+        if _host_and_port(origin) != request.host and not self._is_allowed(origin):
+            raise OriginRefusedError("a page of this origin may not do that; cors_origins says which may")
+
+    def _check_site(self, request: web.Request) -> None:
+        """Refuse what another site's page has its reader's browser ask of an operator's route, in whatever way.
+
+        A picture or a link is a GET without an origin, and some engines take a GET for a command.
+        """
+        if request.headers.get("Sec-Fetch-Site") in ("cross-site", "same-site"):
+            origin = request.headers.get("Origin")
+            if origin is None or not self._is_allowed(origin):
+                raise OriginRefusedError("a page of another site may not ask for that; cors_origins says which may")
+
+    async def _mark_cors(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Say in an answer which origin may read it, and how; what an engine says of that holds no longer."""
+        if not self._is_preflight(request):  # that answer is ours
+            for name in {name for name in response.headers if name.lower().startswith("access-control-")}:
+                response.headers.popall(name, None)
+        response.headers.add("Vary", "Origin")
+        origin = request.headers.get("Origin")
+        if origin is not None and self._is_allowed(origin):
+            response.headers["Access-Control-Allow-Origin"] = origin
+            response.headers["Access-Control-Expose-Headers"] = EXPOSED_HEADERS
+
+
+def _host_and_port(origin: str) -> str | None:
+    """Return whom an origin names; None for one that nobody could be."""
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:
+        return None
+
+
+async def _invite(request: web.Request) -> None:
+    """Say to a client that waits for it that its body is welcome (RFC 9110, 10.1.1). Raises `ExpectationError`."""
+    if request.headers["Expect"].lower() != "100-continue":
+        raise ExpectationError("nothing can be expected of this server but 100-continue")
+    writer = request.writer
+    await writer.write(CONTINUE)
+    writer.output_size = 0  # that was no part of the answer
+
+
+async def says_nothing_yet(request: web.Request) -> None:
+    """Leave a client that expects to be told to go on waiting: the guard tells it, once it may."""

@@ -1,0 +1,64 @@
+"""What is done to the headers of every request that goes to an engine: ids on, our keys out, the engine's key in."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from multidict import CIMultiDict
+
+from thunderagent.proxy.gate.keys import KEY_HEADER, Keyring
+from thunderagent.proxy.wire.request_id import REQUEST_ID, REQUEST_ID_HEADER
+
+
+class TraceContext(Protocol):
+    """What tells engines which trace a request belongs to."""
+
+    def inject(self, headers: CIMultiDict[str]) -> None:
+        """Write the W3C trace context of the request that is being handled."""
+
+    def answered(self, status: int) -> None:
+        """Note that the head of an engine's answer came."""
+
+
+class Outgoing:
+    """Mend headers in place; doing so twice is doing so once, as a turn that is tried again does."""
+
+    def __init__(
+        self,
+        keyring: Keyring,
+        backend_api_key: str = "",
+        tracing: TraceContext | None = None,
+        *,
+        forwards_authorization: bool = True,
+    ) -> None:
+        """Take out the keys of `keyring`; send `backend_api_key`, if any, to the engines.
+
+        Without `forwards_authorization` what clients send there is for us alone, as it names programs.
+        """
+        self._keyring = keyring
+        self._forwards_authorization = forwards_authorization
+        self._authorization = f"Bearer {backend_api_key}" if backend_api_key else ""
+        self._tracing = tracing
+
+    def mend(self, headers: CIMultiDict[str]) -> None:
+        """Mend the headers of a request."""
+        request_id = REQUEST_ID.get()
+        if request_id and headers.get(REQUEST_ID_HEADER) != request_id:
+            headers[REQUEST_ID_HEADER] = request_id
+        if self._keyring:
+            self._keyring.take_out(headers)
+        else:
+            headers.popall(KEY_HEADER, None)
+        if not self._forwards_authorization and headers.get("Authorization") != self._authorization:
+            headers.popall("Authorization", None)
+        # Where data needs a key of ours, what is left in Authorization is meant for the engine. Where it does not,
+        # there is no telling, as most clients must send some text there: the engine gets the one that is configured.
+        if self._authorization and not (self._keyring.has_data_keys and "Authorization" in headers):
+            headers["Authorization"] = self._authorization
+        if self._tracing is not None:
+            self._tracing.inject(headers)
+
+    def answered(self, status: int) -> None:
+        """Note that the head of an engine's answer came."""
+        if self._tracing is not None:
+            self._tracing.answered(status)

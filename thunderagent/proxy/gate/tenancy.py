@@ -1,0 +1,57 @@
+"""Which tenant's programs a request may touch: where data keys name tenants, those of its key's tenant alone.
+
+A program id is a word that any client may say. So whoever has a data key is told of another tenant's program that there
+is none, and a turn of such a program is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from thunderagent.errors import OtherTenantError
+from thunderagent.proxy.gate.keys import caller_key
+
+
+class Tenants(Protocol):
+    """Who knows whose programs are."""
+
+    def tenant_of(self, program_id: str) -> str | None:
+        """Return whose a live program is; None if there is none."""
+
+
+class Tenancy:
+    """Knows whose a request is, and whose a program."""
+
+    def __init__(self, tenants: Tenants, *, from_key: bool) -> None:
+        """Ask `tenants`; where not `from_key`, clients say their tenant themselves."""
+        self._tenants = tenants
+        self._from_key = from_key
+
+    @property
+    def own(self) -> str | None:
+        """The only tenant whose programs this request may touch; None if it may touch all."""
+        key = caller_key() if self._from_key else None
+        return key.tenant if key is not None and not key.is_admin else None
+
+    def named(self, said: str) -> str:
+        """Return the tenant of a program that this request opens; what its client `said` counts without a data key."""
+        own = self.own
+        return said if own is None else own
+
+    def may_touch(self, program_id: str | None) -> bool:
+        """Say whether there is no such program, or one that this request may touch."""
+        own = self.own
+        if own is None or program_id is None:
+            return True
+        return self._tenants.tenant_of(program_id) in (None, own)
+
+    def has(self, program_id: str) -> bool:
+        """Say whether this request may be told of a program; with a data key that must live."""
+        if self.own is None:
+            return True
+        return self._tenants.tenant_of(program_id) is not None and self.may_touch(program_id)
+
+    def check(self, program_id: str | None) -> None:
+        """Raise `OtherTenantError` if a program is another tenant's."""
+        if not self.may_touch(program_id):
+            raise OtherTenantError(f"program {program_id!r} is another tenant's; take another id")

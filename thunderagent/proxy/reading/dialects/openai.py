@@ -1,0 +1,220 @@
+"""The chat and text completions of OpenAI.
+
+Usage comes in `usage`, in a stream in an event of its own that has no choices, if it was asked for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from thunderagent.proxy.reading.dialects.base import (
+    NO_USAGE,
+    Completion,
+    CompletionReader,
+    KeepId,
+    Usage,
+    UsageReader,
+    count,
+    event_of,
+    read_events,
+    written_ids,
+)
+from thunderagent.proxy.reading.tool_calls import Calls
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class UsageObject(msgspec.Struct):
+    """The usage as the chat API says it."""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
+
+    def read(self) -> Usage:
+        """Return it."""
+        details = self.prompt_tokens_details
+        cached_tokens = details.cached_tokens if details is not None else None
+        return Usage(count(self.prompt_tokens), count(self.completion_tokens), count(cached_tokens))
+
+
+class _Answer(msgspec.Struct):
+    usage: UsageObject | None = None
+
+
+class _Calling(Calls):
+    usage: UsageObject | None = None
+
+
+_decode_answer = msgspec.json.Decoder(_Answer).decode
+_decode_calling = msgspec.json.Decoder(_Calling).decode
+
+
+class ChoicesReader:
+    """Follow a stream of chunks with choices; the last usage counts."""
+
+    __slots__ = ("usage",)
+
+    def __init__(self) -> None:
+        """Begin before the first event."""
+        self.usage = NO_USAGE
+
+    def read(self, events: bytes) -> None:
+        """Take in whole events; those without usage cost one search."""
+        if b'"usage"' not in events:
+            return
+        for answer in read_events(events, b'"usage"', _decode_answer):
+            if answer.usage is not None:
+                self.usage = answer.usage.read()
+
+
+class _Function(msgspec.Struct):
+    name: str | None = None
+    arguments: Any = None
+
+
+class _Call(msgspec.Struct):
+    index: int | None = None
+    id: str | None = None
+    function: _Function | None = None
+
+
+class _Message(msgspec.Struct):
+    content: str | None = None
+    tool_calls: list[_Call] | None = None
+
+
+class _Choice(msgspec.Struct):
+    """A choice of a whole answer, or a piece of one."""
+
+    index: int = 0
+    text: str | None = None
+    token_ids: msgspec.Raw = msgspec.Raw()
+    message: _Message | None = None
+    delta: _Message | None = None
+
+
+class _Choices(msgspec.Struct):
+    choices: list[_Choice] | None = None
+
+
+_decode_choices = msgspec.json.Decoder(_Choices).decode
+
+
+class _Said:
+    """What one choice said so far."""
+
+    __slots__ = ("calls", "has_message", "text", "token_ids")
+
+    def __init__(self) -> None:
+        self.has_message = False
+        self.text: list[str] = []
+        self.token_ids: list[bytes] = []
+        self.calls: dict[int, list[str]] = {}
+        """Id, name and arguments of each call."""
+
+    def add(self, choice: _Choice) -> int:
+        """Take in a piece; return how many characters that are."""
+        message = choice.message or choice.delta
+        text = (choice.text or "") + ((message.content or "") if message is not None else "")
+        self.text.append(text)
+        self.token_ids.append(written_ids(bytes(choice.token_ids)))
+        kept_chars = len(text) + len(self.token_ids[-1])
+        if message is not None:
+            self.has_message = True
+            for place, call in enumerate(message.tool_calls or ()):
+                kept_chars += self._add_call(place if call.index is None else call.index, call)
+        return kept_chars
+
+    def _add_call(self, place: int, call: _Call) -> int:
+        kept = self.calls.setdefault(place, ["", "", ""])
+        kept[0] = kept[0] or call.id or ""
+        if call.function is None:
+            return 0
+        arguments = call.function.arguments if isinstance(call.function.arguments, str) else ""
+        kept[1] += call.function.name or ""
+        kept[2] += arguments
+        return len(arguments)
+
+    def completion(self) -> Completion:
+        text, token_ids = "".join(self.text), b"".join(self.token_ids)
+        if not self.has_message:
+            return Completion(text=text, token_ids=token_ids)
+        calls = [
+            {"id": call_id, "function": {"name": name, "arguments": arguments}}
+            for call_id, name, arguments in self.calls.values()
+        ]
+        message = {"role": "assistant", "content": text, "tool_calls": calls}
+        return Completion((message,), token_ids=token_ids)
+
+
+class _Completions:
+    """Put the choices together."""
+
+    __slots__ = ("_said", "kept_chars")
+
+    def __init__(self) -> None:
+        self._said: dict[int, _Said] = {}
+        self.kept_chars = 0
+
+    def read_answer(self, answer: bytes) -> None:
+        for choice in _decode_choices(answer).choices or ():
+            self.kept_chars += self._said.setdefault(choice.index, _Said()).add(choice)
+
+    def read_event(self, data: bytes) -> bool:
+        self.read_answer(data)
+        return False  # `[DONE]` follows
+
+    def choices(self) -> list[Completion]:
+        return [self._said[index].completion() for index in sorted(self._said)]
+
+
+def error_body(status: int, code: str, message: str) -> dict[str, Any]:
+    """Return an error as OpenAI's APIs give it."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+
+
+class OpenAI:
+    """Speak the completions API, of chats or of texts; a chat has no prompt of token ids to be looked for."""
+
+    asks_for_usage = True
+
+    def __init__(self, turn_path: str = "/v1/chat/completions", *token_id_fields: str) -> None:
+        """Speak at one path, where a prompt may be token ids in these fields."""
+        self.turn_paths: tuple[str, ...] = (turn_path,)
+        self.token_id_fields: tuple[str, ...] = token_id_fields
+
+    def speaks(self, path: str) -> bool:
+        """Speak at its path."""
+        return path in self.turn_paths
+
+    def read_answer(self, answer: bytes, keep_id: KeepId) -> Usage:  # noqa: ARG002 - the protocol's
+        """Return the usage of a whole answer."""
+        usage = _decode_answer(answer).usage
+        return usage.read() if usage is not None else NO_USAGE
+
+    def read_calling(self, answer: bytes, keep_id: KeepId) -> tuple[Usage, str]:  # noqa: ARG002 - the protocol's
+        """Return the usage of a whole answer, and the key of what it calls."""
+        read = _decode_calling(answer)
+        return read.usage.read() if read.usage is not None else NO_USAGE, read.key()
+
+    def reader(self, keep_id: KeepId) -> UsageReader:  # noqa: ARG002 - the protocol's
+        """Return what follows a stream."""
+        return ChoicesReader()
+
+    def completions(self) -> CompletionReader:
+        """Return what follows an answer for its choices."""
+        return _Completions()
+
+    def error(self, status: int, code: str, message: str) -> dict[str, Any]:
+        """Return the body of an error."""
+        return error_body(status, code, message)
+
+    def break_off(self, code: str, message: str, last_events: bytes) -> bytes:  # noqa: ARG002 - the protocol's
+        """Return an event with an error, for which clients look in every event."""
+        return event_of(error_body(500, code, message))

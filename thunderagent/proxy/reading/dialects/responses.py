@@ -1,0 +1,214 @@
+"""The Responses API of OpenAI: `/v1/responses`.
+
+Usage comes with the whole response, which in a stream is in its last event. A response has an id by which a client may
+ask for it again; the replica that made it alone knows it.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+
+from thunderagent.proxy.reading.dialects.base import (
+    NO_USAGE,
+    Completion,
+    CompletionReader,
+    KeepId,
+    Usage,
+    UsageReader,
+    count,
+    event_of,
+    read_events,
+)
+from thunderagent.proxy.reading.dialects.openai import error_body
+from thunderagent.proxy.reading.tool_calls import Calls
+
+_SEQUENCE_NUMBER = re.compile(rb'"sequence_number"\s*:\s*(\d{1,18})')
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _UsageObject(msgspec.Struct):
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+    input_tokens_details: _Details | None = None
+
+
+class _Response(msgspec.Struct):
+    id: str = ""
+    usage: _UsageObject | None = None
+
+
+class _Event(msgspec.Struct):
+    response: _Response | None = None
+
+
+class _Calling(Calls):
+    id: str = ""
+    usage: _UsageObject | None = None
+
+
+_decode_response = msgspec.json.Decoder(_Response).decode
+_decode_calling = msgspec.json.Decoder(_Calling).decode
+_decode_event = msgspec.json.Decoder(_Event).decode
+
+
+def _usage(usage: _UsageObject | None) -> Usage:
+    if usage is None:
+        return NO_USAGE
+    details = usage.input_tokens_details
+    cached_tokens = details.cached_tokens if details is not None else None
+    return Usage(count(usage.input_tokens), count(usage.output_tokens), count(cached_tokens))
+
+
+class _Reader:
+    """Follow a stream: its first event says the id, its last the usage."""
+
+    __slots__ = ("_keep_id", "_knows_id", "usage")
+
+    def __init__(self, keep_id: KeepId) -> None:
+        self.usage = NO_USAGE
+        self._keep_id = keep_id
+        self._knows_id = False
+
+    def read(self, events: bytes) -> None:
+        if self._knows_id and b'"input_tokens"' not in events:
+            return
+        for event in read_events(events, b'"response"', _decode_event):
+            response = event.response
+            if response is None:
+                continue
+            if response.id and not self._knows_id:
+                self._knows_id = True
+                self._keep_id(response.id)
+            if response.usage is not None:
+                self.usage = _usage(response.usage)
+
+
+class _Output(msgspec.Struct):
+    output: list[msgspec.Raw] = []
+
+
+class _ItemEvent(msgspec.Struct):
+    type: str = ""
+    output_index: int = 0
+    item: msgspec.Raw = msgspec.Raw()
+    response: _Output | None = None
+
+
+_LAST_EVENTS = frozenset({"response.completed", "response.incomplete", "response.failed"})
+_MARKS = (b'"response.output_item.done"', *(b'"%s"' % kind.encode() for kind in _LAST_EVENTS))
+_decode_output = msgspec.json.Decoder(_Output).decode
+_decode_item_event = msgspec.json.Decoder(_ItemEvent).decode
+
+
+class _Kind(msgspec.Struct):
+    type: str = ""
+
+
+class _Part(msgspec.Struct):
+    type: str = ""
+    text: str = ""
+
+
+class _MessageItem(msgspec.Struct):
+    """A message without its log probabilities, which are most of it."""
+
+    role: str = "assistant"
+    content: list[_Part] = []
+
+
+_decode_kind = msgspec.json.Decoder(_Kind).decode
+_decode_message = msgspec.json.Decoder(_MessageItem).decode
+_decode_item = msgspec.json.Decoder(dict[str, Any]).decode
+
+
+def _item(item: msgspec.Raw) -> dict[str, Any]:
+    """Return an item of a response as far as a client sends it back. Raises one of `UNREADABLE`."""
+    if _decode_kind(item).type != "message":
+        whole: dict[str, Any] = _decode_item(item)
+        return whole
+    return {"type": "message", **msgspec.to_builtins(_decode_message(item))}
+
+
+class _Completions:
+    """Gather the items of a response.
+
+    A stream says them twice, each when it is done and all at the end, and engines give some of them other ids there.
+    Some clients keep the former, others the latter, so both count.
+    """
+
+    __slots__ = ("_done", "_output", "kept_chars")
+
+    def __init__(self) -> None:
+        self._done: dict[int, dict[str, Any]] = {}
+        self._output: list[dict[str, Any]] = []
+        self.kept_chars = 0
+
+    def read_answer(self, answer: bytes) -> None:
+        self._output = list(map(_item, _decode_output(answer).output))
+
+    def read_event(self, data: bytes) -> bool:
+        if not any(mark in data for mark in _MARKS):
+            return False
+        event = _decode_item_event(data)
+        if bytes(memoryview(event.item)[:1]) == b"{":
+            self._done[event.output_index] = _item(event.item)
+            self.kept_chars += len(data)
+        if event.type in _LAST_EVENTS and event.response is not None:
+            self._output = list(map(_item, event.response.output))
+        return event.type in _LAST_EVENTS
+
+    def choices(self) -> list[Completion]:
+        done = [self._done[index] for index in sorted(self._done)]
+        return [Completion(items) for items in (done, self._output) if items]
+
+
+class Responses:
+    """Speak the Responses API."""
+
+    turn_paths: tuple[str, ...] = ("/v1/responses",)
+    asks_for_usage = False  # a stream always ends with it
+    token_id_fields: tuple[str, ...] = ()
+
+    def speaks(self, path: str) -> bool:
+        """Speak at `/v1/responses` and below."""
+        return path == "/v1/responses" or path.startswith("/v1/responses/")
+
+    def read_answer(self, answer: bytes, keep_id: KeepId) -> Usage:
+        """Return the usage of a whole response, and tell its id."""
+        response = _decode_response(answer)
+        if response.id:
+            keep_id(response.id)
+        return _usage(response.usage)
+
+    def read_calling(self, answer: bytes, keep_id: KeepId) -> tuple[Usage, str]:
+        """Return the usage of a whole response, and the key of what it calls; tell its id."""
+        response = _decode_calling(answer)
+        tool = response.key()
+        if response.id:
+            keep_id(response.id)
+        return _usage(response.usage), tool
+
+    def reader(self, keep_id: KeepId) -> UsageReader:
+        """Return what follows a stream."""
+        return _Reader(keep_id)
+
+    def completions(self) -> CompletionReader:
+        """Return what follows an answer for its items."""
+        return _Completions()
+
+    def error(self, status: int, code: str, message: str) -> dict[str, Any]:
+        """Return the body of an error."""
+        return error_body(status, code, message)
+
+    def break_off(self, code: str, message: str, last_events: bytes) -> bytes:
+        """Return the API's own event of an error, numbered after the last one."""
+        numbers = _SEQUENCE_NUMBER.findall(last_events)
+        number = int(numbers[-1]) + 1 if numbers else 0
+        body = {"type": "error", "code": code, "message": message, "param": None, "sequence_number": number}
+        return event_of(body, "error")

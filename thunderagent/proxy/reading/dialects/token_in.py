@@ -1,0 +1,32 @@
+"""Tokens in, tokens out: `/inference/v1/generate` of vLLM (0.32), as trainers use it.
+
+SkyRL (0.3) has an endpoint of its own beside it, for answers with the routed experts; they have no `usage`.
+
+Its answers have `choices` and `usage` as the chat API has, and its streams are asked for usage in the same way.
+"""
+
+from __future__ import annotations
+
+from thunderagent.proxy.reading.dialects.openai import OpenAI
+
+
+class TokenIn:
+    """Speak the token-in API as `OpenAI` speaks its own."""
+
+    turn_paths: tuple[str, ...] = ("/inference/v1/generate", "/skyrl/v1/generate")
+    asks_for_usage = True
+    token_id_fields: tuple[str, ...] = ("token_ids", "prompt_token_ids")
+
+    def __init__(self) -> None:
+        """Speak as OpenAI does."""
+        openai = OpenAI()
+        self.read_answer = openai.read_answer
+        self.read_calling = openai.read_calling
+        self.reader = openai.reader
+        self.completions = openai.completions
+        self.error = openai.error
+        self.break_off = openai.break_off
+
+    def speaks(self, path: str) -> bool:
+        """Speak under `/inference/` and `/skyrl/`."""
+        return path.startswith(("/inference/", "/skyrl/"))

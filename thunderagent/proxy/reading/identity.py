@@ -1,0 +1,436 @@
+"""Whose turn is it, and what of the request is ours: found without parsing the messages, mended by splicing bytes.
+
+The first hit wins: the path (`/p/{program_id}/v1/...`), then headers, then fields of the body: ours, and those in which
+agent frameworks, coding agents and trainers say which conversation a request belongs to. Only the field that we
+defined, `program_id`, is taken out of the body, and only its bytes: whatever else the client sent reaches the engine as
+it was. What others call a request, a trace or a correlation never names a program: it changes with each turn.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+from msgspec import UNSET
+from multidict import CIMultiDictProxy
+
+from thunderagent.errors import InvalidProgramIdError, RequestError
+from thunderagent.programs.model.events import PrefixCut
+from thunderagent.programs.model.verdicts import OUTCOMES
+from thunderagent.proxy.reading.dialects.base import Dialect
+from thunderagent.proxy.reading.dialects.openai import OpenAI
+from thunderagent.proxy.reading.json_splice import remove_member, set_include_usage
+from thunderagent.proxy.reading.media import NO_MEDIA, MediaFound, media_of
+from thunderagent.proxy.reading.outline import Outline
+from thunderagent.proxy.reading.prefix import PromptFields, holds_token_ids, prefix_of
+
+MAX_PROGRAM_ID_BYTES = 256
+
+BRANCH_HEADER = "X-Program-Branch"
+PROGRAM_HEADERS = {
+    "X-Program-ID": BRANCH_HEADER,
+    "X-Session-ID": BRANCH_HEADER,  # SkyRL, prime-rl, Harbor
+    "X-SMG-Routing-Key": BRANCH_HEADER,  # slime, the gateway of SGLang
+    "X-Session-Affinity": BRANCH_HEADER,
+    "X-Dynamo-Session-ID": BRANCH_HEADER,
+    "X-Claude-Code-Session-Id": "X-Claude-Code-Agent-Id",
+    "Session-Id": "Thread-Id",  # Codex
+    "Session_Id": "Thread-Id",
+    "X-LiteLLM-Session-Id": BRANCH_HEADER,  # OpenHands, LiteLLM
+}
+"""Headers that name the program, ours first, and those that name its branch beside them."""
+
+FINAL_HEADERS = ("X-Program-Final", "X-Dynamo-Session-Final")
+"""Say that a turn is the program's last."""
+
+OUR_HEADERS = "X-Program-"
+"""What is there and empty is an error in ours; in other people's it is left out."""
+
+_OURS, *_OTHERS = PROGRAM_HEADERS
+
+PARENT_BRANCH_HEADERS = {
+    "X-Claude-Code-Agent-Id": "X-Claude-Code-Parent-Agent-Id",
+    "Thread-Id": "X-Codex-Parent-Thread-Id",
+}
+"""Headers that name a branch, and those that name the branch which waits for it; without one it is the main branch."""
+
+PARENT_HEADERS = ("X-Program-Parent", "X-Dynamo-Parent-Session-ID", "X-Codex-Parent-Thread-Id")
+"""Name a program that waits for this one. A thread of Codex is one where it is no branch: where each has a session."""
+
+TENANT_HEADER = "X-Program-Tenant"
+GROUP_HEADER = "X-Program-Group"
+ROLE_HEADER = "X-Program-Role"
+"""Which of a program's agents speaks: what turns of that role generate is learned."""
+
+OUTCOME_HEADER = "X-Program-Outcome"
+"""What became of a program, with its last turn or its release."""
+
+CLASS_HEADER = "X-Program-Class"
+"""What sort of program it is: says which sandboxes it gets."""
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+
+
+class _Fields(PromptFields):
+    """The few top-level fields that are looked at; everything else is skipped, not built."""
+
+    program_id: Any = UNSET
+    extra_body: Any = None
+    session_id: Any = None
+    session_params: Any = None
+    metadata: Any = None
+    vllm_xargs: Any = None
+    nvext: Any = None
+    conversation_params: Any = None
+    prompt_cache_key: Any = None
+    user: Any = None
+    stream: Any = None
+    stream_options: Any = None
+    previous_response_id: Any = None
+
+
+_OPENAI = OpenAI()
+
+OTHERS_FIELDS = (
+    ("session_id",),
+    ("session_params", "session_id"),
+    ("metadata", "program_id"),
+    ("metadata", "session_id"),
+    ("vllm_xargs", "program_id"),
+    ("nvext", "agent_context", "session_id"),
+    ("nvext", "agent_context", "program_id"),
+    ("conversation_params", "conversation_id"),  # TensorRT-LLM, NeMo Gym
+    ("prompt_cache_key",),
+)
+"""Where else a body may name its program, by the ways to the value."""
+
+SIDE_CALL_TOKEN_FIELDS = ("tokens", "input", "prompt", "input_ids", "token_ids")
+"""Fields of side calls that may hold many token ids: of detokenize, of embeddings, and as in turns."""
+
+_BUILT_FIELDS = (
+    "program_id",
+    "extra_body",
+    "stream",
+    "stream_options",
+    "previous_response_id",
+    "user",
+    *dict.fromkeys(way[0] for way in OTHERS_FIELDS),
+)
+_decode_fields = msgspec.json.Decoder(_Fields).decode
+_check_json = msgspec.json.Decoder(msgspec.Raw).decode
+_RawFields = msgspec.defstruct(
+    "_RawFields", [(name, msgspec.Raw, msgspec.Raw()) for name in _BUILT_FIELDS], bases=(PromptFields,)
+)
+_decode_raw_fields = msgspec.json.Decoder(_RawFields).decode
+LARGE_FIELD_BYTES = 64 * 1024
+"""A value that is larger, and no text, is not built."""
+
+
+class TurnRequest(NamedTuple):
+    """What a request on a turn's endpoint asks for, and the bytes to forward.
+
+    `usage_added` says that usage was asked for on the client's behalf, so its event must be taken out again. `prefix`
+    are the places up to which other prompts may be the same; an anonymous turn has none. A body that goes on from an
+    earlier response holds only the end of its prompt, so its size says nothing, and it has no such places.
+    """
+
+    program_id: str | None
+    source: str
+    branch_id: str
+    group_id: str
+    body: bytes
+    usage_added: bool
+    prefix: tuple[PrefixCut, ...]
+    is_final: bool = False
+    has_whole_prompt: bool = True
+    parent_id: str = ""
+    tenant: str = ""
+    program_class: str = ""
+    streams: bool = False
+    previous_response_id: str = ""
+    has_token_prompt: bool = False
+    """Whether its `prompt` is token ids rather than text."""
+    role: str = ""
+    outcome: str = ""
+    parent_branch_id: str = ""
+    """The branch that waits for this one; empty is the main branch."""
+    told_id: str = ""
+    """The program that a turn of nobody says it is of."""
+    is_unknown: bool = False
+    """Whether it is on an API that we do not speak: then it may do more than generate."""
+    media: MediaFound = NO_MEDIA
+    """What of the body is no text."""
+
+
+class SideCallRequest(NamedTuple):
+    """Whose a request is that is no turn, and the bytes to forward."""
+
+    program_id: str | None
+    source: str
+    body: bytes
+
+
+class Tokens(Protocol):
+    """Bearer tokens that name programs."""
+
+    def token_of(self, program_id: str) -> str:
+        """Return a live program's token."""
+
+    def named_by(self, headers: Mapping[str, str]) -> str | None:
+        """Return the program that a request's token names; None if it has none."""
+
+
+class IdentityRules(NamedTuple):
+    """What else may name a program, as far as the operator wants it.
+
+    `program_headers` do, after ours and before all others; then the body's `user`, if `user_names_program`; then a
+    bearer token of `tokens`. With `infers_programs` a turn that none of them names may still belong to a program.
+    """
+
+    program_headers: Sequence[str] = ()
+    user_names_program: bool = False
+    tokens: Tokens | None = None
+    infers_programs: bool = False
+
+
+NO_RULES = IdentityRules()
+
+
+def in_utf8(body: bytes) -> bytes:
+    """Return a body that is JSON in UTF-16 or UTF-32, or has a byte order mark, in plain UTF-8, as engines read it.
+
+    Any other is returned as it is. Cost: a look at four bytes, as a rule.
+    """
+    encoding = json.detect_encoding(body)
+    if encoding == "utf-8":
+        return body
+    try:
+        plain = body.decode(encoding).encode("utf-8", "surrogatepass")
+        _check_json(plain)
+    except (ValueError, RecursionError):
+        return body
+    return plain
+
+
+def check_program_id(value: object) -> str:
+    """Return a program id as text. Raises `InvalidProgramIdError` if it is none."""
+    return _check_id(value, "program id")
+
+
+def _check_id(value: object, what: str) -> str:
+    if isinstance(value, int) and not isinstance(value, bool):
+        value = str(value)
+    if not isinstance(value, str) or not value:
+        raise InvalidProgramIdError(f"a {what} is a text that is not empty")
+    try:
+        size_bytes = len(value.encode())
+    except UnicodeEncodeError:  # bytes of a header that are no UTF-8
+        raise InvalidProgramIdError(f"a {what} is UTF-8") from None
+    if size_bytes > MAX_PROGRAM_ID_BYTES:
+        raise InvalidProgramIdError(f"a {what} has at most {MAX_PROGRAM_ID_BYTES} bytes")
+    if _CONTROL.search(value):
+        raise InvalidProgramIdError(f"a {what} holds no control characters")
+    return value
+
+
+def identify(
+    path_id: str | None,
+    headers: CIMultiDictProxy[str],
+    body: bytes,
+    rules: IdentityRules = NO_RULES,
+    dialect: Dialect = _OPENAI,
+) -> TurnRequest | None:
+    """Find whose turn a request is; None if its body is no JSON object, which the engine shall judge.
+
+    Cost: one pass over the body that builds only the fields above and goes around large lists of token ids, one that
+    hashes the prompt. Raises `InvalidProgramIdError`, also for a header that is empty or stands there twice.
+    """
+    outline = Outline.of(body, dialect.token_id_fields)
+    fields = _read_fields(outline.text)
+    if fields is None:
+        return None
+    header = program_header_of(headers, rules.program_headers)
+    program_id, source = _program_of(path_id, headers, header, fields, rules)
+    text = _without_ours(outline.text, fields)
+    usage_added = dialect.asks_for_usage and fields.stream is True and _leaves_usage_out(fields.stream_options)
+    if usage_added:
+        text = set_include_usage(text, fields.stream_options)
+    if text is not outline.text:
+        body = outline.filled(text)
+    branch_header = PROGRAM_HEADERS.get(header, BRANCH_HEADER)
+    branch_id = _id_of(headers, (BRANCH_HEADER, branch_header), "branch id")
+    group_id = _id_of(headers, (GROUP_HEADER,), "group id")
+    parent_branch_id = ""
+    if branch_id not in ("", program_id) and BRANCH_HEADER not in headers and branch_header in PARENT_BRANCH_HEADERS:
+        parent_branch_id = _id_of(headers, (PARENT_BRANCH_HEADERS[branch_header],), "branch id")
+    parent_id = _id_of(headers, PARENT_HEADERS[:-1] if parent_branch_id else PARENT_HEADERS, "program id")
+    tenant = _id_of(headers, (TENANT_HEADER,), "tenant")
+    program_class = _id_of(headers, (CLASS_HEADER,), "program class") if headers.get(CLASS_HEADER) else ""
+    has_whole_prompt = fields.previous_response_id is None
+    may_be_a_program = program_id is not None or rules.infers_programs
+    media = media_of(outline.text, fields.model)
+    prefix: tuple[PrefixCut, ...] = ()
+    if may_be_a_program and has_whole_prompt:
+        prefix = prefix_of(fields, outline, has_media=bool(media.size_bytes))
+    is_final = any(name in headers and headers[name].lower() in ("1", "true") for name in FINAL_HEADERS)
+    return TurnRequest(
+        program_id,
+        source,
+        branch_id,
+        group_id,
+        body,
+        usage_added,
+        prefix,
+        is_final,
+        has_whole_prompt,
+        parent_id,
+        tenant,
+        program_class,
+        streams=fields.stream is True,
+        previous_response_id=fields.previous_response_id if isinstance(fields.previous_response_id, str) else "",
+        has_token_prompt=holds_token_ids(fields.prompt),
+        role=_id_of(headers, (ROLE_HEADER,), "role") if ROLE_HEADER in headers else "",
+        outcome=outcome_of(headers) if is_final else "",
+        parent_branch_id=parent_branch_id,
+        media=media,
+    )
+
+
+def outcome_of(headers: CIMultiDictProxy[str]) -> str:
+    """Return what became of a program by its header; empty if nobody says. Raises `RequestError` for other words."""
+    outcome = headers.get(OUTCOME_HEADER, "").strip().lower()
+    if outcome and outcome not in OUTCOMES:
+        raise RequestError(f"{OUTCOME_HEADER} is one of {', '.join(OUTCOMES)}, not {outcome!r}")
+    return outcome
+
+
+def identify_side_call(
+    path_id: str | None, headers: CIMultiDictProxy[str], body: bytes, rules: IdentityRules = NO_RULES
+) -> SideCallRequest:
+    """Find whose side call a request is; a body that is no JSON object says nothing, and stays as it is.
+
+    Cost: one pass over the body, which goes around a large list of token ids. Raises `InvalidProgramIdError`.
+    """
+    outline = Outline.of(body, SIDE_CALL_TOKEN_FIELDS)
+    fields = _read_fields(outline.text) if body else None
+    header = program_header_of(headers, rules.program_headers)
+    program_id, source = _program_of(path_id, headers, header, fields or _Fields(), rules)
+    if fields is not None:
+        text = _without_ours(outline.text, fields)
+        if text is not outline.text:
+            body = outline.filled(text)
+    return SideCallRequest(program_id, source, body)
+
+
+def _without_ours(text: bytes, fields: _Fields) -> bytes:
+    """Return a body without the fields that we defined; the same object if it has none."""
+    if fields.program_id is not UNSET:
+        text = remove_member(text, ("program_id",))
+    if isinstance(fields.extra_body, dict) and "program_id" in fields.extra_body:
+        text = remove_member(text, ("extra_body", "program_id"))
+    return text
+
+
+def _id_of(headers: CIMultiDictProxy[str], names: Sequence[str], what: str) -> str:
+    """Return the id that the first of these headers holds which is there; empty if none is."""
+    for name in names:
+        if name in headers and (name.startswith(OUR_HEADERS) or headers[name]):
+            return _check_id(_only_value(headers, name), what)
+    return ""
+
+
+def _only_value(headers: CIMultiDictProxy[str], name: str) -> str:
+    """Return a header's value. Which of two would be meant nobody knows."""
+    values = headers.getall(name)
+    if len(values) > 1:
+        raise InvalidProgramIdError(f"the header {name} stands there {len(values)} times")
+    if not values[0]:
+        raise InvalidProgramIdError(f"the header {name} is empty; leave it out, or give it a value")
+    return values[0]
+
+
+def program_header_of(headers: CIMultiDictProxy[str], more_headers: Sequence[str] = ()) -> str:
+    """Return the header that names the program; empty if none does. One that is not ours, and is empty, does not."""
+    if _OURS in headers:
+        return _OURS
+    return next((name for name in (*more_headers, *_OTHERS) if name in headers and any(headers.getall(name))), "")
+
+
+def _read_fields(body: bytes) -> _Fields | None:
+    """Read the fields; None if the body is no JSON object.
+
+    Engines read JSON with Python's own module or one like it, which takes `NaN` and halves of surrogate pairs
+    (cut-off tool output has them); msgspec refuses those, so what it refuses is read again, slowly, and without the
+    prompt's fields.
+    """
+    try:
+        return _decode_fields(body) if len(body) <= LARGE_FIELD_BYTES else _read_large(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        pass
+    try:
+        value = json.loads(body.decode())
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(value, dict):
+        return None
+    return _Fields(**{name: value[name] for name in _BUILT_FIELDS if name in value})
+
+
+def _read_large(body: bytes) -> _Fields:
+    """Read the fields of a large body without building what a value of megabytes would be as objects: many times that.
+
+    Such a value names no program. A text is built whatever its size.
+    """
+    raw = _decode_raw_fields(body)
+    fields = _Fields(**{name: getattr(raw, name) for name in PromptFields.__struct_fields__})
+    for name in _BUILT_FIELDS:
+        value = getattr(raw, name)
+        if value and (len(value) <= LARGE_FIELD_BYTES or bytes(memoryview(value)[:1]) == b'"'):
+            setattr(fields, name, msgspec.json.decode(value))
+    return fields
+
+
+def _program_of(
+    path_id: str | None, headers: CIMultiDictProxy[str], header: str, fields: _Fields, rules: IdentityRules
+) -> tuple[str | None, str]:
+    if path_id is not None:
+        return check_program_id(path_id), "path"
+    if header:
+        return check_program_id(_only_value(headers, header)), header.lower()
+    if fields.program_id is not None and fields.program_id is not UNSET:
+        return check_program_id(fields.program_id), "body"
+    if isinstance(fields.extra_body, dict) and fields.extra_body.get("program_id") is not None:
+        return check_program_id(fields.extra_body["program_id"]), "extra_body"
+    for way in OTHERS_FIELDS:
+        if (named := _id_at(fields, way)) is not None:
+            return named, ".".join(way)
+    if rules.user_names_program and (named := _id_at(fields, ("user",))) is not None:
+        return named, "user"
+    if rules.tokens is not None and (named := rules.tokens.named_by(headers)) is not None:
+        return check_program_id(named), "bearer"
+    return None, "anonymous"
+
+
+def _id_at(fields: _Fields, way: tuple[str, ...]) -> str | None:
+    """Return the id that somebody else's field holds; what is none there is that field's business, and no error."""
+    value = getattr(fields, way[0])
+    for name in way[1:]:
+        value = value.get(name) if isinstance(value, dict) else None
+    try:
+        return check_program_id(value)
+    except InvalidProgramIdError:
+        return None
+
+
+def _leaves_usage_out(stream_options: object) -> bool:
+    """Say whether a stream has no usage as it was asked for; odd values are the engine's to judge.
+
+    Options that do not mention usage are left alone: some versions of vLLM take that for a wish, others (0.32) do not.
+    """
+    if isinstance(stream_options, dict):
+        wish = stream_options.get("include_usage", True)
+        return wish is None or wish is False
+    return stream_options is None

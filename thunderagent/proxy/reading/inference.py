@@ -1,0 +1,299 @@
+"""Whose turn it is when nobody says so: a prompt that begins with a program's last prompt and its answer is its next.
+
+Theory of operation
+===================
+A prompt is put into a canonical row of bytes: messages one after the other, each without what clients change when they
+send an answer back; or a text; or token ids. A turn that names no program opens a new one, and when its answer is
+whole, the row of its prompt *and that answer* is remembered as the program's. The next turn whose row begins with a
+remembered one belongs to that program, the longest one counts. First prompts hold no answer of anybody's, so the
+samples of one RL prompt are as many programs, and the answers tell them apart. Where even those are the same, each next
+turn gets one of the programs that wait for it.
+
+How is the longest beginning found in one pass? A digest is taken every `STRIDE_BYTES`. A remembered row is filed under
+its last such digest, so a prompt looks there at each of its own, and what follows up to the row's end is compared by
+digest.
+
+`prompt_of` does the reading and the hashing, and knows nothing of programs, so it may run on a thread. What is
+remembered is looked at and changed on the event loop alone, by `named` when a turn has been read and by `answered`
+before the end of its answer is handed on: nobody can send the next turn before that.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from hashlib import blake2b
+from typing import Any, NamedTuple
+from uuid import uuid4
+
+import msgspec
+from msgspec import Raw
+
+from thunderagent.proxy.reading.dialects.base import Completion, Dialect, written_ids
+from thunderagent.proxy.reading.identity import TurnRequest
+from thunderagent.proxy.reading.outline import Outline
+from thunderagent.proxy.reading.prefix import PromptFields
+from thunderagent.proxy.reading.sse import UNREADABLE
+
+STRIDE_BYTES = 1024
+DIGEST_BYTES = 16
+MAX_ROWS = 100_000
+"""Rows that are remembered; the one longest not used goes first. About 600 bytes each."""
+
+SOURCE = "inferred"
+
+_decode_fields = msgspec.json.Decoder(PromptFields).decode
+_decode_list = msgspec.json.Decoder(list[Raw]).decode
+_decode_message = msgspec.json.Decoder(dict[str, Any]).decode
+_decode_text = msgspec.json.Decoder(str).decode
+_encode = msgspec.json.Encoder(order="sorted").encode
+
+
+MAX_WAITING_IDS = 1024
+"""A client that repeats itself, and gets the same answer, opens program after program whose next turn never comes."""
+
+
+@dataclass(slots=True)
+class _Row:
+    """A remembered row: where it is filed, and whose it is."""
+
+    stride_digest: bytes
+    size_bytes: int
+    waiting_ids: deque[str] = field(default_factory=partial(deque, maxlen=MAX_WAITING_IDS))
+    """Programs whose next turn may begin so, and did not come yet; the oldest are given up."""
+    last_id: str = ""
+
+
+class Chain(NamedTuple):
+    """A row of bytes that may grow at its end: the digest of its whole strides, and what follows them."""
+
+    kind: str
+    size_bytes: int
+    stride_digest: bytes
+    tail: bytes
+
+    def extended(self, data: bytes) -> Chain:
+        """Return the row with more bytes at its end."""
+        rest = self.tail + data
+        digests = _stride_digests(self.stride_digest, rest)
+        return Chain(self.kind, self.size_bytes + len(data), digests[-1], rest[(len(digests) - 1) * STRIDE_BYTES :])
+
+    def key(self) -> tuple[int, bytes]:
+        """Return what tells the row from all others."""
+        return self.size_bytes, _digest(self.stride_digest, self.tail)
+
+
+class Prompt(NamedTuple):
+    """The row of a prompt, with its digests at each stride from the beginning on."""
+
+    kind: str
+    row: bytes
+    stride_digests: Sequence[bytes]
+
+    def chain(self) -> Chain:
+        """Return the row without the bytes that its digests stand for."""
+        tail = self.row[(len(self.stride_digests) - 1) * STRIDE_BYTES :]
+        return Chain(self.kind, len(self.row), self.stride_digests[-1], tail)
+
+
+def _digest(stride_digest: bytes, data: bytes | memoryview) -> bytes:
+    return blake2b(b"".join((stride_digest, data)), digest_size=DIGEST_BYTES).digest()
+
+
+def _stride_digests(first: bytes, data: bytes) -> list[bytes]:
+    """Return the digest that data begins at, and that after each whole stride of it."""
+    view, digests = memoryview(data), [first]
+    for start in range(0, len(data) - STRIDE_BYTES + 1, STRIDE_BYTES):
+        digests.append(_digest(digests[-1], view[start : start + STRIDE_BYTES]))
+    return digests
+
+
+def prompt_of(body: bytes, dialect: Dialect, tenant: str = "") -> Prompt | None:
+    """Return the prompt of a turn, which is like no prompt of another tenant; None if it has no known shape.
+
+    Cost: about 10 ms for 2 MB, in pieces, so that other threads have their turn.
+    """
+    try:
+        outline = Outline.of(body, dialect.token_id_fields)
+        fields = _decode_fields(outline.text)
+        kind, row = _row_of(fields, outline)
+    except (*UNREADABLE, UnicodeEncodeError, TypeError):  # the last: a `type` that is a list or an object
+        return None
+    if not row:
+        return None
+    salt = b"\0".join(
+        (kind.encode(), fields.model, fields.cache_salt, fields.system or fields.instructions, tenant.encode())
+    )
+    return Prompt(kind, row, _stride_digests(_digest(b"", salt), row))
+
+
+class Inference:
+    """Remembers how the next prompt of each program that nobody named begins."""
+
+    def __init__(self, max_rows: int = MAX_ROWS) -> None:
+        """Begin with nothing remembered."""
+        self._max_rows = max_rows
+        self._rows: OrderedDict[tuple[int, bytes], _Row] = OrderedDict()
+        self._by_stride: dict[bytes, dict[int, int]] = {}
+        """Under each digest of a stride, how many rows end how many bytes from the beginning."""
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def named(self, turn: TurnRequest, prompt: Prompt) -> TurnRequest:
+        """Return a turn that names no program with the one it belongs to. Cost: a lookup for each stride."""
+        row = self._longest_beginning(prompt)
+        if row is None:
+            program_id = f"{SOURCE}-{uuid4().hex}"
+        else:
+            if row.waiting_ids:
+                row.last_id = row.waiting_ids.popleft()
+            program_id = row.last_id
+        return turn._replace(program_id=program_id, source=SOURCE)
+
+    def answered(self, program_id: str, chain: Chain, choices: Sequence[Completion]) -> None:
+        """Remember a program's prompt with each of the answers to it."""
+        for choice in choices:
+            answer = _row_of_answer(choice, chain.kind)
+            if answer:
+                self._remember(program_id, chain.extended(answer))
+
+    def _longest_beginning(self, prompt: Prompt) -> _Row | None:
+        """Return the longest remembered row that a prompt begins with."""
+        view = memoryview(prompt.row)
+        for index in reversed(range(len(prompt.stride_digests))):
+            digest = prompt.stride_digests[index]
+            sizes = self._by_stride.get(digest)
+            if sizes is None:
+                continue
+            start = index * STRIDE_BYTES
+            for size_bytes in sorted(sizes, reverse=True):
+                key = size_bytes, _digest(digest, view[start:size_bytes])
+                if size_bytes <= len(view) and key in self._rows:
+                    self._rows.move_to_end(key)
+                    return self._rows[key]
+        return None
+
+    def _remember(self, program_id: str, chain: Chain) -> None:
+        key = chain.key()
+        row = self._rows.get(key)
+        if row is None:
+            row = self._rows[key] = _Row(chain.stride_digest, chain.size_bytes)
+            sizes = self._by_stride.setdefault(chain.stride_digest, {})
+            sizes[chain.size_bytes] = sizes.get(chain.size_bytes, 0) + 1
+            if len(self._rows) > self._max_rows:
+                self._forget_oldest()
+        self._rows.move_to_end(key)
+        if program_id not in row.waiting_ids:
+            row.waiting_ids.append(program_id)
+
+    def _forget_oldest(self) -> None:
+        _, row = self._rows.popitem(last=False)
+        sizes = self._by_stride[row.stride_digest]
+        sizes[row.size_bytes] -= 1
+        if not sizes[row.size_bytes]:
+            del sizes[row.size_bytes]
+        if not sizes:
+            del self._by_stride[row.stride_digest]
+
+
+def _row_of(fields: PromptFields, outline: Outline) -> tuple[str, bytes]:
+    """Return the kind of a prompt and its row; empty if it is neither messages nor one text nor one list of ids."""
+    if _is_there(fields.messages):
+        return "messages", _row_of_messages(fields.messages)
+    if _is_there(fields.input):
+        if bytes(memoryview(fields.input)[:1]) == b'"':
+            return "messages", _canonical({"role": "user", "content": _decode_text(fields.input)})
+        return "messages", _row_of_messages(fields.input)
+    prompts = (fields.prompt, fields.text, fields.input_ids, fields.prompt_token_ids, fields.token_ids)
+    prompt = next((bytes(prompt) for prompt in prompts if _is_there(prompt)), b"")
+    if prompt.startswith(b'"'):
+        return "text", _decode_text(prompt).encode()
+    return "ids", written_ids(outline.token_ids if outline.is_placeholder(prompt) else prompt)
+
+
+def _row_of_messages(messages: Raw) -> bytes:
+    """Return messages as a row, one after the other: no step takes long."""
+    return b"".join(_canonical(_decode_message(message)) for message in _decode_list(messages))
+
+
+def _is_there(value: Raw) -> bool:
+    return bytes(memoryview(value)[:4]) not in (b"", b"null")
+
+
+def _row_of_answer(choice: Completion, kind: str) -> bytes:
+    """Return an answer as it stands in the row of the next prompt; empty if the engine did not say it in that form."""
+    try:
+        if kind == "ids":
+            return choice.token_ids
+        if kind == "messages":
+            return b"".join(map(_canonical, choice.messages))
+        return choice.text.encode()
+    except (UnicodeEncodeError, TypeError, *UNREADABLE):
+        return b""
+
+
+_SERVERS_OWN = frozenset({"id", "status", "cache_control"})
+"""Fields of items that a client leaves out, or moves on with each turn."""
+
+_TEXTS = frozenset({"text", "input_text", "output_text"})
+_THOUGHTS = frozenset({"thinking", "redacted_thinking"})
+"""Some clients send them back, others do not; nor do all items of the type `reasoning` come back."""
+
+
+def _canonical(message: dict[str, Any]) -> bytes:
+    """Return a message, or an item, without what clients add, leave out or write in another way when they send it."""
+    kind = message.get("type", "message")
+    if kind == "reasoning":
+        return b""
+    if kind != "message":
+        item = {name: value for name, value in message.items() if name not in _SERVERS_OWN and value is not None}
+        return _encode({**item, "arguments": _arguments(item.get("arguments"))}) + b"\n"
+    text, calls = _content_of(message.get("content"))
+    more_calls = message.get("tool_calls")
+    if isinstance(more_calls, list):
+        calls += map(_call, more_calls)
+    return _encode((message.get("role"), text, calls, message.get("tool_call_id"), message.get("name"))) + b"\n"
+
+
+def _content_of(content: object) -> tuple[object, list[object]]:
+    """Return a content as one text where it is made of texts, and the calls in it; nothing and no text are the same."""
+    if isinstance(content, str):
+        return content.strip(), []
+    if not isinstance(content, list):
+        return content or "", []
+    kept: list[object] = []
+    texts: list[str] = []  # joined in the end: to add to a text each time would copy it each time
+    calls: list[object] = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind in _TEXTS and isinstance(part.get("text"), str):
+            texts.append(part["text"])
+        elif kind == "tool_use":
+            calls.append([part.get("id"), part.get("name"), _arguments(part.get("input"))])
+        elif kind not in _THOUGHTS:
+            other = {k: v for k, v in part.items() if k not in _SERVERS_OWN} if isinstance(part, dict) else part
+            kept += ("".join(texts), other)
+            texts.clear()
+    text = "".join(texts)
+    return ([*kept, text] if kept else text.strip()), calls
+
+
+def _call(call: object) -> object:
+    """Return a tool's call: its id, its name, and its arguments, which are JSON as a rule, in one spelling."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(call, dict) or not isinstance(function, dict):
+        return call
+    return [call.get("id"), function.get("name"), _arguments(function.get("arguments"))]
+
+
+def _arguments(arguments: object) -> object:
+    """Return the arguments of a call as what their JSON says; none at all are an object without members."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return msgspec.json.decode(arguments) if arguments.strip() else {}
+    except UNREADABLE:
+        return arguments.strip()

@@ -1,0 +1,146 @@
+"""Where a prompt may begin like others: digests of its first messages, or of its first bytes.
+
+Programs that share a system prompt, tools or a task have the same bytes up to some place, and an engine keeps what
+they share only once. A chain of cuts tells the core about it without telling it the text: equal digests mean equal
+prompts up to there. Cuts lie at 1, 2, 3, 4, 6, 8, 12, ... steps, so that a chain stays short however long the prompt
+is, and what two prompts share is known to at least two thirds. What lies between is not parsed: messages are hashed as
+they were sent.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from hashlib import blake2b
+from itertools import chain
+
+import msgspec
+from msgspec import Raw
+
+from thunderagent.programs.model.events import PrefixCut
+from thunderagent.proxy.reading.media import media_of
+from thunderagent.proxy.reading.outline import Outline
+
+STEPS = (1, *chain.from_iterable((2**exponent, 3 * 2 ** (exponent - 1)) for exponent in range(1, 32)))
+"""1, 2, 3, 4, 6, 8, 12, 16, 24, ...: after so many messages, or half kibibytes of a text, a prompt is cut."""
+
+TEXT_STEP_BYTES = 512
+MIN_TEXT_BYTES = 1024
+"""Where a prompt that is no list of messages is cut first."""
+
+MAX_HASHED_BYTES = 4 * 2**20
+"""Beyond it a prompt is not cut: there stand images rather than what is shared, and hashing takes its time."""
+
+_TEXT_CUTS_BYTES = tuple(
+    size_bytes for step in STEPS if MIN_TEXT_BYTES <= (size_bytes := step * TEXT_STEP_BYTES) <= MAX_HASHED_BYTES
+)
+_TOKEN_IDS = re.compile(rb"\[[\s\[]*[0-9]")
+_decode_list = msgspec.json.Decoder(list[Raw]).decode
+
+
+class PromptFields(msgspec.Struct):
+    """The top-level fields of a body that its prompt is made of, as they were sent; empty if they are not there.
+
+    Of the chat APIs of OpenAI and Anthropic, of the Responses API, and of what takes a text or token ids.
+    """
+
+    model: Raw = Raw()
+    cache_salt: Raw = Raw()
+    tools: Raw = Raw()
+    system: Raw = Raw()
+    instructions: Raw = Raw()
+    messages: Raw = Raw()
+    input: Raw = Raw()
+    prompt: Raw = Raw()
+    text: Raw = Raw()
+    input_ids: Raw = Raw()
+    prompt_token_ids: Raw = Raw()
+    token_ids: Raw = Raw()
+
+
+def prefix_of(
+    fields: PromptFields, outline: Outline | None = None, *, has_media: bool = False
+) -> tuple[PrefixCut, ...]:
+    """Return the chain of cuts of a prompt: (digest, size in bytes), both of all up to the cut.
+
+    The model (LoRA names are model names) and the cache salt separate prompts from the start. Sizes are shares of the
+    body's size, without media. Empty if the prompt is too short or of no known shape. `outline` holds token ids that
+    the fields only have a placeholder for. Cost: one pass over the prompt.
+    """
+    if fields.messages or fields.input:
+        return _cuts_of_messages(fields, has_media=has_media)
+    token_ids = fields.input_ids or fields.prompt_token_ids or fields.token_ids
+    text: bytes = fields.prompt or fields.text or token_ids
+    if outline is not None and outline.is_placeholder(text):
+        text = outline.token_ids
+    return _cuts_of_text(fields, text) if len(text) >= MIN_TEXT_BYTES else ()
+
+
+def _cuts_of_messages(fields: PromptFields, *, has_media: bool) -> tuple[PrefixCut, ...]:
+    """Cut after messages; tools come before the first, and a system prompt beside the messages is the first."""
+    try:
+        messages = _messages(fields)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return ()
+    digest = _begun(fields, b"messages")
+    digest.update(fields.tools)
+    size_bytes, media_bytes = len(fields.tools), 0
+    cuts, start = [], 0
+    for end in STEPS:
+        size_bytes += sum(map(len, messages[start:end]))
+        if end > len(messages) or size_bytes > MAX_HASHED_BYTES:
+            break
+        piece = b"".join(messages[start:end])
+        digest.update(piece)
+        if has_media:
+            media_bytes += media_of(piece).size_bytes
+        cuts.append((_number(digest), size_bytes - media_bytes))
+        start = end
+    return tuple(cuts)
+
+
+def _messages(fields: PromptFields) -> Sequence[Raw]:
+    """Return what follows the tools; raises as msgspec does if it is neither a list nor a text."""
+    system = fields.system or fields.instructions
+    messages = fields.messages or fields.input
+    items = [messages] if messages is fields.input and _begins_with(messages, b'"') else _decode_list(messages)
+    return [system, *items] if system else items
+
+
+def _cuts_of_text(fields: PromptFields, text: bytes) -> tuple[PrefixCut, ...]:
+    """Cut a text, or a list of token ids as it is written, at certain bytes; several prompts in one are left alone."""
+    if not _begins_with(text, b'"') and not _is_list_of_numbers(text):
+        return ()
+    digest = _begun(fields, b"text")
+    view = memoryview(text)
+    cuts, start = [], 0
+    for end in _TEXT_CUTS_BYTES:
+        if end > len(text):
+            break
+        digest.update(view[start:end])
+        cuts.append((_number(digest), end))
+        start = end
+    return tuple(cuts)
+
+
+def _begun(fields: PromptFields, kind: bytes) -> blake2b:
+    """Begin a digest with what separates prompts from the start. It is the same in every process."""
+    return blake2b(b"\0".join((kind, fields.model, fields.cache_salt, b"")), digest_size=8)
+
+
+def _number(digest: blake2b) -> int:
+    """Return what was hashed so far as a number of 63 bits, which every reader of JSON takes."""
+    return int.from_bytes(digest.digest(), "big") >> 1
+
+
+def _begins_with(value: bytes, first: bytes) -> bool:
+    return bytes(memoryview(value)[:1]) == first
+
+
+def _is_list_of_numbers(value: bytes) -> bool:
+    return bytes(memoryview(value)[:16]).removeprefix(b"[").lstrip()[:1].isdigit()
+
+
+def holds_token_ids(value: Raw) -> bool:
+    """Say whether a value is a list of token ids, or one of such lists, as far as its beginning tells."""
+    return _TOKEN_IDS.match(value) is not None

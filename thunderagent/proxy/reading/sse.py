@@ -1,0 +1,48 @@
+"""Server-sent events: cut a stream into them, read the data of one, write one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import msgspec
+
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What decoding bytes of an engine may raise; what cannot be read says nothing."""
+
+_EVENT_ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r")
+_BLANK_LINE = re.compile(rb"\n\n|\r\n\r\n|\r\r")
+
+
+def end_of_last_event(data: bytes, start: int) -> int:
+    """Return the offset past the last blank line at or after `start`, 0 if there is none."""
+    return max((at + len(end) for end in _EVENT_ENDS if (at := data.rfind(end, start)) >= 0), default=0)
+
+
+def events_in(whole: bytes) -> Iterator[bytes]:
+    """Yield whole events one by one, each with its blank line; an odd line break may be left over as the last."""
+    start, has_returns = 0, b"\r" in whole
+    while start < len(whole):
+        if has_returns:
+            blank_line = _BLANK_LINE.search(whole, start)
+            end = blank_line.end() if blank_line is not None else len(whole)
+        else:  # as engines write them; found several times faster
+            end = whole.find(b"\n\n", start) + 2
+            end = end if end > 1 else len(whole)
+        yield whole[start:end]
+        start = end
+
+
+def data_of(event: bytes) -> bytes:
+    """Return the data of an event."""
+    return b"\n".join(line[5:].strip() for line in event.splitlines() if line.startswith(b"data:"))
+
+
+def server_sent(data: bytes, *, kind: str = "", event_id: str = "") -> bytes:
+    """Return one event; `data` has no line break."""
+    lines = []
+    if event_id:
+        lines.append(f"id: {event_id}\n")
+    if kind:
+        lines.append(f"event: {kind}\n")
+    return "".join(lines).encode() + b"data: " + data + b"\n\n"

@@ -1,0 +1,289 @@
+"""Which tool an answer calls, told so that it says how long the program will be away.
+
+The key of a call is the tool's name, and for a shell also the first word of its command: `bash:pytest` takes longer
+than `bash:ls`. Calls are found in the answers of the chat API of OpenAI, of the Messages API of Anthropic and of the
+Responses API; agents without tool calls write one fenced shell block into their text, which may also come from
+SGLang's own API. What cannot be read calls nothing: a key is a hint, and the bytes of the answer are never touched.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+from msgspec import Raw
+
+from thunderagent.proxy.reading.sse import UNREADABLE, data_of, events_in
+
+MAX_KEY_CHARS = 64
+MAX_NAMES = 3
+"""Of an answer that calls several tools, so many names make the key."""
+
+MAX_CALLS = 16
+MAX_KEPT_CHARS = 4096
+"""So much of a call's arguments, or of a text from its first fence on, is kept: commands stand near the beginning."""
+
+_STRING = r'"(?:[^"\\]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*'  # without its end, which may be cut off
+_STRINGS = re.compile(rf'({_STRING})"?')
+_COMMAND = re.compile(
+    rf'"(?:commands?|cmd|script)"\s*:\s*(?P<strings>{_STRING}|\[(?:\s*{_STRING}"\s*,?)*(?:\s*{_STRING})?)'
+)
+_OPENING_FENCE = re.compile(r"^[ \t]*```(?:bash|sh|shell|mswea_bash_command)[ \t]*\r?\n", re.MULTILINE)
+_NOT_PRINTABLE = re.compile(r"[^!-~]+")
+
+_NOT_YET_THE_COMMAND = re.compile(
+    r"""
+      [\s\\(){};&|!'"]+                                          # what stands between commands
+    | \#[^\n]*                                                   # a comment
+    | (?:cd|pushd|set|export|source|\.)\s[^\n;&|]*(?:&&|;|\n)    # a command that only prepares the next
+    | [A-Za-z_]\w*=(?:"[^"]*"|'[^']*'|[^\s'"])*                  # a variable for the command
+    | (?:sudo|env|time|timeout|nice|nohup|exec)\s+(?:-u\s+\S+\s+|-\S+\s+|[\d.]+[smhd]?\s+)*
+    | (?:\S*/)?(?:ba|z)?sh\s+-\w*c\s+                            # a shell that runs a command
+    | (?:\S*/)?python[\d.]*\s+(?:-[A-Za-z]\s+)*?-m\s+            # a module that is run as a command
+    """,
+    re.VERBOSE,
+)
+_WORD = re.compile(r"""[^\s(){};&|<>'"]+""")
+
+
+class _Function(msgspec.Struct):
+    name: str | None = None
+    arguments: Raw = Raw()
+
+
+class _ToolCall(msgspec.Struct):
+    index: int = 0
+    function: _Function | None = None
+
+
+class _Message(msgspec.Struct):
+    content: Any = None
+    tool_calls: list[_ToolCall] | None = None
+
+
+class _Choice(msgspec.Struct):
+    index: int = 0
+    text: Any = None
+    message: _Message | None = None
+    delta: _Message | None = None
+
+
+class _Item(msgspec.Struct):
+    """A content block of Anthropic, or an output item of the Responses API."""
+
+    type: str | None = None
+    name: str | None = None
+    input: Raw = Raw()
+    arguments: Raw = Raw()
+    action: Raw = Raw()
+
+
+class Calls(msgspec.Struct):
+    """A whole answer as far as it calls tools, in any of the APIs. Those that say their usage beside it extend it."""
+
+    choices: list[_Choice] | None = None
+    content: list[_Item] | None = None
+    output: list[_Item] | None = None
+    text: Any = None
+
+    def key(self) -> str:
+        """Return the key of what it calls; empty if it calls nothing."""
+        choice = self.choices[0] if self.choices else _Choice()
+        message = choice.message or _Message()
+        functions = [call.function for call in message.tool_calls or () if call.function is not None]
+        keys = [_key(function.name, _plain(function.arguments)) for function in functions]
+        keys += [_key_of_item(item) for item in (self.content or []) + (self.output or []) if _is_call(item)]
+        if keys:
+            return _joined_key(keys)
+        text = next((text for text in (message.content, choice.text, self.text) if text is not None), None)
+        return _key_of_text(text) if isinstance(text, str) else ""
+
+
+class _Delta(msgspec.Struct):
+    partial_json: str = ""
+
+
+class _ChoicesEvent(msgspec.Struct):
+    choices: list[_Choice] | None = None
+
+
+class _TextEvent(msgspec.Struct):
+    """An event of SGLang's own API: all the text so far."""
+
+    text: Any = None
+
+
+class _ItemEvent(msgspec.Struct):
+    type: str | None = None
+    index: int = 0
+    content_block: _Item | None = None
+    delta: _Delta | None = None
+    output_index: int = 0
+    item: _Item | None = None
+
+
+_decode_choices_event = msgspec.json.Decoder(_ChoicesEvent).decode
+_decode_text_event = msgspec.json.Decoder(_TextEvent).decode
+_decode_item_event = msgspec.json.Decoder(_ItemEvent).decode
+_decode_string = msgspec.json.Decoder(str).decode
+
+
+class StreamToolCalls:
+    """Follow the events of a streamed answer for the tools that it calls.
+
+    `read` takes whole events as `StreamUsage` finds them. Events that cannot matter cost a few searches.
+    """
+
+    __slots__ = ("_calls", "_text")
+
+    def __init__(self) -> None:
+        """Begin before the first event."""
+        self._calls: dict[int, tuple[str, str]] = {}
+        self._text: str | None = None
+
+    def read(self, events: bytes) -> None:
+        """Take in whole events."""
+        if not self._reads_text() and not may_call(events):
+            return
+        for event in events_in(events):
+            try:
+                self._read_event(event)
+            except UNREADABLE:
+                continue
+
+    def key(self) -> str:
+        """Return the key of what was called so far; empty if nothing was."""
+        if self._calls:
+            return _joined_key(_key(name, arguments) for name, arguments in self._calls.values())
+        return _key_of_text(self._text or "")
+
+    def _reads_text(self) -> bool:
+        return self._text is not None and len(self._text) < MAX_KEPT_CHARS
+
+    def _read_event(self, event: bytes) -> None:
+        if not self._reads_text() and not may_call(event):
+            return
+        if b'"choices"' in event:
+            for choice in _decode_choices_event(data_of(event)).choices or ():
+                if choice.index == 0:
+                    self._read_choice(choice)
+        elif b'"meta_info"' in event:
+            text = _decode_text_event(data_of(event)).text
+            self._text = text if isinstance(text, str) and "```" in text else self._text
+        else:
+            self._read_item_event(_decode_item_event(data_of(event)))
+
+    def _read_choice(self, choice: _Choice) -> None:
+        """Take in a piece of the first choice: of the chat API, or of a text completion."""
+        delta = choice.delta or _Message()
+        for call in delta.tool_calls or ():
+            if call.function is not None:
+                self._add(call.index, call.function.name, _plain(call.function.arguments))
+        text = delta.content if delta.content is not None else choice.text
+        if isinstance(text, str) and (self._text is not None or "```" in text):
+            self._text = _head((self._text or "") + text)
+
+    def _read_item_event(self, event: _ItemEvent) -> None:
+        """Take in an event of Anthropic's, or one of the Responses API."""
+        if event.type == "content_block_start" and event.content_block is not None and _is_call(event.content_block):
+            self._add(event.index, event.content_block.name, "")
+        elif event.type == "content_block_delta" and event.delta is not None and event.index in self._calls:
+            self._add(event.index, None, event.delta.partial_json)
+        elif event.type == "response.output_item.done" and event.item is not None and _is_call(event.item):
+            self._add(event.output_index, _name(event.item), _arguments(event.item))
+
+    def _add(self, index: int, name: str | None, arguments: str) -> None:
+        """Append a piece of a call; a name comes whole, once or with every piece."""
+        if index in self._calls or len(self._calls) < MAX_CALLS:
+            known_name, known_arguments = self._calls.get(index, ("", ""))
+            self._calls[index] = (known_name or name or "", _head(known_arguments + arguments))
+
+
+def may_call(data: bytes) -> bool:
+    """Say whether there is anything to read; a few searches, for every chunk of every stream."""
+    return (
+        b'"tool_' in data  # tool_calls and tool_use
+        or b'_call"' in data  # function_call, custom_tool_call, local_shell_call and shell_call
+        or b'"input_json_delta"' in data
+        or (b"`" in data and b"```" in data)  # the first search is many times faster, and enough as a rule
+    )
+
+
+_SHELL_CALLS = {"local_shell_call", "shell_call"}
+"""The Responses API's own shell, which has no name, and an action instead of arguments."""
+
+
+def _is_call(item: _Item) -> bool:
+    return item.type in {"tool_use", "function_call", "custom_tool_call", *_SHELL_CALLS}
+
+
+def _key_of_item(item: _Item) -> str:
+    return _key(_name(item), _arguments(item))
+
+
+def _name(item: _Item) -> str | None:
+    return "shell" if item.type in _SHELL_CALLS else item.name
+
+
+def _arguments(item: _Item) -> str:
+    return _plain(item.input) or _plain(item.arguments) or _plain(item.action)
+
+
+def _plain(value: Raw) -> str:
+    """Return arguments as the text of their JSON; some APIs send an object, some its text in a string."""
+    text = bytes(value)
+    if text.startswith(b'"'):
+        return _decode_string(text)
+    return text.decode() if text != b"null" else ""
+
+
+def _head(text: str) -> str:
+    return text[:MAX_KEPT_CHARS]
+
+
+def _joined_key(keys: Iterable[str]) -> str:
+    """Return one key for calls that are made together."""
+    return "+".join(sorted({key for key in keys if key})[:MAX_NAMES])[:MAX_KEY_CHARS]
+
+
+def _key(name: str | None, arguments: str) -> str:
+    """Return the key of one call, with arguments as JSON that may be cut off; empty for a call without a name."""
+    if not name:
+        return ""
+    word = first_word(_command(_head(arguments)))
+    return _readable(f"{name}:{word}" if word else name)
+
+
+def _key_of_text(text: str) -> str:
+    """Return the key of a text that holds exactly one shell block."""
+    openings = list(_OPENING_FENCE.finditer(text))
+    if len(openings) != 1:
+        return ""
+    word = first_word(_head(text[openings[0].end() :].partition("```")[0]))
+    return _readable(f"bash:{word}") if word else ""
+
+
+def _readable(key: str) -> str:
+    return _NOT_PRINTABLE.sub("_", key)[:MAX_KEY_CHARS]
+
+
+def _command(arguments: str) -> str:
+    """Return the shell command among arguments, a list of words joined; empty if there is none."""
+    field = _COMMAND.search(arguments)
+    strings = _STRINGS.findall(field["strings"]) if field is not None else []
+    return " ".join(json.loads(string + '"', strict=False) for string in strings)
+
+
+def first_word(command: str) -> str:
+    """Return the word that says what a shell command does, without its path.
+
+    Changes of the folder, variables, comments and wrappers such as `sudo` or `timeout 60` are passed over.
+    """
+    at = 0
+    while (skipped := _NOT_YET_THE_COMMAND.match(command, at)) is not None:
+        at = skipped.end()
+    word = _WORD.match(command, at)
+    return word[0].rstrip("/").rpartition("/")[2] if word is not None else ""

@@ -1,0 +1,146 @@
+"""When a client tries the same turn again, the new attempt takes the place of the old one: one turn, not two.
+
+Theory of operation
+===================
+A client that gives up closes its connection, and its turn ends; but whoever stands between may keep that connection
+open, and then the old attempt would hold its place, or generate, for nobody. And a client that comes back after it gave
+up should not stand at the end of the queue.
+
+What makes an attempt the same turn? The same program, branch, path and body are not enough: n samples of one prompt are
+the same too, sent at once on purpose, and must not end each other. So it takes the client's word:
+
+- the same `Idempotency-Key` as the old attempt; or
+- a retry count of 1 or more (`x-stainless-retry-count`), and the old attempt has a smaller one and was never beside
+  another of the same body: those are samples, and which of them is tried again cannot be told. One attempt with a key
+  and one with another are two turns, whatever the count.
+
+If the old attempt ended already without an answer, its age is what is left of it, and goes to the next retry of the
+same body. Anonymous turns need both, key and count.
+
+Bodies are compared, not hashed: only those of one program's turns that are with us, and only where their sizes are the
+same. Only of an attempt that ended is a hash kept, of its last mebibyte: that is where the turns of a program differ,
+and all that is at stake is an age.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from thunderagent.proxy.reading.identity import TurnRequest
+from thunderagent.proxy.turns.patience import Patience
+
+REMEMBER_S = 120.0
+"""An attempt that ended without an answer is remembered so long: clients wait between tries, seconds as a rule."""
+
+REMEMBER_COUNT = 10_000
+HASHED_BYTES = 2**20
+
+
+@dataclass(slots=True, eq=False)
+class Attempt:
+    """One attempt at a turn, while it is with us."""
+
+    turn: TurnRequest
+    path: str
+    patience: Patience
+    since_s: float
+    """When the first attempt at this turn arrived."""
+    task: asyncio.Task[object] | None
+    turn_id: int
+    supersedes_id: int | None = None
+    is_sample: bool = False
+    """Whether another of the same body was beside it."""
+    superseded: bool = False
+
+    def is_same(self, other: Attempt) -> bool:
+        """Say whether two attempts of one program ask for the same."""
+        return (
+            self.path == other.path
+            and self.turn.branch_id == other.turn.branch_id
+            and len(self.turn.body) == len(other.turn.body)
+            and self.turn.body == other.turn.body
+        )
+
+
+Place = tuple[str, str, str, int, int]
+
+
+class Attempts:
+    """The attempts that are with us, by program, and the ages of those that ended without an answer."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._live: dict[str, list[Attempt]] = {}
+        self._ended: OrderedDict[Place, tuple[float, float, int]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return sum(map(len, self._live.values()))
+
+    def begin(self, attempt: Attempt, now_s: float) -> None:
+        """Take in an attempt, and let it take the place of the one before, which is cancelled, or at least its age."""
+        key = _key_of(attempt)
+        if key is None:
+            return
+        live = self._live.setdefault(key, [])
+        others = [other for other in live if not other.superseded and other.is_same(attempt)]
+        earlier = _earlier_of(attempt, others)
+        if earlier is not None:
+            others.remove(earlier)
+            attempt.since_s = earlier.since_s
+            attempt.is_sample = earlier.is_sample
+            attempt.supersedes_id = earlier.turn_id
+            earlier.superseded = True
+            if earlier.task is not None:
+                earlier.task.cancel()
+        elif attempt.patience.retry_count:
+            ended = self._ended.pop(_place_of(attempt), None)
+            if ended is not None and now_s - ended[1] <= REMEMBER_S:
+                attempt.since_s, _, attempt.supersedes_id = ended
+        for each in (attempt, *others) if others else ():
+            each.is_sample = True
+        live.append(attempt)
+
+    def end(self, attempt: Attempt, now_s: float, *, answered: bool) -> None:
+        """Let go of an attempt; one that got no answer may come again."""
+        key = _key_of(attempt)
+        if key is None:
+            return
+        live = self._live[key]
+        live.remove(attempt)
+        if not live:
+            del self._live[key]
+        if not answered and not attempt.superseded:
+            self._remember(_place_of(attempt), attempt, now_s)
+
+    def _remember(self, place: Place, attempt: Attempt, now_s: float) -> None:
+        self._ended[place] = attempt.since_s, now_s, attempt.turn_id
+        self._ended.move_to_end(place)
+        while len(self._ended) > REMEMBER_COUNT or now_s - next(iter(self._ended.values()))[1] > REMEMBER_S:
+            self._ended.popitem(last=False)
+
+
+def _key_of(attempt: Attempt) -> str | None:
+    """Return what attempts at one turn have in common for certain; None if this one is nobody's."""
+    if attempt.turn.program_id is not None:
+        return attempt.turn.program_id
+    key = attempt.patience.idempotency_key
+    return f"\0{attempt.turn.tenant}\0{key}" if key else None  # no program's id begins so
+
+
+def _earlier_of(attempt: Attempt, others: list[Attempt]) -> Attempt | None:
+    """Return the attempt, of those that ask for the same, that this one takes the place of."""
+    key, count = attempt.patience.idempotency_key, attempt.patience.retry_count
+    if key:
+        same_key = [other for other in others if other.patience.idempotency_key == key]
+        return same_key[0] if same_key and (count or attempt.turn.program_id is not None) else None
+    earlier = others[0] if len(others) == 1 else None
+    if earlier is None or earlier.is_sample or earlier.patience.idempotency_key:
+        return None
+    return earlier if earlier.patience.retry_count < count else None
+
+
+def _place_of(attempt: Attempt) -> Place:
+    body = attempt.turn.body
+    return _key_of(attempt) or "", attempt.turn.branch_id, attempt.path, len(body), hash(body[-HASHED_BYTES:])

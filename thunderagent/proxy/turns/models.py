@@ -1,0 +1,79 @@
+"""`/v1/models`: the union of what all replicas serve."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, NamedTuple
+
+import msgspec
+from aiohttp import web
+from multidict import CIMultiDict
+
+from thunderagent.backends.client import ReplicaClient
+from thunderagent.errors import NoReplicaError, ReplicaError
+from thunderagent.leases import ReplicaMap
+from thunderagent.proxy.fleet.replicas import Replicas
+from thunderagent.proxy.wire.headers import forwarded_request_headers, forwarded_response_headers
+
+DEADLINE_S = 5.0
+
+
+class _Answer(NamedTuple):
+    status: int
+    headers: CIMultiDict[str]
+    body: bytes
+    models: list[dict[str, Any]]
+
+
+class Models:
+    """Ask every replica that is up for its models, LoRA names too."""
+
+    def __init__(self, replica_map: ReplicaMap, client: ReplicaClient, replicas: Replicas) -> None:
+        """Ask with `client`."""
+        self._map = replica_map
+        self._client = client
+        self._replicas = replicas
+
+    async def handle(self, request: web.Request) -> web.Response:
+        """Answer with each model once, in the order of the replicas.
+
+        Where all refuse in the same way, with what the first says. Raises `NoReplicaError` if none answers otherwise.
+        """
+        headers = forwarded_request_headers(request.headers)
+        headers.popall("Accept-Encoding", None)  # the answers are read here
+        replica_ids = self._map.open_ids
+        answers = await asyncio.gather(*(self._ask(replica_id, headers) for replica_id in replica_ids))
+        models: dict[str, Any] = {}
+        for answer in answers:
+            for model in answer.models if answer is not None else ():
+                models.setdefault(str(model.get("id")), model)
+        if models:
+            body = msgspec.json.encode({"object": "list", "data": list(models.values())})
+            return web.Response(body=body, content_type="application/json")
+        refusals = [answer for answer in answers if answer is not None and answer.status >= 400]
+        if refusals and len({answer.status if answer is not None else 0 for answer in answers}) == 1:
+            return web.Response(status=refusals[0].status, headers=refusals[0].headers, body=refusals[0].body)
+        raise NoReplicaError("no replica that is up says which models it serves")
+
+    async def _ask(self, replica_id: str, headers: CIMultiDict[str]) -> _Answer | None:
+        """Return what a replica answers; None if it does not."""
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                url = self._replicas.url_of(replica_id)
+                response = await self._client.send(replica_id, url, "GET", "/v1/models", headers, None)
+                try:
+                    body = await self._client.read(replica_id, response)
+                finally:
+                    response.close()
+        except (ReplicaError, TimeoutError):
+            return None
+        kept = forwarded_response_headers(response.headers, keep_length=False)
+        return _Answer(response.status, kept, body, _models_in(body) if response.status < 400 else [])
+
+
+def _models_in(body: bytes) -> list[dict[str, Any]]:
+    try:
+        data = msgspec.json.decode(body)["data"]
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return []
+    return [model for model in data if isinstance(model, dict)] if isinstance(data, list) else []

@@ -1,0 +1,218 @@
+"""The last quarter of an hour, one sample a second: what a screen draws that was opened just now.
+
+A sample is read off sums that the scheduler keeps anyway; no event and no turn costs more for it. Totals only grow, so
+that the difference of two samples is what happened between them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from itertools import islice, pairwise
+from math import isfinite
+
+from pydantic import Field
+
+from thunderagent.proxy.fleet.replicas import Replicas
+from thunderagent.proxy.gate.bodies import Report
+from thunderagent.proxy.watch.metrics import HOLD_BUCKETS_S
+from thunderagent.runtime import Runtime
+
+INTERVAL_S = 1.0
+KEPT_COUNT = 900
+WINDOW_S = 60.0
+"""Rates and percentiles are over so long."""
+
+
+class Sample(Report):
+    """What was at one time, over all replicas. None is not known."""
+
+    at_s: float = Field(description="Unix time")
+    active_reasoning_count: int
+    active_acting_count: int
+    paused_reasoning_count: int
+    paused_acting_count: int
+    turns_in_flight_count: int
+    turns_held_count: int
+    turns_finished_total: int
+    prompt_tokens_total: int
+    output_tokens_total: int
+    cache_query_tokens_total: int
+    cache_hit_tokens_total: int
+    demand_tokens: int
+    limit_tokens: int | None
+    costs_token_s: dict[str, float]
+    held_p50_s: float | None
+    held_p90_s: float | None
+    held_p99_s: float | None
+
+
+class Rates(Report):
+    """What happened in the last `window_s`, by time."""
+
+    window_s: float
+    turns_per_min: float
+    prompt_tokens_per_s: float
+    output_tokens_per_s: float
+    hit_ratio: float | None
+    held_p50_s: float | None
+    held_p90_s: float | None
+    held_p99_s: float | None
+
+
+class History:
+    """The ring of samples. `hold_counts` gives how many turns were held up to each of `HOLD_BUCKETS_S`, and in all."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        replicas: Replicas,
+        hold_counts: Callable[[], tuple[int, ...]],
+        *,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Begin with one sample of a proxy that has done nothing yet."""
+        self._runtime = runtime
+        self._replicas = replicas
+        self._hold_counts = hold_counts
+        self._epoch_s = wall_clock() - runtime.now_s()
+        """Unix time of the runtime's second 0: samples follow its clock, which is never set back."""
+        self._cache_totals = _CacheTotals()
+        self._samples: deque[tuple[Sample, tuple[int, ...]]] = deque(maxlen=KEPT_COUNT)
+        self.started_s = round(self._epoch_s + runtime.now_s(), 3)
+        self._samples.append(self._take())
+
+    def __repr__(self) -> str:
+        return f"<History of {len(self._samples)} samples>"
+
+    async def run(self) -> None:
+        """Take samples until cancelled."""
+        while True:
+            await asyncio.sleep(INTERVAL_S)
+            self._samples.append(self._take())
+
+    def since(self, at_s: float) -> list[Sample]:
+        """Return the samples after a Unix time, the oldest first."""
+        times_s = [sample.at_s for sample, _ in self._samples]
+        return [sample for sample, _ in islice(self._samples, bisect_right(times_s, at_s), None)]
+
+    def now(self) -> tuple[Sample, Rates]:
+        """Return a sample of this moment, and what happened in the last `WINDOW_S`. Costs O(replicas)."""
+        sample, _ = self._take()
+        before, _ = self._before(sample.at_s)
+        elapsed_s = max(1e-3, sample.at_s - before.at_s)
+        queries = sample.cache_query_tokens_total - before.cache_query_tokens_total
+        hits = sample.cache_hit_tokens_total - before.cache_hit_tokens_total
+        rates = Rates(
+            window_s=round(elapsed_s, 1),
+            turns_per_min=_per(sample.turns_finished_total - before.turns_finished_total, elapsed_s / 60),
+            prompt_tokens_per_s=_per(sample.prompt_tokens_total - before.prompt_tokens_total, elapsed_s),
+            output_tokens_per_s=_per(sample.output_tokens_total - before.output_tokens_total, elapsed_s),
+            hit_ratio=round(min(1.0, hits / queries), 4) if queries else None,
+            held_p50_s=sample.held_p50_s,
+            held_p90_s=sample.held_p90_s,
+            held_p99_s=sample.held_p99_s,
+        )
+        return sample, rates
+
+    def _before(self, at_s: float) -> tuple[Sample, tuple[int, ...]]:
+        """Return the oldest sample within the window that ends at `at_s`."""
+        return next(each for each in self._samples if each[0].at_s >= at_s - WINDOW_S or each is self._samples[-1])
+
+    def _take(self) -> tuple[Sample, tuple[int, ...]]:
+        runtime, scheduler = self._runtime, self._runtime.scheduler
+        now_s = runtime.now_s()
+        at_s = self._epoch_s + now_s
+        self._cache_totals.read(self._replicas)
+        hold_counts = self._hold_counts()
+        before_counts = self._before(at_s)[1] if self._samples else (0,) * len(hold_counts)
+        held = [now - before for now, before in zip(hold_counts, before_counts, strict=True)]
+        costs, reasoning_count, acting_count, turn_count, demand_tokens = (
+            replace(scheduler.ledger.closed_costs),
+            0,
+            0,
+            0,
+            0,
+        )
+        limit_tokens = 0.0
+        for replica in scheduler.replicas.values():
+            account = replica.account
+            scheduler.ledger.accrue(account, now_s)
+            reasoning_count += account.reasoning_count
+            acting_count += account.acting.count
+            turn_count += account.turn_count
+            demand_tokens += account.demand_tokens
+            if replica.open_to_programs:
+                limit_tokens += account.limit_tokens
+            for name, value in asdict(account.costs).items():
+                setattr(costs, name, getattr(costs, name) + value)
+        paused_reasoning_count = scheduler.queue.waiting_count
+        sample = Sample(
+            at_s=round(at_s, 3),
+            active_reasoning_count=reasoning_count,
+            active_acting_count=acting_count,
+            paused_reasoning_count=paused_reasoning_count,
+            paused_acting_count=len(scheduler.programs) - scheduler.book.active_count - paused_reasoning_count,
+            turns_in_flight_count=turn_count,
+            turns_held_count=self._runtime.held_count,
+            turns_finished_total=runtime.outcome_counts["finished"],
+            prompt_tokens_total=runtime.prompt_tokens_total,
+            output_tokens_total=runtime.output_tokens_total,
+            cache_query_tokens_total=int(self._cache_totals.query_tokens),
+            cache_hit_tokens_total=int(self._cache_totals.hit_tokens),
+            demand_tokens=demand_tokens,
+            limit_tokens=int(limit_tokens) if isfinite(limit_tokens) else None,
+            costs_token_s={k.removesuffix("_token_s"): round(v, 1) for k, v in asdict(costs).items()},
+            held_p50_s=quantile_s(held, 0.5),
+            held_p90_s=quantile_s(held, 0.9),
+            held_p99_s=quantile_s(held, 0.99),
+        )
+        return sample, hold_counts
+
+
+class _CacheTotals:
+    """What engines looked up in their prefix caches and found there since the start, whatever engine began anew."""
+
+    def __init__(self) -> None:
+        self.query_tokens = 0.0
+        self.hit_tokens = 0.0
+        self._last: dict[str, tuple[float, float]] = {}
+
+    def read(self, replicas: Replicas) -> None:
+        """Add what grew since the last time."""
+        for replica_id, known in replicas.known.items():
+            queries, hits = known.reading.cache_query_tokens_total, known.reading.cache_hit_tokens_total
+            if queries is None or hits is None:
+                continue
+            last_queries, last_hits = self._last.get(replica_id, (queries, hits))
+            if queries >= last_queries and hits >= last_hits:
+                self.query_tokens += queries - last_queries
+                self.hit_tokens += hits - last_hits
+            self._last[replica_id] = (queries, hits)
+        self._last = {replica_id: last for replica_id, last in self._last.items() if replica_id in replicas.known}
+
+
+def quantile_s(counts: Sequence[int], part_ratio: float) -> float | None:
+    """Return the time up to which this part of the turns was held; None if there was none.
+
+    `counts` are of turns held up to each of `HOLD_BUCKETS_S`, and in all. Within a bucket it is interpolated, as
+    Prometheus does; in the first, which is of turns that were not held, it is 0.
+    """
+    total = counts[-1]
+    if total <= 0:
+        return None
+    wanted = part_ratio * total
+    if wanted <= counts[0]:
+        return 0.0
+    for (low_s, below), (high_s, up_to) in pairwise(zip(HOLD_BUCKETS_S, counts, strict=False)):
+        if wanted <= up_to:
+            return round(low_s + (high_s - low_s) * (wanted - below) / (up_to - below), 3)
+    return float(HOLD_BUCKETS_S[-1])
+
+
+def _per(amount: float, time_: float) -> float:
+    return round(amount / time_, 2)

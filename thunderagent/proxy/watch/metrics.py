@@ -1,0 +1,343 @@
+"""What `/metrics` says, in Prometheus' text format. No program id is ever a label."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from itertools import accumulate
+from math import inf, isfinite
+from time import time
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import Counter as CounterMetric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.utils import floatToGoString
+
+from thunderagent.programs.learned.judge_record import TURN_EDGES_COUNT
+from thunderagent.programs.model.places import Phase, Status
+from thunderagent.programs.model.verdicts import FAILURE, OUTCOMES, SUCCESS, Level
+from thunderagent.programs.rules.tenants import Tenants
+from thunderagent.proxy.fleet.replicas import Replicas
+from thunderagent.proxy.watch.event_feed import KIND_OF
+from thunderagent.runtime import Runtime
+
+HOLD_BUCKETS_S = (0.001, 0.01, 0.1, 0.5, 1, 2, 5, 10, 20, 40, 60, 120, 300, 600, 1800)
+ADDED_BUCKETS_S = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 1)
+
+NAMED_TENANTS_COUNT = 100
+"""Tenants with a series of their own: those that had most."""
+
+OTHER_TENANTS = "(others)"
+
+
+class Histogram:
+    """A histogram as `prometheus_client` has it, for one event loop: its own takes two locks for each value."""
+
+    def __init__(self, name: str, documentation: str, buckets: Sequence[float], registry: CollectorRegistry) -> None:
+        """Register it, with `buckets` and one for what is above them."""
+        self._name = name
+        self._documentation = documentation
+        self._buckets = (*map(float, buckets), inf)
+        self._counts = [0] * len(self._buckets)
+        self._sum = 0.0
+        self._created_s = time()
+        registry.register(self)
+
+    def observe(self, value: float) -> None:
+        """Count a value."""
+        self._counts[bisect_left(self._buckets, value)] += 1
+        self._sum += value
+
+    def counts_up_to(self) -> tuple[int, ...]:
+        """Return how many values were up to the bound of each bucket, at last of all."""
+        return tuple(accumulate(self._counts))
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the family."""
+        named = [*zip(map(floatToGoString, self._buckets), self.counts_up_to(), strict=True)]
+        family = HistogramMetricFamily(self._name, self._documentation, buckets=named, sum_value=self._sum)
+        family.add_sample(f"{self._name}_created", {}, self._created_s)
+        yield family
+
+
+class TurnMetrics:
+    """Histograms and counters that the hot path fills."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        """Register them."""
+        hold = Histogram(
+            "thunderagent_hold_seconds",
+            "Time that a turn waited for its lease.",
+            HOLD_BUCKETS_S,
+            registry,
+        )
+        added = Histogram(
+            "thunderagent_added_latency_seconds",
+            "Time from a turn's arrival to its forwarding, without its hold: reading, identifying, deciding.",
+            ADDED_BUCKETS_S,
+            registry,
+        )
+        self._retries = CounterMetric(
+            "thunderagent_retries",
+            "Turns that were tried on another replica, or were not because too many others were.",
+            ["outcome"],
+            registry=registry,
+        )
+        for outcome in ("made", "over_budget"):
+            self._retries.labels(outcome)
+        self._hold = hold
+        self.observe_hold = hold.observe
+        self.observe_added = added.observe
+
+    def hold_counts(self) -> tuple[int, ...]:
+        """Return how many turns were held up to each of `HOLD_BUCKETS_S`, and in all."""
+        return self._hold.counts_up_to()
+
+    def count_retry(self, outcome: str) -> None:
+        """Count a retry that was `made`, or was `over_budget`."""
+        self._retries.labels(outcome).inc()
+
+
+class StateCollector:
+    """Gauges and counters that are read off the scheduler when somebody asks, and cost nothing before."""
+
+    def __init__(self, runtime: Runtime, replicas: Replicas) -> None:
+        """Report on these."""
+        self._runtime = runtime
+        self._replicas = replicas
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every family. Costs O(programs)."""
+        yield from self._programs()
+        yield from self._counts()
+        yield from self._replica_sums()
+        yield from self._goodput()
+        yield from self._tenants()
+        yield from self._learned()
+        yield from self._judged()
+
+    def _programs(self) -> Iterator[Metric]:
+        programs = GaugeMetricFamily(
+            "thunderagent_programs", "Live programs by status and phase.", labels=["status", "phase"]
+        )
+        counts = Counter((program.status, program.phase) for program in self._runtime.scheduler.programs.values())
+        for status in (Status.ACTIVE, Status.PAUSED):
+            for phase in Phase:
+                programs.add_metric([status, phase], counts[status, phase])
+        yield programs
+
+    def _counts(self) -> Iterator[Metric]:
+        runtime = self._runtime
+        yield GaugeMetricFamily("thunderagent_turns_held", "Turns that wait for a lease.", runtime.held_count)
+        yield GaugeMetricFamily(
+            "thunderagent_leases_active", "Turns that hold a lease and were not ended.", runtime.leases_count
+        )
+        turns = CounterMetricFamily(
+            "thunderagent_turns",
+            "Leases and refusals of them by how they ended; a retried turn counts once for each try.",
+            labels=["outcome"],
+        )
+        for outcome in ("finished", "refused", "failed", "abandoned", "rejected", "superseded", "aborted"):
+            turns.add_metric([outcome], runtime.outcome_counts[outcome])
+        yield turns
+        for name, tokens in (
+            ("prompt", runtime.prompt_tokens_total),
+            ("output", runtime.output_tokens_total),
+            ("cached", runtime.cached_tokens_total),
+        ):
+            yield CounterMetricFamily(
+                f"thunderagent_{name}_tokens", f"The {name} tokens of finished turns, where usage was said.", tokens
+            )
+        knowledge = runtime.scheduler.knowledge
+        yield GaugeMetricFamily(
+            "thunderagent_tools_running", "Programs whose tool runs.", knowledge.tools_running_count
+        )
+        yield GaugeMetricFamily(
+            "thunderagent_tool_mean_seconds", "How long tools took lately, in the mean.", knowledge.mean_tool_s
+        )
+        decisions = CounterMetricFamily(
+            "thunderagent_decisions", "Decisions of the scheduler.", labels=["decision", "reason"]
+        )
+        for (decision, reason), number in runtime.decision_counts.items():
+            decisions.add_metric([KIND_OF[decision], reason.value], number)
+        yield decisions
+
+    def _replica_sums(self) -> Iterator[Metric]:
+        scheduler = self._runtime.scheduler
+        gauges = {
+            "up": GaugeMetricFamily("thunderagent_replica_up", "1 if the replica may be used.", labels=["replica"]),
+            "suspended": GaugeMetricFamily(
+                "thunderagent_replica_suspended",
+                "1 if nothing is granted on the replica, because it is paused, sleeps, or gets new weights.",
+                labels=["replica"],
+            ),
+            "demand": GaugeMetricFamily(
+                "thunderagent_demand_tokens", "Tokens that programs claim on a replica.", labels=["replica"]
+            ),
+            "capacity": GaugeMetricFamily(
+                "thunderagent_capacity_tokens", "Tokens in a replica's KV pool; absent if unknown.", labels=["replica"]
+            ),
+            "limit": GaugeMetricFamily(
+                "thunderagent_replica_limit_tokens",
+                "Tokens that may be claimed on a replica: its capacity, corrected by what was lost; absent if unknown.",
+                labels=["replica"],
+            ),
+            "shared": GaugeMetricFamily(
+                "thunderagent_replica_shared_tokens",
+                "Tokens that several programs on a replica claim in common, counted once in the demand.",
+                labels=["replica"],
+            ),
+            "unknown": GaugeMetricFamily(
+                "thunderagent_capacity_unknown", "1 if a replica's capacity is not known: an alarm.", labels=["replica"]
+            ),
+            "draining": GaugeMetricFamily(
+                "thunderagent_replica_draining", "1 if the replica gets nothing new.", labels=["replica"]
+            ),
+            "tripped": GaugeMetricFamily(
+                "thunderagent_replica_tripped",
+                "1 while a replica fails so often that it gets no turns.",
+                labels=["replica"],
+            ),
+            "turns": GaugeMetricFamily(
+                "thunderagent_replica_turns", "Turns in flight on a replica.", labels=["replica"]
+            ),
+        }
+        costs = CounterMetricFamily(
+            "thunderagent_cost_token_seconds",
+            "What a replica's memory was spent on, in token-seconds.",
+            labels=["replica", "term"],
+        )
+        queued = CounterMetricFamily(
+            "thunderagent_queued_token_seconds",
+            "Prompts of turns over the time that they waited in a replica's own queue, in token-seconds: no memory.",
+            labels=["replica"],
+        )
+        for replica_id, known in self._replicas.known.items():
+            gauges["draining"].add_metric([replica_id], int(known.draining_since_s is not None))
+            replica = scheduler.replicas.get(replica_id)
+            if replica is None:
+                gauges["up"].add_metric([replica_id], 0)
+                continue
+            account = replica.account
+            scheduler.ledger.accrue(account, self._runtime.now_s())
+            gauges["up"].add_metric([replica_id], int(replica.open_to_programs))
+            gauges["suspended"].add_metric([replica_id], int(bool(replica.suspended_for)))
+            gauges["demand"].add_metric([replica_id], account.demand_tokens)
+            gauges["shared"].add_metric([replica_id], account.shared_tokens)
+            gauges["tripped"].add_metric([replica_id], int(replica.tripped))
+            gauges["turns"].add_metric([replica_id], account.turn_count)
+            gauges["unknown"].add_metric([replica_id], int(account.capacity_tokens is None))
+            if account.capacity_tokens is not None:
+                gauges["capacity"].add_metric([replica_id], account.capacity_tokens)
+                gauges["limit"].add_metric([replica_id], account.limit_tokens)
+            terms = asdict(account.costs)
+            queued.add_metric([replica_id], terms.pop("queued_token_s"))
+            for term, token_seconds in terms.items():
+                costs.add_metric([replica_id, term.removesuffix("_token_s")], token_seconds)
+        yield from gauges.values()
+        yield costs
+        yield queued
+
+    def _goodput(self) -> Iterator[Metric]:
+        goodput = self._runtime.scheduler.knowledge.goodput
+        counts = {
+            "turn": ("Turns", "finished turns", goodput.turns, goodput.turn_count),
+            "program": ("Programs", "ended programs", goodput.programs, goodput.program_count),
+        }
+        for kind, (name, judged, in_time, judged_count) in counts.items():
+            family = CounterMetricFamily(
+                f"thunderagent_goodput_{kind}s",
+                f"{name} that took no longer than alpha times what they would take alone on an idle engine.",
+                labels=["alpha"],
+            )
+            for alpha_ratio, number in in_time.items():
+                family.add_metric([f"{alpha_ratio:g}"], number)
+            yield family
+            yield CounterMetricFamily(
+                f"thunderagent_judged_{kind}s", f"Those {judged} of which that could be said.", judged_count
+            )
+
+    def _tenants(self) -> Iterator[Metric]:
+        tenants = self._runtime.scheduler.tenants or Tenants({})
+        service = CounterMetricFamily(
+            "thunderagent_tenant_service_token_seconds",
+            "What each tenant's programs claimed of memory over time.",
+            labels=["tenant"],
+        )
+        waiting = GaugeMetricFamily("thunderagent_tenant_waiting", "Programs that wait.", labels=["tenant"])
+        by_service = sorted(tenants.as_of(self._runtime.now_s()), key=lambda tenant: -tenant.service_token_s)
+        for tenant in by_service[:NAMED_TENANTS_COUNT]:
+            service.add_metric([tenant.name], tenant.service_token_s)
+            waiting.add_metric([tenant.name], tenant.waiting_count)
+        if others := by_service[NAMED_TENANTS_COUNT:]:
+            service.add_metric([OTHER_TENANTS], sum(tenant.service_token_s for tenant in others))
+            waiting.add_metric([OTHER_TENANTS], sum(tenant.waiting_count for tenant in others))
+        yield service
+        yield waiting
+        yield GaugeMetricFamily(
+            "thunderagent_tenants_jain_ratio",
+            "Jain's index of what tenants that had to wait got by weight; absent until two had to.",
+            tenants.jain_ratio(),
+        )
+
+    def _learned(self) -> Iterator[Metric]:
+        scheduler = self._runtime.scheduler
+        knowledge = scheduler.knowledge
+        break_even = GaugeMetricFamily(
+            "thunderagent_break_even_seconds",
+            "Time in which a replica could prefill its whole memory, as learned; absent if its size is not known.",
+            labels=["replica"],
+        )
+        for replica_id, account in scheduler.ledger.accounts.items():
+            if account.capacity_tokens is not None:
+                break_even.add_metric([replica_id], scheduler.view.break_even_s(replica_id))
+        yield break_even
+        yield GaugeMetricFamily(
+            "thunderagent_prefill_seconds_per_token",
+            "Time to prefill a token of a prompt that is not cached, as learned.",
+            knowledge.prefill_speed.token_s,
+        )
+        residence_s = knowledge.median_residence_s
+        yield GaugeMetricFamily(
+            "thunderagent_median_residence_seconds",
+            "Median time between a program's first turn and the end of its last; absent until one ended.",
+            residence_s if isfinite(residence_s) else None,
+        )
+
+    def _judged(self) -> Iterator[Metric]:
+        scheduler = self._runtime.scheduler
+        record = scheduler.knowledge.judge_record
+        programs = GaugeMetricFamily(
+            "thunderagent_programs_by_level", "Live programs by the level that verdicts gave them.", labels=["level"]
+        )
+        counts = Counter(program.level for program in scheduler.programs.values())
+        for level in Level:
+            programs.add_metric([level.name.lower()], counts[level])
+        yield programs
+        outcomes = CounterMetricFamily(
+            "thunderagent_program_outcomes", "Programs of which it was said what became of them.", labels=["outcome"]
+        )
+        for outcome in OUTCOMES:
+            outcomes.add_metric([outcome], record.program_counts[outcome])
+        yield outcomes
+        for outcome, name, what in (
+            (FAILURE, "recall", "programs that failed"),
+            (SUCCESS, "false_alarm", "programs that succeeded"),
+        ):
+            ratios = GaugeMetricFamily(
+                f"thunderagent_judge_{name}_ratio",
+                f"Part of the {what} that was predicted to fail within so many turns; absent before the first, and "
+                "before a judge's first verdict.",
+                labels=["turns"],
+            )
+            for turn_count in TURN_EDGES_COUNT if any(record.level_counts.values()) else ():
+                if (ratio := record.predicted_ratio(outcome, turn_count)) is not None:
+                    ratios.add_metric([str(turn_count)], ratio)
+            yield ratios
+
+
+def exposition(registry: CollectorRegistry) -> bytes:
+    """Return the text of `/metrics`."""
+    return generate_latest(registry)

@@ -1,0 +1,103 @@
+"""Which headers travel end to end, and what an answer says of its request in headers of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from urllib.parse import urljoin, urlsplit
+
+from multidict import CIMultiDict, CIMultiDictProxy
+
+from thunderagent.errors import ReplicaError, ReplicaRedirectError, ThunderAgentError
+from thunderagent.proxy.reading.target import Target
+
+_HOP_BY_HOP = frozenset(
+    {
+        "connection",
+        "keep-alive",
+        "proxy-authenticate",
+        "proxy-authorization",
+        "proxy-connection",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+    }
+)
+"""RFC 9110, section 7.6.1."""
+
+_REQUEST_DROPPED = _HOP_BY_HOP | {"host", "content-length", "expect"}
+"""Content-Length is counted anew, because the body may have been spliced; Host names the replica."""
+
+
+_RESPONSE_DROPPED = _HOP_BY_HOP | {"alt-svc", "refresh"}
+"""The last two would lead a client to the engine, or wherever that wants, without a redirect."""
+
+# Whose a request was, where it ran, how long it was held.
+PROGRAM_ID_HEADER = "X-Program-ID"
+SOURCE_HEADER = "X-Program-ID-Source"
+REPLICA_HEADER = "X-Replica-ID"
+HOLD_HEADER = "X-Hold-Ms"
+
+_PORTS = {"http": 80, "https": 443}
+
+
+def forwarded_request_headers(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
+    """Return the end-to-end headers of a request, in their order and spelling."""
+    return _without(headers, _REQUEST_DROPPED)
+
+
+def forwarded_response_headers(headers: CIMultiDictProxy[str], *, keep_length: bool) -> CIMultiDict[str]:
+    """Return the end-to-end headers of an answer; Content-Length only if the body's bytes stay as they are."""
+    return _without(headers, _RESPONSE_DROPPED if keep_length else _RESPONSE_DROPPED | {"content-length"})
+
+
+def lead_back(headers: CIMultiDict[str], base_url: str, replica_id: str, target: Target) -> None:
+    """Have a redirect of a replica lead to the proxy: to the same place there, for the same program or replica.
+
+    A path without a host does, whatever the client calls us. Raises `ReplicaRedirectError` for one to somebody else.
+    """
+    if "Location" not in headers:
+        return
+    try:
+        base = urlsplit(base_url)
+        wanted = urlsplit(urljoin(base_url.rstrip("/") + target.sent, headers.popall("Location")[0]))
+        is_replicas = (wanted.hostname, wanted.port or _PORTS.get(wanted.scheme)) == (
+            base.hostname,
+            base.port or _PORTS.get(base.scheme),
+        )
+    except ValueError:
+        is_replicas = False
+    if not is_replicas:
+        raise ReplicaRedirectError(f"replica {replica_id} redirects to another server", replica_id=replica_id)
+    base_path = base.path.rstrip("/") + "/"
+    path = wanted.path.removeprefix(base_path).lstrip("/\\")  # two slashes would begin another host's name
+    headers["Location"] = f"{target.prefix}/{path}" + (f"?{wanted.query}" if wanted.query else "")
+
+
+def _without(headers: CIMultiDictProxy[str], dropped: frozenset[str]) -> CIMultiDict[str]:
+    if "Connection" in headers:  # RFC 9110, 7.6.1: it may name further hop-by-hop headers
+        named = ",".join(headers.getall("Connection")).lower().split(",")
+        dropped = dropped | {name.strip() for name in named}
+    kept = CIMultiDict(headers)
+    for name in dropped:
+        if name in kept:
+            del kept[name]
+    return kept
+
+
+def identity_headers(program_id: str | None, source: str) -> dict[str, str]:
+    """Return the headers that say whose a request was; none if it is nobody's."""
+    if program_id is None:
+        return {}
+    return {PROGRAM_ID_HEADER: _header_safe(program_id), SOURCE_HEADER: source}
+
+
+def tell_with_error(error: ThunderAgentError, headers: Mapping[str, str]) -> None:
+    """Have the answer that tells of an error bear these headers, and which replica failed, if one did."""
+    replica = {REPLICA_HEADER: error.replica_id} if isinstance(error, ReplicaError) else {}
+    error.answer_headers = {**headers, **replica}
+
+
+def _header_safe(text: str) -> str:
+    """Return a program id as a header can carry it."""
+    return text if text.isascii() else text.encode("ascii", "backslashreplace").decode()

@@ -1,0 +1,27 @@
+"""The id of a request: the client's `X-Request-Id`, or a new one; the engine, the answer and the log have it."""
+
+from __future__ import annotations
+
+import re
+from contextvars import ContextVar
+from itertools import count
+from secrets import token_hex
+
+from multidict import CIMultiDictProxy
+
+REQUEST_ID_HEADER = "X-Request-Id"
+
+REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
+"""Of the request that is being handled: each is in a context of its own."""
+
+_USABLE = re.compile(r"[!-~]{1,256}")
+_BEGIN = token_hex(8)  # of this process; a random id for each request would cost a system call
+_numbers = count(1)
+
+
+def take_request_id(headers: CIMultiDictProxy[str]) -> str:
+    """Return the client's id if it is printable ASCII of up to 256 characters, or a new one."""
+    given = headers.get(REQUEST_ID_HEADER)
+    if given is not None and _USABLE.fullmatch(given):
+        return given
+    return f"{_BEGIN}{next(_numbers):x}"
