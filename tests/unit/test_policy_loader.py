@@ -177,8 +177,12 @@ class Srtf:
 @pytest.mark.parametrize(
     ("policy", "parts", "message"),
     [
-        ("srtf:Srtf", {}, "srtf:Srtf is no policy: it has no balance, claim_rules, hold_s, pause_rank, place, restore_rank, tick_s"),
-        ("cap", {"admission": "srtf:Srtf"}, "srtf:Srtf is no admission: it has no rank, next$"),
+        (
+            "srtf:Srtf",
+            {},
+            "srtf:Srtf is no policy: it has no balance, claim_rules, hold_s, pause_rank, place, restore_rank, tick_s",
+        ),
+        ("cap", {"admission": "srtf:Srtf"}, "srtf:Srtf is no admission: it has no next, rank$"),
         ("cap", {"order": "srtf:Srtf"}, "srtf:Srtf is no order: it has no restore_rank$"),
         ("cap", {"victims": "srtf:Srtf"}, "srtf:Srtf is no victims: it has no pause_rank$"),
         ("cap", {"priority": "srtf:Srtf"}, "srtf:Srtf is no priority: it has no engine_priority$"),
