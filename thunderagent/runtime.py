@@ -15,11 +15,12 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from itertools import count
 from math import ceil, inf
+from operator import itemgetter
 from time import monotonic
 from typing import get_args
 
@@ -151,8 +152,11 @@ class Runtime:
         self.output_tokens_total = 0
         self.cached_tokens_total = 0
         self._event_log = event_log
-        self._observers: list[tuple[Observer, frozenset[type] | None]] = []
-        """And which kinds of events and decisions each is about; None is all."""
+        self._observers: dict[int, tuple[Observer, frozenset[type] | None]] = {}
+        """By their numbers, and which kinds of events and decisions each is about; None is all."""
+        self._observer_numbers = count()
+        self._observers_by_kind: dict[type, tuple[tuple[int, Observer], ...]] = {}
+        """Those that are about a kind, with their numbers, in their order; found out when one first comes."""
         self._turn_ids = count(1)
         self._waiters: dict[int, asyncio.Future[Grant]] = {}
         self._abortable_ids: set[int] = set()
@@ -272,13 +276,34 @@ class Runtime:
         If it says what it is `about`, it is called only with events of these kinds, or with such a decision: who waits
         for something rare costs turns nothing. Return what ends that; idempotent.
         """
-        entry = observer, frozenset(about) or None
-        self._observers = [*self._observers, entry]
+        number = next(self._observer_numbers)
+        self._observers[number] = observer, frozenset(about) or None
+        self._observers_by_kind.clear()
 
         def stop() -> None:
-            self._observers = [other for other in self._observers if other is not entry]
+            self._observers.pop(number, None)
+            self._observers_by_kind.clear()
 
         return stop
+
+    def _observers_of(self, event: Event, decisions: Sequence[Decision]) -> Iterable[tuple[int, Observer]]:
+        """Return who hears of an event and what was decided on it, each once. Cost: a lookup for each of them."""
+        found: Sequence[tuple[int, Observer]] = self._about(type(event))
+        for decision in decisions:
+            more = self._about(type(decision))
+            if more and more is not found:
+                found = sorted({*found, *more}, key=itemgetter(0)) if found else more
+        return found
+
+    def _about(self, kind: type) -> tuple[tuple[int, Observer], ...]:
+        about = self._observers_by_kind.get(kind)
+        if about is None:
+            about = self._observers_by_kind[kind] = tuple(
+                (number, observer)
+                for number, (observer, kinds) in self._observers.items()
+                if kinds is None or kind in kinds
+            )
+        return about
 
     def listen(self, listener: Callable[[Signal], None]) -> Callable[[], None]:
         """Have `listener` called with each signal of the information stream; return what ends that."""
@@ -503,10 +528,8 @@ class Runtime:
                     waiter.set_result(decision)
             else:
                 self._carry_out(decision)
-        kinds = {type(event), *map(type, decisions)}
-        for observer, about in self._observers:
-            if about is None or not about.isdisjoint(kinds):
-                observer(event, decisions)
+        for _, observer in self._observers_of(event, decisions):
+            observer(event, decisions)
         if self._event_log is not None:
             self._log_events(lambda event_log: event_log.write(event, decisions))
         return decisions

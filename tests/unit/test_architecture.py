@@ -117,13 +117,34 @@ ARROWS: dict[str, frozenset[str]] = {
     "provision": frozenset({"errors", "programs", "backends", "tools"}),
     # An engine of its own behind the proxy, which knows it by its answers alone: nobody else imports it.
     "nova": frozenset({"errors"}),
+    # Above the proxy, which it knows by HTTP alone: nobody else imports it.
+    "workflows": frozenset({"errors", "client"}),
     # Lets whoever starts and ends replicas and the proxy hear of each other.
     "provisioning": frozenset({"errors", "backends", "provision", "proxy", "runtime", "config"}),
     # Makes keys, TLS and limits of the configuration.
     "security": frozenset({"errors", "proxy", "config"}),
+    # Makes a key for a person.
+    "key_command": frozenset({"errors", "faults", "proxy"}),
+    # Reads the configuration again, and tells whoever goes by it.
+    "reloading": frozenset({"errors", "backends", "proxy", "config", "security", "replica_sources"}),
     # Wires everything up; the command line starts it.
-    "serving": EVERY_ROOM | {"config", "signal_log"},
-    "cli": EVERY_ROOM | {"config", "serving", "status", "calibrate", "log_lines", "lookups", "nova", "core_build"},
+    "serving": EVERY_ROOM | {"config", "signal_log", "reloading"},
+    # A client of engines and of a proxy, which it can start for itself.
+    "doctor": frozenset({"errors", "backends", "config", "security", "serving"}),
+    "cli": EVERY_ROOM
+    | {
+        "config",
+        "serving",
+        "status",
+        "calibrate",
+        "core_build",
+        "doctor",
+        "key_command",
+        "log_lines",
+        "lookups",
+        "nova",
+        "workflows",
+    },
     "__main__": frozenset({"cli"}),
 }
 
@@ -202,6 +223,66 @@ def wrong_imports(module: Module) -> Iterator[str]:
                         yield f"{module.name}:{line}: must never know {prefix}"
 
 
+# Room of the core, or module beside the rooms: what else of the core it may import.
+VERBS = frozenset({"model", "book", "learned", "rules", "placing", "leases", "turn_ends", "stream", "global_policy"})
+CORE_ARROWS: dict[str, frozenset[str]] = {
+    "model": frozenset(),
+    "book": frozenset({"model"}),
+    "learned": frozenset({"model"}),
+    "rules": frozenset({"model", "book"}),
+    "policies": frozenset({"model"}),
+    "stream": frozenset({"model", "book", "learned"}),
+    "global_policy": frozenset({"model", "book"}),
+    "placing": frozenset({"model", "book", "rules"}),
+    "leases": frozenset({"model", "book", "rules", "stream"}),
+    "turn_ends": frozenset({"model"}),  # and the core, which it is a part of, for its type
+    "core": VERBS,
+    "operations": VERBS | {"core"},
+    "view": VERBS,  # and the core and its operations, for their types
+    "handlers": VERBS | {"core", "operations", "view"},
+    "scheduler": VERBS | {"core", "operations", "view", "handlers"},
+    "invariants": VERBS | {"core", "scheduler"},
+}
+CORE_FOLDERS = ("model", "book", "learned", "rules", "policies", "handlers")
+MOST_LINES = 350
+
+
+def core_room_of(dotted: str) -> str:
+    return dotted.split(".")[2] if is_under(dotted, "thunderagent.programs") and dotted.count(".") > 1 else ""
+
+
+def wrong_core_imports(module: Module) -> Iterator[str]:
+    """Find imports of the core against its arrows; what only a type checker sees closes no circle."""
+    room = core_room_of(module.name)
+    for line, dotted in imports_of(without_typing_blocks(module)):
+        target = core_room_of(dotted)
+        if room and target and target != room and target not in CORE_ARROWS.get(room, frozenset()):
+            yield f"{module.name}:{line}: {room} must not import {dotted}"
+
+
+def without_typing_blocks(module: Module) -> Module:
+    """Leave out what stands under `if TYPE_CHECKING:` at the top of a module."""
+    body = [
+        node
+        for node in module.tree.body
+        if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
+    ]
+    return Module(module.name, ast.Module(body, []), module.is_package)
+
+
+# --- Events and decisions are read only ---------------------------------------------------------------------------
+
+TOLD = frozenset({"event", "decision", "signal"})
+
+
+def changed_events(module: Module) -> Iterator[str]:
+    """Find who assigns to a field of an event, a decision or a signal: they are plain, to be quick to make."""
+    for node in ast.walk(module.tree):
+        changes = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del)
+        if changes and isinstance(node.value, ast.Name) and node.value.id in TOLD:
+            yield f"{module.name}:{node.lineno}: {ast.unparse(node)} is changed"
+
+
 # --- The purity of the core -----------------------------------------------------------------------------------
 
 PURE_IMPORTS = {
@@ -226,7 +307,8 @@ IMPURE_CALLS = frozenset({"open", "print", "input", "exec", "eval", "compile", "
 def impurities(module: Module) -> Iterator[str]:
     """Find what lets the core touch a clock, randomness, a loop, a log, the network or other people's code."""
     for line, dotted in imports_of(module):
-        is_ours = any(is_under(dotted, f"thunderagent.{room}") for room in ("errors", "programs"))
+        own_rooms = ("errors", "programs", "workflows.core", "workflows.errors")
+        is_ours = any(is_under(dotted, f"thunderagent.{room}") for room in own_rooms)
         if not is_ours and dotted.split(".")[0] not in PURE_IMPORTS:
             yield f"{module.name}:{line}: the core must not import {dotted}"
     for node in ast.walk(module.tree):
@@ -293,7 +375,10 @@ BANNED = (
     Banned(
         "session",
         "program",
-        allowed_modules=(("thunderagent.backends.client", "aiohttp's word for its pool"),),
+        allowed_modules=(
+            ("thunderagent.backends.client", "aiohttp's word for its pool"),
+            ("thunderagent.workflows", "Nalar's word for what is a program at the proxy"),
+        ),
         allowed_names=(
             ("finish_session", "the path that SkyRL and the vLLM router call is named so"),
             ("session_id", "other people's field of a body"),
@@ -303,7 +388,7 @@ BANNED = (
     Banned("trajectory", "program"),
     Banned("job", "program", allowed_modules=(("thunderagent.nova", "what a stage's thread is given to do"),)),
     Banned("worker", "replica", allowed_modules=(("thunderagent.nova", "a thread that runs the passes of a stage"),)),
-    Banned("node", "replica"),
+    Banned("node", "replica", allowed_modules=(("thunderagent.workflows", "a process that runs agents"),)),
     Banned(
         "slot",
         "lease",
@@ -526,9 +611,46 @@ def test_a_room_is_no_attic() -> None:
         assert len(inside) <= ROOM_MODULE_COUNT, inside
 
 
+def test_imports_of_the_core_follow_its_arrows() -> None:
+    """One way, from the scheduler down to the model, and every room of it has arrows."""
+    assert complaints(wrong_core_imports, CORE) == []
+    rooms = {core_room_of(module.name) for module in CORE} - {""}
+    assert rooms == set(CORE_ARROWS)
+    assert {path.name for path in (PACKAGE / "programs").iterdir() if path.is_dir()} - {"__pycache__"} == set(
+        CORE_FOLDERS
+    )
+
+
+def test_a_module_of_the_core_is_read_in_two_screens() -> None:
+    """A file that outgrows that holds two ideas."""
+    lines = {str(path): len(path.read_text().splitlines()) for path in (PACKAGE / "programs").rglob("*.py")}
+    assert {path: count for path, count in lines.items() if count > MOST_LINES} == {}
+
+
+def test_nobody_changes_what_was_told() -> None:
+    """An event is the same for the log, for observers and for a replay."""
+    assert complaints(changed_events, MODULES) == []
+    assert list(changed_events(module_of("event.now_s = 1.0")))
+    assert list(changed_events(module_of("def f(decision):\n    decision.reason += 'x'")))
+
+
+def test_a_wrong_import_in_the_core_is_found() -> None:
+    """Each kind of arrow against the layers, and none that only a type checker sees."""
+    wrong = "from thunderagent.programs.book.book import Book"
+    assert list(wrong_core_imports(module_of(wrong, "thunderagent.programs.model.program")))
+    assert list(wrong_core_imports(module_of(wrong, "thunderagent.programs.policies.cap")))
+    assert list(
+        wrong_core_imports(module_of("import thunderagent.programs.core", "thunderagent.programs.rules.limits"))
+    )
+    assert not list(wrong_core_imports(module_of(wrong, "thunderagent.programs.rules.limits")))
+    typed = f"if TYPE_CHECKING:\n    {wrong}"
+    assert not list(wrong_core_imports(module_of(typed, "thunderagent.programs.model.program")))
+
+
 def test_the_core_is_pure() -> None:
-    """The core knows no clock, randomness, asyncio, logging, network or third-party package."""
+    """The cores know no clock, randomness, asyncio, logging, network or third-party package."""
     assert complaints(impurities, CORE) == []
+    assert complaints(impurities, [module for module in MODULES if module.is_in("thunderagent.workflows.core")]) == []
 
 
 def test_the_core_means_the_same_when_it_is_compiled() -> None:
@@ -587,8 +709,8 @@ def module_of(source: str, name: str = "thunderagent.programs.sample", *, is_pac
     ("name", "source"),
     [
         ("thunderagent.errors", "import thunderagent.programs"),
-        ("thunderagent.programs.table", "from thunderagent import backends"),
-        ("thunderagent.programs.table", "from thunderagent.config import Settings"),
+        ("thunderagent.programs.core", "from thunderagent import backends"),
+        ("thunderagent.programs.core", "from thunderagent.config import Settings"),
         ("thunderagent.backends.vllm", "from thunderagent.tools.sandbox import Sandbox"),
         ("thunderagent.backends.vllm", "from ..proxy import app"),
         ("thunderagent.backends.vllm", "from thunderagent.programs.policies import breakeven"),
@@ -642,8 +764,8 @@ def test_a_wrong_arrow_between_rooms_is_found(name: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("name", "source"),
     [
-        ("thunderagent.programs.table", "from thunderagent.errors import LifecycleError"),
-        ("thunderagent.programs.table", "from . import policies"),
+        ("thunderagent.programs.core", "from thunderagent.errors import LifecycleError"),
+        ("thunderagent.programs.core", "from . import policies"),
         ("thunderagent.backends.vllm", "import httpx2, asyncio\nfrom .base import Backend"),
         ("thunderagent.simulator.server", "import asyncio\nfrom aiohttp import web"),
         (
@@ -667,7 +789,7 @@ def test_relative_imports_are_resolved_from_modules_and_packages() -> None:
     source = "from . import a\nfrom .b import c\nfrom ..errors import E"
     expected = ["thunderagent.programs.a", "thunderagent.programs.b.c", "thunderagent.errors.E"]
     for module in (
-        module_of(source, "thunderagent.programs.table"),
+        module_of(source, "thunderagent.programs.core"),
         module_of(source, "thunderagent.programs", is_package=True),
     ):
         assert [dotted for _, dotted in imports_of(module)] == expected
@@ -698,7 +820,9 @@ def test_an_impurity_is_found(source: str) -> None:
 
 def test_pure_code_is_let_through() -> None:
     """Arithmetic, data structures and our own errors are no complaint."""
-    source = "import heapq\nfrom collections.abc import Iterator\nfrom thunderagent.programs.ledger import Ledger"
+    source = (
+        "import heapq\nfrom collections.abc import Iterator\nfrom thunderagent.programs.book.accounts import Ledger"
+    )
     assert list(impurities(module_of(source))) == []
 
 
@@ -760,10 +884,10 @@ def test_a_synonym_is_found(source: str) -> None:
     ("name", "source"),
     [
         ("thunderagent.proxy.app", "import aiohttp\nclient = aiohttp.ClientSession()"),
-        ("thunderagent.programs.table", "class A:\n    __slots__ = ('b',)"),
-        ("thunderagent.programs.table", "import dataclasses\n@dataclasses.dataclass(slots=True)\nclass A: ..."),
+        ("thunderagent.programs.core", "class A:\n    __slots__ = ('b',)"),
+        ("thunderagent.programs.core", "import dataclasses\n@dataclasses.dataclass(slots=True)\nclass A: ..."),
         ("thunderagent.simulator.engine", "def evict_blocks(): ..."),
-        ("thunderagent.programs.table", "obsession = jobless = sparkle = None"),
+        ("thunderagent.programs.core", "obsession = jobless = sparkle = None"),
         ("thunderagent.runtime", "def wake(): ..."),
     ],
 )

@@ -453,6 +453,20 @@ async def test_a_turn_that_is_due_is_no_tick() -> None:
         assert "Tick" not in events
 
 
+async def test_an_observer_hears_an_event_once_and_in_its_turn() -> None:
+    """Whether it is about the event, about what was decided on it, or about both; one that stopped hears nothing."""
+    async with running() as (runtime, _):
+        heard: list[str] = []
+        runtime.observe(lambda event, _: heard.append("decision"), Grant)
+        stop = runtime.observe(lambda event, _: heard.append("all"))
+        runtime.observe(lambda event, _: heard.append("both"), TurnArrived, Grant)
+        runtime.observe(lambda event, _: heard.append("neither"), Release)
+        with await runtime.lease(asked(runtime, "a")):
+            assert heard == ["decision", "all", "both"]
+            stop()
+        assert heard == ["decision", "all", "both"]
+
+
 async def test_an_observer_hears_only_what_it_is_about() -> None:
     async with running() as (runtime, _):
         heard: dict[str, list[str]] = {"all": [], "events": [], "decisions": []}

@@ -19,7 +19,9 @@ from thunderagent.errors import (
     ThunderAgentError,
 )
 from thunderagent.proxy.admin.admin import Admin
+from thunderagent.proxy.admin.configuration import ConfigurationHandlers, Reloads
 from thunderagent.proxy.admin.dashboard import Dashboard
+from thunderagent.proxy.admin.keys import KeyHandlers
 from thunderagent.proxy.admin.live import Live
 from thunderagent.proxy.admin.openapi import OpenApi
 from thunderagent.proxy.admin.primitives import Primitives, Provisioner
@@ -39,6 +41,9 @@ from thunderagent.proxy.gate.admin_port import AdminPort
 from thunderagent.proxy.gate.guard import Guard, GuardSettings, Handler, says_nothing_yet
 from thunderagent.proxy.gate.held import HeldTurns
 from thunderagent.proxy.gate.keys import Keyring
+from thunderagent.proxy.gate.keys.file import KeysFile
+from thunderagent.proxy.gate.keys.quotas import HEARD as QUOTAS_HEARD
+from thunderagent.proxy.gate.keys.quotas import Quotas
 from thunderagent.proxy.gate.login import Login, Logins
 from thunderagent.proxy.gate.tenancy import Tenancy
 from thunderagent.proxy.judge import Judge, JudgeCollector
@@ -47,8 +52,11 @@ from thunderagent.proxy.reading.target import Target
 from thunderagent.proxy.turns.flow import Turns, TurnSettings
 from thunderagent.proxy.turns.models import Models
 from thunderagent.proxy.turns.side_calls import SideCalls
+from thunderagent.proxy.watch.access_log import logged
+from thunderagent.proxy.watch.autoscaling import AutoscalingCollector
 from thunderagent.proxy.watch.history import History
-from thunderagent.proxy.watch.metrics import StateCollector, TurnMetrics
+from thunderagent.proxy.watch.metrics import StateCollector
+from thunderagent.proxy.watch.turn_metrics import LoopLag, TurnMetrics
 from thunderagent.proxy.wire.aiohttp_exchange import AiohttpExchange
 from thunderagent.proxy.wire.aiohttp_request import mark, target_of, told_path
 from thunderagent.proxy.wire.request_id import REQUEST_ID
@@ -67,7 +75,13 @@ ENGINES_HEADER = "X-ThunderAgent-Engines"
 """In every answer of a proxy whose engines are simulated."""
 
 HISTORY = web.AppKey("history", History)
-"""Where the application keeps its history; whoever runs it runs that beside it."""
+"""Where the application keeps its history; whoever runs it runs that beside it, and so the next."""
+LOOP_LAG = web.AppKey("loop_lag", LoopLag)
+
+
+GUARD = web.AppKey("guard", Guard)
+HELD = web.AppKey("held", HeldTurns)
+"""Whose limits may be set anew while it runs."""
 
 
 class Tracing(Protocol):
@@ -91,6 +105,9 @@ def build_app(
     turn_settings: TurnSettings,
     guard_settings: GuardSettings,
     keyring: Keyring | None = None,
+    keys_file: KeysFile | None = None,
+    reloads: Reloads | None = None,
+    access_log: bool = False,
     tracing: Tracing | None = None,
     sandboxes: Sandboxes | None = None,
     control_settings: ControlSettings | None = None,
@@ -102,8 +119,10 @@ def build_app(
     """Put the proxy together. The caller owns what it is made of. `simulated` engines are told of in every answer."""
     registry = CollectorRegistry()
     metrics = TurnMetrics(registry)
-    tenancy = Tenancy(runtime, from_key=turn_settings.tenant_from_key)
+    replicas.on_removed.append(metrics.replica_removed)
     held = HeldTurns(turn_settings.held, registry)
+    quotas = _quotas(runtime, registry, held, hears=keys_file is not None)
+    tenancy = Tenancy(runtime, from_key=turn_settings.tenant_from_key, quotas=quotas if keys_file is not None else None)
     made = MadeAnswers(MADE_ANSWERS_COUNT)
     turns = TurnHandlers(
         Turns(runtime, client, replicas, watcher, metrics, turn_settings, tenancy, held, made, sandboxes, judge)
@@ -118,23 +137,25 @@ def build_app(
         tenancy=tenancy,
     )
     models = Models(runtime.replicas, client, replicas)
-    registry.register(StateCollector(runtime, replicas))
-    registry.register(SourceCollector(discovery))
+    for collector in (StateCollector(runtime, replicas), AutoscalingCollector(runtime), SourceCollector(discovery)):
+        registry.register(collector)
     if judge is not None:
         registry.register(JudgeCollector(judge))
     if sandboxes is not None:
         registry.register(SandboxCollector(sandboxes, registry))
     keyring = keyring or Keyring()
     logins = Logins()
-    guard = Guard(guard_settings, keyring, registry, logins, held)
+    guard = Guard(guard_settings, keyring, registry, logins, held, quotas)
     control_settings = control_settings or ControlSettings()
     control = Control(runtime, client, replicas, control_settings)
     weight_sync = WeightSync(runtime, replicas, limit_s=control_settings.weight_sync_limit_s)
     leases = Leases(runtime, replicas, tenancy, held, limit_s=control_settings.lease_limit_s)
     app = web.Application(client_max_size=guard_settings.max_body_bytes)
     app[STALL_LIMIT_S] = guard_settings.client_stall_limit_s
+    app[GUARD], app[HELD] = guard, held
     guard.attach(app)
     app.on_cleanup.append(_stopping(replicas.breakers))
+    app[LOOP_LAG] = LoopLag(registry)
     app[HISTORY] = History(runtime, replicas, metrics.hold_counts)
     live = Live(runtime, replicas, app[HISTORY], sandboxes_on=sandboxes is not None, simulated=simulated)
     if simulated:
@@ -153,6 +174,8 @@ def build_app(
         *live.routes(),
         *Dashboard().routes(),
         *Login(keyring, logins).routes(),
+        *KeyHandlers(keyring, keys_file, quotas).routes(),
+        *ConfigurationHandlers(reloads).routes(),
         *(web.post(path, turns.handle) for path in TURN_DIALECTS),
         web.get("/v1/models", models.handle),
     ]
@@ -165,6 +188,8 @@ def build_app(
         if admin_port is not None:
             handler = admin_port.before(handler, route.method, route.path, tenancy)
         handler = answering_errors(guard.before(handler, route.method, route.path))
+        if access_log:
+            handler = logged(handler)
         if tracing is not None:
             handler = tracing.around(handler)
         if route.method == "GET":
@@ -198,6 +223,14 @@ class TurnHandlers:
         exchange = await AiohttpExchange.of(request, target)
         await self._turns.answer(exchange, chosen_id)
         return exchange.response
+
+
+def _quotas(runtime: Runtime, registry: CollectorRegistry, held: HeldTurns, *, hears: bool) -> Quotas:
+    """Return what counts what keys use; it hears of turns only where keys may have limits."""
+    quotas = Quotas(registry, lambda program_id: runtime.tenant_of(program_id) is not None, held.max_turns_count)
+    if hears:
+        runtime.observe(quotas.heard, *QUOTAS_HEARD)
+    return quotas
 
 
 def _stopping(breakers: Breakers) -> Callable[[web.Application], Awaitable[None]]:

@@ -30,7 +30,7 @@ try:
     from matplotlib.patches import Patch
     from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 except ImportError as error:
-    raise ConfigurationError("plots need matplotlib: pip install '.[plots]' in a checkout") from error
+    raise ConfigurationError("plots need matplotlib: pip install 'thunderagent[plots]'") from error
 
 INK = "#1d2430"
 SOFT_INK = "#5b6471"

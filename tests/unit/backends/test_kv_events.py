@@ -471,4 +471,4 @@ def test_without_pyzmq_the_error_says_what_to_install() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=30)
     assert done.returncode == 2
-    assert "pip install '.[kv-events]'" in done.stderr
+    assert "pip install 'thunderagent[kv-events]'" in done.stderr

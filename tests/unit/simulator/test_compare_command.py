@@ -262,7 +262,7 @@ def test_without_matplotlib_nothing_runs(
     for name in ("plots", "comparison_report"):
         monkeypatch.delitem(sys.modules, f"thunderagent.simulator.{name}", raising=False)
     assert exit_status(*QUICK, "--out", str(tmp_path / "report")) == 2
-    assert "pip install '.[plots]' in a checkout" in capsys.readouterr().err
+    assert "pip install 'thunderagent[plots]'" in capsys.readouterr().err
     assert not (tmp_path / "report").exists()
 
 

@@ -34,22 +34,22 @@ class _Cut:
 class PrefixTree:
     """Count chains on replicas. Cost of everything: O(cuts of a chain)."""
 
-    __slots__ = ("_cuts",)
+    __slots__ = ("cuts",)
 
     def __init__(self) -> None:
         """Begin empty."""
-        self._cuts: dict[int, _Cut] = {}
+        self.cuts: dict[int, _Cut] = {}
 
     def __len__(self) -> int:
-        return len(self._cuts)
+        return len(self.cuts)
 
     def enter(self, chain: Chain, replica_id: str) -> int:
         """Count a chain on a replica; return how many tokens of it others claim there already."""
         shared_tokens = previous_tokens = 0
         for digest, tokens in chain:
-            cut = self._cuts.get(digest)
+            cut = self.cuts.get(digest)
             if cut is None:
-                cut = self._cuts[digest] = _Cut(max(0, tokens - previous_tokens))
+                cut = self.cuts[digest] = _Cut(max(0, tokens - previous_tokens))
             previous_tokens = tokens
             count = cut.counts.get(replica_id, 0)
             if count:
@@ -61,7 +61,7 @@ class PrefixTree:
         """Take back what `enter` did with the same arguments; return the tokens that others go on to claim there."""
         shared_tokens = 0
         for digest, _ in chain:
-            cut = self._cuts[digest]
+            cut = self.cuts[digest]
             count = cut.counts[replica_id] - 1
             if count:
                 cut.counts[replica_id] = count
@@ -69,7 +69,7 @@ class PrefixTree:
             else:
                 del cut.counts[replica_id]
                 if not cut.counts:
-                    del self._cuts[digest]
+                    del self.cuts[digest]
         return shared_tokens
 
     def resize(self, chain: Chain) -> dict[str, int]:
@@ -77,7 +77,7 @@ class PrefixTree:
         grown: dict[str, int] = {}
         previous_tokens = 0
         for digest, tokens in chain:
-            cut = self._cuts.get(digest)
+            cut = self.cuts.get(digest)
             own_tokens = max(0, tokens - previous_tokens)
             previous_tokens = tokens
             if cut is None or abs(cut.own_tokens - own_tokens) <= SIZE_SLACK_RATIO * own_tokens:
@@ -89,14 +89,14 @@ class PrefixTree:
 
     def sized(self, chain: Chain) -> Chain:
         """Return a chain that is counted somewhere with the sizes that its cuts have here."""
-        sizes_tokens = accumulate(self._cuts[digest].own_tokens for digest, _ in chain)
+        sizes_tokens = accumulate(self.cuts[digest].own_tokens for digest, _ in chain)
         return tuple((digest, tokens) for (digest, _), tokens in zip(chain, sizes_tokens, strict=True))
 
     def shared_tokens(self, chain: Chain, replica_id: str, *, with_count: int = 1) -> int:
         """Return how many tokens of a chain at least `with_count` chains claim on a replica."""
         shared_tokens = 0
         for digest, _ in chain:
-            cut = self._cuts.get(digest)
+            cut = self.cuts.get(digest)
             if cut is None or cut.counts.get(replica_id, 0) < with_count:
                 break
             shared_tokens += cut.own_tokens
@@ -147,7 +147,7 @@ class SharedPrefixes:
 
     def tokens_on(self, program: Program, replica_id: str) -> int:
         """Return how many tokens of a program lie on a replica because others claim them there."""
-        if not self.tree:
+        if not self.tree.cuts:
             return 0
         counted_itself = program.place.active and program.replica_id == replica_id
         with_count = 2 if counted_itself else 1

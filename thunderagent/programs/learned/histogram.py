@@ -9,50 +9,67 @@ REMEMBERED_COUNT = 2000.0
 """Values that count: beyond, all counts are halved, so that the newest half weighs as much as all before."""
 
 
+class _Quantile:
+    """Where a quantile lies: its bin, and how many values are below that. It moves a bin or two as values come."""
+
+    __slots__ = ("below", "index", "ratio")
+
+    def __init__(self, ratio: float) -> None:
+        self.ratio = ratio
+        self.index = 0
+        self.below = 0.0
+
+
 class LogHistogram:
     """Counts of values between edges that grow by a constant factor; values below the first edge are one bin."""
 
-    __slots__ = ("_counts", "_edges", "_known_quantiles", "_total")
+    __slots__ = ("_counts", "_edges", "_quantiles", "total")
 
     def __init__(self, edges: Sequence[float]) -> None:
         """Begin empty; `edges` ascend. Bin 0 is below the first edge, the last is above the last edge."""
         self._edges = edges
         self._counts = [0.0] * (len(edges) + 1)
-        self._total = 0.0
-        self._known_quantiles: dict[float, float] = {}
-
-    @property
-    def total(self) -> float:
+        self.total = 0.0
         """Values that count."""
-        return self._total
+        self._quantiles: list[_Quantile] = []
+        """Those that were asked for."""
 
     def add(self, value: float) -> None:
         """Count a value. Cost: O(log bins)."""
-        self._counts[bisect_right(self._edges, value)] += 1.0
-        self._total += 1.0
-        self._known_quantiles.clear()
-        if self._total > REMEMBERED_COUNT:
+        index = bisect_right(self._edges, value)
+        self._counts[index] += 1.0
+        self.total += 1.0
+        for each in self._quantiles:
+            if index < each.index:
+                each.below += 1.0
+        if self.total > REMEMBERED_COUNT:
             self._counts = [count / 2 for count in self._counts]
-            self._total /= 2
+            self.total /= 2
+            self._quantiles.clear()
 
     def quantile(self, ratio: float, default: float) -> float:
         """Return the value that `ratio` of all are below, between edges in proportion; `default` without values."""
-        if not self._total:
+        if not self.total:
             return default
-        known = self._known_quantiles.get(ratio)
-        if known is None:
-            known = self._known_quantiles[ratio] = self._quantile(ratio)
-        return known
-
-    def _quantile(self, ratio: float) -> float:
-        wanted = ratio * self._total
-        for index, count in enumerate(self._counts):
-            if count and wanted <= count:
-                low = self._edges[index - 1] if index else 0.0
-                high = self._edges[min(index, len(self._edges) - 1)]
-                return low + (high - low) * wanted / count
-            wanted -= count
-        return self._edges[-1]
+        for each in self._quantiles:
+            if each.ratio == ratio:
+                break
+        else:
+            each = _Quantile(ratio)
+            self._quantiles.append(each)
+        counts, index, below, wanted = self._counts, each.index, each.below, ratio * self.total
+        while index and wanted <= below:
+            index -= 1
+            below -= counts[index]
+        while not counts[index] or wanted - below > counts[index]:
+            if index == len(self._edges):
+                return self._edges[-1]
+            below += counts[index]
+            index += 1
+        each.index, each.below = index, below
+        low = self._edges[index - 1] if index else 0.0
+        high = self._edges[min(index, len(self._edges) - 1)]
+        return low + (high - low) * (wanted - below) / counts[index]
 
 
 def geometric_edges(first: float, step_ratio: float, count: int) -> tuple[float, ...]:

@@ -3,11 +3,11 @@
 Theory of operation
 ===================
 A program whose tool runs is heard of at the end of its turn, and whenever its client speaks of it. For longer than the
-idle limit it keeps no claim, for longer than the forget limit it does not live. Both are measured on a clock that stands
-still while nothing is granted anywhere, and nothing is taken where nothing is granted now. Where no idle limit is set it
-is what was learned of the tool: long beyond the time in which nearly all return, but never more than half of the forget
-limit. Each tenant's programs are counted, and those whose tools run stand in an order of their own: so that one tenant
-that opens too many forgets its own.
+idle limit it keeps no claim, for longer than the forget limit it does not live. Both are measured on a clock that
+stands still while nothing is granted anywhere, and nothing is taken where nothing is granted now. Where no idle limit
+is set it is what was learned of the tool: long beyond the time in which nearly all return, but never more than half of
+the forget limit. Each tenant's programs are counted, and those whose tools run stand in an order of their own: so that
+one tenant that opens too many forgets its own.
 """
 
 from __future__ import annotations

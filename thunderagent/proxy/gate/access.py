@@ -86,6 +86,8 @@ ROUTES: tuple[tuple[Access, str, str], ...] = (
     (ADMIN, "GET", "/summary"),
     (ADMIN, "GET", "/history"),
     (ADMIN, "*", "/replicas**"),
+    (ADMIN, "*", "/keys**"),
+    (ADMIN, "*", "/config**"),
     (ADMIN, "*", "/control**"),
     (ADMIN, "*", "/weight_sync/**"),
     # In the words of other gateways.

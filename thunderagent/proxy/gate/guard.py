@@ -21,10 +21,19 @@ from thunderagent.errors import (
     NotFoundError,
     OriginRefusedError,
 )
-from thunderagent.proxy.gate.access import OF_OWN_TENANT, Access, ForwardUnknown, access_of_route, engine_access
+from thunderagent.proxy.gate.access import (
+    OF_OWN_TENANT,
+    Access,
+    ForwardUnknown,
+    Use,
+    access_of_route,
+    engine_access,
+    use_of,
+)
 from thunderagent.proxy.gate.held import HeldTurns, KeptBody
 from thunderagent.proxy.gate.hosts import Hosts, comes_from_a_browser
-from thunderagent.proxy.gate.keys import KEY_HEADER, Keyring, check_key
+from thunderagent.proxy.gate.keys import KEY_HEADER, NO_LIMITS, Keyring, check_key
+from thunderagent.proxy.gate.keys.quotas import Quotas
 from thunderagent.proxy.gate.login import Logins
 from thunderagent.proxy.gate.rate_limit import RateLimits
 from thunderagent.proxy.wire.aiohttp_request import KEPT_BODY, target_of
@@ -78,8 +87,12 @@ class Guard:
         registry: CollectorRegistry,
         logins: Logins,
         held: HeldTurns,
+        quotas: Quotas | None = None,
     ) -> None:
-        """Ask for keys of `keyring`, if it has any, or for one of `logins`; count in `registry`, bodies in `held`."""
+        """Ask for keys of `keyring`, if it has any, or for one of `logins`; count in `registry`, bodies in `held`.
+
+        `quotas` has turns wait whose key has had its share.
+        """
         self._settings = settings
         self._held = held
         self._keyring = keyring
@@ -87,9 +100,17 @@ class Guard:
         self._hosts = None if keyring.has_data_keys else Hosts(settings.hosts)
         default = ForwardUnknown.ADMIN if keyring else ForwardUnknown.DATA
         self._forward_unknown = settings.forward_unknown or default
+        self._quotas = quotas
         self._limits = None
         if settings.rate_limit_per_s is not None:
             self._limits = RateLimits(settings.rate_limit_per_s, settings.rate_limit_burst_count, registry)
+
+    def set_rate_limit(self, per_s: float | None, burst_count: int) -> bool:
+        """Let callers ask so often from now on; False if it takes a restart to begin or to end that."""
+        if self._limits is None or per_s is None:
+            return self._limits is None and per_s is None
+        self._limits.set(per_s, burst_count)
+        return True
 
     def attach(self, app: web.Application) -> None:
         """Have answers say who may read them, if anybody may but their own origin."""
@@ -101,6 +122,7 @@ class Guard:
         access = self._access_of(method, route_path)
         checks_keys_or_rate = access is not Access.OPEN and (bool(self._keyring) or self._limits is not None)
 
+        may_be_turn = access is Access.ENGINE or (method == "POST" and route_path == "/leases")
         tells_all = method == "GET" and (route_path in OF_OWN_TENANT or route_path == "/sandboxes/events")
 
         async def handle(request: web.Request) -> web.StreamResponse:
@@ -115,7 +137,7 @@ class Guard:
                     return self._preflight(request)
                 self._check_origin(request, asks_engine=access is Access.ENGINE and needs is Access.DATA)
             if checks_keys_or_rate:
-                await self._check_key_and_rate(request, for_admin=needs is Access.ADMIN)
+                await self._check_key_and_rate(request, for_admin=needs is Access.ADMIN, may_be_turn=may_be_turn)
             if request.content.is_eof():  # most bodies come with their head
                 return await handler(request)
             kept = request[KEPT_BODY] = KeptBody(self._held)
@@ -143,13 +165,15 @@ class Guard:
             return Access.ADMIN
         return access_of_route(method, route_path) or Access.ADMIN
 
-    async def _check_key_and_rate(self, request: web.Request, *, for_admin: bool) -> None:
+    async def _check_key_and_rate(self, request: web.Request, *, for_admin: bool, may_be_turn: bool) -> None:
         caller = f"address {request.remote}"
         if self._keyring:
-            key = self._keyring.key_of(request.headers) or self._logins.key_of(request.headers)
+            key = self._keyring.key_of(request.headers) or self._keyring.still(self._logins.key_of(request.headers))
             check_key(key, self._keyring, for_admin=for_admin)
             if key is not None:
                 caller = f"key {key.name}"
+                if key.limits != NO_LIMITS and self._quotas is not None and may_be_turn and _is_turn(request):
+                    await self._quotas.wait(key)
         if self._limits is not None:
             if for_admin:
                 self._limits.check(caller)
@@ -242,6 +266,10 @@ class Guard:
         if origin is not None and self._is_allowed(origin):
             response.headers["Access-Control-Allow-Origin"] = origin
             response.headers["Access-Control-Expose-Headers"] = EXPOSED_HEADERS
+
+
+def _is_turn(request: web.Request) -> bool:
+    return use_of(target_of(request), request.method) in (Use.TURN, Use.GENERATE)
 
 
 def _host_and_port(origin: str) -> str | None:

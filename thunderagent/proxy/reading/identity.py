@@ -194,6 +194,8 @@ class IdentityRules(NamedTuple):
     user_names_program: bool = False
     tokens: Tokens | None = None
     infers_programs: bool = False
+    reads_prefixes: bool = True
+    """Whether anybody wants to know where a prompt may begin like others."""
 
 
 NO_RULES = IdentityRules()
@@ -273,7 +275,7 @@ def identify(
     may_be_a_program = program_id is not None or rules.infers_programs
     media = media_of(outline.text, fields.model)
     prefix: tuple[PrefixCut, ...] = ()
-    if may_be_a_program and has_whole_prompt:
+    if may_be_a_program and has_whole_prompt and rules.reads_prefixes:
         prefix = prefix_of(fields, outline, has_media=bool(media.size_bytes))
     is_final = any(name in headers and headers[name].lower() in ("1", "true") for name in FINAL_HEADERS)
     return TurnRequest(

@@ -1,4 +1,4 @@
-"""API keys: which one a request brings, and whether it is one of those that are configured.
+"""Which key a request brings, and whether it is one of those that let somebody in.
 
 Keys are random, so that one round of SHA-256 is enough to hide them; each is compared in constant time.
 """
@@ -6,11 +6,13 @@ Keys are random, so that one round of SHA-256 is enough to hide them; each is co
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from hashlib import sha256
 from hmac import compare_digest
+from math import inf
 from secrets import token_urlsafe
 
 from multidict import CIMultiDict, CIMultiDictProxy, MultiMapping
@@ -24,11 +26,27 @@ COOKIE = "thunderagent_login"
 """Where a browser keeps what it got for an admin key. A key itself is taken from no cookie."""
 
 KEY_PREFIX = "tak_"
-_LINE = re.compile(r"(?P<name>[\w.@-]{1,64}(?:/[\w.@-]{1,64})?):sha256:(?P<digest>[0-9a-f]{64})", re.ASCII)
+NAME = r"[A-Za-z0-9_.@-]{1,64}(?:/[A-Za-z0-9_.@-]{1,64})?"
+_LINE = re.compile(rf"(?P<name>{NAME}):sha256:(?P<digest>[0-9a-f]{{64}})")
 _KEY: ContextVar[Key | None] = ContextVar("key", default=None)
 """Of the request that is being handled; aiohttp handles each in a context of its own."""
 _MAY_ALL: ContextVar[bool] = ContextVar("may_all", default=True)
 """Whether that request may do what needs an admin key: it brings one, or there are no keys."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyLimits:
+    """What a key may use; None is no limit of its own."""
+
+    turns_per_min: float | None = None
+    tokens_per_min: float | None = None
+    programs_count: int | None = None
+    """Programs that live at a time."""
+    held_turns_count: int | None = None
+    """Turns that wait for a lease at a time."""
+
+
+NO_LIMITS = KeyLimits()
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +56,9 @@ class Key:
     name: str
     digest: bytes
     is_admin: bool
+    expires_s: float = inf
+    """Unix time from which on it lets nobody in."""
+    limits: KeyLimits = NO_LIMITS
 
     @property
     def tenant(self) -> str:
@@ -48,9 +69,14 @@ class Key:
 def mint_key(name: str) -> tuple[str, str]:
     """Return a new key and the line of it for the configuration. Raises `ConfigurationError` for an odd name."""
     key = KEY_PREFIX + token_urlsafe(32)
-    line = f"{name}:sha256:{sha256(key.encode()).hexdigest()}"
+    line = f"{name}:sha256:{digest_of(key).hex()}"
     _read_line(line, is_admin=False)
     return key, line
+
+
+def digest_of(text: str) -> bytes:
+    """Return what a key is known by."""
+    return sha256(text.encode("utf-8", "surrogateescape")).digest()
 
 
 def _read_line(line: str, *, is_admin: bool) -> Key:
@@ -61,32 +87,79 @@ def _read_line(line: str, *, is_admin: bool) -> Key:
 
 
 class Keyring:
-    """The keys that are configured."""
+    """The keys that let somebody in: those of the configuration, and those of a file, which may change."""
 
-    def __init__(self, data_lines: Iterable[str] = (), admin_lines: Iterable[str] = ()) -> None:
-        """Read lines of the configuration. Raises `ConfigurationError` if one is none, or a name comes twice."""
-        self._keys = [_read_line(line, is_admin=False) for line in data_lines]
-        self._keys += [_read_line(line, is_admin=True) for line in admin_lines]
-        names = [key.name for key in self._keys]
-        if len(set(names)) < len(names):
-            raise ConfigurationError("two keys have the same name")
-        self.has_data_keys = any(not key.is_admin for key in self._keys)
-        self.has_admin_keys = any(key.is_admin for key in self._keys)
+    def __init__(
+        self,
+        data_lines: Iterable[str] = (),
+        admin_lines: Iterable[str] = (),
+        *,
+        has_file: bool = False,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Read lines of the configuration. Raises `ConfigurationError` if one is none, or a name comes twice.
+
+        Where a file of keys goes with them (`has_file`) keys are asked for, even while it is empty.
+        """
+        self.keys: tuple[Key, ...] = ()
+        """All of them, expired ones too."""
+        self.filed: tuple[Key, ...] = ()
+        """Those of the file."""
+        self._lined: tuple[Key, ...] = ()
+        self._has_file = has_file
+        self._wall_clock = wall_clock
+        self.set_lines(data_lines, admin_lines)
 
     def __repr__(self) -> str:
-        return f"<Keyring: {', '.join(key.name for key in self._keys) or 'no key'}>"
+        return f"<Keyring: {', '.join(key.name for key in self.keys) or 'no key'}>"
 
     def __bool__(self) -> bool:
-        return bool(self._keys)
+        return self._has_file or bool(self._lined)
+
+    @property
+    def has_data_keys(self) -> bool:
+        """Whether data needs a key."""
+        return self._has_file or any(not key.is_admin for key in self._lined)
+
+    @property
+    def has_admin_keys(self) -> bool:
+        """Whether there is anybody who may call the admin API."""
+        return any(key.is_admin for key in self.keys)
+
+    def set_lines(self, data_lines: Iterable[str], admin_lines: Iterable[str]) -> None:
+        """Take these lines of the configuration in place of the last. Raises `ConfigurationError`, changing nothing."""
+        lined = [_read_line(line, is_admin=False) for line in data_lines]
+        lined += [_read_line(line, is_admin=True) for line in admin_lines]
+        self._take(tuple(lined), self.filed)
+
+    def set_filed(self, keys: Iterable[Key]) -> None:
+        """Take these keys of the file in place of the last. Raises `ConfigurationError`, changing nothing."""
+        self._take(self._lined, tuple(keys))
+
+    def _take(self, lined: tuple[Key, ...], filed: tuple[Key, ...]) -> None:
+        keys = lined + filed
+        if len({key.name for key in keys}) < len(keys):
+            raise ConfigurationError("two keys have the same name")
+        self._lined, self.filed, self.keys = lined, filed, keys
+
+    def named(self, name: str) -> Key | None:
+        """Return the key of a name, expired or not."""
+        return next((key for key in self.keys if key.name == name), None)
+
+    def still(self, key: Key | None) -> Key | None:
+        """Return a key as it is now: None if it was revoked, or has expired."""
+        return None if key is None else self._by_digest(key.digest)
 
     def find(self, text: str) -> Key | None:
         """Return the key that a text is, if any. Costs the same for every text, and grows with the number of keys."""
-        digest = sha256(text.encode("utf-8", "surrogateescape")).digest()
+        return self._by_digest(digest_of(text))
+
+    def _by_digest(self, digest: bytes) -> Key | None:
         found = None
-        for key in self._keys:
+        for key in self.keys:
             if compare_digest(key.digest, digest):
                 found = key
-        return found
+        return found if found is None or self._wall_clock() < found.expires_s else None
 
     def key_of(self, headers: CIMultiDictProxy[str]) -> Key | None:
         """Return the key that a request brings: in our own header, or else in any of those that clients know."""
@@ -138,7 +211,7 @@ def check_key(key: Key | None, keyring: Keyring, *, for_admin: bool) -> None:
             raise AdminKeyNeededError("no admin key is configured, so nobody may do this")
         raise KeyNeededError(
             f"send a key of this proxy as Authorization: Bearer, X-API-Key or {KEY_HEADER}; "
-            "there was none, or one that is not configured"
+            "there was none, or one that is not configured, or has expired"
         )
     if not key.is_admin and for_admin:
         raise AdminKeyNeededError("this needs an admin key; the key is one for data")

@@ -1,0 +1,46 @@
+"""A line in the log for each request of any kind: by whom, and how it ended. Off by default: turns have theirs."""
+
+from __future__ import annotations
+
+from time import monotonic
+
+import structlog
+from aiohttp import web
+
+from thunderagent.proxy.gate.guard import Handler
+from thunderagent.proxy.gate.keys import caller_key
+from thunderagent.proxy.wire.aiohttp_request import told_path
+from thunderagent.proxy.wire.request_id import REQUEST_ID
+
+log = structlog.get_logger("thunderagent.access")
+
+CLIENT_LEFT = 499
+"""In place of a status where the client left before there was one."""
+
+
+def logged(handler: Handler) -> Handler:
+    """Wrap the handler of a route, errors and all, so that each of its requests has a line."""
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        began_s = monotonic()
+        status, sent_bytes = CLIENT_LEFT, 0
+        try:
+            response = await handler(request)
+            status, sent_bytes = response.status, response.content_length or response.body_length
+            return response
+        finally:
+            key = caller_key()
+            log.info(
+                "request",
+                method=request.method,
+                path=told_path(request),
+                status=status,
+                duration_s=round(monotonic() - began_s, 6),
+                request_bytes=request.content_length,
+                key=key.name if key is not None else None,
+                remote=request.remote,
+                sent_bytes=sent_bytes,
+                request_id=REQUEST_ID.get(),
+            )
+
+    return handle
