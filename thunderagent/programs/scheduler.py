@@ -35,7 +35,7 @@ from thunderagent.programs.handlers.fleet import Fleet
 from thunderagent.programs.handlers.lives import Lives
 from thunderagent.programs.handlers.operator import Operator
 from thunderagent.programs.handlers.turns import Turns
-from thunderagent.programs.learned.knowledge import Knowledge, LEAST_IDLE_LIMIT_S
+from thunderagent.programs.learned.knowledge import LEAST_IDLE_LIMIT_S, Knowledge
 from thunderagent.programs.model.decisions import Decision
 from thunderagent.programs.model.events import Event, Tick, TurnDue
 from thunderagent.programs.model.policy import Moment, Policy

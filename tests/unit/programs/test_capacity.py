@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from thunderagent.programs.learned.capacity import (
     BLOCK_TOKENS,
     CEILING_RATIO,
-    CapacityCorrection,
     HIGHEST_RATIO,
     LARGEST_STEP_RATIO,
     LOWEST_COUNTED_RATIO,
@@ -23,6 +22,7 @@ from thunderagent.programs.learned.capacity import (
     STEP_UP_RATIO,
     WINDOW_S,
     WINDOW_TURNS_COUNT,
+    CapacityCorrection,
     _SeenTurn,
     _Window,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.builders import Driver
-from thunderagent.programs.learned.goodput import ENOUGH_TOKENS, Goodput, REFRESH_COUNT
+from thunderagent.programs.learned.goodput import ENOUGH_TOKENS, REFRESH_COUNT, Goodput
 from thunderagent.programs.model.events import ToolEnded, ToolStarted
 
 

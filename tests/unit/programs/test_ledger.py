@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thunderagent.programs.book.accounts import Account, Costs, DecayedSum, Ledger, PREFILL_TO_DECODE_RATIO
+from thunderagent.programs.book.accounts import PREFILL_TO_DECODE_RATIO, Account, Costs, DecayedSum, Ledger
 from thunderagent.programs.model.turn import Turn
 
 HALF_LIVES = st.sampled_from([inf, 0.0, 0.25, 1.0, 30.0, 3600.0])

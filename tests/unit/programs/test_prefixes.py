@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thunderagent.programs.book.prefixes import PrefixTree, SIZE_SLACK_RATIO, chain_of
+from thunderagent.programs.book.prefixes import SIZE_SLACK_RATIO, PrefixTree, chain_of
 from thunderagent.programs.model.turn import Chain
 
 REPLICAS = ("r0", "r1")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.builders import Driver
-from thunderagent.programs.model.program import IDLE_BRANCHES_COUNT, Program, STORY_ENTRIES
-from thunderagent.programs.model.turn import Branch, MAIN_BRANCH, PARENT_TURNS_COUNT, Turn
+from thunderagent.programs.model.program import IDLE_BRANCHES_COUNT, STORY_ENTRIES, Program
+from thunderagent.programs.model.turn import MAIN_BRANCH, PARENT_TURNS_COUNT, Branch, Turn
 
 
 def a_program(**context_tokens: int) -> Program:

@@ -12,7 +12,7 @@ from tests.builders import Driver
 from thunderagent.programs.learned.judge_record import JudgeRecord
 from thunderagent.programs.model.decisions import Grant, Reason, Reject, Release
 from thunderagent.programs.model.settings import SchedulerSettings
-from thunderagent.programs.model.verdicts import FAILURE, Level, SUCCESS, Verdict, Verdicts
+from thunderagent.programs.model.verdicts import FAILURE, SUCCESS, Level, Verdict, Verdicts
 
 
 def after(

@@ -13,7 +13,7 @@ from thunderagent.programs.model.events import Media, PinnedTurnArrived, PrefixC
 from thunderagent.programs.model.places import Kind
 from thunderagent.programs.model.policy import Moment
 from thunderagent.programs.model.program import Program
-from thunderagent.programs.model.turn import Branch, MAIN_BRANCH, Turn
+from thunderagent.programs.model.turn import MAIN_BRANCH, Branch, Turn
 
 
 class Arrivals:

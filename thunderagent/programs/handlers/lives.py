@@ -13,9 +13,9 @@ from thunderagent.programs.model.events import (
     ProgramOpened,
     ProgramReleased,
     ProgramsReleased,
+    SandboxesMeasured,
     SandboxFailed,
     SandboxReady,
-    SandboxesMeasured,
     ToolEnded,
     ToolStarted,
     TurnArrived,
@@ -24,7 +24,7 @@ from thunderagent.programs.model.places import Kind, Phase
 from thunderagent.programs.model.policy import Moment
 from thunderagent.programs.model.program import Program
 from thunderagent.programs.model.settings import SchedulerSettings
-from thunderagent.programs.model.verdicts import Level, OUTCOMES, Verdict
+from thunderagent.programs.model.verdicts import OUTCOMES, Level, Verdict
 from thunderagent.programs.model.views import SandboxSums
 
 MAX_HOPELESS_COUNT = 10_000

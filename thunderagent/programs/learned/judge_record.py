@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-from thunderagent.programs.model.verdicts import Level, OUTCOMES
+from thunderagent.programs.model.verdicts import OUTCOMES, Level
 
 TURN_EDGES_COUNT = (5, 10, 15, 20, 30, 40, 60, 80)
 """Turns by which recall is told."""

@@ -6,7 +6,7 @@ from math import inf
 
 from thunderagent.programs.learned.capacity import CapacityCorrection
 from thunderagent.programs.learned.goodput import Goodput
-from thunderagent.programs.learned.growth import Growth, PrefillSpeed, RESIDENCE_EDGES_S
+from thunderagent.programs.learned.growth import RESIDENCE_EDGES_S, Growth, PrefillSpeed
 from thunderagent.programs.learned.histogram import LogHistogram
 from thunderagent.programs.learned.judge_record import JudgeRecord
 from thunderagent.programs.learned.media_sizes import MediaSizes

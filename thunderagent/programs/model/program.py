@@ -9,7 +9,7 @@ from math import inf
 from thunderagent.programs.model.decisions import Reason
 from thunderagent.programs.model.places import Kind, Phase, Place, Status
 from thunderagent.programs.model.routes import Route
-from thunderagent.programs.model.turn import Branch, MAIN_BRANCH, Turn
+from thunderagent.programs.model.turn import MAIN_BRANCH, Branch, Turn
 from thunderagent.programs.model.verdicts import Level, Verdicts
 
 STORY_ENTRIES = 48

@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from thunderagent.programs.learned.judge_record import TURN_EDGES_COUNT
 from thunderagent.programs.model.places import Phase, Status
-from thunderagent.programs.model.verdicts import FAILURE, Level, OUTCOMES, SUCCESS
+from thunderagent.programs.model.verdicts import FAILURE, OUTCOMES, SUCCESS, Level
 from thunderagent.programs.rules.tenants import Tenants
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.watch.event_feed import KIND_OF

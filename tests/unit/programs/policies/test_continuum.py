@@ -11,9 +11,9 @@ from thunderagent.errors import ConfigurationError
 from thunderagent.policy_loader import load_policy
 from thunderagent.programs.model.decisions import Grant, Pause, Reason
 from thunderagent.programs.policies.continuum import (
-    Continuum,
     DELAYS_COUNT,
     DURATIONS_COUNT,
+    Continuum,
     Durations,
     Memoryfulness,
     best_ttl_s,

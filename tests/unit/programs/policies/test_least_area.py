@@ -13,9 +13,9 @@ from thunderagent.programs.policies.cap import Cap
 from thunderagent.programs.policies.composed import Composed
 from thunderagent.programs.policies.least_area import (
     FIRST_GROWTH_TOKENS,
-    LeastArea,
     NOT_OVERDUE_RANK,
     REMEMBERED_COUNT,
+    LeastArea,
 )
 from thunderagent.programs.policies.passthrough import Passthrough
 
