@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tests.integration.support import answers, fake_replica, running_proxy
-from thunderagent.programs.events import ProgramReleased, TurnArrived
+from thunderagent.programs.model.events import ProgramReleased, TurnArrived
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,4 +54,3 @@ async def test_the_tutorial_runs_as_it_stands(tmp_path: Path) -> None:
         assert {turn.program_id for turn in turns} == {"user-7"}
         assert len({turn.branch_id for turn in turns}) == len(turns) == len(replica.calls) == 13
         assert [event.program_id for event in heard if isinstance(event, ProgramReleased)] == ["user-7"]
-        assert [program.program_id for program in proxy.runtime.scheduler.table] == []
