@@ -54,4 +54,3 @@ async def test_the_tutorial_runs_as_it_stands(tmp_path: Path) -> None:
         assert {turn.program_id for turn in turns} == {"user-7"}
         assert len({turn.branch_id for turn in turns}) == len(turns) == len(replica.calls) == 13
         assert [event.program_id for event in heard if isinstance(event, ProgramReleased)] == ["user-7"]
-        assert [program.program_id for program in proxy.runtime.scheduler.table] == []

@@ -49,7 +49,10 @@ class Control:
     async def _run(self) -> None:
         while True:
             await asyncio.sleep(self.period_s)
-            await self.once()
+            try:
+                await self.once()
+            except Exception:  # a policy of the user's, or the store: controllers go on by what they were last told
+                log.exception("a turn of the global loop failed; the next one comes in %s s", self.period_s)
 
     async def once(self, instead: Sequence[Policy] | None = None) -> list[str]:
         """Take one turn of both levels, with other policies if told so; return what was refused, and why."""
