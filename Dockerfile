@@ -4,7 +4,9 @@
 #     docker build --tag thunderagent --build-arg EXTRAS=kubernetes,kv-events .
 #
 # It needs no BuildKit. BASE_IMAGE is any image with Python 3.11 or newer as `python3`. BUILD_IMAGE, by default the
-# same, has that Python, its venv module, and what pip needs to find packages; nothing of it is in the result.
+# same, has that Python, its venv module, and what pip needs to find packages; nothing of it is in the result. For the
+# core that is compiled ahead of time it needs Python's headers, too, and a C compiler, which is installed where there
+# is none; without them: --build-arg COMPILE=0.
 ARG BASE_IMAGE=python:3.11-slim
 ARG BUILD_IMAGE
 
@@ -22,9 +24,12 @@ extras = os.environ['EXTRAS'].replace(',', ' ').split(); \
 wanted = [project['dependencies'], *(project['optional-dependencies'][extra] for extra in extras)]; \
 print(*(line for lines in wanted for line in lines), sep='\n')" > requirements.txt \
     && tools/bin/pip --python /opt/thunderagent/bin/python install --no-cache-dir --requirement requirements.txt
-COPY README.md LICENSE ./
+ARG COMPILE=1
+RUN [ "$COMPILE" != 1 ] || command -v gcc || command -v cc \
+    || { apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev; }
+COPY README.md LICENSE setup.py ./
 COPY thunderagent thunderagent
-RUN tools/bin/pip --python /opt/thunderagent/bin/python install --no-cache-dir --no-deps .
+RUN THUNDERAGENT_COMPILE=$COMPILE tools/bin/pip --python /opt/thunderagent/bin/python install --no-cache-dir --no-deps .
 
 FROM ${BASE_IMAGE}
 # A number, not a name: Kubernetes can then see that it is not root, and the base needs no tools to add users.

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, NoReturn
 import pytest
 from hypothesis import HealthCheck, settings
 
+from thunderagent.core_build import STALE, core_kind
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -18,6 +20,16 @@ settings.register_profile(
     "any_machine", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=False, print_blob=True
 )
 settings.load_profile("any_machine")
+
+
+def pytest_report_header() -> str:
+    """Say on which core the tests run; they do not on one that is not what its sources say."""
+    kind, wanted = core_kind(), os.environ.get("WANTED_CORE")
+    if kind == "stale":
+        pytest.exit(STALE, returncode=4)
+    if wanted and kind != wanted:
+        pytest.exit(f"the core is {kind}, and WANTED_CORE={wanted}", returncode=4)
+    return f"core: {kind}"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

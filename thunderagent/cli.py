@@ -22,6 +22,7 @@ import uvloop
 from thunderagent import __version__, key_command, status
 from thunderagent.calibrate import command as calibrate_command
 from thunderagent.config import ENVIRONMENT_PREFIX, ServeConfig, unknown_variables
+from thunderagent.core_build import STALE, core_kind
 from thunderagent.doctor import command as doctor_command
 from thunderagent.errors import ConfigurationError, ThunderAgentError
 from thunderagent.event_log import read_events, replay
@@ -84,6 +85,9 @@ class _NovaParser(_Parser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return the exit status: 0, 1 if it failed, 2 if it was asked wrongly."""
     args = build_parser().parse_args(argv)
+    if core_kind() == "stale":
+        print(f"thunderagent: error: {STALE}", file=sys.stderr)
+        return 2
     try:
         status: int = args.run(args)
     except ThunderAgentError as error:
@@ -101,7 +105,7 @@ def build_parser() -> argparse.ArgumentParser:
         description="A program-aware reverse proxy for LLM agents in front of many vLLM and SGLang replicas.",
         epilog="Try `thunderagent serve` without options: it starts simulated engines.",
     )
-    parser.add_argument("--version", action="version", version=f"thunderagent {__version__}")
+    parser.add_argument("--version", action="version", version=f"thunderagent {__version__} (core: {core_kind()})")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
     serve_parser = commands.add_parser(

@@ -165,7 +165,7 @@ def _made(
         made = factory(**settings)
     except TypeError as error:
         raise ConfigurationError(f"{what} does not take these settings: {error}") from error
-    members = [member for member in vars(_PROTOCOLS[kind]) if not member.startswith("_")]
+    members = sorted(member for member in vars(_PROTOCOLS[kind]) if not member.startswith("_"))
     if missing := [member for member in members if not hasattr(made, member)]:
         raise ConfigurationError(f"{name} is no {kind}: it has no {', '.join(missing)}")
     return made

@@ -554,9 +554,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert replica.account.growth_tokens == sum(program.growth_tokens for program in programs)
             assert 0.2 <= replica.account.capacity_ratio <= 3.0
             assert min((replica.residency.resident_tokens(each.generation) for each in programs), default=0) >= 0
-            for order, sign in ((replica.acting.order, 1), (replica.working.order, 1), (replica.leaving.order, -1)):
-                ranks = [sign * scheduler.policy.pause_rank(program) for program in order]
-                assert ranks == sorted(ranks), f"ranked as it was: {list(order)}"
+            for order, sign in ((replica.acting.kept, 1), (replica.working.kept, 1), (replica.leaving.kept, -1)):
+                ranks = [sign * scheduler.policy.pause_rank(program) for program in order or ()]
+                assert ranks == sorted(ranks), f"ranked as it was: {order and list(order)}"
         if not self.scheduler.policy.claim_rules.share_prefixes:
             assert len(scheduler.book.prefixes.tree) == 0
         assert scheduler.knowledge.prefill_speed.token_s > 0

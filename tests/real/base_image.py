@@ -1,7 +1,8 @@
 """Make images to build on without a registry: Debian's Python from the machine's own sources, and pip's packages.
 
 The first holds what a Dockerfile expects of `python:3.11-slim`: a shell, coreutils, Python and its venv module. The
-second has a folder of wheels beside, and pip is told to look nowhere else, because containers here have no network.
+second has a C compiler, Python's headers and a folder of wheels besides, and pip is told to look nowhere else, because
+containers here have no network.
 """
 
 from __future__ import annotations
@@ -25,10 +26,12 @@ if TYPE_CHECKING:
 BASE_IMAGE = "thunderagent-test-base:latest"
 BUILD_IMAGE = "thunderagent-test-build:latest"
 PACKAGES = {"mmdebstrap": "mmdebstrap"}
+_TOOLS_IMAGE = "thunderagent-test-tools:latest"
 _CONTENT = "base-files,coreutils,dash,python3,python3-venv"
+_TOOLS = f"{_CONTENT},gcc,libc6-dev,python3-dev"
 _PATH_LINE = "ENV PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _PIP_CONF = "[global]\nno-index = true\nfind-links = /wheels\n"
-_BUILD_IMAGE_DOCKERFILE = f"FROM {BASE_IMAGE}\nCOPY wheels /wheels\nCOPY pip.conf /etc/pip.conf\n"
+_BUILD_IMAGE_DOCKERFILE = f"FROM {_TOOLS_IMAGE}\nCOPY wheels /wheels\nCOPY pip.conf /etc/pip.conf\n"
 
 
 def make_base_images(engine: DockerEngine, pyproject: Path) -> None:
@@ -37,12 +40,7 @@ def make_base_images(engine: DockerEngine, pyproject: Path) -> None:
     Raises DockerEngineError if something cannot be had.
     """
     sources = _sources()
-    command = ["mmdebstrap", "--mode=root", "--variant=extract", f"--include={_CONTENT}", ""]
-    made_of = [*command, sources, _run("apt-cache", "policy", *_CONTENT.split(","))]
-    root = (
-        made_once("base-image", made_of, lambda at: _run(*command, str(at / "root.tar"), "-", stdin=sources))
-        / "root.tar"
-    )
+    root, tools = _root("base-image", _CONTENT, sources), _root("tools-image", _TOOLS, sources)
     wheels = _wheels(pyproject, _python_version_in(root))
     context = io.BytesIO()
     with tarfile.open(fileobj=context, mode="w") as tar:
@@ -52,12 +50,21 @@ def make_base_images(engine: DockerEngine, pyproject: Path) -> None:
             entry.size = len(text)
             tar.addfile(entry, io.BytesIO(text.encode()))
     with contextlib.closing(engine.client()) as client:
-        repository, _, tag = BASE_IMAGE.partition(":")
-        client.import_image_from_file(str(root), repository=repository, tag=tag, changes=[_PATH_LINE])
+        for archive, image in ((root, BASE_IMAGE), (tools, _TOOLS_IMAGE)):
+            repository, _, tag = image.partition(":")
+            client.import_image_from_file(str(archive), repository=repository, tag=tag, changes=[_PATH_LINE])
         context.seek(0)
         log = list(client.build(fileobj=context, custom_context=True, tag=BUILD_IMAGE, rm=True, decode=True))
         if "error" in log[-1]:
             raise DockerEngineError(log[-1]["error"])
+
+
+def _root(name: str, content: str, sources: str) -> Path:
+    """Return an archive of a file system with these packages."""
+    command = ["mmdebstrap", "--mode=root", "--variant=extract", f"--include={content}", ""]
+    made_of = [*command, sources, _run("apt-cache", "policy", *content.split(","))]
+    made = made_once(name, made_of, lambda at: _run(*command, str(at / "root.tar"), "-", stdin=sources))
+    return made / "root.tar"
 
 
 def _sources() -> str:
@@ -83,7 +90,9 @@ def _python_version_in(root: Path) -> str:
 def _wheels(pyproject: Path, python_version: str) -> Path:
     """Return a folder with what an installation without extras needs."""
     project = tomllib.loads(pyproject.read_text())
-    requirements = [*project["build-system"]["requires"], *project["project"]["dependencies"]]
+    dev = project["project"]["optional-dependencies"]["dev"]
+    compiles = [each for each in dev if each.startswith("mypy==")]
+    requirements = [*project["build-system"]["requires"], *compiles, *project["project"]["dependencies"]]
     options = ["--quiet", "--only-binary=:all:", f"--python-version={python_version}"]
 
     def download(folder: Path) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import thunderagent
+from thunderagent.core_build import core_sources
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -97,8 +98,10 @@ ARROWS: dict[str, frozenset[str]] = {
     "leases": frozenset({"programs"}),
     "signal_log": frozenset({"errors", "programs"}),
     "runtime": frozenset({"errors", "programs", "event_log", "leases"}),
-    "proxy": frozenset({"errors", "programs", "leases", "runtime", "backends", "faults"}),
+    "proxy": frozenset({"errors", "programs", "leases", "runtime", "backends", "faults", "core_build"}),
     "client": frozenset(),
+    # Which of its own files are compiled: setup.py loads it alone.
+    "core_build": frozenset(),
     "lookups": frozenset(),
     "log_lines": frozenset(),
     # A client of the admin API: it knows the proxy by its answers alone.
@@ -134,6 +137,7 @@ ARROWS: dict[str, frozenset[str]] = {
         "serving",
         "status",
         "calibrate",
+        "core_build",
         "doctor",
         "key_command",
         "log_lines",
@@ -312,6 +316,45 @@ def impurities(module: Module) -> Iterator[str]:
             yield f"{module.name}:{node.lineno}: the core awaits nothing"
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in IMPURE_CALLS:
             yield f"{module.name}:{node.lineno}: the core must not call {node.func.id}()"
+
+
+# --- What a compiled core may not do ----------------------------------------------------------------------------
+
+# What only an interpreted class has, and mypyc compiles without a word.
+INTERPRETED_ATTRIBUTES = frozenset({"__slots__", "__dict__", "__annotations__", "__weakref__", "__getattribute__"})
+INTERPRETED_CALLS = frozenset({"vars", "get_type_hints", "globals", "locals", "weakref"})
+
+
+def not_compilable(module: Module) -> Iterator[str]:
+    """Find what does something else once it is compiled, or leaks there. What mypyc refuses itself is not repeated."""
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Attribute) and node.attr in INTERPRETED_ATTRIBUTES:
+            yield f"{module.name}:{node.lineno}: a compiled class has no {node.attr}"
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in INTERPRETED_CALLS:
+            yield f"{module.name}:{node.lineno}: {node.func.id}() sees nothing of what is compiled"
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("__setattr__"):
+            yield f"{module.name}:{node.lineno}: a compiled class is not set past its own way"
+        if isinstance(node, ast.ClassDef):
+            bases = {ast.unparse(base).rpartition(".")[2] for base in node.bases}
+            if any(base.endswith(("Error", "Exception")) for base in bases):
+                yield f"{module.name}:{node.lineno}: {node.name} leaks when compiled: errors are in thunderagent.errors"
+
+
+def compiled_bases(module: Module, compiled: dict[str, set[str]]) -> Iterator[str]:
+    """Find interpreted classes that are made from compiled ones, which refuse that; `compiled` has their names."""
+    imported = {
+        alias.asname or alias.name: node.module
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.ImportFrom) and node.module
+        for alias in node.names
+        if alias.name in compiled.get(node.module, ())
+    }
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.ClassDef):
+            for base in node.bases:
+                name = ast.unparse(base).partition("[")[0]
+                if name in imported:
+                    yield f"{module.name}:{node.lineno}: made from {imported[name]}.{name}, which is compiled"
 
 
 # --- One word, one meaning ------------------------------------------------------------------------------------
@@ -533,6 +576,11 @@ def other_readings(module: Module) -> Iterator[str]:
 
 MODULES = all_modules()
 CORE = [module for module in MODULES if module.is_in("thunderagent.programs")]
+COMPILED_NAMES = {
+    ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+    for path in core_sources(PACKAGE)
+}
+COMPILED = [module for module in MODULES if module.name in COMPILED_NAMES]
 
 
 def complaints(rule: Callable[[Module], Iterator[str]], modules: list[Module]) -> list[str]:
@@ -603,6 +651,16 @@ def test_the_core_is_pure() -> None:
     """The cores know no clock, randomness, asyncio, logging, network or third-party package."""
     assert complaints(impurities, CORE) == []
     assert complaints(impurities, [module for module in MODULES if module.is_in("thunderagent.workflows.core")]) == []
+
+
+def test_the_core_means_the_same_when_it_is_compiled() -> None:
+    """What mypyc would not refuse, and would not do either."""
+    assert complaints(not_compilable, COMPILED) == []
+    classes = {
+        module.name: {node.name for node in module.tree.body if isinstance(node, ast.ClassDef)} for module in COMPILED
+    }
+    interpreted = [module for module in MODULES if module.name not in COMPILED_NAMES]
+    assert [each for module in interpreted for each in compiled_bases(module, classes)] == []
 
 
 def test_no_word_is_used_for_two_things() -> None:
@@ -766,6 +824,36 @@ def test_pure_code_is_let_through() -> None:
         "import heapq\nfrom collections.abc import Iterator\nfrom thunderagent.programs.book.accounts import Ledger"
     )
     assert list(impurities(module_of(source))) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "for name in self.__slots__: ...",
+        "vars(program)",
+        "get_type_hints(TurnArrived)",
+        "object.__setattr__(program, 'tokens', 1)",
+        "class PlaceError(ThunderAgentError): ...",
+    ],
+)
+def test_what_a_compiled_module_may_not_do_is_found(source: str) -> None:
+    assert list(not_compilable(module_of(source)))
+
+
+def test_what_a_compiled_module_may_do_is_let_through() -> None:
+    """Slots that are declared, dataclasses, and fields by their names."""
+    source = "@dataclass(slots=True)\nclass A:\n    n_count: int\n\nclass B:\n    __slots__ = ('a',)\n\ngetattr(a, 'n')"
+    assert list(not_compilable(module_of(source))) == []
+
+
+def test_a_class_that_is_made_from_a_compiled_one_is_found() -> None:
+    """Under any name, also where the base has parameters."""
+    compiled = {"thunderagent.programs.book": {"Ranked", "Book"}}
+    source = (
+        "from thunderagent.programs.book import Ranked as R, Book\nclass Mine(R[int]): ...\nclass Other: book: Book"
+    )
+    found = list(compiled_bases(module_of(source, "thunderagent.runtime"), compiled))
+    assert [each.partition(" ")[0] for each in found] == ["thunderagent.runtime:2:"]
 
 
 @pytest.mark.parametrize(

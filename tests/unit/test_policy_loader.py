@@ -21,6 +21,7 @@ from math import inf
 
 from thunderagent.programs.model.decisions import Reason
 from thunderagent.programs.model.policy import ClaimRules, Placement
+from thunderagent.programs.policies.breakeven import BreakEven
 from thunderagent.programs.policies.helpers import restore_waiting
 
 
@@ -48,6 +49,15 @@ class LastReplica:
 
     def balance(self, view, moment):
         restore_waiting(view, self)
+
+
+class Patient(BreakEven):
+    """As ours, but nobody is held longer than a second."""
+
+    name = "patient"
+
+    def hold_s(self, view, program):
+        return min(1.0, super().hold_s(view, program))
 '''
 
 
@@ -71,6 +81,16 @@ def test_an_operators_own_policy_schedules(own_module: str) -> None:
     assert driver.granted_on[driver.arrives("a", 500)] == "r1"
     assert driver.held(driver.arrives("b", 501))
     assert driver.scheduler.policy.name == "last_replica"
+
+
+def test_an_operators_policy_may_go_on_from_one_of_ours(own_module: str) -> None:
+    """An interpreted class of one of ours is asked as that is, compiled or not."""
+    driver = Driver(load_policy(f"{own_module}:Patient", {}), replicas={"r0": 1000})
+    assert driver.scheduler.policy.name == "patient"
+    driver.finishes(driver.arrives("a", 900), 900)
+    driver.passes(1.5)
+    driver.ticks()
+    assert driver.arrives("b", 900) in driver.granted_on
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -157,15 +177,19 @@ class Srtf:
 @pytest.mark.parametrize(
     ("policy", "parts", "message"),
     [
-        ("srtf:Srtf", {}, "srtf:Srtf is no policy: it has no claim_rules, tick_s, pause_rank, restore_rank, hold_s, "),
-        ("cap", {"admission": "srtf:Srtf"}, "srtf:Srtf is no admission: it has no rank, next$"),
+        (
+            "srtf:Srtf",
+            {},
+            "srtf:Srtf is no policy: it has no balance, claim_rules, hold_s, pause_rank, place, restore_rank, tick_s",
+        ),
+        ("cap", {"admission": "srtf:Srtf"}, "srtf:Srtf is no admission: it has no next, rank$"),
         ("cap", {"order": "srtf:Srtf"}, "srtf:Srtf is no order: it has no restore_rank$"),
         ("cap", {"victims": "srtf:Srtf"}, "srtf:Srtf is no victims: it has no pause_rank$"),
         ("cap", {"priority": "srtf:Srtf"}, "srtf:Srtf is no priority: it has no engine_priority$"),
         (
             "cap",
             {"control": "own_package.scheduling:LastReplica"},
-            "LastReplica is no control: it has no period_s, decide$",
+            "LastReplica is no control: it has no decide, period_s$",
         ),
         (
             "cap",

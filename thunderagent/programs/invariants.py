@@ -12,6 +12,7 @@ from thunderagent.programs.book.replica import Replica
 from thunderagent.programs.model.decisions import Reason
 from thunderagent.programs.model.places import Kind, Phase, Place
 from thunderagent.programs.model.program import Program
+from thunderagent.programs.model.ranked_set import RankedSet
 from thunderagent.programs.rules.families import family_of
 from thunderagent.programs.scheduler import Scheduler
 
@@ -184,17 +185,22 @@ def _check_replica(scheduler: Scheduler, replica: Replica) -> None:
     assert account.demand_tokens == claimed_tokens - account.shared_tokens, f"sum differs: {replica!r}"
     assert account.growth_tokens == sum(program.growth_tokens for program in programs), f"growth differs: {replica!r}"
     acting = {program for program in programs if program.place is replica.acting}
-    assert set(replica.acting.order) == acting, f"pause order misses some: {replica!r}"
+    assert _holds(replica.acting.kept, acting), f"pause order misses some: {replica!r}"
     working = {program for program in programs if program.place is replica.working}
-    assert set(replica.working.order) == working, f"mark order misses some: {replica!r}"
+    assert _holds(replica.working.kept, working), f"mark order misses some: {replica!r}"
     by_policy = {program for program in programs if program.marked_by_policy}
-    assert set(replica.leaving.order) == by_policy, f"marked programs differ: {replica!r}"
+    assert _holds(replica.leaving.kept, by_policy), f"marked programs differ: {replica!r}"
     expiring = {program for program in acting if program.hold_until_s < inf}
-    assert set(replica.acting.expiring) == expiring, f"who expires differs: {replica!r}"
+    assert _holds(replica.acting.kept_expiring, expiring), f"who expires differs: {replica!r}"
     if account.decayed is not None:
         now_s, decayed = scheduler.now_s, account.decayed
         weighed_tokens = sum(p.claim_tokens * decayed.weight(now_s - p.acting_since_s) for p in acting)
         assert isclose(decayed.at(now_s), weighed_tokens, rel_tol=1e-6, abs_tol=1e-3), f"decayed sum: {replica!r}"
+
+
+def _holds(order: RankedSet[Program] | None, programs: set[Program]) -> bool:
+    """Say whether an order holds these programs and nobody else; one that is not kept holds nobody wrongly."""
+    return order is None or set(order) == programs
 
 
 def _shared_tokens(scheduler: Scheduler, replica: Replica) -> int:

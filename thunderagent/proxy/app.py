@@ -11,8 +11,6 @@ from prometheus_client import CollectorRegistry
 
 from thunderagent.backends.client import ReplicaClient
 from thunderagent.errors import (
-    BodyTooLargeError,
-    KeyNeededError,
     MethodNotAllowedError,
     NotFoundError,
     RequestError,
@@ -47,7 +45,7 @@ from thunderagent.proxy.gate.keys.quotas import Quotas
 from thunderagent.proxy.gate.login import Login, Logins
 from thunderagent.proxy.gate.tenancy import Tenancy
 from thunderagent.proxy.judge import Judge, JudgeCollector
-from thunderagent.proxy.reading.dialects import CHAT, TURN_DIALECTS, dialect_of
+from thunderagent.proxy.reading.dialects import TURN_DIALECTS
 from thunderagent.proxy.reading.target import Target
 from thunderagent.proxy.turns.flow import Turns, TurnSettings
 from thunderagent.proxy.turns.models import Models
@@ -57,16 +55,14 @@ from thunderagent.proxy.watch.autoscaling import AutoscalingCollector
 from thunderagent.proxy.watch.history import History
 from thunderagent.proxy.watch.metrics import StateCollector
 from thunderagent.proxy.watch.turn_metrics import LoopLag, TurnMetrics
+from thunderagent.proxy.wire.aiohttp_errors import answering_errors
 from thunderagent.proxy.wire.aiohttp_exchange import AiohttpExchange
-from thunderagent.proxy.wire.aiohttp_request import mark, target_of, told_path
-from thunderagent.proxy.wire.request_id import REQUEST_ID
-from thunderagent.proxy.wire.stall import STALL_LIMIT_S, send_if_large
+from thunderagent.proxy.wire.aiohttp_request import target_of, told_path
+from thunderagent.proxy.wire.stall import STALL_LIMIT_S
 from thunderagent.runtime import Runtime
 
 log = structlog.get_logger("thunderagent.proxy")
 
-
-CLIENT_CLOSED_REQUEST = 499
 
 MADE_ANSWERS_COUNT = 100_000
 """So many responses are remembered by their ids: about 20 MB."""
@@ -301,56 +297,3 @@ async def _no_route(request: web.Request) -> ThunderAgentError:
     error = MethodNotAllowedError(f"{told_path(request)} takes {allowed}, not {request.method}")
     error.answer_headers = {"Allow": allowed}
     return error
-
-
-def answering_errors(handler: Handler) -> Handler:
-    """Wrap a handler so that errors become answers in the schema of the API that the path belongs to.
-
-    Each has its status and code and, where it helps, Retry-After; every answer bears the request's id. A wrapper, not a
-    middleware or a signal of aiohttp, which would cost every turn twice as much.
-    """
-
-    async def handle(request: web.Request) -> web.StreamResponse:
-        response: web.StreamResponse
-        try:
-            response = await handler(request)
-        except ThunderAgentError as error:
-            response = error_response(request, error)
-        except web.HTTPRequestEntityTooLarge as error:
-            response = error_response(request, BodyTooLargeError(f"the body is larger than the limit: {error.text}"))
-        except web.HTTPException as error:
-            response = _error_body(request, error.status, "invalid_request", error.reason)
-        except ConnectionError:
-            response = web.Response(status=CLIENT_CLOSED_REQUEST)  # never sent: the client left
-        except Exception:
-            log.exception("bug", method=request.method, path=told_path(request), request_id=REQUEST_ID.get())
-            response = _error_body(request, 500, "internal_error", "the proxy has a bug; its log has the trace")
-        if "Expect" in request.headers and not request.content.is_eof() and not response.prepared:
-            response.force_close()  # its body may still come, or not: nobody was told which
-        mark(response)
-        await send_if_large(request, response)
-        return response
-
-    return handle
-
-
-def error_response(request: web.Request, error: ThunderAgentError) -> web.Response:
-    """Return the answer that tells a caller of an error."""
-    response = _error_body(request, error.status, error.code, error.message)
-    response.headers.update(error.answer_headers)
-    if error.retry_after_s is not None:
-        response.headers["Retry-After"] = str(error.retry_after_s)
-    if error.status == KeyNeededError.status:
-        response.headers["WWW-Authenticate"] = "Bearer"
-    return response
-
-
-def _error_body(request: web.Request, status: int, code: str, message: str) -> web.Response:
-    try:
-        dialect = dialect_of(target_of(request).spelt)
-    except RequestError:
-        dialect = CHAT
-    body = dialect.error(status, code, message)
-    if body.get("type") == "error":  # Anthropic's schema, which has a place for it
-        body["request_id"] = REQUEST_ID.get()
-    return web.json_response(body, status=status)

@@ -34,10 +34,10 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
-from thunderagent.simulator.blocks import ROOT_HASH, BlockPool, hash_blocks
-from thunderagent.simulator.mlfq import FRONT_PRIORITY, LOWEST_LEVEL, effective_level, quantum_tokens
+from thunderagent.simulator.blocks import ROOT_HASH, BlockPool, Holding, count_free, hash_blocks
+from thunderagent.simulator.decoding import DecodeBatch
+from thunderagent.simulator.mlfq import FRONT_PRIORITY, LOWEST_LEVEL, quantum_tokens
 from thunderagent.simulator.records import (
     Admission,
     EngineConfig,
@@ -46,105 +46,25 @@ from thunderagent.simulator.records import (
     FinishedRequest,
     StepResult,
 )
+from thunderagent.simulator.sequences import EngineSequence, Plan, Retained, rank_of
 from thunderagent.simulator.timing import IterationWork
-
-
-@dataclass(slots=True, eq=False)
-class _Sequence:
-    """One request inside the engine. `known` tokens are the prompt and what was generated; `computed` have KV."""
-
-    request: EngineRequest
-    rank: tuple[int, int]
-    hashes: list[int]
-    arrival_s: float
-    prompt_tokens: int
-    end_tokens: int
-    known_tokens: int
-    computed_tokens: int = 0
-    blocks: list[int] = field(default_factory=list)
-    published_count: int = 0
-    cached_tokens: int | None = None
-    preemption_count: int = 0
-    first_token_s: float = 0.0
-    refused_at: tuple[int, int] | None = None
-    served_s: float = 0.0
-    feedback_level: int = 0
-
-    @property
-    def request_id(self) -> str:
-        return self.request.request_id
-
-    @property
-    def generated_tokens(self) -> int:
-        return self.known_tokens - self.prompt_tokens
-
-    @property
-    def is_decoding(self) -> bool:
-        return self.known_tokens > self.prompt_tokens and self.computed_tokens == self.known_tokens - 1
-
-    def level(self, now_s: float) -> int:
-        """Return the level under `mlfq`."""
-        if self.is_decoding:
-            return 0
-        return effective_level(self.known_tokens - self.computed_tokens, self.feedback_level, now_s - self.served_s)
-
-
-@dataclass(frozen=True, slots=True)
-class _Retained:
-    """What a finished request left for the next of its program; the highest rank goes first."""
-
-    rank: tuple[int, int, int]
-    blocks: list[int]
-
-
-def _rank_of(sequence: _Sequence) -> tuple[int, int]:
-    return sequence.rank
-
-
-@dataclass(slots=True)
-class _Plan:
-    """What an iteration is going to compute: how many tokens of which sequence."""
-
-    budget_tokens: int
-    now_s: float = 0.0
-    chunks: dict[_Sequence, int] = field(default_factory=dict)
-    admitted: list[Admission] = field(default_factory=list)
-    preempted: list[str] = field(default_factory=list)
-
-    def add(self, sequence: _Sequence, tokens: int) -> None:
-        self.chunks[sequence] = tokens
-        self.budget_tokens -= tokens
-
-    def remove(self, sequence: _Sequence) -> None:
-        self.budget_tokens += self.chunks.pop(sequence, 0)
-
-    def work(self) -> IterationWork:
-        prefill_tokens = decode_count = decode_context_tokens = 0
-        attention_pairs = 0.0
-        for sequence, tokens in self.chunks.items():
-            if sequence.is_decoding:
-                decode_count += 1
-                decode_context_tokens += sequence.known_tokens
-            else:
-                prefill_tokens += tokens
-                attention_pairs += tokens * (sequence.computed_tokens + tokens / 2)
-        return IterationWork(prefill_tokens, attention_pairs, decode_count, decode_context_tokens)
 
 
 class Engine:
     """Serve requests by continuous batching over a pool of KV blocks (see the module's theory of operation).
 
-    A step costs O(requests in the iteration + blocks allocated); a request is hashed once, when it is submitted.
+    A step costs O(requests that prefill, need a block or end); a request is hashed once, when it is submitted.
     """
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self._by_level = config.scheduling_policy == "mlfq"
         self._pool = BlockPool(config.block_count)
-        self._retained: dict[str, _Retained] = {}
-        self._sequences: dict[str, _Sequence] = {}
-        self._running: list[_Sequence] = []  # in the order of admission
-        self._waiting: list[_Sequence] = []  # in the order of rank
+        self._retained: dict[str, Retained] = {}
+        self._sequences: dict[str, EngineSequence] = {}
+        self._running: list[EngineSequence] = []  # in the order of admission; those of the batch are the first
+        self._batch = DecodeBatch(config.block_size)
+        self._waiting: list[EngineSequence] = []  # in the order of rank
         self._arrival_count = 0
         self._prompt_tokens = self._generated_tokens = 0
         self._prefix_query_tokens = self._prefix_hit_tokens = 0
@@ -187,7 +107,7 @@ class Engine:
                 f"{self.config.context_limit_tokens}"
             )
         priority = 0 if self.config.scheduling_policy == "fcfs" else request.priority
-        sequence = _Sequence(
+        sequence = EngineSequence(
             request=request,
             rank=(priority, self._arrival_count),
             hashes=self._hash_context(request),
@@ -198,16 +118,17 @@ class Engine:
         )
         self._arrival_count += 1
         self._sequences[request.request_id] = sequence
-        insort(self._waiting, sequence, key=_rank_of)
+        insort(self._waiting, sequence, key=rank_of)
 
     def abort(self, request_id: str) -> bool:
         """Drop a request and free its blocks at once; False if it is not here (finished, or never came)."""
         sequence = self._sequences.pop(request_id, None)
         if sequence is None:
             return False
-        if sequence.blocks:
+        if sequence.blocks.count:
+            self._batch.dissolve()
             self._running.remove(sequence)
-            self._free_blocks(sequence)
+            self._pool.release(sequence.blocks)
         else:
             self._waiting.remove(sequence)
         self._aborted_count += 1
@@ -220,20 +141,25 @@ class Engine:
         """
         if not self._sequences:
             return StepResult(0.0, IterationWork())
-        plan = _Plan(self.config.max_num_batched_tokens, now_s)
+        plan = Plan(self.config.max_num_batched_tokens, now_s)
+        batch = self._batch
+        if batch.count and not self._fits(batch, plan):
+            batch.dissolve()
         self._schedule_running(plan)
-        if not plan.preempted:  # who was just preempted would only come back and preempt again
+        if self._waiting and not plan.preempted:  # who was just preempted would only come back and preempt again
             self._admit_waiting(plan)
-        work = plan.work()
+        work = plan.work(batch.count, batch.context_tokens)
         duration_s = self.config.timing.iteration_s(work)
         generated, finished = self._compute(plan, now_s + duration_s)
+        self._gather()
         return StepResult(duration_s, work, generated, finished, tuple(plan.admitted), tuple(plan.preempted))
 
     def retract_all(self) -> int:
         """Take the blocks of all running requests and let them wait, ahead of what came later; return how many."""
+        self._batch.dissolve()
         running = tuple(self._running)
         for sequence in running:
-            self._preempt(sequence, _Plan(0))
+            self._preempt(sequence, Plan(0))
         return len(running)
 
     @property
@@ -249,7 +175,7 @@ class Engine:
     def generated_tokens(self, request_id: str) -> int | None:
         """Return how many tokens a request has got so far; None if it is not here."""
         sequence = self._sequences.get(request_id)
-        return None if sequence is None else sequence.generated_tokens
+        return None if sequence is None else self._batch.known_tokens(sequence) - sequence.prompt_tokens
 
     def cached_tokens(self, request_id: str) -> int | None:
         """Return how many tokens of a request were found in the cache; None before it ran, or if it is not here."""
@@ -268,22 +194,23 @@ class Engine:
         """Retain the blocks of that id no longer; nothing if there are none."""
         retained = self._retained.pop(retain_id, None)
         if retained is not None:
-            self._pool.release(reversed(retained.blocks))
+            self._pool.release(retained.blocks)
 
     def check_invariants(self) -> None:
         """Assert that blocks, queues and requests agree (for tests; costs O(blocks))."""
-        self._pool.check_invariants(block for holder in self._holders for block in holder.blocks)
-        assert all(sequence.blocks for sequence in self._running), "running without blocks"
-        assert not any(sequence.blocks for sequence in self._waiting), "waiting with blocks"
+        retained = [each.blocks for each in self._retained.values()]
+        self._pool.check_invariants([*(sequence.blocks for sequence in self._running), *retained])
+        assert all(sequence.blocks.count for sequence in self._running), "running without blocks"
+        assert not any(sequence.blocks.count for sequence in self._waiting), "waiting with blocks"
         assert {*self._running, *self._waiting} == set(self._sequences.values()), "lost or doubled request"
-        assert self._waiting == sorted(self._waiting, key=_rank_of), "queue out of order"
-        for sequence in self._running:
-            fitting = self._block_count(sequence.computed_tokens)
-            assert len(sequence.blocks) == fitting, f"{sequence.request_id} holds more or less than its tokens"
-
-    @property
-    def _holders(self) -> Sequence[_Sequence | _Retained]:
-        return [*self._running, *self._retained.values()]
+        assert self._waiting == sorted(self._waiting, key=rank_of), "queue out of order"
+        batch = self._running[: self._batch.count]
+        assert tuple(sequence.request_id for sequence in batch) == self._batch.request_ids, "the batch runs first"
+        for number, sequence in enumerate(self._running):
+            is_member = number < len(batch)
+            computed_tokens = self._batch.known_tokens(sequence) - 1 if is_member else sequence.computed_tokens
+            fitting = self._block_count(computed_tokens)
+            assert sequence.blocks.count == fitting, f"{sequence.request_id} holds more or less than its tokens"
 
     def _hash_context(self, request: EngineRequest) -> list[int]:
         """Hash prompt and output: the output's keys are published only as its tokens are computed."""
@@ -292,31 +219,45 @@ class Engine:
         rest = [*request.prompt_token_ids[len(hashes) * size :], *request.output_token_ids]
         return hashes + hash_blocks(rest, size, parent=hashes[-1] if hashes else ROOT_HASH)
 
-    def _schedule_running(self, plan: _Plan) -> None:
+    def _fits(self, batch: DecodeBatch, plan: Plan) -> bool:
+        """Say whether budget and free blocks suffice for the batch and what else runs: nobody is preempted then."""
+        budget_tokens = plan.budget_tokens - batch.count
+        missing = batch.missing_count
+        for sequence in self._running[batch.count :]:
+            tokens = min(sequence.known_tokens - sequence.computed_tokens, max(0, budget_tokens))
+            missing += self._missing_blocks(sequence, tokens)
+            budget_tokens -= tokens
+        return budget_tokens >= 0 and missing <= self._pool.free_count
+
+    def _schedule_running(self, plan: Plan) -> None:
+        batch, pool = self._batch, self._pool
+        plan.budget_tokens -= batch.count
+        batch.allocate(pool)
         for sequence in self._in_order(plan.now_s):
             if plan.budget_tokens == 0:
                 break
-            if not sequence.blocks:  # preempted a moment ago, for one before it
+            if not sequence.blocks.count:  # preempted a moment ago, for one before it
                 continue
             tokens = min(sequence.known_tokens - sequence.computed_tokens, plan.budget_tokens)
             if self._by_level and not sequence.is_decoding:
                 tokens = self._shrunk(sequence, self._within_quantum(sequence, tokens, plan.now_s))
             if self._make_room(sequence, tokens, plan):
                 plan.add(sequence, tokens)
+        batch.publish(pool)
         for sequence, tokens in plan.chunks.items():
             self._publish(sequence, tokens)
 
-    def _in_order(self, now_s: float) -> Sequence[_Sequence]:
-        """Return what runs in the order in which it is served."""
+    def _in_order(self, now_s: float) -> Sequence[EngineSequence]:
+        """Return what runs, besides the batch, in the order in which it is served."""
         if not self._by_level:
-            return tuple(self._running)
+            return self._running[self._batch.count :]
         return sorted(self._running, key=lambda sequence: (sequence.level(now_s), sequence.served_s, sequence.rank))
 
-    def _within_quantum(self, sequence: _Sequence, tokens: int, now_s: float) -> int:
+    def _within_quantum(self, sequence: EngineSequence, tokens: int, now_s: float) -> int:
         """Return how many tokens of a prompt are computed now; one that is alone in the engine gets what it can."""
         return min(tokens, quantum_tokens(sequence.level(now_s))) if len(self._sequences) > 1 else tokens
 
-    def _shrunk(self, sequence: _Sequence, tokens: int) -> int:
+    def _shrunk(self, sequence: EngineSequence, tokens: int) -> int:
         """Return so many tokens of a prompt as fit without a preemption, halved again and again, a block at least."""
         while self._retained and self._missing_blocks(sequence, tokens) > self._pool.free_count:
             self._evict_retained(sequence)
@@ -324,7 +265,7 @@ class Engine:
             tokens = max(self.config.block_size, tokens // 2)
         return tokens
 
-    def _make_room(self, sequence: _Sequence, tokens: int, plan: _Plan) -> bool:
+    def _make_room(self, sequence: EngineSequence, tokens: int, plan: Plan) -> bool:
         """Give a running sequence the blocks for its next tokens, by preemption if need be; False if it was it."""
         missing = self._missing_blocks(sequence, tokens)
         if missing == 0:  # as for most tokens
@@ -336,37 +277,37 @@ class Engine:
             self._preempt(victim, plan)
             if victim is sequence:
                 return False
-        sequence.blocks += self._pool.allocate(missing)
+        self._pool.allocate(missing, sequence.blocks)
         return True
 
-    def _victim(self, now_s: float) -> _Sequence:
+    def _victim(self, now_s: float) -> EngineSequence:
         """Return who is preempted."""
         if not self._by_level:
-            return max(self._running, key=_rank_of)
+            return max(self._running, key=rank_of)
         return max(
             self._running,
-            key=lambda each: (-1 if each.is_decoding else each.level(now_s), len(each.blocks), each.rank[1]),
+            key=lambda each: (-1 if each.is_decoding else each.level(now_s), each.blocks.count, each.rank[1]),
         )
 
-    def _evict_retained(self, for_whom: _Sequence) -> None:
+    def _evict_retained(self, for_whom: EngineSequence) -> None:
         """Retain the blocks of one program less; those that `for_whom` is about to use go last."""
         own_id = for_whom.request.retain_id
         self.let_go(max(self._retained, key=lambda name: (name != own_id, self._retained[name].rank)))
 
-    def _preempt(self, sequence: _Sequence, plan: _Plan) -> None:
+    def _preempt(self, sequence: EngineSequence, plan: Plan) -> None:
         if self._by_level:
             sequence.rank = (FRONT_PRIORITY, sequence.rank[1])
             sequence.feedback_level = 0
         self._running.remove(sequence)
-        self._free_blocks(sequence)
+        self._pool.release(sequence.blocks)
         plan.remove(sequence)
         sequence.computed_tokens = 0
         sequence.preemption_count += 1
         self._preemption_count += 1
-        insort(self._waiting, sequence, key=_rank_of)
+        insort(self._waiting, sequence, key=rank_of)
         plan.preempted.append(sequence.request_id)
 
-    def _admit_waiting(self, plan: _Plan) -> None:
+    def _admit_waiting(self, plan: Plan) -> None:
         while self._waiting and plan.budget_tokens and len(self._running) < self.config.max_num_seqs:
             sequence = self._waiting[0]
             sequence.served_s = plan.now_s
@@ -375,33 +316,33 @@ class Engine:
             del self._waiting[0]
             self._running.append(sequence)
 
-    def _admit(self, sequence: _Sequence, plan: _Plan) -> bool:
+    def _admit(self, sequence: EngineSequence, plan: Plan) -> bool:
         """Start a waiting sequence on what is cached of it, if all of its tokens fit; its first chunk is planned."""
         if sequence.refused_at is not None and self._pool.offers_no_more(*sequence.refused_at):
             return False
-        size = self.config.block_size
-        wanted = sequence.hashes[: (sequence.known_tokens - 1) // size]
-        hits = self._pool.find(wanted)
-        missing = self._block_count(sequence.known_tokens) - len(hits)
+        pool, size = self._pool, self.config.block_size
+        wanted_count = (sequence.known_tokens - 1) // size
+        hits = pool.find(sequence.hashes, wanted_count)
+        hit_count = sum([len(run.keys) for run in hits])
+        missing = self._block_count(sequence.known_tokens) - hit_count
         if self._by_level:
             missing += self._promised_count()
-        evictable = sum(len(retained.blocks) for retained in self._retained.values())
-        if missing <= self._pool.free_count - self._pool.count_free(hits) + evictable:  # else it would be for nothing
-            while self._retained and missing > self._pool.free_count - self._pool.count_free(hits):
+        evictable = sum(retained.blocks.count for retained in self._retained.values())
+        if missing <= pool.free_count - count_free(hits) + evictable:  # else it would be for nothing
+            while self._retained and missing > pool.free_count - count_free(hits):
                 self._evict_retained(sequence)
-        if missing > self._pool.free_count - self._pool.count_free(hits):
-            sequence.refused_at = self._pool.version, wanted[len(hits)] if len(hits) < len(wanted) else ROOT_HASH
+        if missing > pool.free_count - count_free(hits):
+            sequence.refused_at = pool.version, sequence.hashes[hit_count] if hit_count < wanted_count else ROOT_HASH
             return False
         sequence.refused_at = None
-        self._pool.acquire(hits)
-        sequence.blocks = hits
-        sequence.published_count = len(hits)
+        pool.acquire(sequence.blocks, hits)
+        sequence.published_count = hit_count
         self.let_go(sequence.request.retain_id)
-        cached_tokens = sequence.computed_tokens = len(hits) * size
+        cached_tokens = sequence.computed_tokens = hit_count * size
         tokens = min(sequence.known_tokens - cached_tokens, plan.budget_tokens)
         if self._by_level:
             tokens = self._within_quantum(sequence, tokens, plan.now_s)
-        sequence.blocks += self._pool.allocate(self._missing_blocks(sequence, tokens))
+        pool.allocate(self._missing_blocks(sequence, tokens), sequence.blocks)
         self._publish(sequence, tokens)
         plan.add(sequence, tokens)
         is_readmission = sequence.cached_tokens is not None
@@ -415,32 +356,31 @@ class Engine:
     def _promised_count(self) -> int:
         """Return how many blocks the prompts that run still need: with quanta several run at a time."""
         return sum(
-            self._block_count(sequence.known_tokens) - len(sequence.blocks)
+            self._block_count(sequence.known_tokens) - sequence.blocks.count
             for sequence in self._running
             if not sequence.is_decoding
         )
 
-    def _missing_blocks(self, sequence: _Sequence, tokens: int) -> int:
-        return self._block_count(sequence.computed_tokens + tokens) - len(sequence.blocks)
+    def _missing_blocks(self, sequence: EngineSequence, tokens: int) -> int:
+        return self._block_count(sequence.computed_tokens + tokens) - sequence.blocks.count
 
     def _block_count(self, tokens: int) -> int:
         return -(-tokens // self.config.block_size)
 
-    def _publish(self, sequence: _Sequence, tokens: int) -> None:
+    def _publish(self, sequence: EngineSequence, tokens: int) -> None:
         """Make blocks findable that this iteration fills: later admissions in it share them, as in vLLM."""
         full_count = (sequence.computed_tokens + tokens) // self.config.block_size
         if full_count == sequence.published_count:
             return
-        for index in range(sequence.published_count, full_count):
-            self._pool.publish(sequence.blocks[index], sequence.hashes[index])
-        sequence.published_count = full_count
+        sequence.publish(self._pool, full_count)
         if not sequence.is_decoding:  # a prompt that others may wait to share
             self._pool.version += 1
 
-    def _compute(self, plan: _Plan, end_s: float) -> tuple[tuple[str, ...], tuple[FinishedRequest, ...]]:
+    def _compute(self, plan: Plan, end_s: float) -> tuple[tuple[str, ...], tuple[FinishedRequest, ...]]:
         """Carry the plan out: whose tokens are all computed gets its next one."""
-        generated: list[str] = []
-        finished: list[FinishedRequest] = []
+        generated = self._batch.request_ids
+        finished = [self._finish(sequence, end_s) for sequence in self._batch.step()]
+        last: list[str] = []
         for sequence, tokens in plan.chunks.items():
             if self._by_level:
                 self._note_service(sequence, tokens, end_s)
@@ -451,13 +391,21 @@ class Engine:
                 sequence.first_token_s = end_s
                 self._prompt_tokens += sequence.prompt_tokens
             sequence.known_tokens += 1
-            generated.append(sequence.request.request_id)
+            last.append(sequence.request.request_id)
             if sequence.known_tokens == sequence.end_tokens:
                 finished.append(self._finish(sequence, end_s))
+        if last:
+            generated += tuple(last)
         self._generated_tokens += len(generated)
-        return tuple(generated), tuple(finished)
+        return generated, tuple(finished)
 
-    def _note_service(self, sequence: _Sequence, tokens: int, end_s: float) -> None:
+    def _gather(self) -> None:
+        """Let the first of what runs decode together, as far as it decodes; never under `mlfq`, which orders it."""
+        running, batch = self._running, self._batch
+        while not self._by_level and batch.count < len(running) and running[batch.count].is_decoding:
+            batch.join(running[batch.count])
+
+    def _note_service(self, sequence: EngineSequence, tokens: int, end_s: float) -> None:
         """Note under `mlfq` that a sequence is served: it falls by a level if its quantum was not enough."""
         if sequence.computed_tokens + tokens >= sequence.known_tokens:
             sequence.feedback_level = 0
@@ -465,13 +413,13 @@ class Engine:
             sequence.feedback_level = min(LOWEST_LEVEL, sequence.feedback_level + 1)
         sequence.served_s = end_s
 
-    def _finish(self, sequence: _Sequence, end_s: float) -> FinishedRequest:
+    def _finish(self, sequence: EngineSequence, end_s: float) -> FinishedRequest:
         del self._sequences[sequence.request_id]
         self._running.remove(sequence)
         if sequence.request.retain_id:
             self._retain(sequence)
         else:
-            self._free_blocks(sequence)
+            self._pool.release(sequence.blocks)
         return FinishedRequest(
             request_id=sequence.request_id,
             prompt_tokens=sequence.prompt_tokens,
@@ -483,14 +431,10 @@ class Engine:
             finished_s=end_s,
         )
 
-    def _retain(self, sequence: _Sequence) -> None:
+    def _retain(self, sequence: EngineSequence) -> None:
         """Keep the blocks of a finished request, in place of what its program retained before."""
         self.let_go(sequence.request.retain_id)
-        rank = (sequence.request.priority, len(sequence.blocks), sequence.rank[1])
-        self._retained[sequence.request.retain_id] = _Retained(rank, sequence.blocks)
-        sequence.blocks = []
+        rank = (sequence.request.priority, sequence.blocks.count, sequence.rank[1])
+        self._retained[sequence.request.retain_id] = Retained(rank, sequence.blocks)
+        sequence.blocks = Holding()
         self._pool.version += 1  # they can be evicted now, and could not before
-
-    def _free_blocks(self, sequence: _Sequence) -> None:
-        self._pool.release(reversed(sequence.blocks))  # the tail is lost before the head
-        sequence.blocks = []

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import inspect
+import logging
 import threading
 import time
 import uuid
@@ -21,7 +23,7 @@ from thunderagent.workflows import policies as own_policies
 from thunderagent.workflows import stubs, timeline
 from thunderagent.workflows.control import Control
 from thunderagent.workflows.declare import Agent, load_agents, uses_managed_state
-from thunderagent.workflows.errors import DeclarationError, WorkflowError
+from thunderagent.workflows.errors import DeclarationError, StoreError, WorkflowError
 from thunderagent.workflows.future import Future, handle_of
 from thunderagent.workflows.instance import load_class
 from thunderagent.workflows.llm import check_session_name
@@ -31,6 +33,8 @@ from thunderagent.workflows.state import SessionState
 from thunderagent.workflows.store import MemoryStore, Store
 from thunderagent.workflows.view import Act, View, load_policy
 from thunderagent.workflows.watch import Watch
+
+log = logging.getLogger("thunderagent.workflows")
 
 PERIOD_S = 0.05
 """Between two turns of the global loop."""
@@ -251,11 +255,17 @@ class Deployment:
             await Program(self.proxy, name).async_release()
 
     def _save_state(self, agent: str, session: str, state: SessionState) -> None:
-        touched = {name: state.values[name] for name in state.touched if name in state.values}
+        touched = copy.deepcopy({name: state.values[name] for name in state.touched if name in state.values})
         state.touched.clear()
-        task = self._loop.create_task(self.store.save_state(agent, session, touched))
+        task = self._loop.create_task(self._save(agent, session, touched))
         self._saving.add(task)
         task.add_done_callback(self._saving.discard)
+
+    async def _save(self, agent: str, session: str, values: dict[str, Any]) -> None:
+        try:
+            await self.store.save_state(agent, session, values)
+        except StoreError as error:
+            log.warning("%s", error)
 
     # --- by hand
 
@@ -323,7 +333,10 @@ def _store_of(store: str | Store) -> Store:
     if not store:
         return MemoryStore()
     if store.startswith(("redis://", "rediss://", "unix://")):
-        from thunderagent.workflows.redis_store import RedisStore  # noqa: PLC0415 - and the redis package with it
+        try:
+            from thunderagent.workflows.redis_store import RedisStore  # noqa: PLC0415 - and the redis package with it
+        except ModuleNotFoundError as error:
+            raise DeclarationError(f"a store on Redis needs the extra workflows-redis: {error}") from error
 
         return RedisStore(store)
     raise DeclarationError(f"no store {store!r}: redis://... or nothing")

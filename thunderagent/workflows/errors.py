@@ -52,6 +52,10 @@ class StateError(WorkflowError):
     """Managed state was used where there is none: outside a session, in a batch, or by an agent not declared so."""
 
 
+class StoreError(WorkflowError):
+    """The node store does not do as told."""
+
+
 class Preempted(Exception):  # noqa: N818 - no error: how a method says that it stopped as asked
     """Raised by a method that was asked to stop; `checkpoint` is what its next run goes on from."""
 

@@ -7,6 +7,7 @@ from itertools import count, groupby
 import pytest
 
 from tests.builders import Driver
+from thunderagent.core_build import core_kind
 from thunderagent.policy_loader import load_policy
 from thunderagent.programs.model.events import ProgramReleased, TurnArrived
 from thunderagent.programs.model.program import Program
@@ -226,14 +227,15 @@ class Lookups:
 
 
 def lookups_of(tenants: Tenants) -> Lookups:
-    """Count them from now on."""
+    """Count them from now on; a compiled method cannot be replaced, so there none are counted."""
     lookups, look_up = Lookups(), tenants.level_token_s
 
     def counted(name: str) -> float:
         lookups.count += 1
         return look_up(name)
 
-    tenants.level_token_s = counted  # type: ignore[method-assign]
+    if core_kind() == "interpreted":
+        tenants.level_token_s = counted  # type: ignore[method-assign]
     return lookups
 
 

@@ -129,9 +129,9 @@ def test_the_largest_prompt_is_preempted_before_who_generates() -> None:
 
 
 def _plan(engine: Engine):  # type: ignore[no-untyped-def]
-    from thunderagent.simulator.engine import _Plan  # noqa: PLC0415
+    from thunderagent.simulator.sequences import Plan  # noqa: PLC0415
 
-    return _Plan(engine.config.max_num_batched_tokens, 1.0)
+    return Plan(engine.config.max_num_batched_tokens, 1.0)
 
 
 def test_retained_blocks_wait_for_the_next_turn() -> None:

@@ -240,7 +240,7 @@ class Model:
         if not self.choose(4):
             self.crashed = True  # what is checked of a session's whole life does not hold any more
             ended = SESSIONS[self.choose(3)]
-            for to in [DIRECTORY, *self.machines]:
+            for to in sorted(self.machines, key=lambda name: name != DIRECTORY):
                 self.send("n0", to, m.SessionEnded(ended))
             return
         if kind == 98 or "n1" not in self.machines:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.workflows.model import Model
+from thunderagent.workflows.core.moves import Moves
 
 STEPS_COUNT = 60
 
@@ -24,15 +26,41 @@ def interleave(seed: int, *, may_crash: bool, steps_count: int = STEPS_COUNT) ->
     return model
 
 
-@pytest.mark.parametrize("may_crash", [False, True], ids=["whole", "crashes"])
-def test_random_interleavings(may_crash: bool) -> None:
+def interleave_many(count: int, *, may_crash: bool) -> None:
     base = random.randrange(10**9)
-    for seed in range(base, base + 500):
+    for seed in range(base, base + count):
         try:
             interleave(seed, may_crash=may_crash)
         except BaseException as error:
             error.add_note(f"seed {seed}")
             raise
+
+
+@pytest.mark.parametrize("may_crash", [False, True], ids=["whole", "crashes"])
+def test_random_interleavings(may_crash: bool) -> None:
+    interleave_many(300, may_crash=may_crash)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("may_crash", [False, True], ids=["whole", "crashes"])
+def test_ten_thousand_interleavings(may_crash: bool) -> None:
+    interleave_many(10_000, may_crash=may_crash)
+
+
+def test_the_model_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without what guards a move the same interleavings fail: they would notice."""
+    monkeypatch.setattr(Moves, "take_in", _forgetful(Moves.take_in))
+    with pytest.raises(AssertionError):
+        interleave_many(300, may_crash=False)
+
+
+def _forgetful(take_in: Any) -> Any:
+    def lossy(self: Moves, message: Any) -> None:
+        message.calls[1:] = []
+        take_in(self, message)
+
+    return lossy
 
 
 @settings(max_examples=60)

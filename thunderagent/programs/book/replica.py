@@ -20,7 +20,7 @@ class ReplicaPlace(Place):
     Who is there is put into an order once the policy asks for it, by the policy's rank; until then none is kept.
     """
 
-    __slots__ = ("_account", "_order", "_programs", "_rank_of")
+    __slots__ = ("_account", "_programs", "_rank_of", "kept")
 
     def __init__(
         self, kind: Kind, replica_id: str, account: Account, programs: Mapping[str, Program], rank_of: RankOf
@@ -30,7 +30,8 @@ class ReplicaPlace(Place):
         self._account = account
         self._programs = programs
         self._rank_of = rank_of
-        self._order: RankedSet[Program] | None = None
+        self.kept: RankedSet[Program] | None = None
+        """The order as far as one is kept: who only looks asks for this, and changes nothing."""
 
     def enter(self, program: Program, now_s: float) -> None:  # noqa: ARG002
         """Take a program in."""
@@ -40,8 +41,8 @@ class ReplicaPlace(Place):
         account.active_count += 1
         account.demand_tokens += tokens
         account.growth_tokens += program.growth_tokens
-        if self._order is not None:
-            self._order.add(program, self._rank_of(program))
+        if self.kept is not None:
+            self.kept.add(program, self._rank_of(program))
 
     def leave(self, program: Program, now_s: float) -> None:  # noqa: ARG002
         """Let a program go that is here."""
@@ -51,8 +52,8 @@ class ReplicaPlace(Place):
         account.active_count -= 1
         account.demand_tokens -= tokens
         account.growth_tokens -= program.growth_tokens
-        if self._order is not None:
-            self._order.discard(program)
+        if self.kept is not None:
+            self.kept.discard(program)
 
     def resize(self, program: Program, claim_tokens: int, growth_tokens: int, now_s: float) -> None:  # noqa: ARG002
         """Take in that a program that is here has another size than these."""
@@ -60,23 +61,23 @@ class ReplicaPlace(Place):
         self.tokens += more_tokens
         self._account.demand_tokens += more_tokens
         self._account.growth_tokens += program.growth_tokens - growth_tokens
-        if self._order is not None:
+        if self.kept is not None:
             self.rank(program)
 
     def rank(self, program: Program) -> None:
         """Put a program that is here where its rank says, if anybody asks for that."""
-        if self._order is not None:
-            self._order.add(program, self._rank_of(program))
+        if self.kept is not None:
+            self.kept.add(program, self._rank_of(program))
 
     @property
     def order(self) -> RankedSet[Program]:
         """Who is here by rank, the lowest first; from now on that is kept."""
-        if self._order is None:
-            self._order = RankedSet()
+        if self.kept is None:
+            self.kept = RankedSet()
             for program in self._programs.values():
                 if program.place is self:
                     self.rank(program)
-        return self._order
+        return self.kept
 
 
 class LeavingPlace(ReplicaPlace):
@@ -91,41 +92,41 @@ class LeavingPlace(ReplicaPlace):
 
     def rank(self, program: Program) -> None:
         """Put a program that is here where its rank says, or out of the order if it leaves whatever the policy says."""
-        if self._order is None:
+        if self.kept is None:
             return
         if program.marked_by_policy:
-            self._order.add(program, -self._rank_of(program))
+            self.kept.add(program, -self._rank_of(program))
         else:
-            self._order.discard(program)
+            self.kept.discard(program)
 
 
 class ActingPlace(ReplicaPlace):
     """Where tools run: the sum of the claims may fade with time, and who is held too long is found."""
 
-    __slots__ = ("_expiring",)
+    __slots__ = ("kept_expiring",)
 
     def __init__(
         self, kind: Kind, replica_id: str, account: Account, programs: Mapping[str, Program], rank_of: RankOf
     ) -> None:
         """Make an empty one."""
         super().__init__(kind, replica_id, account, programs, rank_of)
-        self._expiring: RankedSet[Program] | None = None
+        self.kept_expiring: RankedSet[Program] | None = None
 
     def enter(self, program: Program, now_s: float) -> None:
         """Take a program in."""
         super().enter(program, now_s)
         if self._account.decayed is not None:
             self._account.decayed.add(program.claim_tokens, program.acting_since_s, now_s)
-        if self._expiring is not None and program.hold_until_s < inf:
-            self._expiring.add(program, program.hold_until_s)
+        if self.kept_expiring is not None and program.hold_until_s < inf:
+            self.kept_expiring.add(program, program.hold_until_s)
 
     def leave(self, program: Program, now_s: float) -> None:
         """Let a program go that is here."""
         super().leave(program, now_s)
         if self._account.decayed is not None:
             self._account.decayed.remove(program.claim_tokens, program.acting_since_s, now_s)
-        if self._expiring is not None:
-            self._expiring.discard(program)
+        if self.kept_expiring is not None:
+            self.kept_expiring.discard(program)
 
     def resize(self, program: Program, claim_tokens: int, growth_tokens: int, now_s: float) -> None:
         """Take in that a program that is here has another size than these."""
@@ -137,12 +138,12 @@ class ActingPlace(ReplicaPlace):
     @property
     def expiring(self) -> RankedSet[Program]:
         """Who is here by the time until which it is worth holding, if there is one; from now on that is kept."""
-        if self._expiring is None:
-            self._expiring = RankedSet()
+        if self.kept_expiring is None:
+            self.kept_expiring = RankedSet()
             for program in self._programs.values():
                 if program.place is self and program.hold_until_s < inf:
-                    self._expiring.add(program, program.hold_until_s)
-        return self._expiring
+                    self.kept_expiring.add(program, program.hold_until_s)
+        return self.kept_expiring
 
 
 class Replica:

@@ -1,5 +1,7 @@
 """What the core is told of replicas, and by operators."""
 
+# interpreted: the event log reads the types of the fields, which a compiled class does not keep
+
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -54,11 +54,16 @@ class RankedSet(Generic[T]):
         if len(heap) > self._compact_above:
             self._compact()
 
+    def _lives(self, entry: tuple[Order, int, T]) -> bool:
+        """Say whether an entry is its member's; by its number, as a compiled tuple is another each time."""
+        latest = self._entry_of.get(entry[2])
+        return latest is not None and latest[1] == entry[1]
+
     def _compact(self) -> None:
         """Drop the dead if they outnumber the living, and look again when the heap has doubled."""
         entry_of = self._entry_of
         if len(self._heap) > 2 * len(entry_of):
-            self._heap = [entry for entry in self._heap if entry_of.get(entry[2]) is entry]
+            self._heap = [entry for entry in self._heap if self._lives(entry)]
             heapify(self._heap)
         self._compact_above = max(COMPACT_ABOVE, 2 * len(entry_of))
 
@@ -68,10 +73,10 @@ class RankedSet(Generic[T]):
 
     def first(self) -> T | None:
         """Return the member with the lowest rank, or None."""
-        heap, entry_of = self._heap, self._entry_of
+        heap = self._heap
         while heap:
             entry = heap[0]
-            if entry_of.get(entry[2]) is entry:
+            if self._lives(entry):
                 return entry[2]
             heappop(heap)
         return None
@@ -81,11 +86,11 @@ class RankedSet(Generic[T]):
 
         Cost: O((as many as are returned + dead there) log members).
         """
-        heap, entry_of = self._heap, self._entry_of
+        heap = self._heap
         entries: list[tuple[Order, int, T]] = []
         while heap and len(entries) < count:
             entry = heap[0]
-            living = entry_of.get(entry[2]) is entry
+            living = self._lives(entry)
             if living and wanted is not None and not wanted(entry[2]):
                 break
             heappop(heap)

@@ -284,18 +284,20 @@ class BreakEven:
         """Return the replica with most room; among equals, as where no capacity is known, that with least on it."""
         if len(candidates) == 1:
             return candidates[0]
-        if foresees:
-            free_tokens = [
-                self._free_tokens(replica.account, foreseen_tokens(view, program, replica, self.foresight_ratio))
-                for replica in candidates
-            ]
-        else:  # of each newcomer to many replicas: without a call for each
-            ratio, accounts = self.low_ratio, [replica.account for replica in candidates]
-            free_tokens = [ratio * account.limit_tokens - account.demand_tokens for account in accounts]
-        most_tokens = max(free_tokens)
-        return least_loaded(
-            [replica for replica, tokens in zip(candidates, free_tokens, strict=True) if tokens == most_tokens]
-        )
+        roomiest: list[ReplicaView] = []
+        most_tokens, ratio = -inf, self.low_ratio
+        for replica in candidates:  # a call for each would cost more than all the rest
+            account = replica.account
+            if foresees:
+                grown_tokens = foreseen_tokens(view, program, replica, self.foresight_ratio)
+                free_tokens = self._free_tokens(account, grown_tokens)
+            else:
+                free_tokens = ratio * account.limit_tokens - account.demand_tokens
+            if free_tokens > most_tokens:
+                most_tokens, roomiest = free_tokens, [replica]
+            elif free_tokens == most_tokens:
+                roomiest.append(replica)
+        return roomiest[0] if len(roomiest) == 1 else least_loaded(roomiest or candidates)
 
     def _free_tokens(self, account: AccountView, grown_tokens: float) -> float:
         """Return what nobody claims, nor will by growing; one program grows by `grown_tokens`, as far as foreseen."""

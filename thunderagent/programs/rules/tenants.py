@@ -38,21 +38,24 @@ REMEMBERED_COUNT = 10_000
 """So many tenants are remembered that left and had more than others: those first that had least more go."""
 
 
+_FIELDS = (
+    "claim_tokens",
+    "contended_s",
+    "contended_token_s",
+    "level_token_s",
+    "levelled_s",
+    "name",
+    "service_token_s",
+    "updated_s",
+    "waiting_count",
+    "weight_ratio",
+)
+
+
 class Tenant:
     """What a tenant has had."""
 
-    __slots__ = (
-        "claim_tokens",
-        "contended_s",
-        "contended_token_s",
-        "level_token_s",
-        "levelled_s",
-        "name",
-        "service_token_s",
-        "updated_s",
-        "waiting_count",
-        "weight_ratio",
-    )
+    __slots__ = _FIELDS
 
     def __init__(self, name: str, weight_ratio: float, level_token_s: float) -> None:
         """Begin at that level."""
@@ -83,7 +86,7 @@ class Tenant:
     def as_of(self, now_s: float, waited_s: float) -> Tenant:
         """Return a copy that is settled."""
         tenant = Tenant(self.name, self.weight_ratio, self.level_token_s)
-        for each in self.__slots__:
+        for each in _FIELDS:
             setattr(tenant, each, getattr(self, each))
         tenant.settle(now_s, waited_s)
         return tenant

@@ -9,6 +9,7 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
+from thunderagent.core_build import core_kind
 from thunderagent.errors import NotFoundError, RequestError, ThunderAgentError
 from thunderagent.programs.model.places import Phase, Status
 from thunderagent.proxy.admin.reports import (
@@ -76,6 +77,7 @@ class HealthReport(Report):
     """The process answers."""
 
     status: Literal["ok"]
+    core: Literal["compiled", "interpreted"]
 
 
 class ReadyReport(Report):
@@ -173,8 +175,10 @@ class Admin:
         ]
 
     async def health(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler's signature
-        """Say that the process answers."""
-        return report_response(HealthReport(status="ok"))
+        """Say that the process answers, and how its core runs."""
+        return report_response(
+            HealthReport(status="ok", core="compiled" if core_kind() == "compiled" else "interpreted")
+        )
 
     async def ready(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler's signature
         """Say whether a turn would be served: 200, or 503 with the reason."""

@@ -130,5 +130,3 @@ class Directory:
         for key in [key for key in self.homes if key[0] == message.session]:
             del self.homes[key]
             self._arriving.pop(key, None)
-        for key in [key for key in self._askers if key[0] == message.session]:
-            del self._askers[key]

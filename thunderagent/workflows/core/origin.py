@@ -65,11 +65,11 @@ class Origin:
             need.edges_count += 1
         self._route(record)
 
-    def _route(self, record: Record) -> None:
+    def _route(self, record: Record, avoid: str = "") -> None:
         """Send a call where it is to run, as soon as there is such a place."""
         call = record.call
         if not self.rules[call.agent].is_pinned:
-            location = self.router.pick(call.session, call.agent, call.chain)
+            location = self.router.pick(call.session, call.agent, (*call.chain, avoid) if avoid else call.chain)
             if location:
                 self._submit(record, location)
             else:
@@ -179,11 +179,9 @@ class Origin:
         home = self._homes.get(key)
         if home is not None and home.location == message.location:
             del self._homes[key]
-        if not self.rules[record.call.agent].is_pinned:
-            self.router.remove(message.location, is_gone=False)
         self.router.count(record.executor, -1)
         record.executor = record.left = ""
-        self._route(record)
+        self._route(record, avoid=message.location)
 
     # --- values
 

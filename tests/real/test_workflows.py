@@ -1,0 +1,88 @@
+"""Workflows on a real Redis: state outlives a deployment, decisions go through it, and it may go away."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from benchmarks.real_engine import RealEngineError, ensure_environment
+from tests.debian import install
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+    from typing import NoReturn
+
+SCRIPT = """
+import asyncio, logging, sys
+from tests.unit.workflows.agents import only
+from thunderagent.workflows import deploy, managed_dict, stubs
+
+URL, SERVER_PID = sys.argv[1], int(sys.argv[2])
+counts = managed_dict("counts")
+
+def say(*texts):
+    counts["runs"] = counts.get("runs", 0) + 1
+    for text in texts:
+        found = stubs.call("rememberer", "hear", (text,)).value(10)
+    return found, dict(counts)
+
+def opened():
+    return deploy(only("rememberer"), store=URL, period_s=0.02)
+
+with opened() as app:
+    assert app.run(say, "a", "b", session="s") == (["a", "b"], {"runs": 1})
+    home = app.session_log("s").log[-1][4]
+    other = ({"rememberer/0", "rememberer/1"} - {home}).pop()
+    assert app.act(lambda act: act.migrate("s", home, other)) == []
+    assert app.run(say, "c", session="s") == (["a", "b", "c"], {"runs": 2})
+    assert app.session_log("s").log[-1][4] == other
+with opened() as app:
+    assert app.run(say, "d", session="s") == (["a", "b", "c", "d"], {"runs": 3})
+    app.end_session("s")
+    assert app.run(say, "e", session="s") == (["e"], {"runs": 1})
+    import os, signal, time
+    os.kill(SERVER_PID, signal.SIGTERM)
+    time.sleep(0.2)
+    assert stubs is not None
+    assert app.run(lambda: stubs.call("rememberer", "hear", ("f",)).value(10), session="s") == ["e", "f"]
+print("all of it")
+"""
+
+
+@pytest.mark.real
+@pytest.mark.timeout(300, func_only=True)
+def test_state_on_a_real_redis(require_real: Callable[[str], NoReturn], tmp_path: Path) -> None:
+    """A session goes on where it was, in another deployment; without the server calls go on."""
+    if shutil.which("redis-server") is None and (why_not := install("redis-server")):
+        require_real(why_not)
+    try:
+        python = ensure_environment("workflows-redis", ["redis>=6,<9"], "a second")
+    except RealEngineError as error:
+        require_real(f"no redis package: {error}")
+    find = [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+    packages = subprocess.run(find, check=True, capture_output=True, text=True).stdout.strip()
+    socket = tmp_path / "redis.sock"
+    command = ["redis-server", "--port", "0", "--unixsocket", str(socket), "--save", "", "--daemonize", "no"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path) as server:
+        try:
+            assert server.stdout is not None
+            for line in server.stdout:
+                if "ready to accept connections" in line.lower():
+                    break
+            done = subprocess.run(
+                [sys.executable, "-c", SCRIPT, f"unix://{socket}", str(server.pid)],
+                env={**os.environ, "PYTHONPATH": os.pathsep.join([packages, "."])},
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=120,
+            )
+        finally:
+            server.terminate()
+    assert done.stdout.strip() == "all of it", done.stderr

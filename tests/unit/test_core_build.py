@@ -1,0 +1,89 @@
+"""What is compiled says of which sources it is, and whoever changes one hears of it."""
+
+from __future__ import annotations
+
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+import pytest
+
+import thunderagent
+from thunderagent.cli import main
+from thunderagent.core_build import DIGEST_FILE, STALE, core_sources, kind_of, sources_digest
+
+PACKAGE = Path(thunderagent.__file__).parent
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """A package whose core has two modules, one that must be interpreted, and a policy."""
+    for name, text in {
+        "programs/scheduler.py": "STEP = 1\n",
+        "programs/book/costs.py": "COST = 2\n",
+        "programs/model/events.py": '"""Events."""\n\n# interpreted: its types are read\n',
+        "programs/policies/cap.py": "N = 8\n",
+        "runtime.py": "",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def compile_core(package: Path) -> None:
+    """Leave what a compiled build leaves."""
+    for source in core_sources(package):
+        source.with_name(source.stem + EXTENSION_SUFFIXES[0]).touch()
+    (package / DIGEST_FILE).write_text(sources_digest(package) + "\n")
+
+
+def test_the_core_is_all_but_the_policies_and_what_says_it_is_interpreted(package: Path) -> None:
+    """Wherever the modules lie."""
+    names = [path.relative_to(package / "programs").as_posix() for path in core_sources(package)]
+    assert names == ["book/costs.py", "scheduler.py"]
+
+
+def test_of_this_package_the_scheduler_is_compiled_and_the_events_are_not() -> None:
+    """The event log reads the types of events' fields."""
+    names = {path.name for path in core_sources(PACKAGE)}
+    assert "scheduler.py" in names
+    assert not {"events.py", "breakeven.py"} & names
+
+
+def test_sources_alone_are_interpreted_and_compiled_ones_say_so(package: Path) -> None:
+    assert kind_of(package) == "interpreted"
+    compile_core(package)
+    assert kind_of(package) == "compiled"
+
+
+@pytest.mark.parametrize("name", ["programs/policies/cap.py", "runtime.py", "programs/model/events.py"])
+def test_what_is_interpreted_may_change(package: Path, name: str) -> None:
+    compile_core(package)
+    with (package / name).open("a") as source:
+        source.write("CHANGED = 1\n")
+    assert kind_of(package) == "compiled"
+
+
+@pytest.mark.parametrize("change", ["edited", "added", "removed", "no digest", "a module less"])
+def test_other_sources_than_were_compiled_are_noticed(package: Path, change: str) -> None:
+    """Python would run what was compiled without a word."""
+    compile_core(package)
+    source = package / "programs" / "scheduler.py"
+    match change:
+        case "edited":
+            source.write_text("STEP = 2\n")
+        case "added":
+            source.with_name("core.py").touch()
+        case "removed":
+            source.unlink()
+        case "no digest":
+            (package / DIGEST_FILE).unlink()
+        case _:
+            source.with_name("scheduler" + EXTENSION_SUFFIXES[0]).unlink()
+    assert kind_of(package) == "stale"
+
+
+def test_no_command_runs_on_a_stale_core(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Not even a simulation: its figures would be of code that nobody sees."""
+    monkeypatch.setattr("thunderagent.cli.core_kind", lambda: "stale")
+    assert main(["simulate", "--minutes", "1"]) == 2
+    assert capsys.readouterr().err == f"thunderagent: error: {STALE}\n"

@@ -1,0 +1,95 @@
+"""The node store on Redis: others can read the summaries, and sessions' state outlives the deployment.
+
+One blob a node and period, one hash a session; all of it is msgpack, so state holds what that has: tuples come back as
+lists, and objects of classes are refused. Whoever can write to the server decides what agents remember.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import asdict
+from typing import Any
+
+import msgspec
+import redis.asyncio
+from redis.exceptions import RedisError
+
+from thunderagent.workflows.errors import StoreError
+from thunderagent.workflows.store import Decisions
+from thunderagent.workflows.view import Summary
+
+PREFIX = "thunderagent:workflows"
+MAX_BLOBS_COUNT = 1000
+"""Blobs that wait to be read; older ones go, so that a loop that stands still fills no memory."""
+
+
+class RedisStore:
+    """A store at `redis://HOST:PORT/DATABASE`. Its methods raise `StoreError` where the server does not do as told."""
+
+    def __init__(self, url: str, prefix: str = PREFIX) -> None:
+        """Connect at the first use."""
+        self._client = redis.asyncio.Redis.from_url(url)
+        self._prefix = prefix
+
+    async def publish(self, node: str, summaries: list[Summary]) -> None:
+        """Leave what a node's controllers say."""
+        blob = msgspec.msgpack.encode([node, [asdict(each) for each in summaries]])
+        async with self._errors(), self._client.pipeline() as pipeline:
+            pipeline.rpush(f"{self._prefix}:summaries", blob)
+            pipeline.ltrim(f"{self._prefix}:summaries", -MAX_BLOBS_COUNT, -1)
+            await pipeline.execute()
+
+    async def collect(self) -> list[Summary]:
+        """Take all that was left."""
+        async with self._errors():
+            blobs = await self._client.lpop(f"{self._prefix}:summaries", MAX_BLOBS_COUNT)
+        said = [msgspec.msgpack.decode(blob, type=tuple[str, list[Summary]]) for blob in blobs or ()]
+        return [summary for _, summaries in said for summary in summaries]
+
+    async def push(self, node: str, decisions: Decisions) -> None:
+        """Leave decisions for a node."""
+        async with self._errors():
+            await self._client.rpush(f"{self._prefix}:decisions:{node}", msgspec.msgpack.encode(asdict(decisions)))
+
+    async def take(self, node: str) -> list[Decisions]:
+        """Take what was decided for a node."""
+        async with self._errors():
+            blobs = await self._client.lpop(f"{self._prefix}:decisions:{node}", MAX_BLOBS_COUNT)
+        return [msgspec.msgpack.decode(blob, type=Decisions) for blob in blobs or ()]
+
+    async def save_state(self, agent: str, session: str, values: dict[str, Any]) -> None:
+        """Keep parts of a session's managed state."""
+        try:
+            fields = {f"{agent}/{name}": msgspec.msgpack.encode(value) for name, value in values.items()}
+        except (TypeError, OverflowError) as error:
+            text = f"state {', '.join(values)} of session {session!r} is not kept: {error}"
+            raise StoreError(text) from error
+        async with self._errors():
+            await self._client.hset(f"{self._prefix}:state:{session}", mapping=fields)
+
+    async def load_states(self, session: str) -> dict[str, dict[str, Any]]:
+        """Return a session's managed state as it was kept, by agent."""
+        async with self._errors():
+            fields = await self._client.hgetall(f"{self._prefix}:state:{session}")
+        found: dict[str, dict[str, Any]] = {}
+        for field, blob in fields.items():
+            agent, _, name = field.decode().partition("/")
+            found.setdefault(agent, {})[name] = msgspec.msgpack.decode(blob, strict=False)
+        return found
+
+    async def drop_session(self, session: str) -> None:
+        """Keep a session's state no longer."""
+        async with self._errors():
+            await self._client.delete(f"{self._prefix}:state:{session}")
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._client.aclose()
+
+    @contextlib.asynccontextmanager
+    async def _errors(self) -> AsyncIterator[None]:
+        try:
+            yield
+        except (RedisError, OSError) as error:
+            raise StoreError(f"Redis: {error}") from error
