@@ -81,7 +81,7 @@ class Longest:
     def settle(self, verbs: Verbs) -> None:
         """Let in the first who waits for room, if its turn has waited for so long."""
         book = verbs.book
-        while book.granting_replicas and (program := book.queue.first_waiting(1)) is not None:
+        while book.granting_replicas and (program := book.queue.waiting.order.first()) is not None:
             waited_s = book.now_s - next(iter(program.held.values())).arrived_s
             if waited_s < MOST_S or not verbs.restore_beyond_limit(program, Reason.PATIENCE):
                 return
