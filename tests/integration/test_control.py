@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from tests.integration.support import Answer
+    from thunderagent.programs.scheduler import Scheduler
 
 Behaviour = "Callable[[Call], Awaitable[None]]"
 
@@ -64,6 +65,11 @@ async def replica_report(proxy: RunningProxy, replica: FakeReplica) -> dict[str,
 
 def id_of(replica: FakeReplica) -> str:
     return replica.url.removeprefix("http://")
+
+
+def resident_tokens(scheduler: Scheduler, replica: FakeReplica) -> int:
+    """What of program "a" is expected to lie in a replica's memory."""
+    return scheduler.book.resident_tokens(scheduler.programs["a"], scheduler.replicas[id_of(replica)])
 
 
 async def held(proxy: RunningProxy, count: int) -> None:
@@ -397,9 +403,9 @@ async def test_the_ledger_forgets_what_a_cleared_cache_held(path: str, body: dic
         scheduler = proxy.runtime.scheduler
         program = scheduler.programs.get("a")
         assert program is not None
-        assert scheduler.resident_tokens(program, id_of(replica)) == 13
+        assert resident_tokens(scheduler, replica) == 13
         assert (await post(proxy.url, path, body)).status == 200
-        assert scheduler.resident_tokens(program, id_of(replica)) == (0 if forgotten else 13)
+        assert resident_tokens(scheduler, replica) == (0 if forgotten else 13)
         assert program.claim_tokens == 13
         assert (await get(proxy.url, "/programs/a")).json()["status"] == "active"
 
@@ -410,9 +416,7 @@ async def test_a_cache_that_could_not_be_cleared_is_not_forgotten() -> None:
         await ask(proxy.url, "a")
         replica.behaviour = answers({"success": False})
         assert (await post(proxy.url, "/reset_prefix_cache")).json() == {"success": False}
-        program = proxy.runtime.scheduler.programs.get("a")
-        assert program is not None
-        assert proxy.runtime.scheduler.resident_tokens(program, id_of(replica)) == 13
+        assert resident_tokens(proxy.runtime.scheduler, replica) == 13
 
 
 async def test_the_weight_version_is_shown() -> None:
@@ -713,9 +717,7 @@ async def test_a_flush_by_the_facade_is_noticed() -> None:
     async with replicas_behind(1) as (proxy, (replica,)):
         await ask(proxy.url, "a")
         await get(proxy.url, f"/workers/{id_of(replica)}/flush_cache")
-        program = proxy.runtime.scheduler.programs.get("a")
-        assert program is not None
-        assert proxy.runtime.scheduler.resident_tokens(program, id_of(replica)) == 0
+        assert resident_tokens(proxy.runtime.scheduler, replica) == 0
 
 
 async def test_a_turn_by_the_facade_is_load_on_that_replica() -> None:
@@ -814,7 +816,7 @@ async def test_an_engine_that_somebody_else_paused_gets_no_turn() -> None:
         await until(lambda: proxy.runtime.scheduler.replicas[id_of(replica)].suspended_for)
         assert (await replica_report(proxy, replica))["suspended_for"] == ["observed"]
         assert (await replica_report(proxy, replica))["weight_version"] == "1"
-        assert proxy.runtime.scheduler.resident_tokens(program, id_of(replica)) == 13
+        assert resident_tokens(proxy.runtime.scheduler, replica) == 13
         waiting = asyncio.create_task(ask(proxy.url, "a"))
         await held(proxy, 1)
         state.update(is_paused=False, weight_version="2")
