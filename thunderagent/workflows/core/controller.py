@@ -189,7 +189,7 @@ class Controller:
             return
         call.checkpoint = message.checkpoint
         if call.call_id not in self.here:
-            pass  # its session ended
+            self._drop_state(call.session)
         elif call.session in self.moves.under_way:
             self.moves.under_way[call.session].calls.insert(0, call)
         else:
@@ -205,11 +205,17 @@ class Controller:
         """Push what came of a call to whoever needs it, its origin last."""
         self.changed.add(call.session)
         if self.here.pop(call.call_id, None) is None:
+            self._drop_state(call.session)
             return
         if self.subscribers:
             for location, for_id in self.subscribers.pop(call.call_id, ()):
                 self.send(location, m.Result(call.call_id, for_id, outcome))
         self.send(call.origin, m.Result(call.call_id, 0, outcome))
+
+    def _drop_state(self, session: str) -> None:
+        """Drop what a call of a session that had ended has left behind."""
+        if session not in self.homes:
+            self.states.pop(session, None)
 
     def _set_priorities(self, message: m.SetPriorities) -> None:
         self.queue.set_priorities(message.priorities)
