@@ -115,6 +115,31 @@ async def test_a_lease_is_believed_no_more_tokens_than_the_largest_replica_has()
         assert newcomer.claim_tokens < 500
 
 
+async def test_what_a_data_key_says_of_its_leases_teaches_of_its_own_programs_alone() -> None:
+    """Not what others' bytes are worth, nor what the engine keeps and computes; an admin key's word does."""
+    async with (
+        fake_replica(capacity_tokens=10_000) as replica,
+        running_proxy(replica.url, policy="breakeven", **KEYS) as proxy,
+    ):
+        scheduler = proxy.runtime.scheduler
+        correction = scheduler.knowledge.correction(replica.replica_id)
+        first_ratio = scheduler.knowledge.tokens_per_byte_ratio
+        for key, name, teaches in ((RED, "a", False), (RED, None, False), (ADMIN, "b", True)):
+            for _ in range(3):
+                asks = {"prompt_tokens": 1000} | ({"program_id": name} if name else {})
+                lease = (await post(proxy.url, "/leases", asks, key)).json()
+                path = f"/leases/{lease['lease_id']}"
+                await post(proxy.url, f"{path}/progress", {"output_tokens": 1}, key)
+                said = {"prompt_tokens": 2000, "output_tokens": 5, "cached_tokens": 0}
+                await post(proxy.url, f"{path}/end", said, key)
+            assert (correction.computed_tokens > 0) == teaches
+            assert (scheduler.knowledge.tokens_per_byte_ratio != first_ratio) == teaches
+            if name is not None:
+                program = scheduler.programs.get(name)
+                assert program is not None
+                assert program.context_tokens == 2005
+
+
 # --- passwords
 
 
