@@ -128,6 +128,9 @@ _decode_raw_fields = msgspec.json.Decoder(_RawFields).decode
 LARGE_FIELD_BYTES = 64 * 1024
 """A value that is larger, and no text, is not built."""
 
+SLOWLY_READ_BYTES = 2**20
+"""What only Python's own module reads is read up to this size: 1 ms for a text, 0.1 s for a million empty lists."""
+
 
 class TurnRequest(NamedTuple):
     """What a request on a turn's endpoint asks for, and the bytes to forward.
@@ -366,12 +369,15 @@ def _read_fields(body: bytes) -> _Fields | None:
 
     Engines read JSON with Python's own module or one like it, which takes `NaN` and halves of surrogate pairs
     (cut-off tool output has them); msgspec refuses those, so what it refuses is read again, slowly, and without the
-    prompt's fields.
+    prompt's fields. That builds the whole body as objects and lets nothing else run meanwhile, on whatever thread; so
+    of an object of more than `SLOWLY_READ_BYTES` nothing is read: whose it is only its path and headers say.
     """
     try:
         return _decode_fields(body) if len(body) <= LARGE_FIELD_BYTES else _read_large(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         pass
+    if len(body) > SLOWLY_READ_BYTES:
+        return _Fields() if body[:64].lstrip()[:1] == b"{" else None
     try:
         value = json.loads(body.decode())
     except (ValueError, RecursionError):

@@ -12,6 +12,7 @@ from thunderagent.proxy.reading.identity import (
     FINAL_HEADERS,
     OTHERS_FIELDS,
     PROGRAM_HEADERS,
+    SLOWLY_READ_BYTES,
     IdentityRules,
     TurnRequest,
     check_program_id,
@@ -366,6 +367,22 @@ def test_json_that_engines_read_and_msgspec_does_not_is_a_turn_all_the_same(text
     assert turn.usage_added
     assert b"program_id" not in turn.body
     assert value in turn.body
+
+
+def test_of_a_large_body_that_only_python_reads_nothing_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its headers say whose it is, and it goes to its engine as it came; one that is no object is nobody's."""
+    read_bytes: list[int] = []
+    loads = json.loads
+    monkeypatch.setattr(json, "loads", lambda text: (read_bytes.append(len(text)), loads(text))[1])
+    filling = b"[" + b"0," * (SLOWLY_READ_BYTES // 2) + b"0]"
+    body = b'{"messages":[NaN],"program_id":"a","x":' + filling + b"}"
+    for headers, program_id in (({"X-Program-ID": "h"}, "h"), ({}, None)):
+        turn = identified(body, headers=headers)
+        assert (turn.program_id, turn.body, turn.streams) == (program_id, body, False)
+    assert identify(None, CIMultiDictProxy(CIMultiDict()), b"[NaN," + filling + b"]") is None
+    assert read_bytes == []
+    assert identified(b'{"messages":[NaN],"program_id":"a"}').program_id == "a"
+    assert len(read_bytes) == 1
 
 
 # --- Side calls
