@@ -367,6 +367,11 @@ class ServeConfig(BaseSettings):
         description="whether a data key names the tenant of its programs and is for these alone; X-Program-Tenant "
         "counts only if not; by default where there are api_keys or a keys_file",
     )
+    client_priority: Literal["keep", "drop"] | None = Field(
+        None,
+        description="what becomes of a priority that a client gives engines, unless it has an admin key: keep or drop; "
+        "by default drop where there are api_keys or a keys_file",
+    )
     allow_open: bool = Field(
         False, description="whether to listen without api_keys on an address that other machines reach"
     )

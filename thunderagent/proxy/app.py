@@ -122,7 +122,12 @@ def build_app(
     replicas.on_removed.append(metrics.replica_removed)
     held = HeldTurns(turn_settings.held, registry)
     quotas = _quotas(runtime, registry, held, hears=keys_file is not None)
-    tenancy = Tenancy(runtime, from_key=turn_settings.tenant_from_key, quotas=quotas if keys_file is not None else None)
+    tenancy = Tenancy(
+        runtime,
+        from_key=turn_settings.tenant_from_key,
+        quotas=quotas if keys_file is not None else None,
+        client_priority=turn_settings.client_priority,
+    )
     made = MadeAnswers(MADE_ANSWERS_COUNT)
     turns = TurnHandlers(
         Turns(runtime, client, replicas, watcher, metrics, turn_settings, tenancy, held, made, sandboxes, judge)

@@ -18,6 +18,7 @@ from thunderagent.proxy.reading.identity import (
     check_program_id,
     identify,
     identify_side_call,
+    in_utf8,
 )
 
 MESSAGES = b'"messages":[{"role":"user","content":"hi"}]'
@@ -383,6 +384,44 @@ def test_of_a_large_body_that_only_python_reads_nothing_is_built(monkeypatch: py
     assert read_bytes == []
     assert identified(b'{"messages":[NaN],"program_id":"a"}').program_id == "a"
     assert len(read_bytes) == 1
+
+
+# --- Priorities that clients give engines
+
+LARGE_FILLING = b'"x":"' + b"x" * SLOWLY_READ_BYTES + b'"'
+
+
+@pytest.mark.parametrize(
+    ("body", "forwarded"),
+    [
+        (b'{"priority":-9,"a":1}', b'{"a":1}'),
+        (b'{"a":1, "priority" : -9}', b'{"a":1}'),
+        (b'{"prior\\u0069ty":-9,"a":1}', b'{"a":1}'),
+        (b'{"priority":1,"a":1,"priority":-9.0}', b'{"a":1}'),
+        (b'{"priority":-9.' + b"0" * 100_000 + b',"a":1}', b'{"a":1}'),
+        (b'{"a":NaN,"priority":-9}', b'{"a":NaN}'),
+        (b'{"a":NaN,"priority":-9,' + LARGE_FILLING + b"}", b'{"a":NaN,' + LARGE_FILLING + b"}"),
+        (
+            b'{"a":NaN,"b":{"priority":1},' + LARGE_FILLING + b"}",
+            b'{"a":NaN,"b":{"priority":1},' + LARGE_FILLING + b"}",
+        ),
+        ('{"a":NaN,"priority":-9}'.encode("utf-16"), b'{"a":NaN}'),
+        ('{"a":1,"priority":-9}'.encode("utf-32"), b'{"a":1}'),
+        (b'{"a":{"priority":-9},"b":"priority"}', b'{"a":{"priority":-9},"b":"priority"}'),
+        (b'["priority"', b'["priority"'),
+        (b'{"priority"', b'{"priority"'),
+        (b"\xff\xfe{", b"\xff\xfe{"),
+    ],
+    ids=range(14),
+)
+def test_a_priority_is_cut_out_however_it_is_spelt_where_that_is_wanted(body: bytes, forwarded: bytes) -> None:
+    """Of turns and side calls, also where only an engine's parser reads them; without the rule all stays."""
+    rules = IdentityRules(drops_priority=True)
+    headers = CIMultiDictProxy(CIMultiDict({"X-Program-ID": "a"}))
+    assert identify_side_call(None, headers, body, rules).body == forwarded
+    assert identify_side_call(None, headers, body).body == body
+    turn = identify(None, headers, in_utf8(body), rules)
+    assert (turn.body if turn is not None else forwarded) == forwarded
 
 
 # --- Side calls
