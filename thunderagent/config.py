@@ -338,6 +338,12 @@ class ServeConfig(BaseSettings):
     tenant_max_held_bytes: int | None = Field(
         None, gt=0, description="the same of their bodies, in bytes; by default all"
     )
+    max_running_bytes: int = Field(
+        2**32,
+        gt=0,
+        description="most bytes of bodies of turns, held or running, until they end, half of it for one key; more get "
+        "503",
+    )
     client_stall_limit_s: float = Field(
         120.0, gt=0, description="a client that takes nothing of its answer for longer is cut off, in seconds"
     )

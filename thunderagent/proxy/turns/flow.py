@@ -145,7 +145,8 @@ class Turns:
         self._budget.turn_came(now_s)
         self._attempts.begin(attempt, now_s)
         try:
-            await self._run(exchange, record, attempt)
+            with self._held.running(record.held_bytes):
+                await self._run(exchange, record, attempt)
         except TurnAbortedError:
             await self._say_aborted(exchange, record)
         except ThunderAgentError as error:
