@@ -26,7 +26,14 @@ from thunderagent.proxy.gate.keys import Key, caller_key
 from thunderagent.proxy.wire.exchange import KeptBody as Kept
 
 Bound = Literal[
-    *("turns", "bytes", "key_turns", "key_bytes", "tenant_turns", "tenant_bytes", "running_bytes", "key_running_bytes")
+    "turns",
+    "bytes",
+    "key_turns",
+    "key_bytes",
+    "tenant_turns",
+    "tenant_bytes",
+    "running_bytes",
+    "key_running_bytes",
 ]
 
 

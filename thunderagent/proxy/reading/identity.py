@@ -417,8 +417,8 @@ def _read_large(body: bytes) -> _Fields:
     """
     raw = _decode_raw_fields(body)
     fields = _Fields(**{name: getattr(raw, name) for name in PromptFields.__struct_fields__})
-    if raw.priority:
-        fields.priority = raw.priority  # that it is there is all that counts
+    if priority := getattr(raw, "priority"):  # noqa: B009 - a struct that was made above
+        fields.priority = priority  # that it is there is all that counts
     for name in _BUILT_FIELDS:
         value = getattr(raw, name)
         if value and (len(value) <= LARGE_FIELD_BYTES or bytes(memoryview(value)[:1]) == b'"'):
