@@ -355,6 +355,12 @@ class ServeConfig(BaseSettings):
     tenant_max_held_bytes: int | None = Field(
         None, gt=0, description="most bytes of a tenant's held bodies; more get 429; by default max_held_bytes"
     )
+    max_running_bytes: int = Field(
+        2**32,
+        gt=0,
+        description="most bytes of bodies of turns, held or running, until they end, half of it for one key; more get "
+        "503",
+    )
     client_stall_limit_s: float = Field(
         120.0, gt=0, description="a client that takes nothing of its answer for longer is cut off, in seconds"
     )
@@ -383,6 +389,11 @@ class ServeConfig(BaseSettings):
         None,
         description="whether a data key names the tenant of its programs and is for these alone; X-Program-Tenant "
         "counts only if not; by default where there are api_keys or a keys_file",
+    )
+    client_priority: Literal["keep", "drop"] | None = Field(
+        None,
+        description="what becomes of a priority that a client gives engines, unless it has an admin key: keep or drop; "
+        "by default drop where there are api_keys or a keys_file",
     )
     allow_open: bool = Field(False, description="listen without api_keys on an address that other machines reach")
     forward_unknown: Literal["admin", "data", "off"] | None = Field(

@@ -280,7 +280,7 @@ class TurnSupersededError(ThunderAgentError):
 
 
 class TooManyHeldError(ThunderAgentError):
-    """As many turns are held as may be, or as many bytes of their bodies; the turn was never forwarded."""
+    """As many turns are held as may be, or as many bytes of bodies of turns; the turn was never forwarded."""
 
     status = 503
     code = "too_many_held"

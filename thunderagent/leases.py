@@ -146,6 +146,9 @@ class ReplicaMap:
 class LeaseKeeper(Protocol):
     """Who hears how a turn with a lease goes. What is said of a turn that is not known changes nothing."""
 
+    def unverified(self, turn_id: int) -> None:
+        """Hear that only a stranger will tell how it goes: nothing that all share is to be learned from it."""
+
     def started(self, turn_id: int) -> None:
         """Hear that the first byte of the answer came."""
 
@@ -183,6 +186,10 @@ class OpenLease:
     ) -> None:
         if not self._ended:
             self.abandoned()
+
+    def unverified(self) -> None:
+        """Say that what is said of this turn from now on is a stranger's word."""
+        self._keeper.unverified(self.granted.turn_id)
 
     def started(self) -> None:
         """Say that the first byte of the answer came."""

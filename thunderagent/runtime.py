@@ -67,6 +67,7 @@ from thunderagent.programs.model.events import (
     TurnFinished,
     TurnProgressed,
     TurnStarted,
+    TurnUnverified,
 )
 from thunderagent.programs.model.fleet_events import (
     EncodesPolled,
@@ -338,6 +339,10 @@ class Runtime:
         return replica.account.pending_encode_count if replica is not None else None
 
     # --- what becomes of a turn with a lease; see `LeaseKeeper`
+
+    def unverified(self, turn_id: int) -> None:
+        """Hear that only a stranger will tell how a turn goes."""
+        self.dispatch(TurnUnverified(self.now_s(), turn_id))
 
     def started(self, turn_id: int) -> None:
         """Hear that the first byte of an answer came."""

@@ -83,6 +83,7 @@ def held_limits(config: ServeConfig) -> HeldLimits:
         config.key_max_held_bytes,
         config.tenant_max_held_turns_count,
         config.tenant_max_held_bytes,
+        config.max_running_bytes,
     )
 
 

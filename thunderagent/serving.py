@@ -276,6 +276,7 @@ async def proxy(
                 client_patience=config.client_patience,
                 heartbeat_s=config.heartbeat_s,
                 tenant_from_key=config.keys_name_tenants,
+                client_priority=config.client_priority,
                 held=held_limits(config),
                 names_programs=bool(config.kv_events),
             ),

@@ -115,6 +115,31 @@ async def test_a_lease_is_believed_no_more_tokens_than_the_largest_replica_has()
         assert newcomer.claim_tokens < 500
 
 
+async def test_what_a_data_key_says_of_its_leases_teaches_of_its_own_programs_alone() -> None:
+    """Not what others' bytes are worth, nor what the engine keeps and computes; an admin key's word does."""
+    async with (
+        fake_replica(capacity_tokens=10_000) as replica,
+        running_proxy(replica.url, policy="breakeven", **KEYS) as proxy,
+    ):
+        scheduler = proxy.runtime.scheduler
+        correction = scheduler.knowledge.correction(replica.replica_id)
+        first_ratio = scheduler.knowledge.tokens_per_byte_ratio
+        for key, name, teaches in ((RED, "a", False), (RED, None, False), (ADMIN, "b", True)):
+            for _ in range(3):
+                asks = {"prompt_tokens": 1000} | ({"program_id": name} if name else {})
+                lease = (await post(proxy.url, "/leases", asks, key)).json()
+                path = f"/leases/{lease['lease_id']}"
+                await post(proxy.url, f"{path}/progress", {"output_tokens": 1}, key)
+                said = {"prompt_tokens": 2000, "output_tokens": 5, "cached_tokens": 0}
+                await post(proxy.url, f"{path}/end", said, key)
+            assert (correction.computed_tokens > 0) == teaches
+            assert (scheduler.knowledge.tokens_per_byte_ratio != first_ratio) == teaches
+            if name is not None:
+                program = scheduler.programs.get(name)
+                assert program is not None
+                assert program.context_tokens == 2005
+
+
 # --- passwords
 
 
@@ -285,6 +310,43 @@ async def test_held_bodies_are_bounded_and_all_that_were_held_are_answered(repli
         assert set(outcomes) == {200, 503}
         assert 19 <= outcomes.count(200) <= 21
         assert (await metrics_of(proxy.url))["thunderagent_held_refused_total"]["bytes",] == outcomes.count(503)
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["programs", "nobody"])
+async def test_bodies_of_turns_that_run_are_bounded_too(replica: FakeReplica, *, named: bool) -> None:
+    """Nobody is held, and past the bound a turn gets 503 all the same; when those that run have ended there is room."""
+    gate = Gate()
+    replica.behaviour = gate
+    async with running_proxy(replica.url, policy="passthrough", max_running_bytes=250_000) as proxy:
+
+        def one(number: int) -> asyncio.Task[Answer]:
+            body = turn(f"p{number}" if named else None, content="x" * (50_000 if named else 100_000))
+            return asyncio.create_task(post(proxy.url, CHAT, body))
+
+        tasks = [one(number) for number in range(2)]  # a body with program_id is kept as it came, and as it goes on
+        await until(lambda: len(replica.calls) == 2)
+        refused = await one(2)
+        assert (refused.status, refused.error["code"]) == (503, "too_many_held")
+        metrics = await metrics_of(proxy.url)
+        assert metrics["thunderagent_held_refused_total"]["running_bytes",] == 1
+        assert 200_000 < metrics["thunderagent_turn_body_bytes"][()] < 250_000
+        assert proxy.runtime.leases_count == 2
+        gate.open()
+        assert [(await task).status for task in (*tasks, one(3))] == [200] * 3
+        assert (await metrics_of(proxy.url))["thunderagent_turn_body_bytes"][()] == 0
+
+
+async def test_a_key_has_half_of_the_bodies_of_turns_that_run(replica: FakeReplica) -> None:
+    gate = Gate()
+    replica.behaviour = gate
+    async with running_proxy(replica.url, policy="passthrough", **KEYS, max_running_bytes=400_000) as proxy:
+        body = turn(None, content="x" * 150_000)
+        tasks = [asyncio.create_task(post(proxy.url, CHAT, body, key)) for key in (RED, BLUE)]
+        await until(lambda: len(replica.calls) == 2)
+        assert (await post(proxy.url, CHAT, body, RED)).status == 503
+        assert (await metrics_of(proxy.url))["thunderagent_held_refused_total"]["key_running_bytes",] == 1
+        gate.open()
+        assert [(await task).status for task in tasks] == [200, 200]
 
 
 async def test_a_key_holds_no_more_than_its_part(replica: FakeReplica) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.integration.support import answers, ask, fake_replica, post, running_proxy, turn, until
+from thunderagent.proxy.gate.keys import mint_key
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -56,6 +57,42 @@ async def test_a_turn_of_a_program_carries_its_priority() -> None:
         assert {
             key: value for key, value in turns_of(engine.calls)[0].json().items() if key != "priority"
         } == client_gave
+
+
+RED_KEY, RED_LINE = mint_key("red")
+ADMIN_KEY, ADMIN_LINE = mint_key("ops")
+KEYS: dict[str, Any] = {"api_keys": (RED_LINE,), "admin_keys": (ADMIN_LINE,)}
+BODY = turn("a", priority=-99)
+EMBEDDINGS = {"model": "m", "input": "x", "priority": -99}
+
+
+@pytest.mark.parametrize(
+    ("rule", "key", "stays"),
+    [
+        ({}, None, True),
+        ({"client_priority": "drop"}, None, False),
+        (KEYS, RED_KEY, False),
+        (KEYS, ADMIN_KEY, True),
+        (KEYS | {"client_priority": "keep"}, RED_KEY, True),
+        (KEYS | {"client_priority": "drop"}, ADMIN_KEY, True),
+    ],
+    ids=["open", "open-drop", "data-key", "admin-key", "data-key-keep", "admin-key-drop"],
+)
+@pytest.mark.parametrize(("policy", "given"), [(BY_AGE, 7), ({"policy": "passthrough"}, None)], ids=["policy", "none"])
+async def test_a_stranger_does_not_put_its_turns_before_those_of_others(
+    *, rule: dict[str, Any], key: str | None, stays: bool, policy: dict[str, Any], given: int | None
+) -> None:
+    """In a turn and a side call, in the body and in vLLM's header; also on a replica of its choice, if it has one."""
+    headers = [("X-Vllm-Priority", "-99"), *([("Authorization", f"Bearer {key}")] if key else [])]
+    async with fake_replica() as engine, running_proxy(engine.url, **policy, **rule) as proxy:
+        for prefix in ("",) if key == RED_KEY else ("", f"/workers/{engine.replica_id}"):
+            for path, body in (("/v1/chat/completions", BODY), ("/v1/embeddings", EMBEDDINGS)):
+                assert (await post(proxy.url, prefix + path, body, *headers)).status == 200
+        got = [(call.json().get("priority"), call.header("X-Vllm-Priority")) for call in turns_of(engine.calls)]
+        if stays:
+            assert set(got) == {(-99, "-99")}
+        else:
+            assert got == [(given, None), *[(None, None)] * (len(got) - 1)]
 
 
 async def test_what_has_no_field_for_it_gets_a_header() -> None:

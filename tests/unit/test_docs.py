@@ -515,8 +515,34 @@ def test_no_figure_is_without_the_file_that_it_is_from(path: Path) -> None:
                 assert name == "none measured" or list(RESULTS.glob(name)), name
 
 
+BEFORE = re.compile(r"<!-- made before results said so: \w[^>]{20,} -->")
+
+
+def says_its_code(path: Path) -> bool:
+    """Say whether a result was made by one commit, whose code has a hash, on a machine that is named."""
+    report = json.loads(path.read_text())
+    if path.stem.endswith("-runs"):
+        by_code = {code: each["commit"] for code, each in report.items()}
+        return all(
+            re.fullmatch("[0-9a-f]{16}", code) and re.fullmatch("[0-9a-f]{7,40}", by_code[code]) for code in by_code
+        )
+    by_one_code = re.fullmatch(r"[0-9a-f]{7,40}\+?", report["commit"]) and re.fullmatch(r"[0-9a-f]{16}", report["code"])
+    return bool(by_one_code and report["machine"])
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_a_figure_of_code_that_is_not_known_says_so(path: Path) -> None:
+    """With the reason, in its section; and no section says so that need not."""
+    for section in sections_of(path.read_text()):
+        names = ", ".join(FROM.findall(section)).split(", ")
+        files = [file for name in names if name.endswith(".json") for file in RESULTS.glob(name)]
+        unknown = [file.name for file in files if not says_its_code(file)]
+        assert bool(unknown) == bool(BEFORE.search(section)), (section.partition("\n")[0], unknown)
+
+
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
 def test_every_result_says_which_code_made_it_and_where(path: Path) -> None:
+    """As far as it was written down; figures of what was not say so."""
     report = json.loads(path.read_text())
     if path.stem.endswith("-runs"):
         assert all(each.keys() == {"commit", "runs"} for each in report.values())

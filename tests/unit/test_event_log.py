@@ -10,7 +10,7 @@ import pytest
 from tests.builders import Driver
 from thunderagent.errors import ConfigurationError, EventLogError
 from thunderagent.event_log import EVENTS, EventLogWriter, read_events, replay
-from thunderagent.programs.model.events import TurnDue
+from thunderagent.programs.model.events import TurnDue, TurnUnverified
 from thunderagent.programs.model.fleet_events import ProvisionAsked, ReplicaKilled
 from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.policies.cap import Cap
@@ -41,6 +41,7 @@ def every_event() -> Driver:
     driver.releases_all("never-was", "b")
     driver.reports("r0", b=50)
     driver.has_to_encode("r0", 2)
+    driver.send(TurnUnverified(driver.now_s, turn))
     driver.opens("c", group="g")
     driver.tool_starts("c", "make")
     driver.tool_ends("c")

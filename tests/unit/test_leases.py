@@ -22,6 +22,9 @@ class Keeper:
     def __init__(self) -> None:
         self.heard: list[object] = []
 
+    def unverified(self, turn_id: int) -> None:
+        self.heard.append(("unverified", turn_id))
+
     def started(self, turn_id: int) -> None:
         self.heard.append(("started", turn_id))
 
@@ -52,11 +55,12 @@ def test_the_first_word_on_a_lease_is_the_last() -> None:
     """Whoever keeps leases hears one end of each, with what tells its program and incarnation."""
     keeper = Keeper()
     with OpenLease(keeper, LEASE) as lease:
+        lease.unverified()
         lease.started()
         lease.progressed(5)
         lease.finished(100, 20, 80, "bash:ls")
         lease.refused()
-    assert keeper.heard == [("started", 7), ("progressed", 7, 5), END]
+    assert keeper.heard == [("unverified", 7), ("started", 7), ("progressed", 7, 5), END]
     with OpenLease(keeper, LEASE):
         pass
     assert keeper.heard[-1] == TurnEnd(7, "p", 3, "abandoned")

@@ -11,6 +11,9 @@ from msgspec import Raw
 REFUSAL: Final = re.compile(rb"(?i)priority scheduling is not enabled|using priority is disabled")
 """What engines say that have no priorities, to a turn that has one."""
 
+PRIORITY_HEADER: Final = "X-Vllm-Priority"
+"""What vLLM reads where a body has no such field."""
+
 _ABSENT: Final = Raw()
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from thunderagent.backends.base import ReplicaReading
 from thunderagent.backends.exposition import is_sane, samples_of
-from thunderagent.backends.priority_field import REFUSAL, with_priority
+from thunderagent.backends.priority_field import PRIORITY_HEADER, REFUSAL, with_priority
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -32,10 +32,7 @@ _NEEDED: Final = (CACHE_CONFIG, *KV_USED, *RUNNING, *WAITING, *PREEMPTIONS, *CAC
 
 
 PRIORITY_PATHS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/inference/v1/generate")
-"""Whose bodies have a field `priority`."""
-
-PRIORITY_HEADER: Final = "X-Vllm-Priority"
-"""Since 0.28; for what has no such field."""
+"""Whose bodies have a field `priority`; what has none takes the header, since 0.28."""
 
 
 @dataclass(frozen=True, slots=True)

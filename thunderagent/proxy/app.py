@@ -100,13 +100,13 @@ def build_app(
     *,
     turn_settings: TurnSettings,
     guard_settings: GuardSettings,
+    control_settings: ControlSettings,
     keyring: Keyring | None = None,
     keys_file: KeysFile | None = None,
     reloads: Reloads | None = None,
     access_log: bool = False,
     tracing: Tracing | None = None,
     sandboxes: Sandboxes | None = None,
-    control_settings: ControlSettings | None = None,
     admin_port: AdminPort | None = None,
     provisioner: Provisioner | None = None,
     judge: Judge | None = None,
@@ -118,7 +118,12 @@ def build_app(
     replicas.on_removed.append(metrics.replica_removed)
     held = HeldTurns(turn_settings.held, registry)
     quotas = _quotas(runtime, registry, held, hears=keys_file is not None)
-    tenancy = Tenancy(runtime, from_key=turn_settings.tenant_from_key, quotas=quotas if keys_file is not None else None)
+    tenancy = Tenancy(
+        runtime,
+        from_key=turn_settings.tenant_from_key,
+        quotas=quotas if keys_file is not None else None,
+        client_priority=turn_settings.client_priority,
+    )
     made = MadeAnswers(MADE_ANSWERS_COUNT)
     turns = TurnHandlers(
         Turns(runtime, client, replicas, watcher, metrics, turn_settings, tenancy, held, made, sandboxes, judge)
@@ -142,7 +147,6 @@ def build_app(
     keyring = keyring or Keyring()
     logins = Logins()
     guard = Guard(guard_settings, keyring, registry, logins, held, quotas)
-    control_settings = control_settings or ControlSettings()
     control = Control(runtime, client, replicas, control_settings)
     weight_sync = WeightSync(runtime, replicas, limit_s=control_settings.weight_sync_limit_s)
     leases = Leases(runtime, replicas, tenancy, held, limit_s=control_settings.lease_limit_s)

@@ -9,6 +9,7 @@ import pytest
 
 from tests.builders import Driver
 from thunderagent.policy_loader import load_policy
+from thunderagent.programs.model.events import TurnUnverified
 from thunderagent.programs.model.policy import ClaimRules
 from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.policies.passthrough import Passthrough
@@ -258,3 +259,26 @@ def test_a_failed_turn_teaches_no_growth() -> None:
     for _ in range(5):
         driver.fails(driver.arrives("a", 4000))
     assert driver.scheduler.knowledge.growth.turn_tokens(0.75, 77) == 77
+
+
+# --- Strangers' words
+
+
+@pytest.mark.parametrize("verified", [True, False])
+def test_a_turn_that_only_a_stranger_tells_of_changes_nothing_that_all_share(*, verified: bool) -> None:
+    """Who says again and again that nothing was cached lowers no capacity, and teaches no speed, size or tool time."""
+    driver = driver_with(adapt_capacity=True)
+    knowledge = driver.scheduler.knowledge
+    for _ in range(40):
+        turn_id = driver.arrives("liar", 4000)
+        if not verified:
+            driver.send(TurnUnverified(driver.now_s, turn_id))
+        driver.passes(1.0)
+        driver.starts(turn_id)
+        driver.finishes(turn_id, 8000, 100, 0, tool="ls")
+        driver.ticks(1.0)
+    assert (knowledge.correction("r0").ratio < 1.0) == verified
+    assert (knowledge.prefill_speed.learned_token_s is not None) == verified
+    assert (knowledge.tokens_per_byte_ratio > 0.25) == verified
+    assert (seen(driver, "ls")[0] > 0) == verified
+    assert driver.program("liar").context_tokens == 8100

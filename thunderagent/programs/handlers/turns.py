@@ -12,6 +12,7 @@ from thunderagent.programs.model.events import (
     TurnFinished,
     TurnProgressed,
     TurnStarted,
+    TurnUnverified,
 )
 from thunderagent.programs.model.policy import Moment
 from thunderagent.programs.model.turn import Branch, Turn
@@ -27,12 +28,18 @@ class Turns:
     def handlers(self) -> dict[type[Any], Callable[[Any], None]]:
         """Return what takes in each event."""
         return {
+            TurnUnverified: self._turn_unverified,
             TurnStarted: self._turn_started,
             TurnProgressed: self._turn_progressed,
             TurnFinished: self._turn_finished,
             TurnFailed: self._turn_lost,
             TurnAbandoned: self._turn_lost,
         }
+
+    def _turn_unverified(self, event: TurnUnverified) -> None:
+        turn = self._core.book.turns.get(event.turn_id)
+        if turn is not None:
+            turn.unverified = turn.unrepresentative = True
 
     def _turn_started(self, event: TurnStarted) -> None:
         core, turn = self._core, self._core.book.turns.get(event.turn_id)

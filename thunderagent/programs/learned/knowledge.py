@@ -100,7 +100,14 @@ class Knowledge:
         self._corrections.pop(replica_id, None)
 
     def learn_size(self, turn: Turn, branch: Branch | None, prompt_tokens: int) -> None:
-        """Learn how many tokens the bytes of a prompt are, or, where it has media, what these are beside its text."""
+        """Learn how many tokens the bytes of a prompt are, or, where it has media, what these are beside its text.
+
+        Of a turn that is a stranger's word only its own branch learns.
+        """
+        if turn.unverified:
+            if branch is not None and not turn.media:
+                branch.tokens_per_byte_ratio = prompt_tokens / turn.prompt_bytes
+            return
         if turn.media:
             known_ratio = branch.tokens_per_byte_ratio if branch is not None else None
             text_tokens = turn.prompt_bytes * (known_ratio or self.tokens_per_byte_ratio)

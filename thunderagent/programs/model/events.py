@@ -95,6 +95,14 @@ class PinnedTurnArrived:
 
 
 @dataclass(slots=True)
+class TurnUnverified:
+    """Of a turn with a lease nobody but a stranger will tell how it went: its sizes teach of its own program alone."""
+
+    now_s: float
+    turn_id: int
+
+
+@dataclass(slots=True)
 class TurnStarted:
     """The first byte of the answer came: prefill is over."""
 
@@ -258,6 +266,7 @@ Event = (
     ProgramOpened
     | TurnArrived
     | PinnedTurnArrived
+    | TurnUnverified
     | TurnStarted
     | TurnProgressed
     | TurnFinished

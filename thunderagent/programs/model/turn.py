@@ -51,6 +51,7 @@ class Turn:
         "started_s",
         "turn_id",
         "unrepresentative",
+        "unverified",
         "waiting_since_s",
         "wanted_replica_id",
     )
@@ -90,6 +91,7 @@ class Turn:
         self.wanted_replica_id: str | None = None
         """The replica that has what it goes on from: it runs there if its program may get a claim there."""
         self.unrepresentative = False
+        self.unverified = False
         """Its replica was suspended or flushed while it ran: its times and hits tell nothing, nor does its end."""
         self.granted_s = 0.0
         self.granted_flight_s = 0.0

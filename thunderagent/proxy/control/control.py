@@ -91,13 +91,13 @@ class Reply(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ControlSettings:
-    """How engines are controlled."""
+    """How engines are controlled. What is usual stands in the configuration, and nowhere else."""
 
-    timeout_s: float = 7200.0
+    timeout_s: float
     """For a replica's whole answer to a control call: new weights can take long."""
-    weight_sync_limit_s: float = 1800.0
+    weight_sync_limit_s: float
     """For a weight sync that its trainer does not end."""
-    lease_limit_s: float = 3600.0
+    lease_limit_s: float
     """For a lease of which its caller says nothing."""
 
 

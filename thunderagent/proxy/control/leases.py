@@ -3,6 +3,9 @@
 `POST /leases` waits until the turn may run and says where; the caller runs it on that engine itself, and ends the lease
 with what the engine said. Who closes the connection while it waits is out of the queue. A lease of which nothing is
 heard for too long is ended, because its caller is gone.
+
+How such a turn went nobody saw but its caller. So from a data key's only its own program learns, and only its sizes; an
+admin key's word, and that of callers where no key is needed, teaches what all share: times, and what engines keep.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from thunderagent.leases import LeaseSource, OpenLease, TurnAsk
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.gate.bodies import Report, read_model, report_response
 from thunderagent.proxy.gate.held import HeldTurns
+from thunderagent.proxy.gate.keys import caller_key
 from thunderagent.proxy.gate.tenancy import Tenancy
 from thunderagent.proxy.reading.identity import check_program_id
 from thunderagent.proxy.wire.aiohttp_request import KEPT_BODY, begin
@@ -107,6 +111,8 @@ class _Held:
     prompt_tokens: int
     watchdog: asyncio.TimerHandle
     started: bool = False
+    is_strangers: bool = False
+    """Whether it was taken with a data key."""
 
 
 class Leases:
@@ -155,8 +161,11 @@ class Leases:
         except ReplicaRemovedError:  # since the grant; nobody could end this lease
             lease.failed()
             raise
-        lease_id = uuid.uuid4().hex
-        self._held[lease_id] = _Held(lease, prompt_tokens, self._watch(lease_id))
+        lease_id, key = uuid.uuid4().hex, caller_key()
+        held = self._held[lease_id] = _Held(lease, prompt_tokens, self._watch(lease_id))
+        if key is not None and not key.is_admin:
+            held.is_strangers = True
+            lease.unverified()
         report = LeaseReport(
             lease_id=lease_id,
             program_id=granted.program_id,
@@ -216,7 +225,8 @@ class Leases:
                 prompt_tokens = self._believed(said.prompt_tokens)
                 beside_tokens = held.prompt_tokens if prompt_tokens is None else prompt_tokens
                 output_tokens = self._believed(said.output_tokens, beside_tokens=beside_tokens)
-                held.lease.finished(prompt_tokens, output_tokens, self._believed(said.cached_tokens), said.tool)
+                cached_tokens = None if held.is_strangers else self._believed(said.cached_tokens)
+                held.lease.finished(prompt_tokens, output_tokens, cached_tokens, said.tool)
             else:
                 {
                     "failed": held.lease.failed,

@@ -4,11 +4,16 @@ A held turn keeps its body in memory until it has run, so whoever may hold turns
 whoever sends bodies faster than they are read. A body counts as it comes, until its turn may run. Past what all may
 keep a request gets 503; past what one key or its tenant may, 429, because it is theirs to send less. A tenant is what
 the names of keys begin with, up to a slash.
+
+A turn that runs keeps its body, too, until it ends: for another try, and to know the same turn if it comes again. So
+turns that are never held, as those of nobody, might take all memory. All bodies of turns, held and running, have a
+bound of their own, for all and for each key, which is checked before a turn asks for a lease.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal, get_args
@@ -20,7 +25,16 @@ from thunderagent.errors import KeyHeldLimitError, TooManyHeldError
 from thunderagent.proxy.gate.keys import Key, caller_key
 from thunderagent.proxy.wire.exchange import KeptBody as Kept
 
-Bound = Literal["turns", "bytes", "key_turns", "key_bytes", "tenant_turns", "tenant_bytes"]
+Bound = Literal[
+    "turns",
+    "bytes",
+    "key_turns",
+    "key_bytes",
+    "tenant_turns",
+    "tenant_bytes",
+    "running_bytes",
+    "key_running_bytes",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +47,8 @@ class HeldLimits:
     key_body_bytes: int | None = None
     tenant_turns_count: int | None = None
     tenant_body_bytes: int | None = None
+    running_bytes: int = 2**32
+    """Of bodies of turns, held or running, until they end; a key may have half of it."""
 
 
 NO_LIMITS = HeldLimits()
@@ -52,6 +68,8 @@ class HeldTurns:
         self._all = _Sums()
         self._of_owners: dict[tuple[str, str], _Sums] = {}
         """Of keys and of tenants, by what they are and their names."""
+        self._running_bytes = 0
+        self._running_by_key: dict[str, int] = {}
         self.set(limits)
         self._refused = Counter(
             "thunderagent_held_refused",
@@ -78,12 +96,35 @@ class HeldTurns:
         """Return the block that a turn with a body of this size is held in; until now `kept` counted it, if anybody."""
         return HeldTurn(self, kept, body_bytes)
 
+    @contextmanager
+    def running(self, body_bytes: int) -> Iterator[None]:
+        """Count the body of a turn until it ends. Raises `TooManyHeldError`, also where only a key has too much."""
+        key, max_bytes = caller_key(), self._limits.running_bytes
+        name = key.name if key is not None else ""
+        own_bytes = self._running_by_key.get(name, 0)
+        if key is not None and own_bytes and own_bytes + body_bytes > max_bytes // 2:
+            raise self._error("key_running_bytes", f"turns of this key have bodies of {own_bytes:,} bytes")
+        if self._running_bytes and self._running_bytes + body_bytes > max_bytes:
+            raise self._error("running_bytes", f"turns have bodies of {self._running_bytes:,} bytes")
+        self._running_bytes += body_bytes
+        self._running_by_key[name] = own_bytes + body_bytes
+        try:
+            yield
+        finally:
+            self._running_bytes -= body_bytes
+            self._running_by_key[name] -= body_bytes
+            if not self._running_by_key[name]:
+                del self._running_by_key[name]
+
     def collect(self) -> Iterator[Metric]:
         """Yield what is kept now; turns are counted by the scheduler."""
         yield GaugeMetricFamily(
             "thunderagent_held_body_bytes",
             "Bodies of held turns, and those that are on their way.",
             self._all.body_bytes,
+        )
+        yield GaugeMetricFamily(
+            "thunderagent_turn_body_bytes", "Bodies of turns that are held or run.", self._running_bytes
         )
 
     def take(self, key: Key | None, turns_count: int, body_bytes: int) -> None:

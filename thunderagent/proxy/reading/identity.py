@@ -8,6 +8,7 @@ it was. What others call a request, a trace or a correlation never names a progr
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
@@ -18,10 +19,16 @@ from multidict import CIMultiDictProxy
 from thunderagent.errors import InvalidProgramIdError, RequestError
 from thunderagent.programs.model.events import PrefixCut
 from thunderagent.programs.model.verdicts import OUTCOMES
-from thunderagent.proxy.reading.body_fields import OTHERS_FIELDS, SIDE_CALL_TOKEN_FIELDS, BodyFields, read_fields
+from thunderagent.proxy.reading.body_fields import (
+    OTHERS_FIELDS,
+    SIDE_CALL_TOKEN_FIELDS,
+    UNREAD,
+    BodyFields,
+    read_fields,
+)
 from thunderagent.proxy.reading.dialects.base import Dialect
 from thunderagent.proxy.reading.dialects.openai import OpenAI
-from thunderagent.proxy.reading.json_splice import remove_member, set_include_usage
+from thunderagent.proxy.reading.json_splice import has_member, remove_member, set_include_usage
 from thunderagent.proxy.reading.media import NO_MEDIA, MediaFound, media_of
 from thunderagent.proxy.reading.outline import Outline
 from thunderagent.proxy.reading.prefix import holds_token_ids, prefix_of
@@ -134,13 +141,15 @@ class IdentityRules(NamedTuple):
     """What else may name a program, as far as the operator wants it.
 
     `program_headers` do, after ours and before all others; then the body's `user`, if `user_names_program`; then a
-    bearer token of `tokens`. With `infers_programs` a turn that none of them names may still belong to a program.
+    bearer token of `tokens`. With `infers_programs` a turn that none of them names may still belong to a program. With
+    `drops_priority` a body's `priority` is cut out: it would put the request before those of others.
     """
 
     program_headers: Sequence[str] = ()
     user_names_program: bool = False
     tokens: Tokens | None = None
     infers_programs: bool = False
+    drops_priority: bool = False
     reads_prefixes: bool = True
     """Whether anybody wants to know where a prompt may begin like others."""
 
@@ -187,7 +196,7 @@ def identify(
         return None
     header = program_header_of(headers, rules.program_headers)
     program_id, source = _program_of(path_id, headers, header, fields, rules)
-    text = _without_ours(outline.text, fields)
+    text = _without_ours(outline.text, fields, rules)
     usage_added = dialect.asks_for_usage and fields.stream is True and _leaves_usage_out(fields.stream_options)
     if usage_added:
         text = set_include_usage(text, fields.stream_options)
@@ -252,14 +261,31 @@ def identify_side_call(
     header = program_header_of(headers, rules.program_headers)
     program_id, source = _program_of(path_id, headers, header, fields or BodyFields(), rules)
     if fields is not None:
-        text = _without_ours(outline.text, fields)
+        text = _without_ours(outline.text, fields, rules)
         if text is not outline.text:
             body = outline.filled(text)
+    elif rules.drops_priority:
+        body = _without_priority_unread(body)
     return SideCallRequest(program_id, source, body)
 
 
-def _without_ours(text: bytes, fields: BodyFields) -> bytes:
-    """Return a body without the fields that we defined; the same object if it has none."""
+def _without_priority_unread(body: bytes) -> bytes:
+    """Return a body that was not read without its `priority`: an engine's parser may take more than ours."""
+    try:
+        plain = body.decode(json.detect_encoding(body)).encode("utf-8", "surrogatepass")
+        if plain[:64].lstrip()[:1] == b"{" and has_member(plain, "priority"):
+            return remove_member(plain, ("priority",))
+    except ValueError:  # no JSON for anybody
+        pass
+    return body
+
+
+def _without_ours(text: bytes, fields: BodyFields, rules: IdentityRules) -> bytes:
+    """Return a body without the fields that we defined, and what `rules` say; the same object if it has none."""
+    if fields is UNREAD:
+        return _without_priority_unread(text) if rules.drops_priority else text
+    if rules.drops_priority and fields.priority is not UNSET:
+        text = remove_member(text, ("priority",))
     if fields.program_id is not UNSET:
         text = remove_member(text, ("program_id",))
     if isinstance(fields.extra_body, dict) and "program_id" in fields.extra_body:

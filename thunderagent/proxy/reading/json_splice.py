@@ -77,6 +77,13 @@ def remove_member(body: bytes, path: tuple[str, ...]) -> bytes:
     return _without(body, members(body, opening), path[-1])
 
 
+def has_member(body: bytes, key: str) -> bool:
+    """Say whether the object that `body` is has a member with this key. Raises `ValueError` where it has no end."""
+    if body.find(b'"%s"' % key.encode()) < 0 and not _may_escape_keys(body):
+        return False
+    return _last(body, body.index(b"{"), key) is not None
+
+
 def _without(body: bytes, found: Iterable[Member], key: str) -> bytes:
     """Return `body` without those of an object's members that have a key. Cost: one pass, however many they are.
 

@@ -33,7 +33,7 @@ async def read_turn(
 def _read(
     target: Target, headers: CIMultiDictProxy[str], body: bytes, rules: IdentityRules, tenancy: Tenancy
 ) -> tuple[TurnRequest, Prompt | None]:
-    body = in_utf8(body)
+    body, rules = in_utf8(body), tenancy.rules(rules)
     dialect = TURN_DIALECTS.get(target.spelt)
     turn = identify(target.program_id, headers, body, rules, dialect) if dialect is not None else None
     if dialect is None or turn is None:

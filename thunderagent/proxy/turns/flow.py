@@ -31,7 +31,7 @@ from thunderagent.leases import LeaseSource, OpenLease
 from thunderagent.proxy.fleet.made_answers import MadeAnswers
 from thunderagent.proxy.fleet.replicas import Replicas, Watcher
 from thunderagent.proxy.gate.held import NO_LIMITS, HeldLimits, HeldTurns
-from thunderagent.proxy.gate.tenancy import Tenancy
+from thunderagent.proxy.gate.tenancy import ClientPriority, Tenancy
 from thunderagent.proxy.judge import Judge
 from thunderagent.proxy.reading.dialects import dialect_of
 from thunderagent.proxy.reading.identity import CLASS_HEADER, NO_RULES, IdentityRules, TurnRequest
@@ -70,6 +70,8 @@ class TurnSettings:
     """Time between two signs of life on a stream that is held; None sends none."""
     tenant_from_key: bool = False
     """Whether a program's tenant is that of the key that opens it, and a data key is for its own tenant alone."""
+    client_priority: ClientPriority | None = None
+    """What becomes of priorities that clients give engines; None drops those that come with data keys."""
     held: HeldLimits = NO_LIMITS
     """How much may be held."""
     names_programs: bool = False
@@ -143,7 +145,8 @@ class Turns:
         self._budget.turn_came(now_s)
         self._attempts.begin(attempt, now_s)
         try:
-            await self._run(exchange, record, attempt)
+            with self._held.running(record.held_bytes):
+                await self._run(exchange, record, attempt)
         except TurnAbortedError:
             await self._say_aborted(exchange, record)
         except ThunderAgentError as error:
@@ -195,6 +198,7 @@ class Turns:
     async def _run(self, exchange: Exchange, record: Record, attempt: Attempt) -> None:
         """Take a lease, forward, relay; before the first byte of an answer, try another replica if one fails."""
         headers = self._forwarding.headers_of(exchange, record)
+        self._tenancy.mend(headers)
         self._may_beat(exchange, record)
         deadline_s = self._deadline_s(record, attempt)
         avoid_replica_id = None

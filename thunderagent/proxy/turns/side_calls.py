@@ -27,7 +27,7 @@ from thunderagent.proxy.fleet.made_answers import MadeAnswers
 from thunderagent.proxy.fleet.replicas import Replicas, Watcher
 from thunderagent.proxy.gate.tenancy import Tenancy
 from thunderagent.proxy.reading.dialects import dialect_of
-from thunderagent.proxy.reading.identity import IdentityRules, identify_side_call
+from thunderagent.proxy.reading.identity import IdentityRules, SideCallRequest, identify_side_call
 from thunderagent.proxy.reading.outline import read_aside
 from thunderagent.proxy.reading.target import Target
 from thunderagent.proxy.wire.aiohttp_request import begin, target_of
@@ -84,9 +84,7 @@ class SideCalls:
         """Relay one request, whatever its method. Raises `ReplicaError`, `NoReplicaError`."""
         target = target_of(request)
         body = await request.read()
-        says_whose = body if request.method == "POST" else b""
-        read = partial(identify_side_call, target.program_id, request.headers, says_whose, self._identity)
-        call = await read_aside(read, len(says_whose))
+        call = await self._read(request, target, body if request.method == "POST" else b"")
         headers = identity_headers(call.program_id, call.source)
         try:
             program_id = call.program_id if self._tenancy.may_touch(call.program_id) else None
@@ -102,7 +100,10 @@ class SideCalls:
     async def forward_to(self, request: web.Request, replica_id: str, target: Target) -> web.StreamResponse:
         """Relay one request to a replica that its client chose; `target` is what it asks for there."""
         body = await request.read()
+        if request.method == "POST" and self._tenancy.drops_priority:
+            body = (await self._read(request, target, body)).body
         headers = forwarded_request_headers(request.headers)
+        self._tenancy.mend(headers)
         try:
             url = self._replicas.url_of(replica_id)
             upstream = await self._client.send(replica_id, url, request.method, target.sent, headers, body or None)
@@ -115,11 +116,17 @@ class SideCalls:
         finally:
             upstream.close()
 
+    async def _read(self, request: web.Request, target: Target, body: bytes) -> SideCallRequest:
+        rules = self._tenancy.rules(self._identity)
+        read = partial(identify_side_call, target.program_id, request.headers, body, rules)
+        return await read_aside(read, len(body))
+
     async def _send(
         self, request: web.Request, target: Target, program_id: str | None, body: bytes
     ) -> tuple[str, Answer]:
         """Send to one replica after the other until one answers; return which, and the head of its answer."""
         headers = forwarded_request_headers(request.headers)
+        self._tenancy.mend(headers)
         maker_id = self._made.maker_of(target.engine_path)
         replica_id = self._replicas.known_id(maker_id) or self._replicas.serving(program_id)
         failed_ids: list[str] = []

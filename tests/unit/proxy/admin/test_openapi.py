@@ -22,6 +22,7 @@ from thunderagent.proxy.admin.primitives import Primitives
 from thunderagent.proxy.admin.replica_routes import ReplicaHandlers
 from thunderagent.proxy.admin.sandboxes import SandboxHandlers
 from thunderagent.proxy.app import build_app
+from thunderagent.proxy.control.control import ControlSettings
 from thunderagent.proxy.control.leases import Leases
 from thunderagent.proxy.control.weight_sync import WeightSync
 from thunderagent.proxy.fleet.discovery import Discovery, DiscoverySettings
@@ -58,6 +59,7 @@ def app() -> web.Application:
         Discovery(runtime, replicas, backend_of("vllm"), DiscoverySettings()),
         turn_settings=TurnSettings(),
         guard_settings=GuardSettings(),
+        control_settings=ControlSettings(timeout_s=1.0, weight_sync_limit_s=1.0, lease_limit_s=1.0),
     )
 
 

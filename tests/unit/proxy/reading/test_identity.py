@@ -8,7 +8,7 @@ import pytest
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from thunderagent.errors import InvalidProgramIdError
-from thunderagent.proxy.reading.body_fields import OTHERS_FIELDS
+from thunderagent.proxy.reading.body_fields import OTHERS_FIELDS, SLOWLY_READ_BYTES
 from thunderagent.proxy.reading.identity import (
     FINAL_HEADERS,
     PROGRAM_HEADERS,
@@ -17,6 +17,7 @@ from thunderagent.proxy.reading.identity import (
     check_program_id,
     identify,
     identify_side_call,
+    in_utf8,
 )
 
 MESSAGES = b'"messages":[{"role":"user","content":"hi"}]'
@@ -366,6 +367,60 @@ def test_json_that_engines_read_and_msgspec_does_not_is_a_turn_all_the_same(text
     assert turn.usage_added
     assert b"program_id" not in turn.body
     assert value in turn.body
+
+
+def test_of_a_large_body_that_only_python_reads_nothing_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its headers say whose it is, and it goes to its engine as it came; one that is no object is nobody's."""
+    read_bytes: list[int] = []
+    loads = json.loads
+    monkeypatch.setattr(json, "loads", lambda text: (read_bytes.append(len(text)), loads(text))[1])
+    filling = b"[" + b"0," * (SLOWLY_READ_BYTES // 2) + b"0]"
+    body = b'{"messages":[NaN],"program_id":"a","x":' + filling + b"}"
+    for headers, program_id in (({"X-Program-ID": "h"}, "h"), ({}, None)):
+        turn = identified(body, headers=headers)
+        assert (turn.program_id, turn.body, turn.streams) == (program_id, body, False)
+    assert identify(None, CIMultiDictProxy(CIMultiDict()), b"[NaN," + filling + b"]") is None
+    assert read_bytes == []
+    assert identified(b'{"messages":[NaN],"program_id":"a"}').program_id == "a"
+    assert len(read_bytes) == 1
+
+
+# --- Priorities that clients give engines
+
+LARGE_FILLING = b'"x":"' + b"x" * SLOWLY_READ_BYTES + b'"'
+
+
+@pytest.mark.parametrize(
+    ("body", "forwarded"),
+    [
+        (b'{"priority":-9,"a":1}', b'{"a":1}'),
+        (b'{"a":1, "priority" : -9}', b'{"a":1}'),
+        (b'{"prior\\u0069ty":-9,"a":1}', b'{"a":1}'),
+        (b'{"priority":1,"a":1,"priority":-9.0}', b'{"a":1}'),
+        (b'{"priority":-9.' + b"0" * 100_000 + b',"a":1}', b'{"a":1}'),
+        (b'{"a":NaN,"priority":-9}', b'{"a":NaN}'),
+        (b'{"a":NaN,"priority":-9,' + LARGE_FILLING + b"}", b'{"a":NaN,' + LARGE_FILLING + b"}"),
+        (
+            b'{"a":NaN,"b":{"priority":1},' + LARGE_FILLING + b"}",
+            b'{"a":NaN,"b":{"priority":1},' + LARGE_FILLING + b"}",
+        ),
+        ('{"a":NaN,"priority":-9}'.encode("utf-16"), b'{"a":NaN}'),
+        ('{"a":1,"priority":-9}'.encode("utf-32"), b'{"a":1}'),
+        (b'{"a":{"priority":-9},"b":"priority"}', b'{"a":{"priority":-9},"b":"priority"}'),
+        (b'["priority"', b'["priority"'),
+        (b'{"priority"', b'{"priority"'),
+        (b"\xff\xfe{", b"\xff\xfe{"),
+    ],
+    ids=range(14),
+)
+def test_a_priority_is_cut_out_however_it_is_spelt_where_that_is_wanted(body: bytes, forwarded: bytes) -> None:
+    """Of turns and side calls, also where only an engine's parser reads them; without the rule all stays."""
+    rules = IdentityRules(drops_priority=True)
+    headers = CIMultiDictProxy(CIMultiDict({"X-Program-ID": "a"}))
+    assert identify_side_call(None, headers, body, rules).body == forwarded
+    assert identify_side_call(None, headers, body).body == body
+    turn = identify(None, headers, in_utf8(body), rules)
+    assert (turn.body if turn is not None else forwarded) == forwarded
 
 
 # --- Side calls
