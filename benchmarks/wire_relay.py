@@ -10,12 +10,12 @@ from functools import partial
 import uvloop
 from multidict import CIMultiDict
 
-from thunderagent.proxy.wire.asked import Asked
-from thunderagent.proxy.wire.heads import RequestHead
-from thunderagent.proxy.wire.lent import Borrower
-from thunderagent.proxy.wire.limits import Pause, Sweep
-from thunderagent.proxy.wire.pool import Limits, Pool
-from thunderagent.proxy.wire.server import Connection, Handler, Settings
+from thunderagent.proxy.wire.http11.asked import Asked
+from thunderagent.proxy.wire.http11.heads import RequestHead
+from thunderagent.proxy.wire.http11.lent import Borrower
+from thunderagent.proxy.wire.http11.limits import Pause, Sweep
+from thunderagent.proxy.wire.http11.pool import Limits, Pool
+from thunderagent.proxy.wire.http11.server import Connection, Handler, Settings
 
 LIMITS = Limits(connect_s=5.0, silence_s=3600.0)
 
@@ -36,21 +36,20 @@ class Relay:
         """Lend to nobody."""
         raise AssertionError("every request is relayed")
 
-    async def _relay(self, exchange: Asked) -> None:
-        body = await exchange.read()
-        headers = CIMultiDict([("Content-Type", exchange.headers["Content-Type"])])
+    async def _relay(self, asked: Asked) -> None:
+        body = await asked.read()
+        headers = CIMultiDict([("Content-Type", asked.headers["Content-Type"])])
         answer = await self._pool.request(
-            exchange.head.method, self._upstream, exchange.head.target.decode(), headers, body, LIMITS
+            asked.head.method, self._upstream, asked.head.target.decode(), headers, body, LIMITS
         )
         try:
             headers = CIMultiDict([("Content-Type", answer.headers["Content-Type"])])
             if answer.content_type != "text/event-stream":
-                exchange.answer(answer.status, answer.reason, headers, await answer.read())
+                asked.answer(answer.status, answer.reason, headers, await answer.read())
                 return
-            exchange.begin(answer.status, answer.reason, headers)
-            exchange.follow(answer)
-            await answer.pipe(exchange.write)
-            exchange.end()
+            asked.begin(answer.status, answer.reason, headers)
+            await answer.pipe(asked.write)
+            asked.end()
         finally:
             answer.close()
 

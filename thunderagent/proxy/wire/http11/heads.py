@@ -38,6 +38,7 @@ BODILESS_STATUSES = frozenset({204, 304})
 _REQUEST_LINE = re.compile(rb"([A-Z][A-Z-]*) ([!-~\x80-\xff]+) HTTP/1\.([01])\r\n")
 _STATUS_LINE = re.compile(rb"HTTP/1\.([01]) ([1-9][0-9][0-9])(?: ([\t -~\x80-\xff]*))?\r\n")
 _HEADER = re.compile(r"([^:\r\n]+):[ \t]*([^\r\n]*)\r\n")
+_BARE_LINE_FEED = re.compile(rb"(?<!\r)\n")
 _LENGTH = re.compile(r"[0-9]{1,18}")
 _ASCII = bytes(range(0x21, 0x7F)).decode()
 
@@ -73,14 +74,19 @@ class AnswerHead(NamedTuple):
 
 
 def end_of_head(data: bytes, start: int) -> int:
-    """Return where a head ends, its empty line included; 0 if that has not come. Raises `NotHttpError` if too long.
+    """Return where a head ends, its empty line included; 0 if that has not come.
 
-    Nothing before `start` ends it: that was looked at when less was there.
+    Nothing before `start` ends it: that was looked at when less was there. Raises `NotHttpError` if it is too long, or
+    if its end is one for those who take a bare line feed for the end of a line.
     """
     end = data.find(b"\r\n\r\n", max(0, start - 3)) + 4
-    if (end if end > 3 else len(data)) > MAX_HEAD_BYTES:
+    if end < 4:
+        end = 0
+        if _BARE_LINE_FEED.search(data, max(0, start - 1)):
+            raise NotHttpError("a line of a head ends with a bare line feed")
+    if (end or len(data)) > MAX_HEAD_BYTES:
         raise NotHttpError(f"a head is longer than {MAX_HEAD_BYTES} bytes")
-    return end if end > 3 else 0
+    return end
 
 
 def read_request(head: bytes) -> RequestHead:
@@ -89,6 +95,8 @@ def read_request(head: bytes) -> RequestHead:
     if line is None:
         raise NotHttpError("the request line is no `METHOD /path HTTP/1.1`")
     method, target, minor = line.groups()
+    if method == b"CONNECT":
+        raise NotHttpError("nobody makes a tunnel here")
     is_http_11 = minor == b"1"
     checked = head
     if not target.isascii():  # llhttp reads ASCII alone; who routes it has its own opinion on it
@@ -112,7 +120,7 @@ def read_request(head: bytes) -> RequestHead:
         CIMultiDictProxy(headers),
         0 if length is None else length,
         keeps_alive,
-        upgrades or method == b"CONNECT",
+        upgrades,
     )
 
 
@@ -128,10 +136,7 @@ def read_answer(head: bytes, method: str) -> AnswerHead:
     code = int(status)
     if method == "HEAD" or code < 200 or code in BODILESS_STATUSES:
         length = 0
-    keeps_alive = is_http_11
-    if "Connection" in headers:
-        options = _options(headers)
-        keeps_alive = "close" not in options and (is_http_11 or "keep-alive" in options)
+    keeps_alive = is_http_11 and ("Connection" not in headers or "close" not in _options(headers))
     return AnswerHead(
         code,
         (reason or b"").decode("utf-8", "surrogateescape"),
@@ -190,5 +195,5 @@ def written(first_line: str, headers: CIMultiDict[str]) -> bytes:
     lines.append("\r\n")
     head = "\r\n".join(lines).encode("utf-8", "surrogateescape")
     if head.count(b"\n") != count or head.count(b"\r") != count or b"\0" in head:
-        raise ValueError("a line of a head holds a line break or a zero byte")
+        raise ValueError("a header, or what stands before them, holds a line break or a zero byte")
     return head

@@ -1,22 +1,23 @@
 """One request of a client, as it was read, and the answer that is written to it.
 
-Whoever answers writes, and never waits: what a client does not take stays with the transport. Past the transport's mark
-the exchange is full; then whoever the answer comes from is held, and goes on when there is room. An answer is over the
-moment its last byte is written, and the connection is free for the next request then.
+Whoever answers writes, and waits only where it is told to: what a client does not take stays with the transport. Past
+the transport's mark there is something to await before the next piece. An answer is over the moment its last byte is
+written, and the connection is free for the next request then.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from email.utils import formatdate
 from time import time
-from typing import Protocol
+from typing import Any, Protocol
 
 from multidict import CIMultiDict, CIMultiDictProxy
 
-from thunderagent.proxy.wire.chunks import Chunks
-from thunderagent.proxy.wire.heads import BODILESS_STATUSES, CHUNKED, RequestHead, written
+from thunderagent.proxy.wire.exchange import Wait
+from thunderagent.proxy.wire.http11.chunks import Chunks
+from thunderagent.proxy.wire.http11.heads import BODILESS_STATUSES, CHUNKED, RequestHead, written
 
 JOINED_BYTES = 64 * 1024
 """A larger body is not copied to stand behind its head."""
@@ -28,15 +29,16 @@ CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 class LeftError(ConnectionResetError):
-    """The client left before its request was whole."""
+    """The client left, or was cut off."""
 
 
 class Line(Protocol):
     """The connection that a request came on."""
 
-    @property
-    def transport(self) -> asyncio.Transport | None:
-        """What is written to; None once the client left."""
+    transport: asyncio.Transport | None
+    """What is written to; None once the client left."""
+    is_full: bool
+    """Whether the client takes nothing for now."""
 
     @property
     def may_stay(self) -> bool:
@@ -57,15 +59,20 @@ class Line(Protocol):
     def resume_reading(self) -> None:
         """Let more come."""
 
+    async def room(self) -> None:
+        """Return when the client has taken something. Raises `LeftError`."""
 
-class Source(Protocol):
-    """Where an answer comes from."""
 
-    def hold(self) -> None:
-        """Send no more for now."""
+class _Room:
+    """What is awaited before more is written; no coroutine, since it need not be awaited."""
 
-    def go_on(self) -> None:
-        """Send more."""
+    __slots__ = ("_line",)
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        return self._line.room().__await__()
 
 
 class Asked:
@@ -78,9 +85,8 @@ class Asked:
         "_line",
         "_pieces",
         "_pieces_bytes",
-        "_source",
         "_waiter",
-        "has_begun",
+        "begun",
         "head",
         "is_over",
         "is_whole",
@@ -97,15 +103,14 @@ class Asked:
         self._pieces: list[bytes] = []
         self._pieces_bytes = 0
         self._waiter: asyncio.Future[None] | None = None
-        self._source: Source | None = None
         self._is_chunked = False
-        self.has_begun = False
+        self.begun = False
         """Whether something of the answer was written."""
         self.is_over = False
         """Whether the answer was written to its end, or cut."""
 
     def __repr__(self) -> str:
-        stage = "over" if self.is_over else "begun" if self.has_begun else "unanswered"
+        stage = "over" if self.is_over else "begun" if self.begun else "unanswered"
         return f"<Asked {self.head.method}, {stage}>"
 
     @property
@@ -123,7 +128,7 @@ class Asked:
     def invite(self) -> None:
         """Say to a client that waits for it that its body is welcome (RFC 9110, 10.1.1)."""
         transport = self._line.transport
-        if transport is not None and self.head.is_http_11 and not self.is_whole and not self.has_begun:
+        if transport is not None and self.head.is_http_11 and not self.is_whole and not self.begun:
             transport.write(CONTINUE)
 
     async def next_piece(self) -> bytes:
@@ -160,18 +165,18 @@ class Asked:
 
     # --- the answer ----------------------------------------------------------------------------------------------
 
-    def answer(self, status: int, reason: str, headers: CIMultiDict[str], body: bytes) -> None:
+    def answer(self, status: int, reason: str, headers: CIMultiDict[str], body: bytes) -> Wait:
         """Write a whole answer; its Content-Length is counted here. Raises `ValueError` for headers that are none."""
         transport = self._line.transport
-        assert not self.has_begun, "a request is answered once"
-        if status in BODILESS_STATUSES or status < 200:
+        assert not self.begun, "a request is answered once"
+        if status in BODILESS_STATUSES:
             body = b""
             if status != 304:
                 headers.popall("Content-Length", None)
         elif self.head.method != "HEAD" or "Content-Length" not in headers:
             headers["Content-Length"] = str(len(body))
         head = self._head(status, reason, headers)
-        self.has_begun = True
+        self.begun = True
         if transport is not None:
             if self.head.method == "HEAD" or not body:
                 transport.write(head)
@@ -179,48 +184,44 @@ class Asked:
                 transport.write(head + body)
             else:
                 transport.writelines([head, body])
-        self._over()
+        return self._over()
 
-    def begin(self, status: int, reason: str, headers: CIMultiDict[str]) -> None:
+    def begin(self, status: int, reason: str, headers: CIMultiDict[str]) -> Wait:
         """Write the head of an answer whose length is what its headers say, or is not known yet."""
         transport = self._line.transport
-        assert not self.has_begun, "a request is answered once"
-        self._is_chunked = False
+        assert not self.begun, "a request is answered once"
         if status not in BODILESS_STATUSES and "Content-Length" not in headers and self.head.is_http_11:
             self._is_chunked = self.head.method != "HEAD"
             headers["Transfer-Encoding"] = "chunked"
         head = self._head(status, reason, headers)
-        self.has_begun = True
+        self.begun = True
         if transport is not None:
             transport.write(head)
+        return self._wait()
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: bytes) -> Wait:
         """Write a piece of the body; to a client that left, nothing."""
         transport = self._line.transport
-        if transport is None or not data or self.head.method == "HEAD":
-            return
-        if not self._is_chunked:
-            transport.write(data)
-        elif len(data) <= JOINED_BYTES:
-            transport.write(b"%x\r\n%b\r\n" % (len(data), data))
-        else:
-            transport.writelines([b"%x\r\n" % len(data), data, b"\r\n"])
+        if transport is not None and data and self.head.method != "HEAD":
+            if not self._is_chunked:
+                transport.write(data)
+            elif len(data) <= JOINED_BYTES:
+                transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+            else:
+                transport.writelines([b"%x\r\n" % len(data), data, b"\r\n"])
+        return self._wait()
 
-    def end(self) -> None:
+    def end(self) -> Wait:
         """End the body."""
         transport = self._line.transport
         if self._is_chunked and transport is not None:
             transport.write(b"0\r\n\r\n")
-        self._over()
+        return self._over()
 
     def cut(self) -> None:
         """Close the connection, which is how HTTP says that an answer that has begun is not whole."""
         self.is_over = True
         self._line.cut()
-
-    def follow(self, source: Source | None) -> None:
-        """Have whoever the answer comes from wait while the client is slow."""
-        self._source = source
 
     # --- for the connection --------------------------------------------------------------------------------------
 
@@ -247,32 +248,27 @@ class Asked:
         """Whether something came after a body in chunks; where that began cannot be told."""
         return self._chunks is not None and self._chunks.is_followed
 
-    def full(self) -> None:
-        """Hear that the client takes nothing for now."""
-        if self._source is not None:
-            self._source.hold()
-
-    def has_room(self) -> None:
-        """Hear that it took something."""
-        if self._source is not None:
-            self._source.go_on()
-
     def left(self) -> None:
-        """Hear that the client left."""
+        """Hear that the client left, or that nothing more of its request is read."""
         if self._chunks is not None:
             self._chunks.close()
-        self._source = None
         self._wake()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def _over(self) -> None:
-        self.is_over, self._source = True, None
+    def _wait(self) -> Wait:
+        line = self._line
+        return _Room(line) if line.is_full or line.transport is None else None
+
+    def _over(self) -> Wait:
+        self.is_over = True
         if self._chunks is not None and not self.is_whole:
             self._chunks.close()
+        wait = self._wait()
         self._line.answered()
+        return wait
 
     def _head(self, status: int, reason: str, headers: CIMultiDict[str]) -> bytes:
         is_known = "Content-Length" in headers or "Transfer-Encoding" in headers or status in BODILESS_STATUSES

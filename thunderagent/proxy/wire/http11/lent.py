@@ -12,8 +12,8 @@ import asyncio
 from collections.abc import Iterable
 from typing import Any, Protocol
 
-from thunderagent.proxy.wire.chunks import Chunks
-from thunderagent.proxy.wire.heads import CHUNKED, NotHttpError, RequestHead
+from thunderagent.proxy.wire.http11.chunks import Chunks
+from thunderagent.proxy.wire.http11.heads import CHUNKED, NotHttpError, RequestHead
 
 
 class Borrower(Protocol):
@@ -94,7 +94,7 @@ class Lent(asyncio.Transport):
         stays = keeps_alive and not self.wants and not is_followed
         asyncio.get_running_loop().call_soon(self._return, stays)
 
-    def _return(self, stays: bool) -> None:  # noqa: FBT001 - a callback has no keywords
+    def _return(self, stays: bool) -> None:
         borrower, lender = self._borrower, self._lender
         if self._transport is None or borrower is None:
             return

@@ -10,15 +10,16 @@ the frames that it passed, and they the answer, until a garbage collection.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Protocol
 
 from multidict import CIMultiDictProxy
 
-from thunderagent.proxy.wire.heads import AnswerHead
+from thunderagent.proxy.wire.exchange import Sink, Wait
+from thunderagent.proxy.wire.http11.heads import AnswerHead
 
 READ_AHEAD_BYTES = 2**20
 """Of an answer that nobody takes, so much is read ahead before the server must wait."""
+
 
 class ClosedError(ConnectionError):
     """The server closed the connection, or sent what is no HTTP."""
@@ -65,7 +66,9 @@ class Answer:
         "_is_held",
         "_pieces",
         "_pieces_bytes",
+        "_raised",
         "_sink",
+        "_wait",
         "_waiter",
         "headers",
         "is_whole",
@@ -83,7 +86,9 @@ class Answer:
         self._pieces: list[bytes] = []
         self._pieces_bytes = 0
         self._is_held = False
-        self._sink: Callable[[bytes], None] | None = None
+        self._sink: Sink | None = None
+        self._wait: Wait = None
+        self._raised: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._failure: Failure | None = None
         self._body: bytes | None = None
@@ -116,19 +121,36 @@ class Answer:
             await self._change()
         return self._taken()
 
-    async def pipe(self, sink: Callable[[bytes], None]) -> None:
+    async def pipe(self, sink: Sink) -> None:
         """Give `sink` what comes of the body, as it comes, and return at its end. Raises like `next_piece`.
 
-        `hold` and `go_on` say that no more is wanted for now. What `sink` raises is raised here.
+        What `sink` returns is awaited before more comes; what it raises, or that does, is raised here.
         """
-        if self._pieces:
-            sink(self._taken())
-        self._sink = sink
-        try:
-            while not self.is_whole:
+        while True:
+            if self._pieces:
+                wait = sink(self._taken())
+                if wait is not None:
+                    self.hold()
+                    await wait
+                    self.go_on()
+                continue
+            if self.is_whole:
+                return
+            self._sink = sink
+            try:
                 await self._change()
-        finally:
-            self._sink = None
+            finally:
+                self._sink = None
+            raised, self._raised = self._raised, None
+            if raised is not None:
+                try:
+                    raise raised
+                finally:
+                    del raised
+            wait, self._wait = self._wait, None
+            if wait is not None:
+                await wait
+                self.go_on()
 
     def hold(self) -> None:
         """Have the server wait: no more is wanted for now."""
@@ -157,8 +179,15 @@ class Answer:
 
     def feed(self, piece: bytes) -> None:
         """Take in a piece of the body."""
-        if self._sink is not None:
-            self._sink(piece)
+        if self._sink is not None and not self._pieces:
+            try:
+                self._wait = self._sink(piece)
+            except Exception as error:
+                self._raised = error
+            if self._wait is not None or self._raised is not None:
+                self._sink = None
+                self.hold()
+                self._wake()
         else:
             self._pieces.append(piece)
             self._pieces_bytes += len(piece)

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from math import inf
 from typing import cast
 
-from thunderagent.proxy.wire.answers import Answer, ClosedError, Failure, SilentError, StaleError, TotalError
-from thunderagent.proxy.wire.chunks import Chunks
-from thunderagent.proxy.wire.heads import CHUNKED, TO_THE_END, NotHttpError, end_of_head, read_answer
-from thunderagent.proxy.wire.limits import Pause, Sweep, notice_lost_peers
+from thunderagent.proxy.wire.http11.answers import Answer, ClosedError, Failure, SilentError, StaleError, TotalError
+from thunderagent.proxy.wire.http11.chunks import Chunks
+from thunderagent.proxy.wire.http11.heads import CHUNKED, TO_THE_END, NotHttpError, end_of_head, read_answer
+from thunderagent.proxy.wire.http11.limits import Pause, Sweep, notice_lost_peers
 
 JOINED_BYTES = 64 * 1024
 """A larger body is not copied to stand behind its head."""
@@ -84,7 +84,7 @@ class Connection(asyncio.Protocol):
         """
         assert self._transport is not None
         assert not self._method, "a connection carries one request at a time"
-        self._method, self._failure = method, None
+        self._method = method
         self._has_heard = False
         self._heard_s = self._loop.time()
         self._silence_s, self._total_s, self._begun_s = silence_s, total_s, begun_s
@@ -98,6 +98,7 @@ class Connection(asyncio.Protocol):
             self._transport.writelines([head, memoryview(body)[:PIECE_BYTES]])
             self._send_more()
         waiter = self._waiter = self._loop.create_future()
+        answer: Answer | None
         try:
             answer = await waiter
         except BaseException:
@@ -107,9 +108,12 @@ class Connection(asyncio.Protocol):
                 answer.close()  # which leaves the connection alone if it carries another request by now
             raise
         if answer is None:
-            kind, why = self._failure or (ClosedError, "it was closed")
-            raise kind(why)
+            raise self._error()
         return answer
+
+    def _error(self) -> Exception:
+        kind, why = self._failure or (ClosedError, "it was closed")
+        return kind(why)
 
     def limit_silence(self, silence_s: float) -> None:
         """Have another limit for silence from now on."""

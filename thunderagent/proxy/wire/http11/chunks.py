@@ -11,7 +11,7 @@ from typing import Any
 
 import httptools
 
-from thunderagent.proxy.wire.heads import NotHttpError
+from thunderagent.proxy.wire.http11.heads import NotHttpError
 
 FRAMING_BYTES = 16 * 1024
 FRAMING_RATIO = 16
@@ -23,11 +23,12 @@ _HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 class Chunks:
     """Decode one body. `is_whole` once its end came; `is_followed` if something came after that."""
 
-    __slots__ = ("_data_bytes", "_fed_bytes", "_parser", "_pieces", "is_followed", "is_whole")
+    __slots__ = ("_data_bytes", "_fed_bytes", "_parser", "_pieces", "_tail", "is_followed", "is_whole")
 
     def __init__(self) -> None:
         """Begin before the first chunk."""
         self._pieces: list[bytes] = []
+        self._tail = b""
         self._fed_bytes = 0
         self._data_bytes = 0
         self.is_whole = False
@@ -47,8 +48,11 @@ class Chunks:
                 self._parser = None
                 raise NotHttpError(f"a chunk of the body is malformed: {error}") from None
             self.is_followed = True
+        self._tail = data[-6:] if len(data) > 5 else (self._tail + data)[-6:]
         if self.is_whole:
             self._parser = None  # it holds this, and this it
+            if self._tail == b"\r\n\r\n\r\n" or not self._tail.endswith(b"\r\n\r\n"):
+                self.is_followed = True  # llhttp passes over empty lines between two messages
         pieces = self._pieces
         found = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         pieces.clear()

@@ -14,10 +14,10 @@ from typing import NamedTuple
 from multidict import CIMultiDict
 from yarl import URL
 
-from thunderagent.proxy.wire.answers import Answer, ClosedError, StaleError
-from thunderagent.proxy.wire.client import Connection
-from thunderagent.proxy.wire.heads import written
-from thunderagent.proxy.wire.limits import Pause, Sweep
+from thunderagent.proxy.wire.http11.answers import Answer, ClosedError, StaleError
+from thunderagent.proxy.wire.http11.client import Connection
+from thunderagent.proxy.wire.http11.heads import written
+from thunderagent.proxy.wire.http11.limits import Pause, Sweep
 
 _BODILESS_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
 """Without a body they have no Content-Length either."""
@@ -87,19 +87,22 @@ class Pool:
         self.pause = pause
         """Whether the replica is paused."""
         self._sites: dict[str, _Site] = {}
+        self._idle: dict[tuple[str, int, bool], list[Connection]] = {}
         self._connections: set[Connection] = set()
         self._loop = asyncio.get_running_loop()
         self.rank_headers = rank_headers
         self.requests_count = 0
         self._is_closed = False
+        self._all_closed: asyncio.Future[None] | None = None
 
     async def close(self) -> None:
         """Close all connections at once; requests on them fail as if the replica had closed them."""
         self._is_closed = True
         for connection in list(self._connections):
             connection.give_up()
-        while self._connections:
-            await asyncio.sleep(0)
+        if self._connections:
+            self._all_closed = self._loop.create_future()
+            await self._all_closed
 
     async def request(
         self,
@@ -175,7 +178,6 @@ class Pool:
             Connection, self._loop, self._sweep, self.pause, partial(self._ended, site), partial(self._closed, site)
         )
         context = (self._ssl_context or _trusting_the_system()) if site.is_secure else None
-        connection = None
         try:
             async with asyncio.timeout(connect_s):
                 _, connection = await self._loop.create_connection(make, site.host, site.port, ssl=context)
@@ -186,8 +188,7 @@ class Pool:
             unreached.is_refused = isinstance(error, ConnectionRefusedError)
             raise unreached from None
         self._connections.add(connection)
-        if self._is_closed or not connection.is_open:
-            connection.give_up()
+        if not connection.is_open:
             self._connections.discard(connection)
             raise UnreachedError("it was closed at once")
         return connection
@@ -203,6 +204,8 @@ class Pool:
         self._connections.discard(connection)
         with suppress(ValueError):
             site.idle.remove(connection)
+        if self._all_closed is not None and not self._connections and not self._all_closed.done():
+            self._all_closed.set_result(None)
 
     def _site(self, base_url: str) -> _Site:
         url = URL(base_url, encoded=True)
@@ -212,7 +215,8 @@ class Pool:
         if url.raw_user or url.raw_password:
             login = f"{url.user or ''}:{url.password or ''}"
             headers.append(("Authorization", f"Basic {b64encode(login.encode('latin1')).decode()}"))
-        site = _Site(url.host, url.port, url.scheme == "https", url.raw_path.rstrip("/"), tuple(headers), [])
+        where = (url.host, url.port, url.scheme == "https")
+        site = _Site(*where, url.raw_path.rstrip("/"), tuple(headers), self._idle.setdefault(where, []))
         self._sites[base_url] = site
         return site
 
