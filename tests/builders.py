@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 from zlib import crc32
 
+from thunderagent.leases import LeaseSource, TurnAsk
 from thunderagent.programs.decisions import Decision, Grant, Reason, Reject, Restore
 from thunderagent.programs.events import (
     EncodesPolled,
@@ -51,6 +53,12 @@ from thunderagent.programs.signals import Signal, ToolEnd, ToolNum, ToolStart, W
 
 BYTES_PER_TOKEN = 4
 """The scheduler's first guess, so that a turn of `tokens` is estimated at exactly that."""
+
+
+def asked(source: LeaseSource, program_id: str | None, **more: Any) -> TurnAsk:
+    """What is asked of a source of leases for a turn of a program, or for one of nobody: a new one, if it has no id."""
+    turn_id = more.pop("turn_id", None) or source.new_turn_id()
+    return TurnAsk(turn_id=turn_id, program_id=program_id, **more)
 
 
 class Breathing:

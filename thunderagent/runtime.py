@@ -3,9 +3,9 @@
 Theory of operation
 ===================
 Everything here runs on one event loop. `Runtime.lease` sends a `TurnArrived`; if the scheduler grants at once, the
-lease is returned without a single await; otherwise the caller waits on a future that a later event resolves. A `Lease`
-is ended exactly once, by whichever of its methods is called first; leaving its `with` block ends it as abandoned, so
-a handler that is cancelled, or raises, always gives its lease back.
+lease is returned without a single await; otherwise the caller waits on a future that a later event resolves. What is
+asked, granted and ended is in `leases.py`, and so is what whoever carries bytes may know beside it: the runtime pushes
+the replicas after each event that changes them, and answers questions, so that nobody else reads the scheduler.
 
 Nothing here knows HTTP: a trainer that calls its engines itself takes leases in the same way.
 """
@@ -16,13 +16,12 @@ import asyncio
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from itertools import count
 from math import ceil, inf
 from time import monotonic
-from types import TracebackType
-from typing import Self, get_args
+from typing import get_args
 
 import structlog
 
@@ -40,16 +39,16 @@ from thunderagent.errors import (
     TurnAbortedError,
 )
 from thunderagent.event_log import EventLogWriter
+from thunderagent.leases import UNBOUNDED, Lease, OpenLease, ReplicaMap, ReplicaState, TurnAsk, TurnEnd
 from thunderagent.programs.control import NOT_THERE
 from thunderagent.programs.decisions import Decision, Grant, Hold, Reason, Reject, SetPriority, SetRoute
 from thunderagent.programs.events import (
+    EncodesPolled,
     Event,
     GrantsContinued,
     GrantsSuspended,
-    Media,
     MigrationAsked,
     PinnedTurnArrived,
-    PrefixCut,
     PrioritySet,
     ProgramJudged,
     ProgramKilled,
@@ -94,8 +93,6 @@ class RuntimeSettings:
     """How long a shutdown waits for turns in flight."""
 
 
-UNBOUNDED = nullcontext()
-
 MOST_RETRY_AFTER_S = 60
 """Clients take a longer wait that they are told for a mistake."""
 
@@ -104,73 +101,19 @@ TIMER_SLACK_S = 0.002
 
 Observer = Callable[[Event, Sequence[Decision]], None]
 
-
-class Lease:
-    """Leave for one turn to run on one replica. Use it in a `with` block and end it with what happened."""
-
-    __slots__ = ("_ended", "_runtime", "engine_priority", "held_s", "program_id", "reason", "replica_id", "turn_id")
-
-    def __init__(self, runtime: Runtime, grant: Grant, held_s: float) -> None:
-        """Hold what the scheduler granted."""
-        self._runtime = runtime
-        self._ended = False
-        self.turn_id = grant.turn_id
-        self.program_id = grant.program_id
-        self.replica_id = grant.replica_id
-        self.reason = grant.reason
-        self.engine_priority = grant.engine_priority
-        self.held_s = held_s
-
-    def __repr__(self) -> str:
-        return f"<Lease of turn {self.turn_id} on {self.replica_id}{', ended' if self._ended else ''}>"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if not self._ended:
-            self.abandoned()
-
-    def started(self) -> None:
-        """Say that the first byte of the answer came."""
-        self._runtime.dispatch(TurnStarted(self._runtime.now_s(), self.turn_id))
-
-    def progressed(self, output_tokens: int) -> None:
-        """Say about how many tokens were generated so far."""
-        self._runtime.dispatch(TurnProgressed(self._runtime.now_s(), self.turn_id, output_tokens))
-
-    def finished(
-        self,
-        prompt_tokens: int | None = None,
-        output_tokens: int | None = None,
-        cached_tokens: int | None = None,
-        tool: str = "",
-    ) -> None:
-        """End the lease: the answer is whole, with this usage as far as the engine said it, and calls this tool."""
-        self._end(
-            "finished",
-            TurnFinished(self._runtime.now_s(), self.turn_id, prompt_tokens, output_tokens, cached_tokens, tool),
-        )
-
-    def failed(self) -> None:
-        """End the lease: the replica failed the turn."""
-        self._end("failed", TurnFailed(self._runtime.now_s(), self.turn_id))
-
-    def refused(self) -> None:
-        """End the lease: the engine answered that it will not do the turn."""
-        self._end("refused", TurnFailed(self._runtime.now_s(), self.turn_id, refused=True))
-
-    def abandoned(self) -> None:
-        """End the lease: the client left."""
-        self._end("abandoned", TurnAbandoned(self._runtime.now_s(), self.turn_id))
-
-    def _end(self, outcome: str, event: TurnFinished | TurnFailed | TurnAbandoned) -> None:
-        if self._ended:
-            return
-        self._ended = True
-        self._runtime.end_lease(outcome, event)
+_OF_REPLICAS = (
+    ReplicaUp,
+    ReplicaDown,
+    ReplicaDraining,
+    ReplicaRemoved,
+    ReplicaTripped,
+    ReplicaPolled,
+    EncodesPolled,
+    ReplicaKilled,
+    GrantsSuspended,
+    GrantsContinued,
+)
+"""Events after which the replicas that they are about are pushed."""
 
 
 class Runtime:
@@ -205,6 +148,9 @@ class Runtime:
         self._abortable_ids: set[int] = set()
         self._superseded_ids: set[int] = set()
         """Turns that another attempt took the place of, until whoever carries them out has heard of it."""
+        self.replicas = ReplicaMap()
+        """What others may know of the replicas."""
+        self._urls: dict[str, str] = {}
         self._closing = False
         self._crash: Exception | None = None
         self._crashed = asyncio.Event()
@@ -224,73 +170,15 @@ class Runtime:
         """Turns that wait for a lease."""
         return len(self._waiters)
 
-    async def lease(
-        self,
-        program_id: str | None,
-        *,
-        branch_id: str = "",
-        prompt_bytes: int = 0,
-        avoid_replica_id: str | None = None,
-        prefix: tuple[PrefixCut, ...] = (),
-        group_id: str = "",
-        pinned_replica_id: str | None = None,
-        abortable: bool = False,
-        turn_id: int | None = None,
-        deadline_s: float | None = None,
-        supersedes_id: int | None = None,
-        waiting_since_s: float | None = None,
-        parent_id: str = "",
-        tenant: str = "",
-        wanted_replica_id: str | None = None,
-        program_class: str = "",
-        role: str = "",
-        parent_branch_id: str = "",
-        while_held: AbstractContextManager[object] = UNBOUNDED,
-        media: Media = (),
-    ) -> Lease:
-        """Wait for leave to run one turn; `program_id` None is an anonymous one. The rest is as in `TurnArrived`.
-
-        An anonymous turn may be pinned to the replica that its client chose itself.
-        `abortable` says whether `abort_held` may end the wait. `while_held` is entered if the turn is held, and left
-        with the lease; what it raises ends the turn.
-        `turn_id` is of `new_turn_id`, for who must know it before the lease. Who waits for the lease of the turn that
-        this one supersedes, or has it, is not told: cancel that.
-
-        Raises `ProgramReleasedError`, `ProgramHopelessError`, `NoReplicaError`, `NoRoomInTimeError`,
-        `TooManyProgramsError`, `TurnAbortedError` or `ShuttingDownError` if there will be none. Cancelling the wait
-        takes the turn out of the queue.
-        """
+    async def lease(self, ask: TurnAsk, while_held: AbstractContextManager[object] = UNBOUNDED) -> OpenLease:
+        """Wait for leave to run one turn; see `LeaseSource`."""
         if self._closing:
             raise ShuttingDownError("the proxy is shutting down")
-        if turn_id is None:
-            turn_id = self.new_turn_id()
-        if supersedes_id in self.scheduler.turns:
-            self._superseded_ids.add(supersedes_id)
+        turn_id = ask.turn_id
+        if ask.supersedes_id in self.scheduler.turns:
+            self._superseded_ids.add(ask.supersedes_id)
         arrived_s = self.now_s()
-        decisions = self.dispatch(
-            TurnArrived(
-                arrived_s,
-                turn_id,
-                program_id,
-                branch_id,
-                prompt_bytes,
-                avoid_replica_id,
-                prefix,
-                group_id,
-                deadline_s,
-                supersedes_id,
-                waiting_since_s,
-                parent_id,
-                tenant,
-                wanted_replica_id,
-                program_class,
-                role,
-                parent_branch_id,
-                media,
-            )
-            if pinned_replica_id is None
-            else PinnedTurnArrived(arrived_s, turn_id, pinned_replica_id, prompt_bytes, media)
-        )
+        decisions = self.dispatch(_arrival(ask, arrived_s))
         for decision in reversed(decisions):
             if type(decision) is Grant and decision.turn_id == turn_id:
                 return self._begin(decision, 0.0)
@@ -299,9 +187,9 @@ class Runtime:
                 raise self._refusal(decision)
         waiter: asyncio.Future[Grant] = asyncio.get_running_loop().create_future()
         self._waiters[turn_id] = waiter
-        if abortable:
+        if ask.abortable:
             self._abortable_ids.add(turn_id)
-        timer = self._timer_for(turn_id, arrived_s) if deadline_s is not None else None
+        timer = self._timer_for(turn_id, arrived_s) if ask.patience_s is not None else None
         try:
             with while_held:
                 grant = await waiter
@@ -386,6 +274,58 @@ class Runtime:
         """Have `listener` called with each signal of the information stream; return what ends that."""
         return self.scheduler.listen(listener)
 
+    # --- what whoever carries bytes may ask; see `LeaseSource`
+
+    def home_of(self, program_id: str) -> str | None:
+        """Return the replica that a program is on, if that is up."""
+        program = self.scheduler.table.get(program_id)
+        home_id = program.replica_id if program is not None else None
+        return home_id if self.replicas.is_up(home_id) else None
+
+    def tenant_of(self, program_id: str) -> str | None:
+        """Return whose a live program is; None if there is none."""
+        program = self.scheduler.table.get(program_id)
+        return program.tenant if program is not None else None
+
+    def lives(self, program_id: str, generation: int) -> bool:
+        """Say whether this incarnation of a program did not end yet."""
+        program = self.scheduler.table.get(program_id)
+        return program is not None and program.generation == generation
+
+    def turns_count(self, replica_id: str) -> int:
+        """Return how many turns have leases on a replica."""
+        replica = self.scheduler.replicas.get(replica_id)
+        return replica.account.turn_count if replica is not None else 0
+
+    def pending_encode_count(self, replica_id: str) -> int | None:
+        """Return how many images a replica has to encode; None if it does not say, or is not known."""
+        replica = self.scheduler.replicas.get(replica_id)
+        return replica.account.pending_encode_count if replica is not None else None
+
+    # --- what becomes of a turn with a lease; see `LeaseKeeper`
+
+    def started(self, turn_id: int) -> None:
+        """Hear that the first byte of an answer came."""
+        self.dispatch(TurnStarted(self.now_s(), turn_id))
+
+    def progressed(self, turn_id: int, output_tokens: int) -> None:
+        """Hear about how many tokens were generated so far."""
+        self.dispatch(TurnProgressed(self.now_s(), turn_id, output_tokens))
+
+    def ended(self, end: TurnEnd) -> None:
+        """Take a lease back."""
+        self.outcome_counts[self._superseded_or(end.outcome, end.turn_id)] += 1
+        self.leases_count -= 1
+        if end.outcome == "finished":
+            self.prompt_tokens_total += end.prompt_tokens or 0
+            self.output_tokens_total += end.output_tokens or 0
+            self.cached_tokens_total += end.cached_tokens or 0
+        if not self.leases_count:
+            self._no_lease_left.set()
+        self.dispatch(_ending(end, self.now_s()))
+
+    # --- what others say
+
     def release(self, program_id: str, generation: int | None = None, outcome: str = "") -> bool:
         """End a program; False if there is none of that id, or not of that generation. Idempotent.
 
@@ -450,6 +390,10 @@ class Runtime:
             )
         )
 
+    def replica_at(self, replica_id: str, url: str) -> None:
+        """Say where a replica is; its leases tell."""
+        self._urls[replica_id] = url
+
     def replica_up(self, replica_id: str, capacity_tokens: int | None = None) -> None:
         """Say that a replica may be used, and how large it is if that is known."""
         self.dispatch(ReplicaUp(self.now_s(), replica_id, capacity_tokens))
@@ -476,6 +420,7 @@ class Runtime:
 
     def replica_removed(self, replica_id: str) -> None:
         """Say that a replica is gone for good."""
+        self._urls.pop(replica_id, None)
         self.dispatch(ReplicaRemoved(self.now_s(), replica_id))
 
     def replica_tripped(self, replica_id: str, *, tripped: bool) -> None:
@@ -538,6 +483,8 @@ class Runtime:
             self._crashed.set()
             log.critical("scheduler_crashed", on_event=repr(event), exc_info=True)
             raise
+        if type(event) in _OF_REPLICAS:
+            self._push(event)
         for decision in decisions:
             self.decision_counts[type(decision), decision.reason] += 1
             if type(decision) is Grant:
@@ -564,18 +511,6 @@ class Runtime:
             log.exception("event_log_given_up")
             self._event_log = None
 
-    def end_lease(self, outcome: str, event: TurnFinished | TurnFailed | TurnAbandoned) -> None:
-        """Take a lease back, with the event that says how it ended. Called by `Lease` alone."""
-        self.outcome_counts[self._superseded_or(outcome, event.turn_id)] += 1
-        self.leases_count -= 1
-        if type(event) is TurnFinished:
-            self.prompt_tokens_total += event.prompt_tokens or 0
-            self.output_tokens_total += event.output_tokens or 0
-            self.cached_tokens_total += event.cached_tokens or 0
-        if not self.leases_count:
-            self._no_lease_left.set()
-        self.dispatch(event)
-
     def _superseded_or(self, outcome: str, turn_id: int) -> str:
         """Return how a turn ended that whoever carried it out ended so."""
         if turn_id not in self._superseded_ids:
@@ -597,10 +532,44 @@ class Runtime:
             log.warning("grace_period_over", leases_count=self.leases_count, grace_s=self.settings.grace_s)
         self._log_events(EventLogWriter.flush)
 
-    def _begin(self, grant: Grant, held_s: float) -> Lease:
+    def _begin(self, grant: Grant, held_s: float) -> OpenLease:
         self.leases_count += 1
         self._no_lease_left.clear()
-        return Lease(self, grant, held_s)
+        turn = self.scheduler.turns.get(grant.turn_id)
+        program = turn.program if turn is not None else None
+        lease = Lease(
+            grant.turn_id,
+            grant.program_id,
+            program.generation if program is not None else 0,
+            grant.replica_id,
+            self._urls.get(grant.replica_id, ""),
+            grant.engine_priority,
+            grant.reason,
+            held_s,
+        )
+        return OpenLease(self, lease)
+
+    def _push(self, event: Event) -> None:
+        """Tell who carries bytes what an event changed of the replicas. Cost: O(replicas it is about)."""
+        assert isinstance(event, _OF_REPLICAS)
+        known = self.scheduler.replicas
+        if event.replica_id is None:  # grants stop, or go on, everywhere
+            self.replicas.push(map(self._state_of, known))
+        elif event.replica_id in known:
+            self.replicas.push((self._state_of(event.replica_id),))
+        else:
+            self.replicas.push((), (event.replica_id,))
+
+    def _state_of(self, replica_id: str) -> ReplicaState:
+        replica = self.scheduler.replicas[replica_id]
+        return ReplicaState(
+            replica_id,
+            self._urls.get(replica_id, ""),
+            replica.up,
+            replica.open_to_programs,
+            tuple(replica.suspended_for),
+            replica.account.capacity_tokens,
+        )
 
     def _refusal(self, decision: Reject) -> ThunderAgentError:
         error = _refusal(decision)
@@ -635,6 +604,41 @@ class Runtime:
                 replica_id=getattr(decision, "replica_id", None),
                 reason=reason,
             )
+
+
+def _arrival(ask: TurnAsk, now_s: float) -> TurnArrived | PinnedTurnArrived:
+    """Return what the scheduler hears of a turn that arrives."""
+    if ask.pinned_replica_id is not None:
+        return PinnedTurnArrived(now_s, ask.turn_id, ask.pinned_replica_id, ask.prompt_bytes, ask.media)
+    return TurnArrived(
+        now_s,
+        ask.turn_id,
+        ask.program_id,
+        ask.branch_id,
+        ask.prompt_bytes,
+        ask.avoid_replica_id,
+        ask.prefix,
+        ask.group_id,
+        None if ask.patience_s is None else now_s + ask.patience_s,
+        ask.supersedes_id,
+        None if ask.waited_s is None else now_s - ask.waited_s,
+        ask.parent_id,
+        ask.tenant,
+        ask.wanted_replica_id,
+        ask.program_class,
+        ask.role,
+        ask.parent_branch_id,
+        ask.media,
+    )
+
+
+def _ending(end: TurnEnd, now_s: float) -> TurnFinished | TurnFailed | TurnAbandoned:
+    """Return what the scheduler hears of a turn that ended."""
+    if end.outcome == "finished":
+        return TurnFinished(now_s, end.turn_id, end.prompt_tokens, end.output_tokens, end.cached_tokens, end.tool)
+    if end.outcome == "abandoned":
+        return TurnAbandoned(now_s, end.turn_id)
+    return TurnFailed(now_s, end.turn_id, refused=end.outcome == "refused")
 
 
 def _refuse(why: str) -> None:

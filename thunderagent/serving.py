@@ -246,7 +246,7 @@ async def proxy(
         client = await stack.enter_async_context(open_client(client_settings))
         replicas.attach(client, poller, *kv_followers)
         discovery.replicas_wanted("static", static_of(urls))
-        judge = _judge(config, runtime, client, replicas)
+        judge = _judge(config, runtime, client)
         app = build_app(
             runtime,
             client,
@@ -303,7 +303,7 @@ async def proxy(
             yield url
 
 
-def _judge(config: ServeConfig, runtime: Runtime, client: ReplicaClient, replicas: Replicas) -> Judge | None:
+def _judge(config: ServeConfig, runtime: Runtime, client: ReplicaClient) -> Judge | None:
     """Return who asks a judge about programs, if that is configured. Raises `ConfigurationError`."""
     if not config.judge_url:
         return None
@@ -318,7 +318,7 @@ def _judge(config: ServeConfig, runtime: Runtime, client: ReplicaClient, replica
         timeout_s=config.judge_timeout_s,
     )
     if config.judge_url == JUDGE_ON_REPLICAS:
-        asker = ReplicaAsker(runtime, client, replicas)
+        asker = ReplicaAsker(runtime, client)
         return Judge(runtime, lambda: contextlib.nullcontext(asker), settings)
     return Judge(runtime, partial(open_url, config.judge_url, judge_api_key(config)), settings)
 

@@ -76,7 +76,7 @@ def is_under(dotted: str, prefix: str) -> bool:
 EVERY_ROOM = frozenset(
     {
         *("errors", "programs", "policy_loader", "backends", "tools", "simulator", "faults"),
-        *("event_log", "runtime", "proxy", "client", "sandboxes", "replica_sources", "security"),
+        *("event_log", "leases", "runtime", "proxy", "client", "sandboxes", "replica_sources", "security"),
         *("provision", "provisioning"),
     }
 )
@@ -94,9 +94,10 @@ ARROWS: dict[str, frozenset[str]] = {
     "tools": frozenset({"errors", "programs", "faults", "cluster"}),
     "simulator": frozenset({"errors", "programs", "policy_loader"}),
     "event_log": frozenset({"errors", "programs", "policy_loader"}),
+    "leases": frozenset({"programs"}),
     "signal_log": frozenset({"errors", "programs"}),
-    "runtime": frozenset({"errors", "programs", "event_log"}),
-    "proxy": frozenset({"errors", "programs", "runtime", "backends", "faults"}),
+    "runtime": frozenset({"errors", "programs", "event_log", "leases"}),
+    "proxy": frozenset({"errors", "programs", "leases", "runtime", "backends", "faults"}),
     "client": frozenset(),
     "lookups": frozenset(),
     "log_lines": frozenset(),
@@ -168,8 +169,6 @@ PROXY_EXCEPTIONS: dict[str, frozenset[str]] = {
     "thunderagent.proxy.reading.identity": frozenset({"thunderagent.proxy.gate.bearer"}),
     # Tokens are forgotten when their program ends.
     "thunderagent.proxy.gate.bearer": frozenset({"thunderagent.runtime"}),
-    # Whose a program is stands in the scheduler's table.
-    "thunderagent.proxy.gate.tenancy": frozenset({"thunderagent.runtime"}),
     # Turns say which sandboxes their programs will want.
     "thunderagent.proxy.turns.turns": frozenset({"thunderagent.proxy.admin.sandboxes"}),
     # A sample has the same figures of replicas as a report.

@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 import structlog.testing
 
+from tests.builders import asked
 from thunderagent.errors import NoReplicaError, ProgramReleasedError, ShuttingDownError
 from thunderagent.event_log import EventLogWriter, read_events
+from thunderagent.leases import OpenLease
 from thunderagent.programs.decisions import Grant, Hold, Reason, Release, Restore
 from thunderagent.programs.events import ReplicaPolled, TurnArrived, TurnFinished
 from thunderagent.programs.invariants import check
@@ -21,7 +23,7 @@ from thunderagent.programs.policies.base import Placement, Policy, ProgramView, 
 from thunderagent.programs.policies.cap import Cap
 from thunderagent.programs.policies.thunderagent import ThunderAgent
 from thunderagent.programs.scheduler import Scheduler, SchedulerSettings
-from thunderagent.runtime import Lease, Runtime, RuntimeSettings
+from thunderagent.runtime import Runtime, RuntimeSettings
 
 
 class Clock:
@@ -51,10 +53,10 @@ async def running(
     assert not scheduler.turns
 
 
-async def held_lease(runtime: Runtime, program_id: str | None, **more: int) -> asyncio.Task[Lease]:
+async def held_lease(runtime: Runtime, program_id: str | None, **more: int) -> asyncio.Task[OpenLease]:
     """A task that waits for its lease."""
     before = runtime.held_count
-    task = asyncio.ensure_future(runtime.lease(program_id, **more))
+    task = asyncio.ensure_future(runtime.lease(asked(runtime, program_id, **more)))
     await asyncio.sleep(0)
     assert runtime.held_count == before + 1
     return task
@@ -67,9 +69,9 @@ async def test_a_lease_that_fits_is_granted_without_a_single_await() -> None:
     """The coroutine ends in its first step: it never gives the loop away."""
     async with running() as (runtime, _):
         with pytest.raises(StopIteration) as granted:
-            runtime.lease("a").send(None)
+            runtime.lease(asked(runtime, "a")).send(None)
         lease = granted.value.value
-        assert (lease.replica_id, lease.held_s) == ("r0", 0.0)
+        assert (lease.granted.replica_id, lease.granted.held_s) == ("r0", 0.0)
         lease.finished(10, 5, 0)
 
 
@@ -79,7 +81,7 @@ async def test_the_scheduler_hears_what_a_caller_knows_of_a_turn(tmp_path: Path)
     runtime = Runtime(Scheduler(Cap(n=1)), event_log=writer, clock=Clock())
     runtime.replica_polled("r0", 1000, 0.5, 10, 2)
     runtime.replica_up("r0")
-    lease = await runtime.lease("a", prefix=((5, 100), (6, 200)), group_id="g")
+    lease = await runtime.lease(asked(runtime, "a", prefix=((5, 100), (6, 200)), group_id="g"))
     lease.finished(10, 5, 0, "bash:ls")
     writer.close()
     with (tmp_path / "log").open("rb") as lines:
@@ -92,7 +94,7 @@ async def test_the_scheduler_hears_what_a_caller_knows_of_a_turn(tmp_path: Path)
 async def test_a_held_lease_is_granted_by_the_event_that_makes_room() -> None:
     """It says how long it was held."""
     async with running() as (runtime, clock):
-        first = await runtime.lease("a")
+        first = await runtime.lease(asked(runtime, "a"))
         waiting = await held_lease(runtime, "b")
         first.finished(10)
         await asyncio.sleep(0)
@@ -100,14 +102,14 @@ async def test_a_held_lease_is_granted_by_the_event_that_makes_room() -> None:
         clock.now_s += 7.0
         runtime.release("a")
         lease = await waiting
-        assert lease.held_s == pytest.approx(7.0)
+        assert lease.granted.held_s == pytest.approx(7.0)
         lease.finished()
 
 
 async def test_a_lease_is_ended_exactly_once_by_the_first_word() -> None:
     """Whatever is said afterwards, and the end of its block, changes nothing."""
     async with running() as (runtime, _):
-        with await runtime.lease("a") as lease:
+        with await runtime.lease(asked(runtime, "a")) as lease:
             assert repr(lease) == "<Lease of turn 1 on r0>"
             lease.started()
             lease.progressed(3)
@@ -123,7 +125,7 @@ async def test_a_lease_is_ended_exactly_once_by_the_first_word() -> None:
 async def test_a_lease_whose_block_ends_without_a_word_is_abandoned() -> None:
     """A handler that raises gives its lease back, and its error goes on."""
     async with running() as (runtime, _):
-        with pytest.raises(ZeroDivisionError), await runtime.lease("a"):
+        with pytest.raises(ZeroDivisionError), await runtime.lease(asked(runtime, "a")):
             raise ZeroDivisionError
         assert runtime.outcome_counts == {"abandoned": 1}
 
@@ -132,7 +134,7 @@ async def test_a_lease_whose_block_ends_without_a_word_is_abandoned() -> None:
 async def test_failed_and_abandoned_leases_teach_nothing(ending: str, outcome: str) -> None:
     """Each ending is counted under its own name."""
     async with running() as (runtime, _):
-        lease = await runtime.lease("a", prompt_bytes=400)
+        lease = await runtime.lease(asked(runtime, "a", prompt_bytes=400))
         getattr(lease, ending)()
         assert runtime.outcome_counts == {outcome: 1}
         assert runtime.scheduler.table.get("a").context_tokens == 0
@@ -144,7 +146,7 @@ async def test_failed_and_abandoned_leases_teach_nothing(ending: str, outcome: s
 async def test_cancelling_a_wait_takes_the_turn_out_of_the_queue() -> None:
     """The next in the queue gets the place that the first one left."""
     async with running() as (runtime, _):
-        first = await runtime.lease("a")
+        first = await runtime.lease(asked(runtime, "a"))
         leaving = await held_lease(runtime, "b")
         waiting = await held_lease(runtime, "c")
         leaving.cancel()
@@ -160,7 +162,7 @@ async def test_cancelling_a_wait_takes_the_turn_out_of_the_queue() -> None:
 async def test_a_wait_cancelled_at_the_very_moment_of_its_grant_gives_the_lease_back(cancelled_first: bool) -> None:
     """Grant and cancellation fall between two steps of the loop, in either order: the place goes to the next."""
     async with running() as (runtime, _):
-        first = await runtime.lease("a")
+        first = await runtime.lease(asked(runtime, "a"))
         leaving = await held_lease(runtime, "b")
         waiting = await held_lease(runtime, "c")
         first.finished()
@@ -181,7 +183,7 @@ async def test_a_handler_cancelled_while_it_holds_its_lease_gives_it_back() -> N
     """As when a client leaves in the middle of a stream."""
 
     async def handler(runtime: Runtime) -> None:
-        with await runtime.lease("a"):
+        with await runtime.lease(asked(runtime, "a")):
             await asyncio.sleep(3600)
 
     async with running() as (runtime, _):
@@ -200,7 +202,7 @@ async def test_a_handler_cancelled_while_it_holds_its_lease_gives_it_back() -> N
 async def test_a_turn_whose_program_is_released_while_it_is_held_is_refused() -> None:
     """410, with the program's name; nothing was forwarded."""
     async with running() as (runtime, _):
-        first = await runtime.lease("a")
+        first = await runtime.lease(asked(runtime, "a"))
         waiting = await held_lease(runtime, "b")
         assert runtime.release("b")
         with pytest.raises(ProgramReleasedError, match="program 'b' was released while this turn waited"):
@@ -229,7 +231,7 @@ async def test_a_turn_that_no_replica_can_serve_is_refused_after_the_limit() -> 
 async def test_release_says_whether_there_was_such_a_program() -> None:
     """Idempotent; another generation is another program."""
     async with running() as (runtime, _):
-        (await runtime.lease("a")).finished()
+        (await runtime.lease(asked(runtime, "a"))).finished()
         generation = runtime.scheduler.table.get("a").generation
         assert not runtime.release("a", generation + 1)
         assert runtime.release("a", generation)
@@ -243,13 +245,13 @@ async def test_release_says_whether_there_was_such_a_program() -> None:
 async def test_a_shutdown_refuses_who_waits_and_who_comes_and_lets_turns_in_flight_end() -> None:
     """The order: no new lease, no held one, then the end of the last turn ends the wait, not the grace period."""
     async with running(grace_s=60.0) as (runtime, _):
-        lease = await runtime.lease("a")
+        lease = await runtime.lease(asked(runtime, "a"))
         waiting = await held_lease(runtime, "b")
         closing = asyncio.ensure_future(runtime.close())
         with pytest.raises(ShuttingDownError):
             await waiting
         with pytest.raises(ShuttingDownError):
-            await runtime.lease("a")
+            await runtime.lease(asked(runtime, "a"))
         assert runtime.closing
         await asyncio.sleep(0.01)
         assert not closing.done()
@@ -261,7 +263,7 @@ async def test_a_shutdown_refuses_who_waits_and_who_comes_and_lets_turns_in_flig
 async def test_the_grace_period_bounds_a_shutdown() -> None:
     """A turn that does not end is left to be cut off."""
     async with running(grace_s=0.02) as (runtime, _):
-        lease = await runtime.lease("a")
+        lease = await runtime.lease(asked(runtime, "a"))
         async with asyncio.timeout(1):
             await runtime.close()
         assert runtime.leases_count == 1
@@ -271,13 +273,13 @@ async def test_the_grace_period_bounds_a_shutdown() -> None:
 async def test_a_turn_that_was_granted_just_before_a_shutdown_is_waited_for() -> None:
     """Its grant is on its way to it while the shutdown begins, in the same step of the loop: it counts as in flight."""
 
-    async def turn(waiting: asyncio.Task[Lease]) -> None:
+    async def turn(waiting: asyncio.Task[OpenLease]) -> None:
         with await waiting as lease:
             await asyncio.sleep(0.02)
             lease.finished()
 
     async with running(grace_s=60.0) as (runtime, _):
-        first = await runtime.lease("a")
+        first = await runtime.lease(asked(runtime, "a"))
         granted_last = asyncio.ensure_future(turn(await held_lease(runtime, "b")))
         first.finished()
         runtime.release("a")
@@ -302,7 +304,7 @@ async def test_it_ticks_as_often_as_the_policy_needs() -> None:
     policy = ThunderAgent(reserve_tokens=0, delta_s=0.01, half_life_s=inf)
     async with running(policy) as (runtime, clock):
         ticking = asyncio.ensure_future(runtime.run())
-        (await runtime.lease("a", prompt_bytes=3200)).finished(800, 0)
+        (await runtime.lease(asked(runtime, "a", prompt_bytes=3200))).finished(800, 0)
         waiting = await held_lease(runtime, "b", prompt_bytes=3200)
         runtime.release("a")
         clock.now_s += 0.02
@@ -316,7 +318,7 @@ async def test_it_ticks_as_often_as_the_policy_needs() -> None:
 async def test_decisions_are_counted_by_kind_and_reason() -> None:
     """The metrics explain a run."""
     async with running() as (runtime, _):
-        first = await runtime.lease("a")
+        first = await runtime.lease(asked(runtime, "a"))
         waiting = await held_lease(runtime, "b")
         first.finished()
         runtime.release("a")
@@ -332,7 +334,8 @@ async def test_decisions_are_counted_by_kind_and_reason() -> None:
 async def test_what_an_operator_says_is_logged_with_what_it_names() -> None:
     """Whose route and where it leads; whose priority and which."""
     async with running(replicas=("r0", "r1")) as (runtime, _):
-        with await runtime.lease("a", program_class="coder") as lease, structlog.testing.capture_logs() as lines:
+        ask = asked(runtime, "a", program_class="coder")
+        with await runtime.lease(ask) as lease, structlog.testing.capture_logs() as lines:
             lease.finished(10)
             runtime.set_route("class", "coder", (("r0", 3.0), ("r1", 1.0)))
             runtime.set_priority("a", -5)
@@ -359,7 +362,7 @@ async def test_what_an_operator_says_is_logged_with_what_it_names() -> None:
 async def test_it_says_what_it_is() -> None:
     """`repr` is read in logs and failures."""
     async with running() as (runtime, _):
-        lease = await runtime.lease("a")
+        lease = await runtime.lease(asked(runtime, "a"))
         waiting = await held_lease(runtime, "b")
         assert repr(runtime).startswith("<Runtime: 1 leases, 1 held, <Scheduler cap: 2 programs")
         waiting.cancel()
@@ -386,7 +389,7 @@ async def test_an_exception_in_a_policy_ends_the_process() -> None:
     ticking = asyncio.ensure_future(runtime.run())
     await asyncio.sleep(0)
     with pytest.raises(ZeroDivisionError):
-        await runtime.lease("a")
+        await runtime.lease(asked(runtime, "a"))
     with pytest.raises(ZeroDivisionError):
         await asyncio.wait_for(ticking, 0.5)
 
@@ -398,7 +401,7 @@ async def test_a_full_disk_costs_the_event_log_and_nothing_else(tmp_path: Path) 
     writer._file = FullDisk()  # type: ignore[assignment]
     runtime = Runtime(Scheduler(Cap(n=1)), event_log=writer)
     runtime.replica_up("r0")
-    with await runtime.lease("a") as lease:
+    with await runtime.lease(asked(runtime, "a")) as lease:
         lease.finished()
     assert runtime.outcome_counts["finished"] == 1
 
@@ -417,14 +420,14 @@ class FullDisk:
 async def test_a_held_turn_is_let_in_when_it_is_due_not_at_the_next_tick() -> None:
     """Nobody ticks here; half of a patience of 0.1 s is left for the answer."""
     async with running() as (runtime, clock):
-        with await runtime.lease("first"):
+        with await runtime.lease(asked(runtime, "first")):
             begun_s = asyncio.get_running_loop().time()
-            waiting = asyncio.ensure_future(runtime.lease("second", deadline_s=clock.now_s + 0.1))
+            waiting = asyncio.ensure_future(runtime.lease(asked(runtime, "second", patience_s=0.1)))
             await asyncio.sleep(0)
             assert runtime.held_count == 1
             clock.now_s += 0.06
             with await waiting as lease:
-                assert lease.reason is Reason.PATIENCE
+                assert lease.granted.reason is Reason.PATIENCE
             assert asyncio.get_running_loop().time() - begun_s >= 0.045
 
 
@@ -433,8 +436,10 @@ async def test_a_turn_that_is_due_is_no_tick() -> None:
     async with running() as (runtime, clock):
         events: list[str] = []
         runtime.observe(lambda event, _: events.append(type(event).__name__))
-        with await runtime.lease("first"):
-            held = [asyncio.ensure_future(runtime.lease(f"held-{n}", deadline_s=clock.now_s + 0.1)) for n in range(20)]
+        with await runtime.lease(asked(runtime, "first")):
+            held = [
+                asyncio.ensure_future(runtime.lease(asked(runtime, f"held-{n}", patience_s=0.1))) for n in range(20)
+            ]
             await asyncio.sleep(0)
             assert runtime.held_count == 20
             clock.now_s += 0.06
@@ -450,7 +455,7 @@ async def test_an_observer_hears_only_what_it_is_about() -> None:
         runtime.observe(lambda event, _: heard["all"].append(type(event).__name__))
         runtime.observe(lambda event, _: heard["events"].append(type(event).__name__), TurnFinished)
         stop = runtime.observe(lambda event, _: heard["decisions"].append(type(event).__name__), Release)
-        (await runtime.lease("first")).finished()
+        (await runtime.lease(asked(runtime, "first"))).finished()
         runtime.release("first")
         assert heard == {
             "all": ["TurnArrived", "TurnFinished", "ProgramReleased"],
@@ -459,15 +464,15 @@ async def test_an_observer_hears_only_what_it_is_about() -> None:
         }
         stop()
         stop()
-        (await runtime.lease("second")).finished()
+        (await runtime.lease(asked(runtime, "second"))).finished()
         runtime.release("second")
         assert (len(heard["all"]), len(heard["decisions"])) == (6, 1)
 
 
 async def test_a_turn_that_leaves_takes_its_timer_along() -> None:
-    async with running() as (runtime, clock):
-        with await runtime.lease("first"):
-            waiting = asyncio.ensure_future(runtime.lease("second", deadline_s=clock.now_s + 0.02))
+    async with running() as (runtime, _):
+        with await runtime.lease(asked(runtime, "first")):
+            waiting = asyncio.ensure_future(runtime.lease(asked(runtime, "second", patience_s=0.02)))
             await asyncio.sleep(0)
             waiting.cancel()
             await asyncio.gather(waiting, return_exceptions=True)
@@ -480,10 +485,10 @@ async def test_a_turn_that_leaves_takes_its_timer_along() -> None:
 async def test_a_held_turn_that_is_superseded_counts_as_that() -> None:
     """Whoever waited for it is cancelled; the place goes on."""
     async with running() as (runtime, _):
-        first = await runtime.lease("first")
+        first = await runtime.lease(asked(runtime, "first"))
         earlier_id = runtime.new_turn_id()
         earlier = await held_lease(runtime, "second", turn_id=earlier_id)
-        later = asyncio.ensure_future(runtime.lease("second", supersedes_id=earlier_id))
+        later = asyncio.ensure_future(runtime.lease(asked(runtime, "second", supersedes_id=earlier_id)))
         earlier.cancel()
         await asyncio.gather(earlier, return_exceptions=True)
         assert (runtime.held_count, runtime.scheduler.ledger.waiting_count) == (1, 1)
@@ -498,8 +503,8 @@ async def test_a_lease_whose_turn_is_superseded_passes_on() -> None:
     """Its holder may end it late, and in whatever way."""
     async with running() as (runtime, _):
         earlier_id = runtime.new_turn_id()
-        earlier = await runtime.lease("a", turn_id=earlier_id)
-        with await runtime.lease("a", supersedes_id=earlier_id) as later:
+        earlier = await runtime.lease(asked(runtime, "a", turn_id=earlier_id))
+        with await runtime.lease(asked(runtime, "a", supersedes_id=earlier_id)) as later:
             assert runtime.leases_count == 2
             earlier.failed()
             assert (runtime.leases_count, len(runtime.scheduler.turns)) == (1, 1)
@@ -510,8 +515,8 @@ async def test_a_lease_whose_turn_is_superseded_passes_on() -> None:
 async def test_a_turn_that_ended_already_cannot_be_superseded() -> None:
     """The next one is a turn like any other, and nothing of the first is kept."""
     async with running() as (runtime, _):
-        (await runtime.lease("a", turn_id=77_000)).finished()
-        with await runtime.lease("a", supersedes_id=77_000) as lease:
+        (await runtime.lease(asked(runtime, "a", turn_id=77_000))).finished()
+        with await runtime.lease(asked(runtime, "a", supersedes_id=77_000)) as lease:
             lease.finished()
         assert runtime.outcome_counts == {"finished": 2}
         assert not runtime._superseded_ids

@@ -98,7 +98,7 @@ def build_app(
     tenancy = Tenancy(runtime, from_key=turn_settings.tenant_from_key)
     held = HeldTurns(turn_settings.held, registry)
     turns = Turns(runtime, client, replicas, watcher, metrics, turn_settings, tenancy, held, sandboxes, judge)
-    models = Models(runtime, client, replicas)
+    models = Models(runtime.replicas, client, replicas)
     registry.register(StateCollector(runtime, replicas))
     registry.register(SourceCollector(discovery))
     if judge is not None:

@@ -116,7 +116,6 @@ class Facade:
 
     def _described(self, request: web.Request, replica_id: str) -> dict[str, Any]:
         known = self._replicas.known[replica_id]
-        replica = self._runtime.scheduler.replicas.get(replica_id)
         return {
             "id": replica_id,
             "url": self._url(request, replica_id),
@@ -126,8 +125,8 @@ class Facade:
             "worker_type": "regular",
             "connection_mode": "http",
             "runtime_type": known.endpoint.backend.kind,
-            "is_healthy": replica is not None and replica.up,
-            "load": replica.account.turn_count if replica is not None else 0,
+            "is_healthy": self._runtime.replicas.is_up(replica_id),
+            "load": self._runtime.turns_count(replica_id),
         }
 
 

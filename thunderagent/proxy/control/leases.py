@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from thunderagent.backends.discovery.base import shown_url
 from thunderagent.errors import ReplicaRemovedError
+from thunderagent.leases import LeaseSource, OpenLease, TurnAsk
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.gate.bodies import read_model
 from thunderagent.proxy.gate.held import HeldTurns
@@ -25,7 +26,6 @@ from thunderagent.proxy.gate.tenancy import Tenancy
 from thunderagent.proxy.reading.identity import check_program_id
 from thunderagent.proxy.wire.request_id import begin
 from thunderagent.proxy.wire.stall import write_eof
-from thunderagent.runtime import Lease, Runtime
 
 log = structlog.get_logger("thunderagent.leases")
 
@@ -77,7 +77,7 @@ class LeaseEnd(BaseModel):
 class _Held:
     """A lease in its caller's hands."""
 
-    lease: Lease
+    lease: OpenLease
     prompt_tokens: int
     watchdog: asyncio.TimerHandle
     started: bool = False
@@ -87,10 +87,10 @@ class Leases:
     """Handlers of `/leases`."""
 
     def __init__(
-        self, runtime: Runtime, replicas: Replicas, tenancy: Tenancy, held: HeldTurns, *, limit_s: float
+        self, leases: LeaseSource, replicas: Replicas, tenancy: Tenancy, held: HeldTurns, *, limit_s: float
     ) -> None:
-        """Take leases of `runtime`; one of which nothing is heard for `limit_s` is ended."""
-        self._runtime = runtime
+        """Take `leases`; one of which nothing is heard for `limit_s` is ended."""
+        self._leases = leases
         self._replicas = replicas
         self._tenancy = tenancy
         self._waiting = held
@@ -112,18 +112,20 @@ class Leases:
         program_id = None if wanted.program_id is None else check_program_id(wanted.program_id)
         self._tenancy.check(program_id)
         prompt_tokens = self._believed(wanted.prompt_tokens) or 0
-        lease = await self._runtime.lease(
-            program_id,
+        ask = TurnAsk(
+            turn_id=self._leases.new_turn_id(),
+            program_id=program_id,
             branch_id=wanted.branch_id,
             prompt_bytes=prompt_tokens * BYTES_PER_TOKEN,
             group_id=wanted.group_id,
-            deadline_s=None if wanted.patience_s is None else self._runtime.now_s() + wanted.patience_s,
+            patience_s=wanted.patience_s,
             parent_id=wanted.parent_id,
             tenant=self._tenancy.named(wanted.tenant),
-            while_held=self._waiting.turn(request, len(body)),
         )
+        lease = await self._leases.lease(ask, self._waiting.turn(request, len(body)))
+        granted = lease.granted
         try:
-            url = self._replicas.url_of(lease.replica_id)
+            url = self._replicas.url_of(granted.replica_id)
         except ReplicaRemovedError:  # since the grant; nobody could end this lease
             lease.failed()
             raise
@@ -132,11 +134,11 @@ class Leases:
         response = web.json_response(
             {
                 "lease_id": lease_id,
-                "program_id": lease.program_id,
-                "replica_id": lease.replica_id,
+                "program_id": granted.program_id,
+                "replica_id": granted.replica_id,
                 "url": shown_url(url),
-                "held_s": round(lease.held_s, 4),
-                "reason": lease.reason,
+                "held_s": round(granted.held_s, 4),
+                "reason": granted.reason,
                 "limit_s": self._limit_s,
             }
         )
@@ -156,8 +158,8 @@ class Leases:
 
     def _believed(self, tokens: int | None, *, beside_tokens: int = 0) -> int | None:
         """Return tokens as far as they can be true: together no more than the largest replica has room for."""
-        accounts = self._runtime.scheduler.ledger.accounts.values()
-        capacity_tokens = max((account.capacity_tokens or 0 for account in accounts), default=0)
+        states = self._leases.replicas.states.values()
+        capacity_tokens = max((state.capacity_tokens or 0 for state in states), default=0)
         if tokens is None or not capacity_tokens:
             return tokens
         return min(tokens, max(0, capacity_tokens - beside_tokens))

@@ -20,13 +20,14 @@ begins anew: whatever came back up in its place did not fail yet.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 
 import structlog
 
-from thunderagent.errors import ReplicaTrippedError
+from thunderagent.errors import ReplicaError, ReplicaRemovedError, ReplicaTrippedError
 from thunderagent.programs.decisions import Decision
 from thunderagent.programs.events import Event, ReplicaDown, ReplicaDraining, ReplicaRemoved
 from thunderagent.runtime import Runtime
@@ -105,6 +106,26 @@ class Breakers:
             return None
         return max(0.0, breaker.until_s - self._runtime.now_s())
 
+    @asynccontextmanager
+    async def trying(self, replica_id: str) -> AsyncIterator[None]:
+        """Send a turn there in this block, which ends when the head of its answer is there; how it ends is reported.
+
+        Waits before, and raises, as `admit` does.
+        """
+        probe = await self.admit(replica_id)
+        try:
+            yield
+        except ReplicaRemovedError:
+            self.left(replica_id, probe)
+            raise
+        except ReplicaError:
+            self.failed(replica_id)
+            raise
+        except BaseException:
+            self.left(replica_id, probe)
+            raise
+        self.succeeded(replica_id)
+
     async def admit(self, replica_id: str) -> asyncio.Future[bool] | None:
         """Wait, if a replica is tried with another turn just now, for the outcome.
 
@@ -140,8 +161,7 @@ class Breakers:
         """Say that a replica failed a turn before the first byte of an answer."""
         if not self._settings.failure_count:
             return
-        replica = self._runtime.scheduler.replicas.get(replica_id)
-        if replica is None or not replica.up:
+        if not self._runtime.replicas.is_up(replica_id):
             return  # known to be gone: what comes back begins anew
         breaker = self._breakers.setdefault(replica_id, _Breaker())
         breaker.failure_count += 1
@@ -159,8 +179,7 @@ class Breakers:
     def _open(self, replica_id: str, breaker: _Breaker) -> None:
         """Open a breaker, unless nobody else could serve."""
         settings, now_s = self._settings, self._runtime.now_s()
-        others = [each for each in self._runtime.scheduler.open_replicas if each.replica_id != replica_id]
-        if not others:
+        if not any(other_id != replica_id for other_id in self._runtime.replicas.open_ids):
             self._close(replica_id, breaker, probe_succeeded=False)
             return
         again = breaker.state is BreakerState.HALF_OPEN or now_s - breaker.closed_s < settings.longest_backoff_s
@@ -196,7 +215,7 @@ class Breakers:
         breaker.probe = None
 
     def _heard(self, event: Event, decisions: Sequence[Decision]) -> None:  # noqa: ARG002 - an observer's signature
-        if self._breakers and not self._runtime.scheduler.open_replicas:
+        if self._breakers and not self._runtime.replicas.open_ids:
             asyncio.get_running_loop().call_soon(self._try_early)  # an observer tells the scheduler nothing itself
         if type(event) not in _GONE:
             return
@@ -210,7 +229,7 @@ class Breakers:
     def _try_early(self) -> None:
         """Try what is open, as nobody else can serve."""
         for replica_id, breaker in list(self._breakers.items()):
-            if breaker.state is BreakerState.OPEN and not self._runtime.scheduler.open_replicas:
+            if breaker.state is BreakerState.OPEN and not self._runtime.replicas.open_ids:
                 if breaker.timer is not None:
                     breaker.timer.cancel()
                 self._half_open(replica_id, breaker)

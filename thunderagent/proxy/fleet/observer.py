@@ -44,7 +44,7 @@ class Observer:
         """Ask until cancelled."""
         while True:
             await asyncio.sleep(self._interval_s)
-            up_ids = [replica.replica_id for replica in self._runtime.scheduler.replicas.values() if replica.up]
+            up_ids = [state.replica_id for state in self._runtime.replicas.states.values() if state.is_up]
             await asyncio.gather(*(self._look_at(replica_id) for replica_id in up_ids))
 
     async def _look_at(self, replica_id: str) -> None:
@@ -55,7 +55,7 @@ class Observer:
         for path in (*backend.observed_paths, *filter(None, [backend.readiness_path])):
             told_count = known.told_count
             status, state = await self._ask(replica_id, known.endpoint.url, path)
-            if self._replicas.known.get(replica_id) is not known or replica_id not in self._runtime.scheduler.replicas:
+            if self._replicas.known.get(replica_id) is not known or self._runtime.replicas.get(replica_id) is None:
                 return  # it was removed meanwhile
             if known.told_count != told_count:
                 return  # what it said may be from before it was told
@@ -66,8 +66,8 @@ class Observer:
                 self._take_weight_version(replica_id, version)
 
     def _causes(self, replica_id: str) -> set[str]:
-        replica = self._runtime.scheduler.replicas.get(replica_id)
-        return set(replica.suspended_for) if replica is not None else set()
+        state = self._runtime.replicas.get(replica_id)
+        return set(state.suspended_for) if state is not None else set()
 
     def _take_paused(self, replica_id: str, *, paused: bool) -> None:
         causes = self._causes(replica_id)

@@ -119,6 +119,8 @@ class Replicas:
         self._numbers = count(1)
         self._notices = NoticeSender(self._url_if_known, notice_timeout_s)
         self.priorities = EnginePriorities(self.known, notice_timeout_s)
+        for endpoint in endpoints:
+            runtime.replica_at(endpoint.replica_id, endpoint.url)
         self._tagged = TaggedPrograms(self._program_ended)
         runtime.observe(self._tagged.heard, Release)
 
@@ -134,8 +136,8 @@ class Replicas:
     def _note_pauses(self, event: Event, decisions: Sequence[Decision]) -> None:  # noqa: ARG002 - an observer's signature
         """Let replicas be silent on which nothing is granted: their engines are paused, sleep, or get new weights."""
         if self._connections is not None:
-            for replica_id, replica in self._runtime.scheduler.replicas.items():
-                self._connections.set_paused(replica_id, paused=bool(replica.suspended_for))
+            for replica_id, state in self._runtime.replicas.states.items():
+                self._connections.set_paused(replica_id, paused=bool(state.suspended_for))
 
     def url_of(self, replica_id: str) -> str:
         """Return the base URL of a replica. Raises `ReplicaRemovedError` if it is gone."""
@@ -171,6 +173,7 @@ class Replicas:
                 follower.remove(replica_id)
             raise
         self._connections.add(endpoint)
+        self._runtime.replica_at(replica_id, endpoint.url)
         return known
 
     def drain(self, replica_id: str) -> None:
@@ -193,9 +196,8 @@ class Replicas:
 
     def in_flight_count(self, replica_id: str) -> int:
         """Return how many turns and other requests have not ended there."""
-        account = self._runtime.scheduler.ledger.accounts.get(replica_id)
         requests_count = self._connections.requests_count(replica_id) if self._connections is not None else 0
-        return max(requests_count, account.turn_count if account is not None else 0)
+        return max(requests_count, self._runtime.turns_count(replica_id))
 
     async def remove(self, replica_id: str) -> None:
         """Forget a replica; what is in flight there fails as if it had gone down. An unknown id is no error.
@@ -218,28 +220,20 @@ class Replicas:
         """Return the id if there is such a replica, up or not."""
         return replica_id if replica_id in self.known else None
 
-    def home_of(self, program_id: str) -> str | None:
-        """Return the replica that a program is on, if it is up; None for a program that is on none, or not known."""
-        program = self._runtime.scheduler.table.get(program_id)
-        home = self._runtime.scheduler.replicas.get(program.replica_id or "") if program is not None else None
-        return home.replica_id if home is not None and home.up else None
-
     def serving(self, program_id: str | None = None, avoid: Collection[str] = ()) -> str:
         """Return the replica that a request without a lease goes to: its program's, or the least busy one.
 
         Busy is what has turns or other requests in flight; among equals it is the turn of the one that had none for
         longest. Never one to `avoid`, because it just failed. Raises `NoReplicaError` if no other is up.
         """
-        home_id = self.home_of(program_id or "")
+        home_id = self._runtime.home_of(program_id) if program_id else None
         if home_id is not None and home_id not in avoid:
             return home_id
-        scheduler = self._runtime.scheduler
-        usable = [replica for replica in scheduler.open_replicas if replica.replica_id not in avoid]
-        if not usable:
+        usable_ids = [replica_id for replica_id in self._runtime.replicas.open_ids if replica_id not in avoid]
+        if not usable_ids:
             raise NoReplicaError("no replica is up")
         chosen_id = min(
-            (replica.replica_id for replica in usable),
-            key=lambda each_id: (self.in_flight_count(each_id), self.known[each_id].served_last),
+            usable_ids, key=lambda each_id: (self.in_flight_count(each_id), self.known[each_id].served_last)
         )
         self.known[chosen_id].served_last = next(self._numbers)
         return chosen_id
@@ -289,21 +283,21 @@ class Replicas:
             began_anew = since == _NOTHING_SINCE and _has_totals(known.counted)
             known.counted = reading
         capacity_tokens = self._capacity_override_tokens or reading.capacity_tokens
-        account = self._runtime.scheduler.ledger.accounts.get(replica_id)
-        news = account is None or capacity_tokens != account.capacity_tokens
+        state = self._runtime.replicas.get(replica_id)
+        news = state is None or capacity_tokens != state.capacity_tokens
         load = reading.kv_used_ratio, reading.waiting_count
         news = (news and capacity_tokens is not None) or load != (before.kv_used_ratio, before.waiting_count)
         if since.query_tokens or since.preemption_count or news or began_anew:
             self._runtime.replica_polled(replica_id, capacity_tokens, *since, *load, age_s=reading.age_s)
         encodes_count = reading.pending_encode_count
-        if encodes_count is not None and (account is None or encodes_count != account.pending_encode_count):
+        if encodes_count is not None and encodes_count != self._runtime.pending_encode_count(replica_id):
             self._runtime.dispatch(EncodesPolled(self._runtime.now_s(), replica_id, encodes_count))
 
     def replica_up(self, replica_id: str) -> None:
         """Let the scheduler use a replica; raise the alarm if nobody knows how large it is."""
         known = self.known[replica_id]
-        account = self._runtime.scheduler.ledger.accounts.get(replica_id)
-        said_before_tokens = account.capacity_tokens if account is not None else None
+        state = self._runtime.replicas.get(replica_id)
+        said_before_tokens = state.capacity_tokens if state is not None else None
         capacity_tokens = self._capacity_override_tokens or known.reading.capacity_tokens or said_before_tokens
         log.info("replica_up", replica_id=replica_id, capacity_tokens=capacity_tokens)
         if capacity_tokens is None:

@@ -6,17 +6,25 @@ is none, and a turn of such a program is refused.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from thunderagent.errors import OtherTenantError
 from thunderagent.proxy.gate.keys import caller_key
-from thunderagent.runtime import Runtime
+
+
+class Tenants(Protocol):
+    """Who knows whose programs are."""
+
+    def tenant_of(self, program_id: str) -> str | None:
+        """Return whose a live program is; None if there is none."""
 
 
 class Tenancy:
     """Knows whose a request is, and whose a program."""
 
-    def __init__(self, runtime: Runtime, *, from_key: bool) -> None:
-        """Go by the programs of `runtime`; where not `from_key`, clients say their tenant themselves."""
-        self._runtime = runtime
+    def __init__(self, tenants: Tenants, *, from_key: bool) -> None:
+        """Ask `tenants`; where not `from_key`, clients say their tenant themselves."""
+        self._tenants = tenants
         self._from_key = from_key
 
     @property
@@ -35,14 +43,13 @@ class Tenancy:
         own = self.own
         if own is None or program_id is None:
             return True
-        program = self._runtime.scheduler.table.get(program_id)
-        return program is None or program.tenant == own
+        return self._tenants.tenant_of(program_id) in (None, own)
 
     def has(self, program_id: str) -> bool:
         """Say whether this request may be told of a program; with a data key that must live."""
         if self.own is None:
             return True
-        return self._runtime.scheduler.table.get(program_id) is not None and self.may_touch(program_id)
+        return self._tenants.tenant_of(program_id) is not None and self.may_touch(program_id)
 
     def check(self, program_id: str | None) -> None:
         """Raise `OtherTenantError` if a program is another tenant's."""

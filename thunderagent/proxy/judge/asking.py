@@ -12,9 +12,8 @@ from multidict import CIMultiDict
 
 from thunderagent.backends.client import ReplicaClient
 from thunderagent.errors import ReplicaError, ThunderAgentError
-from thunderagent.proxy.fleet.replicas import Replicas
+from thunderagent.leases import LeaseSource, TurnAsk
 from thunderagent.proxy.judge.answer import MAX_ANSWER_BYTES, Failure
-from thunderagent.runtime import Runtime
 
 CHAT_PATH = "/v1/chat/completions"
 JSON_TYPE = "application/json"
@@ -61,22 +60,22 @@ async def open_url(base_url: str, api_key: str) -> AsyncIterator[UrlAsker]:
 class ReplicaAsker:
     """Ask on the replica that is least busy: an anonymous turn, which is counted as load and held for nothing."""
 
-    def __init__(self, runtime: Runtime, client: ReplicaClient, replicas: Replicas) -> None:
-        """Ask with `client`, under leases of `runtime`."""
-        self._runtime = runtime
+    def __init__(self, leases: LeaseSource, client: ReplicaClient) -> None:
+        """Ask with `client`, under `leases`."""
+        self._leases = leases
         self._client = client
-        self._replicas = replicas
 
     async def ask(self, body: bytes) -> bytes | Failure:
         """See `Asker`."""
         try:
-            with await self._runtime.lease(None, prompt_bytes=len(body)) as lease:
-                url = self._replicas.url_of(lease.replica_id)
+            ask = TurnAsk(turn_id=self._leases.new_turn_id(), prompt_bytes=len(body))
+            with await self._leases.lease(ask) as lease:
+                replica_id, url = lease.granted.replica_id, lease.granted.url
                 headers = CIMultiDict({"Content-Type": JSON_TYPE})
                 try:
-                    response = await self._client.send(lease.replica_id, url, "POST", CHAT_PATH, headers, body)
+                    response = await self._client.send(replica_id, url, "POST", CHAT_PATH, headers, body)
                     try:
-                        next_piece = partial(self._client.next_chunk, lease.replica_id, response)
+                        next_piece = partial(self._client.next_chunk, replica_id, response)
                         answer = await _whole(response.status, next_piece)
                     finally:
                         response.close()

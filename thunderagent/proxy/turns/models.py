@@ -11,9 +11,9 @@ from multidict import CIMultiDict
 
 from thunderagent.backends.client import ReplicaClient
 from thunderagent.errors import NoReplicaError, ReplicaError
+from thunderagent.leases import ReplicaMap
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.wire.headers import forwarded_request_headers, forwarded_response_headers
-from thunderagent.runtime import Runtime
 
 DEADLINE_S = 5.0
 
@@ -28,9 +28,9 @@ class _Answer(NamedTuple):
 class Models:
     """Ask every replica that is up for its models, LoRA names too."""
 
-    def __init__(self, runtime: Runtime, client: ReplicaClient, replicas: Replicas) -> None:
+    def __init__(self, replica_map: ReplicaMap, client: ReplicaClient, replicas: Replicas) -> None:
         """Ask with `client`."""
-        self._runtime = runtime
+        self._map = replica_map
         self._client = client
         self._replicas = replicas
 
@@ -41,7 +41,7 @@ class Models:
         """
         headers = forwarded_request_headers(request.headers)
         headers.popall("Accept-Encoding", None)  # the answers are read here
-        replica_ids = [replica.replica_id for replica in self._runtime.scheduler.open_replicas]
+        replica_ids = self._map.open_ids
         answers = await asyncio.gather(*(self._ask(replica_id, headers) for replica_id in replica_ids))
         models: dict[str, Any] = {}
         for answer in answers:

@@ -151,7 +151,8 @@ class SideCalls:
             reason=upstream.reason,
             headers=forwarded_response_headers(upstream.headers, keep_length=True),
         )
-        lead_back(response.headers, self._replicas.url_of, replica_id, target)
+        if "Location" in upstream.headers:
+            lead_back(response.headers, self._replicas.url_of(replica_id), replica_id, target)
         response.headers.update({**headers, "X-Replica-ID": replica_id})
         await begin(request, response)
         last_chunk = b""

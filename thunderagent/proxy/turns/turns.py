@@ -35,7 +35,6 @@ from thunderagent.backends.pool import Answer
 from thunderagent.errors import (
     FirstByteTimeoutError,
     ReplicaError,
-    ReplicaRemovedError,
     ReplicaTimeoutError,
     ReplicaTrippedError,
     ReplicaUnreachableError,
@@ -44,6 +43,7 @@ from thunderagent.errors import (
     TurnAbortedError,
     TurnSupersededError,
 )
+from thunderagent.leases import Lease, LeaseSource, OpenLease, TurnAsk
 from thunderagent.proxy.admin.sandboxes import Sandboxes
 from thunderagent.proxy.fleet.replicas import Replicas, Watcher
 from thunderagent.proxy.gate.held import NO_LIMITS, HeldLimits, HeldTurns
@@ -78,7 +78,6 @@ from thunderagent.proxy.wire.answer_headers import HOLD_HEADER, REPLICA_HEADER, 
 from thunderagent.proxy.wire.headers import forwarded_request_headers, forwarded_response_headers, lead_back
 from thunderagent.proxy.wire.request_id import REQUEST_ID, begin
 from thunderagent.proxy.wire.stall import write, write_eof
-from thunderagent.runtime import Lease, Runtime
 
 log = structlog.get_logger("thunderagent.turns")
 
@@ -161,8 +160,8 @@ class Record:
         self.chain: Chain | None = None
         self.completions: Completions | None = None
         """What is answered, where the program was inferred: its next prompt begins so."""
-        self.generation: int | None = None
-        """Of its program, when the answer was whole; None if that had ended by then."""
+        self.generation = 0
+        """Of its program, as its last lease said."""
         self.outcome = "abandoned"
         self.status: int | None = None
         self.replica_id: str | None = None
@@ -178,7 +177,7 @@ class Turns:
 
     def __init__(
         self,
-        runtime: Runtime,
+        leases: LeaseSource,
         client: ReplicaClient,
         replicas: Replicas,
         watcher: Watcher,
@@ -189,10 +188,10 @@ class Turns:
         sandboxes: Sandboxes | None = None,
         judge: Judge | None = None,
     ) -> None:
-        """Forward with `client` to `replicas`, under leases of `runtime`."""
+        """Forward with `client` to `replicas`, under `leases`."""
         self._sandboxes = sandboxes
         self._judge = judge
-        self._runtime = runtime
+        self._leases = leases
         self._client = client
         self._replicas = replicas
         self._watcher = watcher
@@ -249,7 +248,7 @@ class Turns:
             record.chain, record.completions = prompt.chain(), Completions(record.dialect)
             del prompt  # as large as the body, and of no more use
         attempt = self._attempt(request, path if chosen_id is None else target.prefix + path, turn)
-        now_s = self._runtime.now_s()
+        now_s = self._leases.now_s()
         self._budget.turn_came(now_s)
         self._attempts.begin(attempt, now_s)
         try:
@@ -275,7 +274,7 @@ class Turns:
             record.status = TurnSupersededError.status
             return await _told(record, TurnSupersededError("the same turn was tried again; that attempt goes on"))
         finally:
-            self._attempts.end(attempt, self._runtime.now_s(), answered=record.outcome == "finished")
+            self._attempts.end(attempt, self._leases.now_s(), answered=record.outcome == "finished")
             self._write_line(record)
             if record.outcome == "finished":
                 self._turn_is_through(record)
@@ -285,12 +284,14 @@ class Turns:
         turn = record.turn
         if turn.program_id is None:
             return
-        if record.generation is None and self._runtime.scheduler.table.get(turn.program_id) is not None:
-            return
         if turn.is_final:
-            self._runtime.release(turn.program_id, record.generation, turn.outcome)
-        elif self._judge is not None and turn.has_whole_prompt:
+            self._leases.release(turn.program_id, record.generation, turn.outcome)
+        elif self._judge is not None and turn.has_whole_prompt and self._lives(record):
             self._judge.turn_seen(turn.program_id, turn.body)
+
+    def _lives(self, record: Record) -> bool:
+        """Say whether the program of a turn with a lease did not end since: another of the same id is another."""
+        return record.turn.program_id is None or self._leases.lives(record.turn.program_id, record.generation)
 
     def _of_program(self, request: web.Request, turn: TurnRequest, prompt: Prompt | None) -> TurnRequest:
         """Infer whose turn it is, if nobody says and the operator wants that, and have its sandboxes prepared.
@@ -313,7 +314,7 @@ class Turns:
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
         task = asyncio.current_task(self._loop)
-        return Attempt(turn, path, patience, self._runtime.now_s(), task, self._runtime.new_turn_id())
+        return Attempt(turn, path, patience, self._leases.now_s(), task, self._leases.new_turn_id())
 
     async def _try_replicas(
         self, request: web.Request, prompt_bytes: int, record: Record, attempt: Attempt
@@ -336,15 +337,16 @@ class Turns:
         while True:
             with await self._lease(request, record, attempt, prompt_bytes, deadline_s, avoid_replica_id) as lease:
                 self._held.runs(request)
-                self._metrics.observe_hold(lease.held_s)
+                granted = lease.granted
+                self._metrics.observe_hold(granted.held_s)
                 self._metrics.observe_added(monotonic() - record.arrived_s - record.held_s)
                 authorization = headers.get("Authorization")
-                named = await self._named(record, lease.replica_id, authorization)
+                named = await self._named(record, granted.replica_id, authorization)
                 try:
                     try:
-                        upstream = await self._send(record, lease, headers, named.body)
+                        upstream = await self._send(record, granted, headers, named.body)
                     except ReplicaError as error:
-                        ended = self._ended_meanwhile(turn, attempt)
+                        ended = not self._lives(record)  # a second try would open it again
                         self._lease_failed(lease, error)
                         if ended or not self._may_retry(record, attempt, error):
                             raise
@@ -356,12 +358,7 @@ class Turns:
                         upstream.close()
                 finally:
                     if named.engine_request_id and record.outcome not in ("finished", "refused"):
-                        self._replicas.abort_turn(lease.replica_id, named.engine_request_id, authorization)
-
-    def _ended_meanwhile(self, turn: TurnRequest, attempt: Attempt) -> bool:
-        """Say whether a turn's program was released or ended while it ran: a second try would open it again."""
-        known = self._runtime.scheduler.turns.get(attempt.turn_id)
-        return turn.program_id is not None and known is not None and known.program is None
+                        self._replicas.abort_turn(granted.replica_id, named.engine_request_id, authorization)
 
     def _deadline_s(self, record: Record, attempt: Attempt) -> float | None:
         """Return when the client gives up; None if it never does, or if heartbeats will keep it waiting."""
@@ -371,7 +368,7 @@ class Turns:
         beats = record.held_stream is not None and settings.heartbeat_s is not None
         if beats and patience.counts_bytes and (settings.heartbeat_s or 0.0) < patience.patience_s:
             return None
-        return self._runtime.now_s() + patience.patience_s
+        return self._leases.now_s() + patience.patience_s
 
     async def _lease(
         self,
@@ -381,35 +378,36 @@ class Turns:
         prompt_bytes: int,
         deadline_s: float | None,
         avoid_replica_id: str | None,
-    ) -> Lease:
+    ) -> OpenLease:
         """Wait for a lease, with signs of life if they are wanted; a second one is for a turn that kept its age."""
         turn = record.turn
         if record.tries_count:
-            attempt.supersedes_id, attempt.turn_id = attempt.turn_id, self._runtime.new_turn_id()
+            attempt.supersedes_id, attempt.turn_id = attempt.turn_id, self._leases.new_turn_id()
         self._tenancy.check(turn.program_id)  # once more: it may have become another's since the last try
-        asked_s, lease = monotonic(), None
-        waiting = self._runtime.lease(
-            turn.program_id,
-            branch_id=turn.branch_id,
-            prompt_bytes=prompt_bytes,
-            avoid_replica_id=avoid_replica_id,
-            prefix=turn.prefix,
-            group_id=turn.group_id,
-            pinned_replica_id=record.chosen_id,
-            abortable=is_abortable(record.target.engine_path, has_token_prompt=turn.has_token_prompt),
+        asked_s, lease, now_s = monotonic(), None, self._leases.now_s()
+        waited = record.tries_count or attempt.patience.retry_count
+        ask = TurnAsk(
             turn_id=attempt.turn_id,
-            deadline_s=deadline_s,
-            supersedes_id=attempt.supersedes_id,
-            waiting_since_s=attempt.since_s if record.tries_count or attempt.patience.retry_count else None,
+            program_id=turn.program_id,
+            branch_id=turn.branch_id,
+            parent_branch_id=turn.parent_branch_id,
             parent_id=turn.parent_id,
             tenant=turn.tenant,
-            wanted_replica_id=record.maker_id or (self._replicas.home_of(turn.told_id) if turn.told_id else None),
+            group_id=turn.group_id,
             program_class=turn.program_class,
             role=turn.role,
-            parent_branch_id=turn.parent_branch_id,
-            while_held=self._held.turn(request, record.held_bytes),
+            prompt_bytes=prompt_bytes,
+            prefix=turn.prefix,
             media=turn.media.media,
+            patience_s=None if deadline_s is None else deadline_s - now_s,
+            waited_s=now_s - attempt.since_s if waited else None,
+            supersedes_id=attempt.supersedes_id,
+            avoid_replica_id=avoid_replica_id,
+            pinned_replica_id=record.chosen_id,
+            wanted_replica_id=record.maker_id or (self._leases.home_of(turn.told_id) if turn.told_id else None),
+            abortable=is_abortable(record.target.engine_path, has_token_prompt=turn.has_token_prompt),
         )
+        waiting = self._leases.lease(ask, self._held.turn(request, record.held_bytes))
         try:
             if record.held_stream is None:
                 lease = await waiting
@@ -422,15 +420,17 @@ class Turns:
                 lease.abandoned()
             raise
         attempt.supersedes_id = None
-        record.replica_id = lease.replica_id
-        record.reason = lease.reason
-        record.held_s += lease.held_s
+        granted = lease.granted
+        record.replica_id = granted.replica_id
+        record.generation = granted.generation
+        record.reason = granted.reason
+        record.held_s += granted.held_s
         record.tries_count += 1
-        if record.maker_id not in (None, lease.replica_id):
+        if record.maker_id not in (None, granted.replica_id):
             log.warning(
                 "response_is_elsewhere",
                 program_id=turn.program_id,
-                replica_id=lease.replica_id,
+                replica_id=granted.replica_id,
                 maker_id=record.maker_id,
                 request_id=REQUEST_ID.get(),
             )
@@ -442,14 +442,14 @@ class Turns:
         A turn that its engine refuses for its priority is sent again without.
         """
         if lease.engine_priority is None:
-            return await self._send_once(record, lease.replica_id, headers, body)
+            return await self._send_once(record, lease, headers, body)
         given = self._replicas.priorities.for_engine(lease.replica_id, lease.engine_priority)
         if given is None:
-            return await self._send_once(record, lease.replica_id, headers, body)
+            return await self._send_once(record, lease, headers, body)
         (priorities, priority), with_priority = given, CIMultiDict(headers)
         put = partial(priorities.put, record.target.engine_path, body, with_priority, priority)
         with_it = await read_aside(put, len(body))
-        upstream = await self._send_once(record, lease.replica_id, with_priority, with_it)
+        upstream = await self._send_once(record, lease, with_priority, with_it)
         if upstream.status != 400:
             return upstream
         try:
@@ -460,34 +460,21 @@ class Turns:
         if not priorities.is_refusal(answer):
             return upstream
         upstream.close()
-        upstream = await self._send_once(record, lease.replica_id, headers, body)
+        upstream = await self._send_once(record, lease, headers, body)
         if upstream.status != 400:
             self._replicas.priorities.refused(lease.replica_id)
         return upstream
 
-    async def _send_once(self, record: Record, replica_id: str, headers: CIMultiDict[str], body: bytes) -> Answer:
-        """Forward a turn and return when the head of its answer is there; tell the replica's breaker how it went."""
-        breakers = self._replicas.breakers
-        probe = await breakers.admit(replica_id)
+    async def _send_once(self, record: Record, lease: Lease, headers: CIMultiDict[str], body: bytes) -> Answer:
+        """Forward a turn and return when the head of its answer is there; what came of it is reported."""
+        replica_id = lease.replica_id
         if record.held_stream is not None and record.held_stream.response is not None:
             headers = CIMultiDict(headers)
             headers["Accept-Encoding"] = "identity"  # the head was sent, and promises nothing else
-        try:
-            url = self._replicas.url_of(replica_id)
-            upstream = await self._client.send(
-                replica_id, url, "POST", record.target.sent, headers, body, may_repeat=not record.turn.is_unknown
+        async with self._replicas.breakers.trying(replica_id):
+            return await self._client.send(
+                replica_id, lease.url, "POST", record.target.sent, headers, body, may_repeat=not record.turn.is_unknown
             )
-        except ReplicaError as error:
-            if isinstance(error, ReplicaRemovedError):
-                breakers.left(replica_id, probe)
-            else:
-                breakers.failed(replica_id)
-            raise
-        except BaseException:
-            breakers.left(replica_id, probe)
-            raise
-        breakers.succeeded(replica_id)
-        return upstream
 
     def _may_retry(self, record: Record, attempt: Attempt, error: ReplicaError) -> bool:
         """Say whether a turn may be tried again that failed before its first byte."""
@@ -498,7 +485,7 @@ class Turns:
         if isinstance(error, ReplicaTimeoutError) and not isinstance(error, FirstByteTimeoutError):
             return False
         refused_before = self._budget.refused_count
-        now_s = self._runtime.now_s()
+        now_s = self._leases.now_s()
         may_retry = self._budget.may_retry(now_s, record.tries_count, attempt.patience.retry_count)
         if may_retry:
             self._metrics.count_retry("made")
@@ -521,12 +508,14 @@ class Turns:
         """Relay a request, without a lease, to a replica that its client chose."""
         return await self._side_calls.forward_to(request, replica_id, target)
 
-    async def _relay(self, request: web.Request, record: Record, lease: Lease, upstream: Answer) -> web.StreamResponse:
+    async def _relay(
+        self, request: web.Request, record: Record, lease: OpenLease, upstream: Answer
+    ) -> web.StreamResponse:
         """Relay an answer whose head has come, and end the lease."""
         record.status = upstream.status
         streams = upstream.content_type == "text/event-stream"
         headers = forwarded_response_headers(upstream.headers, keep_length=not streams)
-        lead_back(headers, self._replicas.url_of, lease.replica_id, record.target)
+        lead_back(headers, lease.granted.url, lease.granted.replica_id, record.target)
         headers.update(_headers_of(record))
         begun = record.held_stream is not None and record.held_stream.response is not None
         if begun and (not streams or upstream.status >= 400):
@@ -535,7 +524,7 @@ class Turns:
             return await self._relay_stream(request, record, lease, upstream, headers)
         return await self._relay_whole(record, lease, upstream, headers)
 
-    async def _refuse_begun(self, record: Record, lease: Lease, upstream: Answer) -> web.StreamResponse:
+    async def _refuse_begun(self, record: Record, lease: OpenLease, upstream: Answer) -> web.StreamResponse:
         """Tell what the engine answered instead of a stream as an event: the head of a stream was sent already."""
         assert record.held_stream is not None
         answer = await self._relay_whole(record, lease, upstream, CIMultiDict())
@@ -543,16 +532,16 @@ class Turns:
         return await record.held_stream.refuse(answer.body)
 
     async def _relay_whole(
-        self, record: Record, lease: Lease, upstream: Answer, headers: CIMultiDict[str]
+        self, record: Record, lease: OpenLease, upstream: Answer, headers: CIMultiDict[str]
     ) -> web.Response:
         """Read an answer to its end, end the lease, and return it unchanged."""
         try:
-            body = await self._client.read(lease.replica_id, upstream)
+            body = await self._client.read(lease.granted.replica_id, upstream)
         except ReplicaError as error:
             self._lease_failed(lease, error)
             raise
         if upstream.status < 400:
-            keep_id = partial(self._made.keep, replica_id=lease.replica_id)
+            keep_id = partial(self._made.keep, replica_id=lease.granted.replica_id)
             read = partial(_read_answer, record, body, upstream.headers.get("Content-Encoding"), keep_id)
             record.usage, record.tool = await read_aside(read, len(body))
         self._end_lease(record, lease)
@@ -562,7 +551,7 @@ class Turns:
         self,
         request: web.Request,
         record: Record,
-        lease: Lease,
+        lease: OpenLease,
         upstream: Answer,
         headers: CIMultiDict[str],
     ) -> web.StreamResponse:
@@ -570,6 +559,7 @@ class Turns:
         begun = record.held_stream.response if record.held_stream is not None else None
         response = begun or web.StreamResponse(status=upstream.status, reason=upstream.reason, headers=headers)
         await begin(request, response)
+        replica_id = lease.granted.replica_id
         tool_calls, completions = StreamToolCalls(), record.completions
 
         def listen(events: bytes) -> None:
@@ -581,11 +571,11 @@ class Turns:
             take_out=record.turn.usage_added,
             content_encoding=upstream.headers.get("Content-Encoding"),
             listener=tool_calls.read if completions is None else listen,
-            reader=record.dialect.reader(partial(self._made.keep, replica_id=lease.replica_id)),
+            reader=record.dialect.reader(partial(self._made.keep, replica_id=replica_id)),
         )
         progress_at_s = 0.0
         try:
-            while chunk := await self._client.next_chunk(lease.replica_id, upstream):
+            while chunk := await self._client.next_chunk(replica_id, upstream):
                 now_s = monotonic()
                 if not progress_at_s:
                     lease.started()
@@ -612,13 +602,10 @@ class Turns:
         await write_eof(request, response)
         return response
 
-    def _end_lease(self, record: Record, lease: Lease) -> None:
+    def _end_lease(self, record: Record, lease: OpenLease) -> None:
         """End the lease of a turn whose answer is whole; an engine's 4xx or 5xx is an answer too."""
         if record.status is not None and record.status < 400:
             record.outcome = "finished"
-            known = self._runtime.scheduler.turns.get(lease.turn_id)
-            if known is not None and known.program is not None:
-                record.generation = known.program.generation
             lease.finished(*record.usage, record.tool)
             self._remember(record)
         else:
@@ -631,13 +618,13 @@ class Turns:
         if chain is not None and completions is not None and self._inference is not None and record.status == 200:
             self._inference.answered(record.turn.program_id or "", chain, completions.choices())
 
-    def _lease_failed(self, lease: Lease, error: ReplicaError) -> None:
+    def _lease_failed(self, lease: OpenLease, error: ReplicaError) -> None:
         """Give a lease back that its replica failed, and have that replica looked at."""
         lease.failed()
         log.warning(
             "replica_failed_turn",
-            program_id=lease.program_id,
-            replica_id=lease.replica_id,
+            program_id=lease.granted.program_id,
+            replica_id=lease.granted.replica_id,
             why=str(error),
             request_id=REQUEST_ID.get(),
         )

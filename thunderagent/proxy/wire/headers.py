@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from urllib.parse import urljoin, urlsplit
 
 from multidict import CIMultiDict, CIMultiDictProxy
@@ -45,15 +44,13 @@ def forwarded_response_headers(headers: CIMultiDictProxy[str], *, keep_length: b
     return _without(headers, _RESPONSE_DROPPED if keep_length else _RESPONSE_DROPPED | {"content-length"})
 
 
-def lead_back(headers: CIMultiDict[str], url_of: Callable[[str], str], replica_id: str, target: Target) -> None:
+def lead_back(headers: CIMultiDict[str], base_url: str, replica_id: str, target: Target) -> None:
     """Have a redirect of a replica lead to the proxy: to the same place there, for the same program or replica.
 
-    A path without a host does, whatever the client calls us. Raises `ReplicaRedirectError` for one to somebody else,
-    and `ReplicaRemovedError`.
+    A path without a host does, whatever the client calls us. Raises `ReplicaRedirectError` for one to somebody else.
     """
     if "Location" not in headers:
         return
-    base_url = url_of(replica_id)
     try:
         base = urlsplit(base_url)
         wanted = urlsplit(urljoin(base_url.rstrip("/") + target.sent, headers.popall("Location")[0]))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.builders import asked
 from tests.unit.proxy.fleet.discovery_setup import A, B, C, Setup
 from thunderagent.backends.discovery import Wanted
 from thunderagent.errors import NotFoundError, ReplicaLeavingError, RequestError
@@ -46,7 +47,7 @@ async def test_one_that_nobody_names_leaves_when_nothing_is_in_flight() -> None:
     setup = Setup()
     setup.names("file", A, B)
     setup.comes_up("a:1")
-    lease = await setup.runtime.lease("p")
+    lease = await setup.runtime.lease(asked(setup.runtime, "p"))
     async with running(setup):
         setup.names("file", B)
         assert setup.leaving() == ["a:1"]
@@ -66,7 +67,7 @@ async def test_one_that_is_busy_for_too_long_is_removed_all_the_same() -> None:
     setup = Setup(DiscoverySettings(drain_limit_s=10.0))
     setup.names("file", A)
     setup.comes_up("a:1")
-    lease = await setup.runtime.lease("p")
+    lease = await setup.runtime.lease(asked(setup.runtime, "p"))
     async with running(setup):
         setup.names("file")
         setup.now_s = 9.0
@@ -169,7 +170,7 @@ async def test_a_forced_removal_does_not_wait() -> None:
     setup = Setup()
     setup.names("file", A)
     setup.comes_up("a:1")
-    lease = await setup.runtime.lease("p")
+    lease = await setup.runtime.lease(asked(setup.runtime, "p"))
     await setup.discovery.remove_now("a:1")
     assert setup.known == []
     lease.failed()
@@ -197,7 +198,7 @@ async def test_one_that_is_named_in_another_way_leaves_and_comes_again() -> None
     setup = Setup()
     setup.names("file", A)
     setup.comes_up("a:1")
-    lease = await setup.runtime.lease("p")
+    lease = await setup.runtime.lease(asked(setup.runtime, "p"))
     async with running(setup):
         setup.names("file", "http://me:secret@a:1")
         assert setup.leaving() == ["a:1"]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.builders import asked
 from thunderagent.errors import ProgramHopelessError, ProgramReleasedError, RequestError, TooManyListenersError
 from thunderagent.policy_loader import load_policy
 from thunderagent.programs.events import (
@@ -254,9 +255,9 @@ async def test_of_a_turn_that_is_refused_as_it_comes_nothing_is_kept() -> None:
     with world.feed.listen(kinds={"reject", "turn_abandoned"}) as listener:
         world.runtime.scheduler.hopeless_ids["p"] = None
         with pytest.raises(ProgramHopelessError):
-            await world.runtime.lease("p")
-        await world.runtime.lease("q")
-        held = asyncio.create_task(world.runtime.lease("r"))
+            await world.runtime.lease(asked(world.runtime, "p"))
+        await world.runtime.lease(asked(world.runtime, "q"))
+        held = asyncio.create_task(world.runtime.lease(asked(world.runtime, "r")))
         await asyncio.sleep(0)
         world.tell(ProgramReleased(0.0, "r"))
         with pytest.raises(ProgramReleasedError):

@@ -1,0 +1,136 @@
+"""What passes between who carries bytes and who grants leases: as bytes, as pushed, and with each lease."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from tests.builders import asked
+from thunderagent.leases import Lease, LeaseSource, OpenLease, ReplicaMap, ReplicaState, TurnAsk, TurnEnd
+from thunderagent.programs.policies.cap import Cap
+from thunderagent.programs.scheduler import Scheduler
+from thunderagent.runtime import Runtime
+
+ASK = TurnAsk(turn_id=7, program_id="p", prefix=((1, 20), (2, 40)), media=(("m/image/1", 256),), patience_s=2.5)
+LEASE = Lease(7, "p", 3, "r0", "http://r0", -1, "patience", 0.25)
+END = TurnEnd(7, "p", 3, "finished", 100, 20, 80, "bash:ls")
+
+
+class Keeper:
+    """Writes down what it hears."""
+
+    def __init__(self) -> None:
+        self.heard: list[object] = []
+
+    def started(self, turn_id: int) -> None:
+        self.heard.append(("started", turn_id))
+
+    def progressed(self, turn_id: int, output_tokens: int) -> None:
+        self.heard.append(("progressed", turn_id, output_tokens))
+
+    def ended(self, end: TurnEnd) -> None:
+        self.heard.append(end)
+
+
+def runtime_of(*replica_ids: str) -> Runtime:
+    runtime = Runtime(Scheduler(Cap(n=9)), clock=lambda: 100.0)
+    for replica_id in replica_ids:
+        runtime.replica_at(replica_id, f"http://{replica_id}")
+        runtime.replica_up(replica_id, 1000)
+    return runtime
+
+
+@pytest.mark.parametrize("message", [ASK, LEASE, END])
+def test_what_is_passed_can_be_sent(message: TurnAsk | Lease | TurnEnd) -> None:
+    """As an array that begins with its kind, and may have more at its end than a reader knows."""
+    fields = msgspec.msgpack.decode(msgspec.msgpack.encode(message))
+    assert fields[0] == {TurnAsk: "acquire", Lease: "grant", TurnEnd: "end"}[type(message)]
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode([*fields, "later"]), type=type(message)) == message
+
+
+def test_the_first_word_on_a_lease_is_the_last() -> None:
+    """Whoever keeps leases hears one end of each, with what tells its program and incarnation."""
+    keeper = Keeper()
+    with OpenLease(keeper, LEASE) as lease:
+        lease.started()
+        lease.progressed(5)
+        lease.finished(100, 20, 80, "bash:ls")
+        lease.refused()
+    assert keeper.heard == [("started", 7), ("progressed", 7, 5), END]
+    with OpenLease(keeper, LEASE):
+        pass
+    assert keeper.heard[-1] == TurnEnd(7, "p", 3, "abandoned")
+
+
+async def test_a_lease_says_where_and_which_incarnation() -> None:
+    """Nobody looks that up after the grant."""
+    runtime: LeaseSource = runtime_of("r0")
+    for generation in (1, 2):
+        lease = await runtime.lease(asked(runtime, "p"))
+        assert (lease.granted.url, lease.granted.generation) == ("http://r0", generation)
+        assert runtime.lives("p", generation)
+        lease.finished(10, 5, 0)
+        assert runtime.release("p", generation)
+        assert not runtime.lives("p", generation)
+    with await runtime.lease(asked(runtime, None)) as lease:
+        assert (lease.granted.program_id, lease.granted.generation) == (None, 0)
+
+
+async def test_a_program_that_was_opened_again_is_another() -> None:
+    """The end of its earlier incarnation is not its own."""
+    runtime = runtime_of("r0")
+    first = await runtime.lease(asked(runtime, "p"))
+    runtime.release("p")
+    second = await runtime.lease(asked(runtime, "p"))
+    assert not runtime.lives("p", first.granted.generation)
+    assert not runtime.release("p", first.granted.generation)
+    assert runtime.lives("p", second.granted.generation)
+    first.finished()
+    second.finished()
+
+
+def test_the_map_has_what_the_scheduler_decided_on_replicas() -> None:
+    """After each event, without anybody asking; what is removed is gone."""
+    runtime = runtime_of("a", "b", "c")
+    states, replicas = runtime.replicas.states, runtime.replicas
+    assert states["a"] == ReplicaState("a", "http://a", is_up=True, is_open=True, capacity_tokens=1000)
+    assert replicas.open_ids == ("a", "b", "c")
+    runtime.replica_draining("a")
+    runtime.replica_tripped("b", tripped=True)
+    assert (replicas.open_ids, replicas.is_up("a"), replicas.is_up("b")) == (("c",), True, True)
+    runtime.suspend_grants("sync")
+    runtime.suspend_grants("pause", "c")
+    assert [state.suspended_for for state in states.values()] == [("sync",), ("sync",), ("sync", "pause")]
+    runtime.continue_grants("sync")
+    assert [state.suspended_for for state in states.values()] == [(), (), ("pause",)]
+    runtime.replica_polled("c", 2000, None)
+    assert states["c"].capacity_tokens == 2000
+    runtime.replica_down("c")
+    assert (replicas.open_ids, replicas.is_up("c")) == ((), False)
+    runtime.replica_removed("b")
+    assert (replicas.get("b"), replicas.is_up("b"), replicas.is_up(None)) == (None, False, False)
+    assert repr(replicas) == "<ReplicaMap: 2 replicas, 0 open>"
+
+
+def test_the_map_has_the_replicas_in_their_order() -> None:
+    """Of one that comes back the place is kept; one that was removed comes anew."""
+    replicas = ReplicaMap()
+    replicas.push([ReplicaState(name, is_open=True) for name in ("a", "b", "c")])
+    replicas.push([ReplicaState("a")])
+    replicas.push([ReplicaState("a", is_open=True)])
+    assert replicas.open_ids == ("a", "b", "c")
+    replicas.push((), ["a", "x"])
+    replicas.push([ReplicaState("a", is_open=True)])
+    assert replicas.open_ids == ("b", "c", "a")
+
+
+async def test_questions_about_programs_are_answered_from_the_table() -> None:
+    """Where a program is, whose it is, and how busy a replica is."""
+    runtime = runtime_of("a")
+    lease = await runtime.lease(asked(runtime, "p", tenant="blue"))
+    assert (runtime.home_of("p"), runtime.home_of("q")) == ("a", None)
+    assert (runtime.tenant_of("p"), runtime.tenant_of("q")) == ("blue", None)
+    assert (runtime.turns_count("a"), runtime.turns_count("x")) == (1, 0)
+    runtime.replica_down("a")
+    assert runtime.home_of("p") is None
+    lease.failed()

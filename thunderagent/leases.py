@@ -1,0 +1,273 @@
+"""What passes between who carries the bytes of turns and who grants their leases: all of it, and nothing else.
+
+Theory of operation
+===================
+A turn needs a lease. Whoever carries its bytes says in a `TurnAsk` all that a scheduler may know of it, waits, and is
+given a `Lease`: where the turn may run, at which URL and priority, and which incarnation of its program it is of. When
+the answer is whole, or there will be none, a `TurnEnd` says how it went. The three know no HTTP request, no socket and
+no scheduler. They are msgspec structs, so that a gateway can send the same (as arrays, by msgpack) that are passed by
+reference here, where both are one process. Times are lengths, not moments: two processes share no clock.
+
+Beside that, who carries bytes has a `ReplicaMap`, which is pushed to it and which it only reads, and a few questions,
+each of which a link to a scheduler elsewhere can answer too (`LeaseSource`). It never reads the scheduler's tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType, TracebackType
+from typing import Literal, Protocol, Self
+
+from msgspec import Struct
+
+from thunderagent.programs.events import Media, PrefixCut
+
+Outcome = Literal["finished", "failed", "refused", "abandoned"]
+"""How a turn ended: its answer is whole, its replica failed it, its engine said that it will not do it, or its client
+left."""
+
+UNBOUNDED = nullcontext()
+
+
+class TurnAsk(Struct, frozen=True, kw_only=True, array_like=True, tag="acquire", gc=False):
+    """A turn that wants to run: all that a scheduler may know of it. More is as in `TurnArrived`.
+
+    `turn_id` is of `LeaseSource.new_turn_id`. A turn without a `program_id` is nobody's, and no other may be pinned to
+    the replica that its client chose itself.
+    """
+
+    turn_id: int
+    program_id: str | None = None
+    branch_id: str = ""
+    parent_branch_id: str = ""
+    parent_id: str = ""
+    tenant: str = ""
+    group_id: str = ""
+    program_class: str = ""
+    role: str = ""
+    prompt_bytes: int = 0
+    prefix: tuple[PrefixCut, ...] = ()
+    media: Media = ()
+    patience_s: float | None = None
+    """How long its client goes on waiting for it; None is for ever."""
+    waited_s: float | None = None
+    """How long its client waited already, with earlier attempts at it; None where this is the first."""
+    supersedes_id: int | None = None
+    """The attempt that this one takes the place of. Whoever waits for a lease of that, or has one, is not told."""
+    avoid_replica_id: str | None = None
+    pinned_replica_id: str | None = None
+    wanted_replica_id: str | None = None
+    abortable: bool = False
+    """Whether a trainer may end its wait."""
+
+
+class Lease(Struct, frozen=True, array_like=True, tag="grant", gc=False):
+    """Leave for one turn to run on one replica."""
+
+    turn_id: int
+    program_id: str | None
+    generation: int
+    """Of its program; 0 for a turn of nobody."""
+    replica_id: str
+    url: str
+    """Where the replica is; empty if nobody said."""
+    engine_priority: int | None
+    """What the engine is told, lower first; None is nothing."""
+    reason: str
+    held_s: float
+    """How long the turn was held."""
+
+
+class TurnEnd(Struct, frozen=True, array_like=True, tag="end", gc=False):
+    """How a turn ended that had a lease, with its usage as far as the engine said it."""
+
+    turn_id: int
+    program_id: str | None
+    generation: int
+    outcome: Outcome
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+    cached_tokens: int | None = None
+    tool: str = ""
+    """Which tool the answer calls; empty if it calls none."""
+
+
+class ReplicaState(Struct, frozen=True, array_like=True, gc=False):
+    """What whoever carries bytes knows of a replica."""
+
+    replica_id: str
+    url: str = ""
+    is_up: bool = False
+    is_open: bool = False
+    """Whether programs may get a claim there, now or when grants go on."""
+    suspended_for: tuple[str, ...] = ()
+    """Causes for which nothing is granted there."""
+    capacity_tokens: int | None = None
+
+
+class ReplicaMap:
+    """The replicas, as they were pushed last. Only who grants leases pushes; all others read."""
+
+    def __init__(self) -> None:
+        """Begin with no replica."""
+        self._states: dict[str, ReplicaState] = {}
+        self.states: Mapping[str, ReplicaState] = MappingProxyType(self._states)
+        """By their ids, in the order in which they were first heard of."""
+        self.open_ids: Sequence[str] = ()
+        """Of those that are open, in their order."""
+
+    def __repr__(self) -> str:
+        return f"<ReplicaMap: {len(self._states)} replicas, {len(self.open_ids)} open>"
+
+    def get(self, replica_id: str) -> ReplicaState | None:
+        """Return what is known of a replica; None if it is not known, or was removed."""
+        return self._states.get(replica_id)
+
+    def is_up(self, replica_id: str | None) -> bool:
+        """Say whether there is such a replica and it is up."""
+        state = self._states.get(replica_id or "")
+        return state is not None and state.is_up
+
+    def push(self, states: Iterable[ReplicaState], removed_ids: Iterable[str] = ()) -> None:
+        """Take in what changed. Cost: O(what is said), and O(replicas) if that opens or closes one."""
+        opens_or_closes = False
+        for state in states:
+            before = self._states.get(state.replica_id)
+            self._states[state.replica_id] = state
+            opens_or_closes |= state.is_open != (before is not None and before.is_open)
+        for replica_id in removed_ids:
+            removed = self._states.pop(replica_id, None)
+            opens_or_closes |= removed is not None and removed.is_open
+        if opens_or_closes:
+            self.open_ids = tuple(state.replica_id for state in self._states.values() if state.is_open)
+
+
+class LeaseKeeper(Protocol):
+    """Who hears how a turn with a lease goes. What is said of a turn that is not known changes nothing."""
+
+    def started(self, turn_id: int) -> None:
+        """Hear that the first byte of the answer came."""
+
+    def progressed(self, turn_id: int, output_tokens: int) -> None:
+        """Hear about how many tokens were generated so far."""
+
+    def ended(self, end: TurnEnd) -> None:
+        """Take a lease back."""
+
+
+class OpenLease:
+    """A lease in somebody's hands. Use it in a `with` block and end it with what happened.
+
+    It ends exactly once, by the first word; leaving its block ends it as abandoned. So a handler that is cancelled, or
+    raises, always gives its lease back.
+    """
+
+    __slots__ = ("_ended", "_keeper", "granted")
+
+    def __init__(self, keeper: LeaseKeeper, granted: Lease) -> None:
+        """Hold what was granted, until `keeper` is told of its end."""
+        self._keeper = keeper
+        self._ended = False
+        self.granted = granted
+
+    def __repr__(self) -> str:
+        granted = self.granted
+        return f"<Lease of turn {granted.turn_id} on {granted.replica_id}{', ended' if self._ended else ''}>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._ended:
+            self.abandoned()
+
+    def started(self) -> None:
+        """Say that the first byte of the answer came."""
+        self._keeper.started(self.granted.turn_id)
+
+    def progressed(self, output_tokens: int) -> None:
+        """Say about how many tokens were generated so far."""
+        self._keeper.progressed(self.granted.turn_id, output_tokens)
+
+    def finished(
+        self,
+        prompt_tokens: int | None = None,
+        output_tokens: int | None = None,
+        cached_tokens: int | None = None,
+        tool: str = "",
+    ) -> None:
+        """End it: the answer is whole, with this usage as far as the engine said it, and calls this tool."""
+        self._end("finished", prompt_tokens, output_tokens, cached_tokens, tool)
+
+    def failed(self) -> None:
+        """End it: the replica failed the turn."""
+        self._end("failed")
+
+    def refused(self) -> None:
+        """End it: the engine answered that it will not do the turn."""
+        self._end("refused")
+
+    def abandoned(self) -> None:
+        """End it: the client left."""
+        self._end("abandoned")
+
+    def _end(
+        self,
+        outcome: Outcome,
+        prompt_tokens: int | None = None,
+        output_tokens: int | None = None,
+        cached_tokens: int | None = None,
+        tool: str = "",
+    ) -> None:
+        if self._ended:
+            return
+        self._ended = True
+        of = self.granted
+        self._keeper.ended(
+            TurnEnd(
+                of.turn_id, of.program_id, of.generation, outcome, prompt_tokens, output_tokens, cached_tokens, tool
+            )
+        )
+
+
+class LeaseSource(Protocol):
+    """Who grants leases: the runtime of this process, or a link to a scheduler elsewhere."""
+
+    @property
+    def replicas(self) -> ReplicaMap:
+        """Return the replicas, as they were pushed last."""
+
+    def now_s(self) -> float:
+        """Return monotonic seconds."""
+
+    def new_turn_id(self) -> int:
+        """Return an id that no turn had before."""
+
+    async def lease(self, ask: TurnAsk, while_held: AbstractContextManager[object] = UNBOUNDED) -> OpenLease:
+        """Wait for leave to run one turn. `while_held` is entered if it is held, and left with the lease.
+
+        Raises what `while_held` raises, and `ProgramReleasedError`, `ProgramHopelessError`, `NoReplicaError`,
+        `NoRoomInTimeError`, `TooManyProgramsError`, `TurnAbortedError` or `ShuttingDownError` if there will be none.
+        Cancelling the wait takes the turn out of the queue.
+        """
+
+    def home_of(self, program_id: str) -> str | None:
+        """Return the replica that a program is on, if that is up; None for a program that is on none, or not known."""
+
+    def tenant_of(self, program_id: str) -> str | None:
+        """Return whose a live program is; None if there is none."""
+
+    def lives(self, program_id: str, generation: int) -> bool:
+        """Say whether this incarnation of a program did not end yet."""
+
+    def turns_count(self, replica_id: str) -> int:
+        """Return how many turns have leases on a replica."""
+
+    def release(self, program_id: str, generation: int | None = None, outcome: str = "") -> bool:
+        """End a program; False if there is none of that id, or not of that generation. Idempotent.
+
+        `outcome` says what became of it: `success`, `failure`, or nothing.
+        """
