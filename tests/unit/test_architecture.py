@@ -268,7 +268,6 @@ BANNED = (
     Banned(
         "session",
         "program",
-        allowed_modules=(("thunderagent.backends.client", "aiohttp's word for its pool"),),
         allowed_names=(
             ("finish_session", "the path that SkyRL and the vLLM router call is named so"),
             ("session_id", "other people's field of a body"),
@@ -293,7 +292,7 @@ BANNED = (
         "restore",
         allowed_names=(
             ("resume_reading", "asyncio's word for going on"),
-            ("resume_parser", "aiohttp's parameter of it"),
+            ("resume_writing", "asyncio's word for it, too"),
         ),
     ),
     Banned("wake", "restore", allowed_modules=(("thunderagent.runtime", "it wakes waiting coroutines"),)),

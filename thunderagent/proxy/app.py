@@ -9,7 +9,6 @@ import structlog
 from aiohttp import hdrs, web
 from prometheus_client import CollectorRegistry
 
-from thunderagent.backends.client import ReplicaClient
 from thunderagent.errors import (
     BodyTooLargeError,
     KeyNeededError,
@@ -30,6 +29,7 @@ from thunderagent.proxy.control.facade import Facade
 from thunderagent.proxy.control.leases import Leases
 from thunderagent.proxy.control.weight_sync import WeightSync
 from thunderagent.proxy.fleet.breaker import Breakers
+from thunderagent.proxy.fleet.client import ReplicaClient
 from thunderagent.proxy.fleet.discovery import Discovery
 from thunderagent.proxy.fleet.replicas import Replicas, Watcher
 from thunderagent.proxy.gate.access import CATCH_ALL, Use, use_of

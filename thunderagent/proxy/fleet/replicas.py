@@ -15,12 +15,12 @@ from typing import NamedTuple, Protocol
 import structlog
 
 from thunderagent.backends.base import NOTHING_READ, NamedTurn, ReplicaReading
-from thunderagent.backends.client import ReplicaClient
 from thunderagent.backends.poller import ReplicaEndpoint
 from thunderagent.errors import NoReplicaError, ReplicaRemovedError
 from thunderagent.programs.decisions import Decision, Release
 from thunderagent.programs.events import EncodesPolled, Event, GrantsContinued, GrantsSuspended, ReplicaDown, ReplicaUp
 from thunderagent.proxy.fleet.breaker import Breakers, BreakerSettings
+from thunderagent.proxy.fleet.client import ReplicaClient
 from thunderagent.proxy.fleet.notices import NoticeSender, TaggedPrograms
 from thunderagent.proxy.fleet.priorities import EnginePriorities
 from thunderagent.runtime import Runtime

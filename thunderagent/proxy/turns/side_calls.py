@@ -13,8 +13,6 @@ from functools import partial
 import structlog
 from aiohttp import web
 
-from thunderagent.backends.client import ReplicaClient
-from thunderagent.backends.pool import Answer
 from thunderagent.errors import (
     NoReplicaError,
     ReplicaError,
@@ -23,6 +21,7 @@ from thunderagent.errors import (
     ReplicaUnreachableError,
     ThunderAgentError,
 )
+from thunderagent.proxy.fleet.client import ReplicaClient
 from thunderagent.proxy.fleet.replicas import Replicas, Watcher
 from thunderagent.proxy.gate.tenancy import Tenancy
 from thunderagent.proxy.reading.dialects import dialect_of
@@ -32,6 +31,7 @@ from thunderagent.proxy.reading.target import Target, target_of
 from thunderagent.proxy.turns.made_answers import MadeAnswers
 from thunderagent.proxy.wire.answer_headers import identity_headers, tell_with_error
 from thunderagent.proxy.wire.headers import forwarded_request_headers, forwarded_response_headers, lead_back
+from thunderagent.proxy.wire.http11.answers import Answer
 from thunderagent.proxy.wire.request_id import begin
 from thunderagent.proxy.wire.stall import write, write_eof
 

@@ -30,8 +30,6 @@ from aiohttp import web
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from thunderagent.backends.base import NamedTurn
-from thunderagent.backends.client import ReplicaClient
-from thunderagent.backends.pool import Answer
 from thunderagent.errors import (
     FirstByteTimeoutError,
     ReplicaError,
@@ -45,6 +43,7 @@ from thunderagent.errors import (
 )
 from thunderagent.leases import Lease, LeaseSource, OpenLease, TurnAsk
 from thunderagent.proxy.admin.sandboxes import Sandboxes
+from thunderagent.proxy.fleet.client import ReplicaClient
 from thunderagent.proxy.fleet.replicas import Replicas, Watcher
 from thunderagent.proxy.gate.held import NO_LIMITS, HeldLimits, HeldTurns
 from thunderagent.proxy.gate.tenancy import Tenancy
@@ -76,6 +75,7 @@ from thunderagent.proxy.turns.side_calls import SideCalls, cut, look_at
 from thunderagent.proxy.watch.metrics import TurnMetrics
 from thunderagent.proxy.wire.answer_headers import HOLD_HEADER, REPLICA_HEADER, identity_headers, tell_with_error
 from thunderagent.proxy.wire.headers import forwarded_request_headers, forwarded_response_headers, lead_back
+from thunderagent.proxy.wire.http11.answers import Answer
 from thunderagent.proxy.wire.request_id import REQUEST_ID, begin
 from thunderagent.proxy.wire.stall import write, write_eof
 

@@ -170,8 +170,7 @@ def _message(rng: Random, line: bytes, headers: list[bytes]) -> bytes:
         lines.append(_named(rng, b"Content-Length", _mostly(rng, b"%d" % len(body), LENGTHS, 0.3)))
     if rng.random() < 0.04:
         lines.append(_named(rng, b"Transfer-Encoding", _mostly(rng, b"chunked", CODINGS, 0.5)))
-    for _ in range(rng.choice((0, 0, 1, 2))):
-        lines.append(rng.choice(ODD if rng.random() < 0.1 else FAIR))
+    lines += [rng.choice(ODD if rng.random() < 0.1 else FAIR) for _ in range(rng.choice((0, 0, 1, 2)))]
     if rng.random() < 0.01:
         lines += [b"X-%d: y" % number for number in range(rng.choice((120, 140)))]
     if rng.random() < 0.005:

@@ -32,6 +32,9 @@ CASES_COUNT = int(os.environ.get("SMUGGLING_CASES", "1000"))
 SEED = 20261123
 BATCHES_COUNT = 10
 
+BOUNDS = {"max_line_size": MAX_HEAD_BYTES, "max_field_size": MAX_HEAD_BYTES, "max_headers": MAX_HEADERS_COUNT}
+DECODES_NOTHING = {**BOUNDS, "auto_decompress": False}
+
 Message = tuple[bytes, bytes, tuple[tuple[bytes, bytes], ...], bytes]
 """Method and target, or status; headers; body."""
 
@@ -178,9 +181,7 @@ def requests_by_h11(stream: bytes) -> Reading:
 def requests_by_aiohttp(stream: bytes, loop: asyncio.AbstractEventLoop) -> Reading:
     """Byte by byte, because an error takes what came with it away."""
     reading = Reading()
-    parser = http_parser.HttpRequestParser(
-        BaseProtocol(loop), loop, 2**16, max_line_size=MAX_HEAD_BYTES, max_field_size=MAX_HEAD_BYTES, max_headers=MAX_HEADERS_COUNT
-    )  # fmt: skip
+    parser = http_parser.HttpRequestParser(BaseProtocol(loop), loop, 2**16, **BOUNDS)
     found: list[tuple[Any, Any]] = []
     fed = 0
     for at in range(len(stream)):
@@ -318,9 +319,14 @@ def answer_by_h11(stream: bytes, method: str) -> Reading:
 def answer_by_aiohttp(stream: bytes, method: str, loop: asyncio.AbstractEventLoop) -> Reading:
     reading = Reading(end="refused")
     parser = http_parser.HttpResponseParser(
-        BaseProtocol(loop), loop, 2**16, max_line_size=MAX_HEAD_BYTES, max_field_size=MAX_HEAD_BYTES, max_headers=MAX_HEADERS_COUNT,
-        response_with_body=method != "HEAD", read_until_eof=True, auto_decompress=False,
-    )  # fmt: skip
+        BaseProtocol(loop),
+        loop,
+        2**16,
+        response_with_body=method != "HEAD",
+        read_until_eof=True,
+        auto_decompress=False,
+        **BOUNDS,
+    )
     found: list[tuple[Any, Any]] = []
     rest = len(stream)
     for at in range(len(stream)):

@@ -187,20 +187,20 @@ class Answer:
             if self._wait is not None or self._raised is not None:
                 self._sink = None
                 self.hold()
-                self._wake()
+                self._tell()
         else:
             self._pieces.append(piece)
             self._pieces_bytes += len(piece)
             if self._pieces_bytes > READ_AHEAD_BYTES:
                 self.hold()
-            self._wake()
+            self._tell()
 
     def end(self, failure: Failure | None) -> None:
         """Let go of the connection: the body is whole, or nothing more comes of it."""
         self._connection = None
         self.is_whole = failure is None
         self._failure = failure
-        self._wake()
+        self._tell()
 
     def _taken(self) -> bytes:
         pieces = self._pieces
@@ -221,6 +221,6 @@ class Answer:
         finally:
             self._waiter = None
 
-    def _wake(self) -> None:
+    def _tell(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)

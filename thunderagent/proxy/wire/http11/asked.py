@@ -240,7 +240,7 @@ class Asked:
             self._pieces_bytes += len(data)
             if self._pieces_bytes > READ_AHEAD_BYTES and not self.is_whole:
                 self._line.pause_reading()
-        self._wake()
+        self._tell()
         return rest
 
     @property
@@ -252,9 +252,9 @@ class Asked:
         """Hear that the client left, or that nothing more of its request is read."""
         if self._chunks is not None:
             self._chunks.close()
-        self._wake()
+        self._tell()
 
-    def _wake(self) -> None:
+    def _tell(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 

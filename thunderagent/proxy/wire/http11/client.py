@@ -148,7 +148,7 @@ class Connection(asyncio.Protocol):
     # --- what the transport tells --------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Begin."""
+        """Begin, before anything was sent."""
         self._transport = cast("asyncio.Transport", transport)
         notice_lost_peers(transport)
         self._sweep.add(self)

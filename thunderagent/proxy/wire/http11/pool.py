@@ -10,6 +10,7 @@ from functools import partial
 from math import inf
 from ssl import SSLContext, create_default_context
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
 from multidict import CIMultiDict
 from yarl import URL
@@ -216,7 +217,7 @@ class Pool:
             login = f"{url.user or ''}:{url.password or ''}"
             headers.append(("Authorization", f"Basic {b64encode(login.encode('latin1')).decode()}"))
         where = (url.host, url.port, url.scheme == "https")
-        site = _Site(*where, url.raw_path.rstrip("/"), tuple(headers), self._idle.setdefault(where, []))
+        site = _Site(*where, urlsplit(base_url).path.rstrip("/"), tuple(headers), self._idle.setdefault(where, []))
         self._sites[base_url] = site
         return site
 
