@@ -362,6 +362,7 @@ async def _listening(
         max_line_size=MAX_HEAD_BYTES,
         max_field_size=MAX_HEAD_BYTES,
         shutdown_timeout=CLOSE_S,
+        stall_s=config.client_stall_limit_s,
         keepalive_timeout=config.idle_timeout_s,  # aiohttp's word; it counts from a connection's first moment
     )
     await runner.setup()

@@ -1,4 +1,7 @@
-"""The HTTP server under us: how it reads a target, what it makes of a client that half-closes, and what it logs.
+"""The HTTP server under us: which connections it makes, what of them is aiohttp's, and what that logs.
+
+A connection is ours, and lent to aiohttp for each request that is no turn. Where it is, aiohttp reads the target as we
+do, and answers a client that half-closes.
 
 aiohttp takes the end of what a client sends for the end of the client. It may be the end of its requests alone, and
 then it waits for its answer (RFC 9112, 9.6). The two look the same until something is sent: a closed peer refuses it.
@@ -22,6 +25,10 @@ from aiohttp.streams import StreamReader
 from aiohttp.web_protocol import RequestHandler
 
 from thunderagent.proxy.reading.target import keep_target, routed
+from thunderagent.proxy.wire.http11.heads import RequestHead
+from thunderagent.proxy.wire.http11.lent import Borrower, Lent
+from thunderagent.proxy.wire.http11.limits import Sweep
+from thunderagent.proxy.wire.http11.server import Connection, Handler, Settings
 
 log = structlog.get_logger("thunderagent.http")
 
@@ -34,10 +41,18 @@ OLD_CLIENT_S = 1.0
 """For an answer to a client of HTTP/1.0 that sends nothing more."""
 
 
-class Server(web.Server):
-    """Makes a connection of ours for each client, and gives each request its target."""
+HandlerOf = Callable[[RequestHead], Handler | None]
 
-    def __init__(self, server: web.Server, **options: Any) -> None:
+
+def all_lent(_: RequestHead) -> Handler | None:
+    """Say of every request that it is aiohttp's."""
+    return None
+
+
+class Server(web.Server):
+    """Makes a connection of ours for each client, and lends it to aiohttp for what is not ours."""
+
+    def __init__(self, server: web.Server, handler_of: HandlerOf, stall_s: float, **options: Any) -> None:
         """Take the place of `server`, as an `AppRunner` made it with `options`."""
         super().__init__(
             server.request_handler,
@@ -45,10 +60,35 @@ class Server(web.Server):
             handler_cancellation=server.handler_cancellation,
         )
         self._options = options
+        self.handler = handler_of
+        sweep = Sweep(asyncio.get_running_loop())
+        self._settings = Settings(self, sweep, idle_s=options["keepalive_timeout"], stall_s=stall_s)
 
-    def __call__(self) -> RequestHandler:
+    def __call__(self) -> Connection:  # type: ignore[override]
         """Return the protocol of a new connection."""
-        return _Connection(self, loop=asyncio.get_running_loop(), **self._options)
+        return Connection(self._settings)
+
+    def borrower(self) -> Borrower:
+        """Return the protocol of one request of aiohttp's."""
+        return _Borrower(self, loop=asyncio.get_running_loop(), **self._options)
+
+    def pre_shutdown(self) -> None:
+        """Close what is idle, and the rest after the answers that are due."""
+        super().pre_shutdown()
+        self._settings.is_closing = True
+        for connection in list(self._settings.connections):
+            connection.close()
+
+    async def shutdown(self, timeout: float | None = None) -> None:  # noqa: ASYNC109 - aiohttp's
+        """Let answers end for so long, and close all connections."""
+        try:
+            async with asyncio.timeout(timeout):
+                await super().shutdown(timeout)
+                await self._settings.all_closed()
+        except TimeoutError:
+            pass
+        for connection in list(self._settings.connections):
+            connection.abort()
 
 
 def _with_target(make: Callable[..., web.BaseRequest]) -> Callable[..., web.BaseRequest]:
@@ -64,18 +104,22 @@ def _with_target(make: Callable[..., web.BaseRequest]) -> Callable[..., web.Base
 class Runner(web.AppRunner):
     """Runs an application on servers of ours."""
 
-    def __init__(self, app: web.Application, **options: Any) -> None:
-        """Run `app`; the options are those of aiohttp's."""
+    def __init__(
+        self, app: web.Application, *, handler_of: HandlerOf = all_lent, stall_s: float = 120.0, **options: Any
+    ) -> None:
+        """Run `app`, and what `handler_of` says is ours beside it; the other options are aiohttp's."""
         super().__init__(app, access_log=None, logger=server_logger(), **options)
+        self._handler_of = handler_of
+        self._stall_s = stall_s
 
     async def _make_server(self) -> web.Server:
         own = ("handler_cancellation", "access_log_class")
         options = {name: value for name, value in self._kwargs.items() if name not in own}
-        return Server(await super()._make_server(), **options)
+        return Server(await super()._make_server(), self._handler_of, self._stall_s, **options)
 
 
-class _Connection(RequestHandler):
-    """A client's connection, which answers also where its client sends nothing more."""
+class _Borrower(RequestHandler):
+    """A client's connection as aiohttp has it for one request; it answers also where its client sends nothing more."""
 
     __slots__ = ("_probe_timer",)
 
@@ -97,6 +141,15 @@ class _Connection(RequestHandler):
             self.close()  # after the answer to the last request
         self._probe(0)
         return True
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        """Give the connection back with the last byte of an answer."""
+        response, has_left = await super().finish_response(request, resp, start_time)
+        if isinstance(self.transport, Lent):
+            self.transport.answered(keeps_alive=bool(response.keep_alive) and not has_left)
+        return response, has_left
 
     @property
     def _is_idle(self) -> bool:

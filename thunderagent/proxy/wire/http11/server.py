@@ -58,6 +58,19 @@ class Settings:
     connections: set[Connection] = field(default_factory=set)
     is_closing: bool = False
     """Whether each answer is its connection's last."""
+    _closed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def ended(self, connection: Connection) -> None:
+        """Hear that a connection is closed."""
+        self.connections.discard(connection)
+        if not self.connections:
+            self._closed.set()
+
+    async def all_closed(self) -> None:
+        """Return when no connection is open."""
+        while self.connections:
+            self._closed.clear()
+            await self._closed.wait()
 
 
 class Connection(asyncio.Protocol):
@@ -110,7 +123,7 @@ class Connection(asyncio.Protocol):
         self.transport = None
         if self._waiting is not None:
             self._waiting.over()
-        self._settings.connections.discard(self)
+        self._settings.ended(self)
         lent, self._lent = self._lent, None
         if lent is not None:
             lent.lost(exc)
@@ -146,6 +159,7 @@ class Connection(asyncio.Protocol):
         if self.transport is None or self.transport.get_extra_info("sslcontext") is not None:
             return False
         if self._lent is not None:
+            self._closes = True
             return self._lent.eof_received()
         asked = self._asked
         if asked is None or not asked.is_whole or asked.begun:
@@ -331,11 +345,11 @@ class Connection(asyncio.Protocol):
 
     def returned(self, *, stays: bool) -> None:
         """Hear that a lent request was answered, and whether the connection may carry another."""
-        self._lent = None
+        lent, self._lent = self._lent, None
         if stays:
             self.answered()
-        else:
-            self.cut()
+        elif self.transport is not None:
+            self._end(is_whole=lent is None or not lent.wants)
 
     def close(self) -> None:
         """End it after the answer that is due; at once if none is."""
