@@ -40,8 +40,8 @@ from thunderagent.proxy.gate.held import HeldLimits
 from thunderagent.proxy.gate.outgoing import Outgoing
 from thunderagent.proxy.judge import Judge, JudgeSettings, ReplicaAsker, open_url, read_prompt
 from thunderagent.proxy.reading.identity import IdentityRules
+from thunderagent.proxy.turns.flow import TurnSettings
 from thunderagent.proxy.turns.retry_budget import RetrySettings
-from thunderagent.proxy.turns.turns import TurnSettings
 from thunderagent.proxy.watch.event_feed import KIND_OF
 from thunderagent.proxy.wire.aiohttp_server import Runner
 from thunderagent.proxy.wire.http11.heads import MAX_HEAD_BYTES

@@ -38,7 +38,7 @@ from tests.integration.support import (
     until,
     word,
 )
-from thunderagent.proxy.reading.commands import COMMANDS, REPLICA_COMMANDS
+from thunderagent.proxy.fleet.commands import COMMANDS, REPLICA_COMMANDS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

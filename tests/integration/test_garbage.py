@@ -123,7 +123,7 @@ async def released_while_held(replica: FakeReplica, proxy: RunningProxy) -> None
     proxy.runtime.suspend_grants("test")
     async with Wire.open(proxy.url) as wire:
         send(wire, "a")
-        await until(lambda: proxy.runtime.scheduler.ledger.waiting_count)
+        await until(lambda: proxy.runtime.held_count)
         await post(proxy.url, "/programs/release", {"program_id": "a"})
         assert (await wire.answer()).status == 410
     proxy.runtime.continue_grants("test")
@@ -133,7 +133,7 @@ async def left_while_held(replica: FakeReplica, proxy: RunningProxy) -> None:
     proxy.runtime.suspend_grants("test")
     async with Wire.open(proxy.url) as wire:
         send(wire, "a")
-        await until(lambda: proxy.runtime.scheduler.ledger.waiting_count)
+        await until(lambda: proxy.runtime.held_count)
     await until(lambda: not proxy.runtime.scheduler.ledger.waiting_count)
     proxy.runtime.continue_grants("test")
 

@@ -24,7 +24,8 @@ from tests.integration.support import (
 )
 from tests.loopback import on_loopback
 from thunderagent.proxy.admin.dashboard import HEADERS
-from thunderagent.proxy.watch.sse import server_sent, stream_events
+from thunderagent.proxy.reading.sse import server_sent
+from thunderagent.proxy.watch.event_stream import stream_events
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -34,7 +34,9 @@ from tests.integration.support import (
 from tests.loopback import on_loopback
 from thunderagent.errors import NoReplicaError
 from thunderagent.proxy.reading.dialects import dialect_of
+from thunderagent.proxy.reading.target import Target
 from thunderagent.proxy.turns.heartbeat import HeldStream
+from thunderagent.proxy.wire.aiohttp_exchange import AiohttpExchange
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -447,10 +449,12 @@ async def test_an_error_after_a_heartbeat_comes_as_an_event() -> None:
 
 async def test_the_messages_api_has_an_event_for_heartbeats_and_one_for_errors() -> None:
     async def handle(request: web.Request) -> web.StreamResponse:
-        stream = HeldStream(request, "/v1/messages", dialect_of("/v1/messages"), 0.01, {})
+        exchange = AiohttpExchange(request, Target.parse("/v1/messages"), b"")
+        stream = HeldStream(exchange, "/v1/messages", dialect_of("/v1/messages"), 0.01, {})
         async with stream.beating():
             await asyncio.sleep(0.05)
-        return await stream.fail(NoReplicaError("none is up"))
+        await stream.fail(NoReplicaError("none is up"))
+        return exchange.response
 
     async with serving([web.post("/v1/messages", handle)]) as url:
         body = (await post(url, "/v1/messages")).body

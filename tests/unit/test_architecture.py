@@ -161,20 +161,6 @@ UNKNOWN_TO_ROOMS: dict[str, frozenset[str]] = {
     "gate": frozenset({"thunderagent.runtime"}),
 }
 
-# Module: what it imports all the same, until it is told instead.
-PROXY_EXCEPTIONS: dict[str, frozenset[str]] = {
-    # The target is read off aiohttp's request, and kept in it.
-    "thunderagent.proxy.reading.target": frozenset({"aiohttp"}),
-    # A token names a program, and only the gate knows tokens.
-    "thunderagent.proxy.reading.identity": frozenset({"thunderagent.proxy.gate.bearer"}),
-    # Tokens are forgotten when their program ends.
-    "thunderagent.proxy.gate.bearer": frozenset({"thunderagent.runtime"}),
-    # Turns say which sandboxes their programs will want.
-    "thunderagent.proxy.turns.turns": frozenset({"thunderagent.proxy.admin.sandboxes"}),
-    # A sample has the same figures of replicas as a report.
-    "thunderagent.proxy.watch.history": frozenset({"thunderagent.proxy.admin.reports"}),
-}
-
 ROOM_MODULE_COUNT = 12
 """A room has a dozen modules at most, beside its `__init__`."""
 
@@ -187,10 +173,7 @@ def wrong_arrows(module: Module) -> Iterator[str]:
     if room not in PROXY_ARROWS:
         yield f"{module.name}: it is in no room"
         return
-    excepted = PROXY_EXCEPTIONS.get(module.name, frozenset())
     for line, dotted in imports_of(module):
-        if any(is_under(dotted, each) for each in excepted):
-            continue
         if is_under(dotted, "thunderagent.proxy") and dotted.split(".")[2] not in PROXY_ARROWS[room] | {room}:
             yield f"{module.name}:{line}: {room} must not import {dotted}"
         for each in UNKNOWN_TO_ROOMS.get(room, ()):
@@ -439,7 +422,7 @@ def _numbers(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
 
 # --- One reading of what is asked for -------------------------------------------------------------------------
 
-READS_TARGETS = "thunderagent.proxy.reading.target"
+READS_TARGETS = ("thunderagent.proxy.reading.target", "thunderagent.proxy.wire.aiohttp_request")
 # What aiohttp has of a request's target: each is another reading of it. `match_info` and `query` are of the URL that
 # the target was routed by.
 OTHER_READINGS = frozenset({"raw_path", "rel_url", "path_qs", "query_string", "path_safe", "raw_parts"})
@@ -447,7 +430,7 @@ OTHER_READINGS = frozenset({"raw_path", "rel_url", "path_qs", "query_string", "p
 
 def other_readings(module: Module) -> Iterator[str]:
     """Find who looks at a request's path, or cuts one, and is not the one place that reads it."""
-    if not module.is_in("thunderagent.proxy", "thunderagent.backends") or module.is_in(READS_TARGETS):
+    if not module.is_in("thunderagent.proxy", "thunderagent.backends") or module.is_in(*READS_TARGETS):
         return
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Attribute):
@@ -458,7 +441,7 @@ def other_readings(module: Module) -> Iterator[str]:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             cuts = node.func.attr in ("partition", "rpartition", "split", "rsplit")
             if cuts and any(isinstance(each, ast.Constant) and each.value in ("?", "#") for each in node.args):
-                yield f"{module.name}:{node.lineno}: it cuts a path, which only {READS_TARGETS} may"
+                yield f"{module.name}:{node.lineno}: it cuts a path, which only {READS_TARGETS[0]} may"
 
 
 # --- The package obeys ----------------------------------------------------------------------------------------
@@ -483,15 +466,8 @@ def test_imports_follow_the_arrows() -> None:
 
 
 def test_rooms_of_the_proxy_know_only_what_they_may() -> None:
-    """Each room imports only from those below it, and each exception is one that somebody needs."""
+    """Each room imports only from those below it."""
     assert complaints(wrong_arrows, MODULES) == []
-    needed = {
-        (module.name, each)
-        for module in MODULES
-        for each in PROXY_EXCEPTIONS.get(module.name, ())
-        if any(is_under(dotted, each) for _, dotted in imports_of(module))
-    }
-    assert needed == {(name, each) for name, excepted in PROXY_EXCEPTIONS.items() for each in excepted}
 
 
 def test_a_room_is_no_attic() -> None:
@@ -565,9 +541,9 @@ def module_of(source: str, name: str = "thunderagent.programs.sample", *, is_pac
         ("thunderagent.simulator.engine", "from socket import socket"),
         ("thunderagent.runtime", "import aiohttp.web"),
         ("thunderagent.runtime", "from thunderagent.proxy import app"),
-        ("thunderagent.proxy.turns.turns", "from thunderagent.config import Settings"),
-        ("thunderagent.proxy.turns.turns", "from thunderagent.tools import manager"),
-        ("thunderagent.proxy.turns.turns", "from thunderagent.programs.policies.cap import Cap"),
+        ("thunderagent.proxy.turns.flow", "from thunderagent.config import Settings"),
+        ("thunderagent.proxy.turns.flow", "from thunderagent.tools import manager"),
+        ("thunderagent.proxy.turns.flow", "from thunderagent.programs.policies.cap import Cap"),
         ("thunderagent.client.sync", "from thunderagent.errors import ThunderAgentError"),
         ("thunderagent.config", "from thunderagent.cli import main"),
         ("thunderagent.policy_loader", "from thunderagent.event_log import replay"),
@@ -592,11 +568,11 @@ def test_a_wrong_import_is_found(name: str, source: str) -> None:
         ("thunderagent.proxy.wire.headers", "from thunderagent.programs.events import Event"),
         ("thunderagent.proxy.gate.guard", "from thunderagent.runtime import Runtime"),
         ("thunderagent.proxy.fleet.replicas", "from thunderagent.proxy import turns"),
-        ("thunderagent.proxy.turns.turns", "from thunderagent.proxy.admin.reports import Report"),
+        ("thunderagent.proxy.turns.flow", "from thunderagent.proxy.admin.reports import Report"),
         ("thunderagent.proxy.control.leases", "from thunderagent.proxy.admin import reports"),
         ("thunderagent.proxy.watch.metrics", "from ..turns.turns import Turns"),
         ("thunderagent.proxy.admin.admin", "from thunderagent.proxy.wire import headers"),
-        ("thunderagent.proxy.turns.turns", "from thunderagent.proxy.app import create_app"),
+        ("thunderagent.proxy.turns.flow", "from thunderagent.proxy.app import create_app"),
         ("thunderagent.proxy.attic", "import json"),
     ],
 )
@@ -613,7 +589,7 @@ def test_a_wrong_arrow_between_rooms_is_found(name: str, source: str) -> None:
         ("thunderagent.backends.vllm", "import httpx2, asyncio\nfrom .base import Backend"),
         ("thunderagent.simulator.server", "import asyncio\nfrom aiohttp import web"),
         (
-            "thunderagent.proxy.turns.turns",
+            "thunderagent.proxy.turns.flow",
             "from thunderagent.runtime import Runtime\nfrom thunderagent import __version__",
         ),
         ("thunderagent.client.sync", "import httpx2\nfrom thunderagent.client.base import Client"),

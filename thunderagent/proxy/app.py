@@ -30,7 +30,9 @@ from thunderagent.proxy.control.leases import Leases
 from thunderagent.proxy.control.weight_sync import WeightSync
 from thunderagent.proxy.fleet.breaker import Breakers
 from thunderagent.proxy.fleet.client import ReplicaClient
+from thunderagent.proxy.fleet.commands import command_of
 from thunderagent.proxy.fleet.discovery import Discovery
+from thunderagent.proxy.fleet.made_answers import MadeAnswers
 from thunderagent.proxy.fleet.replicas import Replicas, Watcher
 from thunderagent.proxy.gate.access import CATCH_ALL, Use, use_of
 from thunderagent.proxy.gate.admin_port import AdminPort
@@ -40,14 +42,16 @@ from thunderagent.proxy.gate.keys import Keyring
 from thunderagent.proxy.gate.login import Login, Logins
 from thunderagent.proxy.gate.tenancy import Tenancy
 from thunderagent.proxy.judge import Judge, JudgeCollector
-from thunderagent.proxy.reading.commands import command_of
 from thunderagent.proxy.reading.dialects import CHAT, TURN_DIALECTS, dialect_of
-from thunderagent.proxy.reading.target import target_of, told_path
+from thunderagent.proxy.reading.target import Target
+from thunderagent.proxy.turns.flow import Turns, TurnSettings
 from thunderagent.proxy.turns.models import Models
-from thunderagent.proxy.turns.turns import Turns, TurnSettings
+from thunderagent.proxy.turns.side_calls import SideCalls
 from thunderagent.proxy.watch.history import History
 from thunderagent.proxy.watch.metrics import StateCollector, TurnMetrics
-from thunderagent.proxy.wire.request_id import REQUEST_ID, mark
+from thunderagent.proxy.wire.aiohttp_exchange import AiohttpExchange
+from thunderagent.proxy.wire.aiohttp_request import mark, target_of, told_path
+from thunderagent.proxy.wire.request_id import REQUEST_ID
 from thunderagent.proxy.wire.stall import STALL_LIMIT_S, send_if_large
 from thunderagent.runtime import Runtime
 
@@ -55,6 +59,9 @@ log = structlog.get_logger("thunderagent.proxy")
 
 
 CLIENT_CLOSED_REQUEST = 499
+
+MADE_ANSWERS_COUNT = 100_000
+"""So many responses are remembered by their ids: about 20 MB."""
 
 ENGINES_HEADER = "X-ThunderAgent-Engines"
 """In every answer of a proxy whose engines are simulated."""
@@ -97,7 +104,19 @@ def build_app(
     metrics = TurnMetrics(registry)
     tenancy = Tenancy(runtime, from_key=turn_settings.tenant_from_key)
     held = HeldTurns(turn_settings.held, registry)
-    turns = Turns(runtime, client, replicas, watcher, metrics, turn_settings, tenancy, held, sandboxes, judge)
+    made = MadeAnswers(MADE_ANSWERS_COUNT)
+    turns = TurnHandlers(
+        Turns(runtime, client, replicas, watcher, metrics, turn_settings, tenancy, held, made, sandboxes, judge)
+    )
+    side_calls = SideCalls(
+        client,
+        replicas,
+        watcher,
+        made,
+        retries_count=turn_settings.retries.retries_count,
+        identity=turn_settings.identity,
+        tenancy=tenancy,
+    )
     models = Models(runtime.replicas, client, replicas)
     registry.register(StateCollector(runtime, replicas))
     registry.register(SourceCollector(discovery))
@@ -124,7 +143,7 @@ def build_app(
     app.on_cleanup.append(_closing(weight_sync, leases))
     routes = [
         *control.routes(),
-        *Facade(runtime, replicas, control, turns.handle_on, turns.forward_to).routes(),
+        *Facade(runtime, replicas, control, turns.handle_on, side_calls.forward_to).routes(),
         *weight_sync.routes(),
         *leases.routes(),
         *SandboxHandlers(sandboxes, tenancy).routes(),
@@ -138,7 +157,9 @@ def build_app(
         web.get("/v1/models", models.handle),
     ]
     routes += OpenApi(routes).routes()
-    routes.append(web.route("*", CATCH_ALL, _by_inner_path(turns, models, control, replicas, _own_parts(routes))))
+    routes.append(
+        web.route("*", CATCH_ALL, _by_inner_path(turns, side_calls, models, control, replicas, _own_parts(routes)))
+    )
     for route in routes:
         handler = route.handler
         if admin_port is not None:
@@ -151,6 +172,32 @@ def build_app(
         else:
             app.router.add_route(route.method, route.path, handler, expect_handler=says_nothing_yet)
     return app
+
+
+class TurnHandlers:
+    """aiohttp's requests on the endpoints on which a request is a turn."""
+
+    def __init__(self, turns: Turns) -> None:
+        """Have `turns` answer them."""
+        self._turns = turns
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        """Answer one turn. A body that is no JSON object goes to an engine as it is, for its own words on it."""
+        return await self._answer(request, target_of(request).plainly())
+
+    async def handle_other(self, request: web.Request) -> web.StreamResponse:
+        """Answer a POST on an API that we do not speak: it may generate, so it is a turn of nobody."""
+        return await self._answer(request, target_of(request))
+
+    async def handle_on(self, request: web.Request, replica_id: str, target: Target) -> web.StreamResponse:
+        """Answer one turn on the replica that its client chose: nobody's, whoever's it says it is."""
+        spelt = target.plainly() if target.spelt in TURN_DIALECTS else target
+        return await self._answer(request, spelt, replica_id)
+
+    async def _answer(self, request: web.Request, target: Target, chosen_id: str | None = None) -> web.StreamResponse:
+        exchange = await AiohttpExchange.of(request, target)
+        await self._turns.answer(exchange, chosen_id)
+        return exchange.response
 
 
 def _stopping(breakers: Breakers) -> Callable[[web.Application], Awaitable[None]]:
@@ -177,7 +224,12 @@ def _closing(*owners: WeightSync | Leases) -> Callable[[web.Application], Awaita
 
 
 def _by_inner_path(
-    turns: Turns, models: Models, control: Control, replicas: Replicas, own_parts: frozenset[str]
+    turns: TurnHandlers,
+    side_calls: SideCalls,
+    models: Models,
+    control: Control,
+    replicas: Replicas,
+    own_parts: frozenset[str],
 ) -> Handler:
     """Return the handler of paths that name a program, and of the engine's own paths, however they are spelt.
 
@@ -199,7 +251,7 @@ def _by_inner_path(
             return await control.tell_one(request, target.plainly(), replicas.serving(target.program_id), command)
         if target.program_id is None and target.words[:1] and target.words[0] in own_parts | {"p"}:
             raise await _no_route(request)
-        return await (turns.handle_other(request) if use is Use.GENERATE else turns.forward(request))
+        return await (turns.handle_other(request) if use is Use.GENERATE else side_calls.handle(request))
 
     return handle
 

@@ -23,11 +23,10 @@ from thunderagent.proxy.admin.sandboxes import SANDBOXES_OFF, Sandboxes
 from thunderagent.proxy.admin.story import program_story
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.gate.admin_port import MUST_NAME
-from thunderagent.proxy.gate.bearer import Tokens
 from thunderagent.proxy.gate.bodies import read_model, report_response
 from thunderagent.proxy.gate.keys import check_admin
 from thunderagent.proxy.gate.tenancy import Tenancy
-from thunderagent.proxy.reading.identity import check_program_id, outcome_of
+from thunderagent.proxy.reading.identity import Tokens, check_program_id, outcome_of
 from thunderagent.proxy.watch.metrics import exposition
 from thunderagent.runtime import Runtime
 

@@ -9,13 +9,12 @@ from pydantic import Field
 
 import thunderagent
 from thunderagent.errors import RequestError
-from thunderagent.proxy.admin.reports import Report
 from thunderagent.proxy.fleet.replicas import Replicas
-from thunderagent.proxy.gate.bodies import report_response
+from thunderagent.proxy.gate.bodies import Report, report_response
 from thunderagent.proxy.reading.identity import check_program_id
 from thunderagent.proxy.watch.event_feed import KINDS, SIGNAL_KINDS, EventFeed
+from thunderagent.proxy.watch.event_stream import stream_events
 from thunderagent.proxy.watch.history import INTERVAL_S, History, Rates, Sample
-from thunderagent.proxy.watch.sse import stream_events
 from thunderagent.runtime import Runtime
 
 SIGNALS = "signals"

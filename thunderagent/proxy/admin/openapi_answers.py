@@ -6,7 +6,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from thunderagent.proxy.admin.reports import ReplicaReport, Report
+from thunderagent.proxy.admin.reports import ReplicaReport
+from thunderagent.proxy.gate.bodies import Report
 
 
 class ErrorDetails(Report):

@@ -7,20 +7,15 @@ from dataclasses import asdict, dataclass
 from math import isfinite
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from thunderagent.backends.discovery.base import shown_url
 from thunderagent.programs.lifecycle import Phase, Status
 from thunderagent.programs.program import Program, Turn
 from thunderagent.proxy.fleet.breaker import BreakerState
 from thunderagent.proxy.fleet.replicas import Replicas
+from thunderagent.proxy.gate.bodies import Report
 from thunderagent.runtime import Runtime
-
-
-class Report(BaseModel):
-    """Base of all reports."""
-
-    model_config = ConfigDict(frozen=True)
 
 
 class ProgramReport(Report):

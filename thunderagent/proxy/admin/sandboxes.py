@@ -16,7 +16,8 @@ from thunderagent.errors import NotFoundError, RequestError
 from thunderagent.proxy.gate.keys import check_admin
 from thunderagent.proxy.gate.tenancy import Tenancy
 from thunderagent.proxy.reading.identity import TENANT_HEADER, check_program_id
-from thunderagent.proxy.watch.sse import server_sent, stream_events
+from thunderagent.proxy.reading.sse import server_sent
+from thunderagent.proxy.watch.event_stream import stream_events
 
 SANDBOXES_OFF = "sandboxes are off; start with --sandboxes docker"
 

@@ -18,7 +18,8 @@ from thunderagent.programs.program import Program, Turn
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.programs.verdicts import Level
 from thunderagent.programs.view import SchedulerView
-from thunderagent.proxy.admin.reports import ProgramReport, Report, program_fields
+from thunderagent.proxy.admin.reports import ProgramReport, program_fields
+from thunderagent.proxy.gate.bodies import Report
 from thunderagent.runtime import Runtime
 
 LevelName = Literal["high", "medium", "low", "lowest"]

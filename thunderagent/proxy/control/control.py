@@ -9,7 +9,7 @@ is told once, and what it did counts for each of them.
 
 While a call that changes engines is under way nothing is granted anywhere. Afterwards grants stay stopped on each
 replica that did what it was told, if that was to pause, to sleep, or to take weights, until the call that ends it
-(`reading/commands.py` says which is which). A replica that refused is not paused, so turns go on there. Where a replica
+(`fleet/commands.py` says which is which). A replica that refused is not paused, so turns go on there. Where a replica
 threw its cache away, the ledger forgets what lay there. Programs and their claims stay as they are: nobody may be taken
 for gone because an engine is silent for minutes.
 
@@ -34,8 +34,7 @@ from aiohttp import web
 
 from thunderagent.errors import NoReplicaError, PerReplicaOnlyError, ReplicaError
 from thunderagent.proxy.fleet.client import ReplicaClient
-from thunderagent.proxy.fleet.replicas import Replicas
-from thunderagent.proxy.reading.commands import (
+from thunderagent.proxy.fleet.commands import (
     CALL,
     COMMANDS,
     REPLICA_COMMANDS,
@@ -44,8 +43,10 @@ from thunderagent.proxy.reading.commands import (
     Command,
     command_of,
 )
+from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.reading.large_bodies import read_aside
-from thunderagent.proxy.reading.target import Target, target_of
+from thunderagent.proxy.reading.target import Target
+from thunderagent.proxy.wire.aiohttp_request import target_of
 from thunderagent.proxy.wire.headers import forwarded_request_headers
 from thunderagent.runtime import Runtime
 

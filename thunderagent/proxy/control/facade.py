@@ -17,10 +17,11 @@ from aiohttp import web
 from thunderagent.errors import NotFoundError
 from thunderagent.proxy.control.control import Control
 from thunderagent.proxy.control.loads import load_of, old_load_of
+from thunderagent.proxy.fleet.commands import command_of
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.gate.access import Use, is_known, use_of
-from thunderagent.proxy.reading.commands import command_of
-from thunderagent.proxy.reading.target import Target, target_of
+from thunderagent.proxy.reading.target import Target
+from thunderagent.proxy.wire.aiohttp_request import target_of
 from thunderagent.runtime import Runtime
 
 ForwardTo = Callable[[web.Request, str, Target], Awaitable[web.StreamResponse]]

@@ -24,7 +24,7 @@ from thunderagent.proxy.gate.bodies import read_model
 from thunderagent.proxy.gate.held import HeldTurns
 from thunderagent.proxy.gate.tenancy import Tenancy
 from thunderagent.proxy.reading.identity import check_program_id
-from thunderagent.proxy.wire.request_id import begin
+from thunderagent.proxy.wire.aiohttp_request import KEPT_BODY, begin
 from thunderagent.proxy.wire.stall import write_eof
 
 log = structlog.get_logger("thunderagent.leases")
@@ -122,7 +122,7 @@ class Leases:
             parent_id=wanted.parent_id,
             tenant=self._tenancy.named(wanted.tenant),
         )
-        lease = await self._leases.lease(ask, self._waiting.turn(request, len(body)))
+        lease = await self._leases.lease(ask, self._waiting.turn(request.get(KEPT_BODY), len(body)))
         granted = lease.granted
         try:
             url = self._replicas.url_of(granted.replica_id)

@@ -12,9 +12,9 @@ import structlog
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict
 
+from thunderagent.proxy.fleet.commands import WEIGHT_SYNC
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.gate.bodies import read_model
-from thunderagent.proxy.reading.commands import WEIGHT_SYNC
 from thunderagent.runtime import Runtime
 
 log = structlog.get_logger("thunderagent.control")

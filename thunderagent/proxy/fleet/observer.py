@@ -16,8 +16,8 @@ from multidict import CIMultiDict
 
 from thunderagent.errors import ReplicaError
 from thunderagent.proxy.fleet.client import ReplicaClient
+from thunderagent.proxy.fleet.commands import OBSERVED, PAUSED
 from thunderagent.proxy.fleet.replicas import Replicas
-from thunderagent.proxy.reading.commands import OBSERVED, PAUSED
 from thunderagent.runtime import Runtime
 
 log = structlog.get_logger("thunderagent.control")

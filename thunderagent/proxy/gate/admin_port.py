@@ -14,7 +14,7 @@ from thunderagent.errors import NotFoundError
 from thunderagent.proxy.gate.access import CATCH_ALL, OF_OWN_TENANT, Access, access_of_route
 from thunderagent.proxy.gate.guard import NEEDS
 from thunderagent.proxy.gate.tenancy import Tenancy
-from thunderagent.proxy.reading.target import told_path
+from thunderagent.proxy.wire.aiohttp_request import told_path
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from secrets import token_urlsafe
+from typing import Protocol
 
 from thunderagent.programs.decisions import Decision, Release
 from thunderagent.programs.events import Event
-from thunderagent.runtime import Runtime
 
 PLAIN_PREFIX = "ta-"
 """`Bearer ta-<id>` names the program `<id>`."""
@@ -16,14 +16,21 @@ MINTED_PREFIX = "tat_"
 """Of tokens that `POST /programs` made."""
 
 
+class Events(Protocol):
+    """Who tells of the end of programs."""
+
+    def observe(self, observer: Callable[[Event, Sequence[Decision]], None], *about: type) -> Callable[[], None]:
+        """Have `observer` called with each event that it is `about`; return what ends that."""
+
+
 class Tokens:
     """The tokens of live programs."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, events: Events) -> None:
         """Begin with none; a token is forgotten when its program ends."""
         self._program_ids: dict[str, str] = {}
         self._tokens: dict[str, str] = {}
-        runtime.observe(self._heard, Release)
+        events.observe(self._heard, Release)
 
     def token_of(self, program_id: str) -> str:
         """Return a live program's token, made now if it has none."""

@@ -5,12 +5,18 @@ from __future__ import annotations
 from typing import TypeVar
 
 from aiohttp import web
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from thunderagent.errors import RequestError
 from thunderagent.faults import faults_of
 
 Model = TypeVar("Model", bound=BaseModel)
+
+
+class Report(BaseModel):
+    """Base of all reports."""
+
+    model_config = ConfigDict(frozen=True)
 
 
 def read_model(model: type[Model], body: bytes) -> Model:

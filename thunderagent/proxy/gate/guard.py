@@ -22,12 +22,12 @@ from thunderagent.errors import (
     OriginRefusedError,
 )
 from thunderagent.proxy.gate.access import OF_OWN_TENANT, Access, ForwardUnknown, access_of_route, engine_access
-from thunderagent.proxy.gate.held import KEPT_BODY, HeldTurns, KeptBody
+from thunderagent.proxy.gate.held import HeldTurns, KeptBody
 from thunderagent.proxy.gate.hosts import Hosts, comes_from_a_browser
 from thunderagent.proxy.gate.keys import KEY_HEADER, Keyring, check_key
 from thunderagent.proxy.gate.login import Logins
 from thunderagent.proxy.gate.rate_limit import RateLimits
-from thunderagent.proxy.reading.target import target_of
+from thunderagent.proxy.wire.aiohttp_request import KEPT_BODY, target_of
 from thunderagent.proxy.wire.request_id import REQUEST_ID, REQUEST_ID_HEADER, take_request_id
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

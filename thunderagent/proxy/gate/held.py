@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal
 
-from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from thunderagent.errors import KeyHeldLimitError, TooManyHeldError
 from thunderagent.proxy.gate.keys import caller_key
+from thunderagent.proxy.wire.exchange import KeptBody as Kept
 
 Bound = Literal["turns", "bytes", "key_turns", "key_bytes"]
 
@@ -65,15 +65,9 @@ class HeldTurns:
     def __repr__(self) -> str:
         return f"<HeldTurns: {self._all.turns_count} turns, {self._all.body_bytes} bytes>"
 
-    def turn(self, request: web.Request, body_bytes: int) -> HeldTurn:
-        """Return the block that a turn of this request, with a body of this size, is held in."""
-        return HeldTurn(self, request.get(KEPT_BODY), body_bytes)
-
-    def runs(self, request: web.Request) -> None:
-        """Count the body of a request no longer, whose turn may run: how many run is the scheduler's matter."""
-        kept = request.get(KEPT_BODY)
-        if kept is not None:
-            kept.release()
+    def turn(self, kept: Kept | None, body_bytes: int) -> HeldTurn:
+        """Return the block that a turn with a body of this size is held in; until now `kept` counted it, if anybody."""
+        return HeldTurn(self, kept, body_bytes)
 
     def collect(self) -> Iterator[Metric]:
         """Yield what is kept now; turns are counted by the scheduler."""
@@ -148,16 +142,12 @@ class KeptBody:
             self._bytes = 0
 
 
-KEPT_BODY = web.RequestKey("kept_body", KeptBody)
-"""Where a request has it, if its body did not come with its head."""
-
-
 class HeldTurn:
     """The block in which one turn is held; what was kept of its body before is counted there."""
 
     __slots__ = ("_body_bytes", "_held", "_kept", "_key_name")
 
-    def __init__(self, held: HeldTurns, kept: KeptBody | None, body_bytes: int) -> None:
+    def __init__(self, held: HeldTurns, kept: Kept | None, body_bytes: int) -> None:
         """Do nothing yet: most turns are not held."""
         self._held = held
         self._kept = kept

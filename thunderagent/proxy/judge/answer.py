@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from thunderagent.proxy.reading.dialects.base import UNREADABLE
+from thunderagent.proxy.reading.sse import UNREADABLE
 
 MAX_ANSWER_BYTES = 256 * 1024
 """No more than that of an answer is read."""

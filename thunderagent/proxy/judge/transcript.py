@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec import Raw
 
-from thunderagent.proxy.reading.dialects.base import UNREADABLE
+from thunderagent.proxy.reading.sse import UNREADABLE
 
 HEAD_RATIO = 0.25
 """Of the room for what was done, the part for its beginning: the end tells more."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 from msgspec import UNSET
@@ -20,7 +20,6 @@ from multidict import CIMultiDictProxy
 from thunderagent.errors import InvalidProgramIdError, RequestError
 from thunderagent.programs.events import PrefixCut
 from thunderagent.programs.verdicts import OUTCOMES
-from thunderagent.proxy.gate.bearer import Tokens
 from thunderagent.proxy.reading.dialects.base import Dialect
 from thunderagent.proxy.reading.dialects.openai import OpenAI
 from thunderagent.proxy.reading.json_splice import remove_member, set_include_usage
@@ -172,6 +171,16 @@ class SideCallRequest(NamedTuple):
     program_id: str | None
     source: str
     body: bytes
+
+
+class Tokens(Protocol):
+    """Bearer tokens that name programs."""
+
+    def token_of(self, program_id: str) -> str:
+        """Return a live program's token."""
+
+    def named_by(self, headers: Mapping[str, str]) -> str | None:
+        """Return the program that a request's token names; None if it has none."""
 
 
 class IdentityRules(NamedTuple):

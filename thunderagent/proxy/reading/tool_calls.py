@@ -16,9 +16,7 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
-from thunderagent.proxy.reading.dialects.base import UNREADABLE
-from thunderagent.proxy.reading.dialects.sse import data_of, events_in
-from thunderagent.proxy.reading.usage import decoded
+from thunderagent.proxy.reading.sse import UNREADABLE, data_of, events_in
 
 MAX_KEY_CHARS = 64
 MAX_NAMES = 3
@@ -83,11 +81,25 @@ class _Item(msgspec.Struct):
     action: Raw = Raw()
 
 
-class _Answer(msgspec.Struct):
+class Calls(msgspec.Struct):
+    """A whole answer as far as it calls tools, in any of the APIs. Those that say their usage beside it extend it."""
+
     choices: list[_Choice] | None = None
     content: list[_Item] | None = None
     output: list[_Item] | None = None
     text: Any = None
+
+    def key(self) -> str:
+        """Return the key of what it calls; empty if it calls nothing."""
+        choice = self.choices[0] if self.choices else _Choice()
+        message = choice.message or _Message()
+        functions = [call.function for call in message.tool_calls or () if call.function is not None]
+        keys = [_key(function.name, _plain(function.arguments)) for function in functions]
+        keys += [_key_of_item(item) for item in (self.content or []) + (self.output or []) if _is_call(item)]
+        if keys:
+            return _joined_key(keys)
+        text = next((text for text in (message.content, choice.text, self.text) if text is not None), None)
+        return _key_of_text(text) if isinstance(text, str) else ""
 
 
 class _Delta(msgspec.Struct):
@@ -113,34 +125,10 @@ class _ItemEvent(msgspec.Struct):
     item: _Item | None = None
 
 
-_decode_answer = msgspec.json.Decoder(_Answer).decode
 _decode_choices_event = msgspec.json.Decoder(_ChoicesEvent).decode
 _decode_text_event = msgspec.json.Decoder(_TextEvent).decode
 _decode_item_event = msgspec.json.Decoder(_ItemEvent).decode
 _decode_string = msgspec.json.Decoder(str).decode
-
-
-def tool_of_answer(body: bytes, content_encoding: str | None) -> str:
-    """Return the key of what a whole answer calls; empty if it calls nothing or cannot be read."""
-    plain = decoded(body, content_encoding) or b""
-    if not _may_call(plain):
-        return ""
-    try:
-        return _key_of_answer(_decode_answer(plain))
-    except UNREADABLE:
-        return ""
-
-
-def _key_of_answer(answer: _Answer) -> str:
-    choice = answer.choices[0] if answer.choices else _Choice()
-    message = choice.message or _Message()
-    functions = [call.function for call in message.tool_calls or () if call.function is not None]
-    keys = [_key(function.name, _plain(function.arguments)) for function in functions]
-    keys += [_key_of_item(item) for item in (answer.content or []) + (answer.output or []) if _is_call(item)]
-    if keys:
-        return _joined_key(keys)
-    text = next((text for text in (message.content, choice.text, answer.text) if text is not None), None)
-    return _key_of_text(text) if isinstance(text, str) else ""
 
 
 class StreamToolCalls:
@@ -158,7 +146,7 @@ class StreamToolCalls:
 
     def read(self, events: bytes) -> None:
         """Take in whole events."""
-        if not self._reads_text() and not _may_call(events):
+        if not self._reads_text() and not may_call(events):
             return
         for event in events_in(events):
             try:
@@ -176,7 +164,7 @@ class StreamToolCalls:
         return self._text is not None and len(self._text) < MAX_KEPT_CHARS
 
     def _read_event(self, event: bytes) -> None:
-        if not self._reads_text() and not _may_call(event):
+        if not self._reads_text() and not may_call(event):
             return
         if b'"choices"' in event:
             for choice in _decode_choices_event(data_of(event)).choices or ():
@@ -214,7 +202,7 @@ class StreamToolCalls:
             self._calls[index] = (known_name or name or "", _head(known_arguments + arguments))
 
 
-def _may_call(data: bytes) -> bool:
+def may_call(data: bytes) -> bool:
     """Say whether there is anything to read; a few searches, for every chunk of every stream."""
     return (
         b'"tool_' in data  # tool_calls and tool_use

@@ -1,4 +1,4 @@
-"""Read the usage that an answer carries, without touching the bytes that the client gets."""
+"""Read the usage that a streamed answer carries, and take its event out where only we asked for it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import msgspec
 
-from thunderagent.proxy.reading.dialects.base import NO_USAGE, UNREADABLE, Dialect, KeepId, Usage, UsageReader
+from thunderagent.proxy.reading.dialects.base import Usage, UsageReader
 from thunderagent.proxy.reading.dialects.openai import ChoicesReader
-from thunderagent.proxy.reading.dialects.sse import data_of, end_of_last_event, events_in
+from thunderagent.proxy.reading.sse import UNREADABLE, data_of, end_of_last_event, events_in
 
 MAX_EVENT_BYTES = 16 * 2**20
 """A stream that shows no end of an event for so long is relayed without looking for one any more."""
@@ -22,30 +22,6 @@ class _Chunk(msgspec.Struct):
 
 
 _decode_chunk = msgspec.json.Decoder(_Chunk).decode
-
-
-def usage_of_answer(dialect: Dialect, body: bytes, content_encoding: str | None, keep_id: KeepId) -> Usage:
-    """Read the usage of a whole answer; `NO_USAGE` if it has none, or is no JSON, or is encoded unreadably."""
-    plain = decoded(body, content_encoding)
-    if not plain:
-        return NO_USAGE
-    try:
-        return dialect.read_answer(plain, keep_id)
-    except UNREADABLE:
-        return NO_USAGE
-
-
-def decoded(body: bytes, content_encoding: str | None) -> bytes | None:
-    """Return a body without its content encoding; None for an encoding other than gzip and deflate, or a broken one."""
-    if content_encoding is None:
-        return body
-    decompress = decompressor(content_encoding)
-    if decompress is None:
-        return None
-    try:
-        return decompress(body)
-    except zlib.error:
-        return None
 
 
 def decompressor(content_encoding: str | None) -> Callable[[bytes], bytes] | None:

@@ -11,13 +11,11 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from aiohttp import web
 from multidict import CIMultiDict
 
 from thunderagent.errors import ThunderAgentError
 from thunderagent.proxy.reading.dialects import Dialect
-from thunderagent.proxy.wire.request_id import begin
-from thunderagent.proxy.wire.stall import write, write_eof
+from thunderagent.proxy.wire.exchange import Exchange, done
 
 COMMENT = b": held\n\n"
 """A comment: readers of events pass over it."""
@@ -31,19 +29,17 @@ MESSAGES_PATH = "/v1/messages"
 class HeldStream:
     """The answer to a streamed turn that is held: nothing, until the first heartbeat."""
 
-    __slots__ = ("_dialect", "_headers", "_is_messages", "_period_s", "_request", "response")
+    __slots__ = ("_dialect", "_exchange", "_headers", "_is_messages", "_period_s")
 
     def __init__(
-        self, request: web.Request, path: str, dialect: Dialect, period_s: float, headers: dict[str, str]
+        self, exchange: Exchange, path: str, dialect: Dialect, period_s: float, headers: dict[str, str]
     ) -> None:
         """Beat every `period_s` on `path`; `headers` go into the head if one must be sent before the lease is there."""
-        self._request = request
+        self._exchange = exchange
         self._dialect = dialect
         self._is_messages = path == MESSAGES_PATH
         self._period_s = period_s
         self._headers = headers
-        self.response: web.StreamResponse | None = None
-        """The answer, once its head was sent."""
 
     @asynccontextmanager
     async def beating(self) -> AsyncIterator[None]:
@@ -60,33 +56,30 @@ class HeldStream:
         if error_of_block is not None:
             raise error_of_block
 
-    async def fail(self, error: ThunderAgentError) -> web.StreamResponse:
+    async def fail(self, error: ThunderAgentError) -> None:
         """Tell of an error as an event and end the answer, whose head was sent."""
-        return await self.end_with(self._dialect.break_off(error.code, error.message, b""))
+        await self.end_with(self._dialect.break_off(error.code, error.message, b""))
 
-    async def refuse(self, body: bytes) -> web.StreamResponse:
+    async def refuse(self, body: bytes) -> None:
         """End the answer, whose head was sent, with an engine's refusal: its body as an event."""
         name = b"event: error\n" if self._is_messages else b""
         lines = b"\n".join(b"data: " + line for line in body.splitlines() or [b""])
-        return await self.end_with(name + lines + b"\n\n")
+        await self.end_with(name + lines + b"\n\n")
 
-    async def end_with(self, event: bytes) -> web.StreamResponse:
+    async def end_with(self, event: bytes) -> None:
         """Write one last event."""
-        assert self.response is not None, "nothing was sent yet: answer with a status"
-        await write(self._request, self.response, event)
-        await write_eof(self._request, self.response)
-        return self.response
+        assert self._exchange.begun, "nothing was sent yet: answer with a status"
+        await done(self._exchange.write(event))
+        await done(self._exchange.end())
 
     async def _beat(self) -> None:
         beat = PING if self._is_messages else COMMENT
         try:
             while True:
                 await asyncio.sleep(self._period_s)
-                if self.response is None:
+                if not self._exchange.begun:
                     head = CIMultiDict({"Content-Type": "text/event-stream; charset=utf-8", **self._headers})
-                    response = web.StreamResponse(headers=head)
-                    await begin(self._request, response)
-                    self.response = response
-                await write(self._request, self.response, beat)
+                    await done(self._exchange.begin(200, "OK", head))
+                await done(self._exchange.write(beat))
         except ConnectionError:
             return  # the client left: its handler is about to be cancelled

@@ -22,17 +22,22 @@ from thunderagent.errors import (
     ThunderAgentError,
 )
 from thunderagent.proxy.fleet.client import ReplicaClient
+from thunderagent.proxy.fleet.made_answers import MadeAnswers
 from thunderagent.proxy.fleet.replicas import Replicas, Watcher
 from thunderagent.proxy.gate.tenancy import Tenancy
 from thunderagent.proxy.reading.dialects import dialect_of
 from thunderagent.proxy.reading.identity import IdentityRules, identify_side_call
 from thunderagent.proxy.reading.large_bodies import read_aside
-from thunderagent.proxy.reading.target import Target, target_of
-from thunderagent.proxy.turns.made_answers import MadeAnswers
-from thunderagent.proxy.wire.answer_headers import identity_headers, tell_with_error
-from thunderagent.proxy.wire.headers import forwarded_request_headers, forwarded_response_headers, lead_back
+from thunderagent.proxy.reading.target import Target
+from thunderagent.proxy.wire.aiohttp_request import begin, target_of
+from thunderagent.proxy.wire.headers import (
+    forwarded_request_headers,
+    forwarded_response_headers,
+    identity_headers,
+    lead_back,
+    tell_with_error,
+)
 from thunderagent.proxy.wire.http11.answers import Answer
-from thunderagent.proxy.wire.request_id import begin
 from thunderagent.proxy.wire.stall import write, write_eof
 
 log = structlog.get_logger("thunderagent.side_calls")

@@ -41,7 +41,7 @@ from thunderagent.programs.events import (
     TurnProgressed,
 )
 from thunderagent.programs.signals import GpuFirstToken, Signal
-from thunderagent.proxy.watch.sse import server_sent
+from thunderagent.proxy.reading.sse import server_sent
 from thunderagent.runtime import Runtime
 
 KEPT_COUNT = 8192

@@ -17,8 +17,8 @@ from math import isfinite
 
 from pydantic import Field
 
-from thunderagent.proxy.admin.reports import Report
 from thunderagent.proxy.fleet.replicas import Replicas
+from thunderagent.proxy.gate.bodies import Report
 from thunderagent.proxy.watch.metrics import HOLD_BUCKETS_S
 from thunderagent.runtime import Runtime
 

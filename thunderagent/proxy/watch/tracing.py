@@ -37,7 +37,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from thunderagent import __version__
 from thunderagent.programs.decisions import Decision, Grant, Release
 from thunderagent.programs.events import Event, TurnAbandoned, TurnArrived, TurnFailed, TurnFinished, TurnStarted
-from thunderagent.proxy.reading.target import told_path
+from thunderagent.proxy.wire.aiohttp_request import told_path
 from thunderagent.proxy.wire.request_id import REQUEST_ID
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

@@ -24,7 +24,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.streams import StreamReader
 from aiohttp.web_protocol import RequestHandler
 
-from thunderagent.proxy.reading.target import keep_target, routed
+from thunderagent.proxy.wire.aiohttp_request import keep_target, routed
 from thunderagent.proxy.wire.http11.heads import RequestHead
 from thunderagent.proxy.wire.http11.lent import Borrower, Lent
 from thunderagent.proxy.wire.http11.limits import Sweep

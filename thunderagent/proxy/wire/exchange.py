@@ -34,6 +34,12 @@ Sink = Callable[[bytes], Wait]
 """Takes a piece of a body as it comes. While what it returned is awaited, no other comes and the sender waits."""
 
 
+async def done(wait: Wait) -> None:
+    """Wait until a write is done, if that takes time."""
+    if wait is not None:
+        await wait
+
+
 class KeptBody(Protocol):
     """Counts a body that is kept until its turn may run."""
 

@@ -1,12 +1,13 @@
-"""Which headers travel end to end."""
+"""Which headers travel end to end, and what an answer says of its request in headers of ours."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from urllib.parse import urljoin, urlsplit
 
 from multidict import CIMultiDict, CIMultiDictProxy
 
-from thunderagent.errors import ReplicaRedirectError
+from thunderagent.errors import ReplicaError, ReplicaRedirectError, ThunderAgentError
 from thunderagent.proxy.reading.target import Target
 
 _HOP_BY_HOP = frozenset(
@@ -30,6 +31,12 @@ _REQUEST_DROPPED = _HOP_BY_HOP | {"host", "content-length", "expect"}
 
 _RESPONSE_DROPPED = _HOP_BY_HOP | {"alt-svc", "refresh"}
 """The last two would lead a client to the engine, or wherever that wants, without a redirect."""
+
+# Whose a request was, where it ran, how long it was held.
+PROGRAM_ID_HEADER = "X-Program-ID"
+SOURCE_HEADER = "X-Program-ID-Source"
+REPLICA_HEADER = "X-Replica-ID"
+HOLD_HEADER = "X-Hold-Ms"
 
 _PORTS = {"http": 80, "https": 443}
 
@@ -76,3 +83,21 @@ def _without(headers: CIMultiDictProxy[str], dropped: frozenset[str]) -> CIMulti
         if name in kept:
             del kept[name]
     return kept
+
+
+def identity_headers(program_id: str | None, source: str) -> dict[str, str]:
+    """Return the headers that say whose a request was; none if it is nobody's."""
+    if program_id is None:
+        return {}
+    return {PROGRAM_ID_HEADER: _header_safe(program_id), SOURCE_HEADER: source}
+
+
+def tell_with_error(error: ThunderAgentError, headers: Mapping[str, str]) -> None:
+    """Have the answer that tells of an error bear these headers, and which replica failed, if one did."""
+    replica = {REPLICA_HEADER: error.replica_id} if isinstance(error, ReplicaError) else {}
+    error.answer_headers = {**headers, **replica}
+
+
+def _header_safe(text: str) -> str:
+    """Return a program id as a header can carry it."""
+    return text if text.isascii() else text.encode("ascii", "backslashreplace").decode()

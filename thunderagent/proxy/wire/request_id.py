@@ -7,13 +7,12 @@ from contextvars import ContextVar
 from itertools import count
 from secrets import token_hex
 
-from aiohttp import web
 from multidict import CIMultiDictProxy
 
 REQUEST_ID_HEADER = "X-Request-Id"
 
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
-"""Of the request that is being handled; aiohttp handles each in a context of its own."""
+"""Of the request that is being handled: each is in a context of its own."""
 
 _USABLE = re.compile(r"[!-~]{1,256}")
 _BEGIN = token_hex(8)  # of this process; a random id for each request would cost a system call
@@ -26,15 +25,3 @@ def take_request_id(headers: CIMultiDictProxy[str]) -> str:
     if given is not None and _USABLE.fullmatch(given):
         return given
     return f"{_BEGIN}{next(_numbers):x}"
-
-
-def mark(response: web.StreamResponse) -> None:
-    """Return the request's id with an answer whose head was not sent yet."""
-    if not response.prepared:
-        response.headers[REQUEST_ID_HEADER] = REQUEST_ID.get()
-
-
-async def begin(request: web.Request, response: web.StreamResponse) -> None:
-    """Send the head of an answer that its handler writes piece by piece."""
-    mark(response)
-    await response.prepare(request)

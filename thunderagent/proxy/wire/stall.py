@@ -13,7 +13,7 @@ from collections.abc import Awaitable
 import structlog
 from aiohttp import web
 
-from thunderagent.proxy.reading.target import told_path
+from thunderagent.proxy.wire.aiohttp_request import told_path
 from thunderagent.proxy.wire.request_id import REQUEST_ID
 
 log = structlog.get_logger("thunderagent.stall")

@@ -30,7 +30,7 @@ from thunderagent.proxy.gate.held import NO_LIMITS, HeldTurns
 from thunderagent.proxy.gate.keys import Keyring
 from thunderagent.proxy.gate.login import Login, Logins
 from thunderagent.proxy.gate.tenancy import Tenancy
-from thunderagent.proxy.turns.turns import TurnSettings
+from thunderagent.proxy.turns.flow import TurnSettings
 from thunderagent.proxy.watch.history import History
 from thunderagent.proxy.watch.metrics import TurnMetrics
 from thunderagent.runtime import Runtime

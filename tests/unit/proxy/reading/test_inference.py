@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thunderagent.proxy.reading.completion import MAX_KEPT_CHARS, Completions
+from thunderagent.proxy.reading.answers import MAX_KEPT_CHARS, Completions
 from thunderagent.proxy.reading.dialects import CHAT, TURN_DIALECTS, Dialect
 from thunderagent.proxy.reading.identity import TurnRequest
 from thunderagent.proxy.reading.inference import STRIDE_BYTES, Inference, prompt_of

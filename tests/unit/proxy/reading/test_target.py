@@ -15,10 +15,11 @@ from aiohttp.http import HttpRequestParser
 from multidict import CIMultiDict
 
 from thunderagent.errors import RequestError
+from thunderagent.proxy.fleet.commands import COMMANDS, REPLICA_COMMANDS
 from thunderagent.proxy.gate.access import Access, ForwardUnknown, Use, engine_access, use_of
-from thunderagent.proxy.reading.commands import COMMANDS, REPLICA_COMMANDS
 from thunderagent.proxy.reading.dialects import TURN_DIALECTS
-from thunderagent.proxy.reading.target import Target, routed
+from thunderagent.proxy.reading.target import Target
+from thunderagent.proxy.wire.aiohttp_request import routed
 from thunderagent.proxy.wire.http11.limits import Pause, Sweep
 from thunderagent.proxy.wire.http11.pool import Limits, Pool
 

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from thunderagent.proxy.reading.answers import tool_of_answer
 from thunderagent.proxy.reading.tool_calls import (
     MAX_CALLS,
     MAX_KEPT_CHARS,
     MAX_KEY_CHARS,
     StreamToolCalls,
     first_word,
-    tool_of_answer,
 )
 from thunderagent.proxy.reading.usage import StreamUsage
 

@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from thunderagent.proxy.reading.answers import decoded
+from thunderagent.proxy.reading.answers import usage_of_answer as usage_of
 from thunderagent.proxy.reading.dialects import NO_USAGE, Usage
 from thunderagent.proxy.reading.dialects.openai import OpenAI
-from thunderagent.proxy.reading.usage import MAX_EVENT_BYTES, StreamUsage, decoded
-from thunderagent.proxy.reading.usage import usage_of_answer as usage_of
+from thunderagent.proxy.reading.usage import MAX_EVENT_BYTES, StreamUsage
 
 USAGE = {"prompt_tokens": 100, "completion_tokens": 7, "prompt_tokens_details": {"cached_tokens": 64}}
 READ = Usage(100, 7, 64)

@@ -21,6 +21,7 @@ from thunderagent.proxy.reading.dialects.base import (
     event_of,
     read_events,
 )
+from thunderagent.proxy.reading.tool_calls import Calls
 
 _KINDS = {
     400: "invalid_request_error",
@@ -50,7 +51,12 @@ class _Event(msgspec.Struct):
     usage: _UsageObject | None = None
 
 
+class _Calling(Calls):
+    usage: _UsageObject | None = None
+
+
 _decode_answer = msgspec.json.Decoder(_Message).decode
+_decode_calling = msgspec.json.Decoder(_Calling).decode
 _decode_event = msgspec.json.Decoder(_Event).decode
 
 
@@ -163,6 +169,11 @@ class Anthropic:
     def read_answer(self, answer: bytes, keep_id: KeepId) -> Usage:  # noqa: ARG002 - the protocol's
         """Return the usage of a whole message."""
         return _merged(NO_USAGE, _decode_answer(answer).usage)
+
+    def read_calling(self, answer: bytes, keep_id: KeepId) -> tuple[Usage, str]:  # noqa: ARG002 - the protocol's
+        """Return the usage of a whole message, and the key of what it calls."""
+        read = _decode_calling(answer)
+        return _merged(NO_USAGE, read.usage), read.key()
 
     def reader(self, keep_id: KeepId) -> UsageReader:  # noqa: ARG002 - the protocol's
         """Return what follows a stream."""

@@ -11,12 +11,9 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
-from thunderagent.proxy.reading.dialects.sse import data_of, events_in
+from thunderagent.proxy.reading.sse import UNREADABLE, data_of, events_in, server_sent
 
 Read = TypeVar("Read")
-
-UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What decoding bytes of an engine may raise; what cannot be read says nothing."""
 
 
 def read_events(events: bytes, mark: bytes, decode: Callable[[bytes], Read]) -> Iterator[Read]:
@@ -99,6 +96,12 @@ class Dialect(Protocol):
     def read_answer(self, answer: bytes, keep_id: KeepId) -> Usage:
         """Return the usage of a whole answer. Raises one of `UNREADABLE`."""
 
+    def read_calling(self, answer: bytes, keep_id: KeepId) -> tuple[Usage, str]:
+        """Return the usage of a whole answer that may call tools, and the key of what it calls, from one decoding.
+
+        Raises one of `UNREADABLE`, also if only one of the two cannot be read.
+        """
+
     def reader(self, keep_id: KeepId) -> UsageReader:
         """Return what follows a stream."""
 
@@ -127,5 +130,4 @@ def count(tokens: int | None) -> int | None:
 
 def event_of(body: dict[str, Any], name: str = "") -> bytes:
     """Return a server-sent event."""
-    data = b"data: " + msgspec.json.encode(body) + b"\n\n"
-    return f"event: {name}\n".encode() + data if name else data
+    return server_sent(msgspec.json.encode(body), kind=name)

@@ -21,6 +21,7 @@ from thunderagent.proxy.reading.dialects.base import (
     read_events,
     written_ids,
 )
+from thunderagent.proxy.reading.tool_calls import Calls
 
 
 class _Details(msgspec.Struct):
@@ -45,7 +46,12 @@ class _Answer(msgspec.Struct):
     usage: UsageObject | None = None
 
 
+class _Calling(Calls):
+    usage: UsageObject | None = None
+
+
 _decode_answer = msgspec.json.Decoder(_Answer).decode
+_decode_calling = msgspec.json.Decoder(_Calling).decode
 
 
 class ChoicesReader:
@@ -191,6 +197,11 @@ class OpenAI:
         """Return the usage of a whole answer."""
         usage = _decode_answer(answer).usage
         return usage.read() if usage is not None else NO_USAGE
+
+    def read_calling(self, answer: bytes, keep_id: KeepId) -> tuple[Usage, str]:  # noqa: ARG002 - the protocol's
+        """Return the usage of a whole answer, and the key of what it calls."""
+        read = _decode_calling(answer)
+        return read.usage.read() if read.usage is not None else NO_USAGE, read.key()
 
     def reader(self, keep_id: KeepId) -> UsageReader:  # noqa: ARG002 - the protocol's
         """Return what follows a stream."""

@@ -23,6 +23,7 @@ from thunderagent.proxy.reading.dialects.base import (
     read_events,
 )
 from thunderagent.proxy.reading.dialects.openai import error_body
+from thunderagent.proxy.reading.tool_calls import Calls
 
 _SEQUENCE_NUMBER = re.compile(rb'"sequence_number"\s*:\s*(\d{1,18})')
 
@@ -46,7 +47,13 @@ class _Event(msgspec.Struct):
     response: _Response | None = None
 
 
+class _Calling(Calls):
+    id: str = ""
+    usage: _UsageObject | None = None
+
+
 _decode_response = msgspec.json.Decoder(_Response).decode
+_decode_calling = msgspec.json.Decoder(_Calling).decode
 _decode_event = msgspec.json.Decoder(_Event).decode
 
 
@@ -178,6 +185,14 @@ class Responses:
         if response.id:
             keep_id(response.id)
         return _usage(response.usage)
+
+    def read_calling(self, answer: bytes, keep_id: KeepId) -> tuple[Usage, str]:
+        """Return the usage of a whole response, and the key of what it calls; tell its id."""
+        response = _decode_calling(answer)
+        tool = response.key()
+        if response.id:
+            keep_id(response.id)
+        return _usage(response.usage), tool
 
     def reader(self, keep_id: KeepId) -> UsageReader:
         """Return what follows a stream."""

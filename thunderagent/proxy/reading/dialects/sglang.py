@@ -13,7 +13,6 @@ import msgspec
 
 from thunderagent.proxy.reading.dialects.base import (
     NO_USAGE,
-    UNREADABLE,
     Completion,
     CompletionReader,
     KeepId,
@@ -23,7 +22,8 @@ from thunderagent.proxy.reading.dialects.base import (
     event_of,
     written_ids,
 )
-from thunderagent.proxy.reading.dialects.sse import data_of, events_in
+from thunderagent.proxy.reading.sse import UNREADABLE, data_of, events_in
+from thunderagent.proxy.reading.tool_calls import Calls
 
 MAX_INDEXES = 1024
 """So many answers in one stream are told apart."""
@@ -41,6 +41,11 @@ class _Answer(msgspec.Struct):
     meta_info: _MetaInfo | None = None
 
 
+class _Calling(Calls):
+    meta_info: _MetaInfo | None = None
+
+
+_decode_calling = msgspec.json.Decoder(_Calling).decode
 _decode_answers = msgspec.json.Decoder(_Answer | list[_Answer]).decode
 
 
@@ -170,6 +175,11 @@ class SGLang:
     def read_answer(self, answer: bytes, keep_id: KeepId) -> Usage:  # noqa: ARG002 - the protocol's
         """Return the usage of a whole answer, or of a list of them."""
         return _sum(_read(answer))
+
+    def read_calling(self, answer: bytes, keep_id: KeepId) -> tuple[Usage, str]:  # noqa: ARG002 - the protocol's
+        """Return the usage of one answer, and the key of what it calls; a list of them calls nothing."""
+        read = _decode_calling(answer)
+        return _sum([_Answer(read.meta_info)]), read.key()
 
     def reader(self, keep_id: KeepId) -> UsageReader:  # noqa: ARG002 - the protocol's
         """Return what follows a stream."""

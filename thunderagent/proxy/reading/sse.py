@@ -1,9 +1,14 @@
-"""Cut a stream of server-sent events into events, and read the data of one."""
+"""Server-sent events: cut a stream into them, read the data of one, write one."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+
+import msgspec
+
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What decoding bytes of an engine may raise; what cannot be read says nothing."""
 
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r")
 _BLANK_LINE = re.compile(rb"\n\n|\r\n\r\n|\r\r")
@@ -31,3 +36,13 @@ def events_in(whole: bytes) -> Iterator[bytes]:
 def data_of(event: bytes) -> bytes:
     """Return the data of an event."""
     return b"\n".join(line[5:].strip() for line in event.splitlines() if line.startswith(b"data:"))
+
+
+def server_sent(data: bytes, *, kind: str = "", event_id: str = "") -> bytes:
+    """Return one event; `data` has no line break."""
+    lines = []
+    if event_id:
+        lines.append(f"id: {event_id}\n")
+    if kind:
+        lines.append(f"event: {kind}\n")
+    return "".join(lines).encode() + b"data: " + data + b"\n\n"

@@ -6,7 +6,7 @@ import tracemalloc
 
 import pytest
 
-from thunderagent.proxy.turns.made_answers import PARTS_COUNT, MadeAnswers
+from thunderagent.proxy.fleet.made_answers import PARTS_COUNT, MadeAnswers
 
 
 @pytest.mark.parametrize(

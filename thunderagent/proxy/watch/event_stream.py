@@ -1,4 +1,4 @@
-"""Server-sent events: how one is written, and a stream of them that stays open for as long as its reader does."""
+"""A stream of server-sent events of ours, which stays open for as long as its reader does."""
 
 from __future__ import annotations
 
@@ -7,21 +7,11 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
-from thunderagent.proxy.wire.request_id import begin
+from thunderagent.proxy.wire.aiohttp_request import begin
 from thunderagent.proxy.wire.stall import write, write_eof
 
 HEARTBEAT_S = 15.0
 """A comment is sent on a silent stream so often, so that nobody between takes it for dead."""
-
-
-def server_sent(data: bytes, *, kind: str = "", event_id: str = "") -> bytes:
-    """Return one event; `data` has no line break."""
-    lines = []
-    if event_id:
-        lines.append(f"id: {event_id}\n")
-    if kind:
-        lines.append(f"event: {kind}\n")
-    return "".join(lines).encode() + b"data: " + data + b"\n\n"
 
 
 async def stream_events(

@@ -1,0 +1,64 @@
+"""Whole answers: one reading for usage and tool says what two would."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from typing import Any
+
+import pytest
+
+from thunderagent.proxy.reading.answers import read_answer, tool_of_answer
+from thunderagent.proxy.reading.dialects import NO_USAGE, TURN_DIALECTS, Dialect, Usage
+
+CALL = {"function": {"name": "bash", "arguments": '{"command": "cd a && pytest -x"}'}}
+CHAT = {"choices": [{"message": {"tool_calls": [CALL]}}]}
+ITEM = {"type": "function_call", "name": "bash", "arguments": '{"command": "pytest"}'}
+BLOCK = {"type": "tool_use", "name": "bash", "input": {"command": "pytest"}}
+TEXT = {"text": "so:\n```bash\npytest\n```\n"}
+
+CALLING: list[tuple[str, dict[str, Any], Usage]] = [
+    ("/v1/chat/completions", {**CHAT, "usage": {"prompt_tokens": 7, "completion_tokens": 3}}, Usage(7, 3, None)),
+    ("/inference/v1/generate", {**CHAT, "usage": {"prompt_tokens": 7, "completion_tokens": 3}}, Usage(7, 3, None)),
+    ("/v1/responses", {"id": "r1", "output": [ITEM], "usage": {"input_tokens": 7, "output_tokens": 3}}, Usage(7, 3)),
+    ("/v1/messages", {"content": [BLOCK], "usage": {"input_tokens": 7, "output_tokens": 3}}, Usage(7, 3)),
+    ("/generate", {**TEXT, "meta_info": {"prompt_tokens": 7, "completion_tokens": 3}}, Usage(7, 3)),
+]
+IN_EVERY_API = pytest.mark.parametrize(("path", "answer", "usage"), CALLING, ids=[path for path, *_ in CALLING])
+
+
+class Once:
+    """A dialect of which each answer may be decoded once."""
+
+    def __init__(self, dialect: Dialect) -> None:
+        self.read_calling = dialect.read_calling
+
+
+@IN_EVERY_API
+def test_an_answer_that_calls_is_decoded_once(path: str, answer: dict[str, Any], usage: Usage) -> None:
+    """For both; and the id of a response is told once."""
+    ids: list[str] = []
+    dialect: Any = Once(TURN_DIALECTS[path])
+    assert read_answer(dialect, json.dumps(answer).encode(), None, ids.append) == (usage, "bash:pytest")
+    assert ids == (["r1"] if path == "/v1/responses" else [])
+
+
+@IN_EVERY_API
+def test_what_is_odd_in_the_one_leaves_the_other(path: str, answer: dict[str, Any], usage: Usage) -> None:
+    """An answer whose calls cannot be read still has its usage, and one whose usage cannot still has its calls."""
+    dialect, counts = TURN_DIALECTS[path], "meta_info" if "meta_info" in answer else "usage"
+    odd_calls = {**answer, "choices": "```", "output": "```"}
+    assert read_answer(dialect, json.dumps(odd_calls).encode(), None, lambda _: None) == (usage, "")
+    odd_usage = json.dumps({**answer, counts: ["```"]}).encode()
+    assert read_answer(dialect, odd_usage, None, lambda _: None) == (NO_USAGE, "bash:pytest")
+    assert tool_of_answer(odd_usage, None) == "bash:pytest"
+
+
+@IN_EVERY_API
+def test_an_encoded_answer_is_read_and_a_broken_one_says_nothing(
+    path: str, answer: dict[str, Any], usage: Usage
+) -> None:
+    packed = gzip.compress(json.dumps(answer).encode())
+    assert read_answer(TURN_DIALECTS[path], packed, "gzip", lambda _: None) == (usage, "bash:pytest")
+    assert read_answer(TURN_DIALECTS[path], packed[3:], "gzip", lambda _: None) == (NO_USAGE, "")
+    assert read_answer(TURN_DIALECTS[path], b"{", None, lambda _: None) == (NO_USAGE, "")

@@ -1,0 +1,65 @@
+"""What a request on a turn's endpoint is: whose turn, what of it is ours, and what an attempt of its client."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from multidict import CIMultiDictProxy
+
+from thunderagent.proxy.gate.tenancy import Tenancy
+from thunderagent.proxy.reading.dialects import TURN_DIALECTS
+from thunderagent.proxy.reading.identity import IdentityRules, TurnRequest, identify, identify_side_call, in_utf8
+from thunderagent.proxy.reading.inference import Prompt, prompt_of
+from thunderagent.proxy.reading.large_bodies import read_aside
+from thunderagent.proxy.reading.target import Target
+from thunderagent.proxy.wire.exchange import Exchange
+
+
+async def read_turn(
+    exchange: Exchange, rules: IdentityRules, tenancy: Tenancy, *, is_of_nobody: bool
+) -> tuple[TurnRequest, Prompt | None]:
+    """Return whose turn a request is, and its prompt where that must be inferred from it.
+
+    What is no JSON object, or is on an API that we do not speak, is nobody's. A large body is read on a thread.
+    """
+    read = partial(_read, exchange.target, exchange.headers, exchange.body, rules, tenancy)
+    turn, prompt = await read_aside(read, len(exchange.body))
+    if is_of_nobody:
+        return turn._replace(program_id=None, source="anonymous", is_final=False, told_id=""), None
+    return turn, prompt
+
+
+def _read(
+    target: Target, headers: CIMultiDictProxy[str], body: bytes, rules: IdentityRules, tenancy: Tenancy
+) -> tuple[TurnRequest, Prompt | None]:
+    body = in_utf8(body)
+    dialect = TURN_DIALECTS.get(target.spelt)
+    turn = identify(target.program_id, headers, body, rules, dialect) if dialect is not None else None
+    if dialect is None or turn is None:
+        turn = _unread(target, headers, body, rules)._replace(tenant=tenancy.named(""))
+        return turn if tenancy.may_touch(turn.told_id or None) else turn._replace(told_id=""), None
+    if (tenant := tenancy.named(turn.tenant)) != turn.tenant:
+        turn = turn._replace(tenant=tenant)
+    infers = rules.infers_programs and turn.program_id is None and turn.has_whole_prompt
+    return turn, prompt_of(body, dialect, turn.tenant) if infers else None
+
+
+def _unread(target: Target, headers: CIMultiDictProxy[str], body: bytes, rules: IdentityRules) -> TurnRequest:
+    """Return a turn of nobody; whose it says it is its answer says, too, and it runs beside that program if it may.
+
+    The size of what holds sound or pictures says nothing about its prompt.
+    """
+    call = identify_side_call(target.program_id, headers, body, rules)
+    has_text = headers.get("Content-Type", "").partition("/")[0].lower() not in ("multipart", "audio", "image")
+    return TurnRequest(
+        None,
+        call.source,
+        "",
+        "",
+        call.body,
+        usage_added=False,
+        prefix=(),
+        has_whole_prompt=has_text,
+        told_id=call.program_id or "",
+        is_unknown=target.spelt not in TURN_DIALECTS,
+    )

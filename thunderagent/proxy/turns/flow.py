@@ -1,0 +1,350 @@
+"""The life of a turn, from top to bottom: identify, take a lease, forward, relay, end the lease.
+
+Theory of operation
+===================
+A lease is held in a `with` block: whatever ends the flow - the answer's end, an error, or the cancellation that comes
+when the client's connection goes - ends the lease, and `upstream.close()` in a `finally` ends the request on the
+replica, because engines stop generating when their client is gone. So the four moments in which a client can leave
+(held, before the first byte, in a stream, in a whole answer) need no code of their own.
+
+What a request says is read in `arrival.py`; how it goes to a replica, and when to another, is in `forward.py`; how the
+answer comes back, in `relay.py`. What a client says of its patience (`patience.py`) becomes the turn's deadline; a
+client that tries again takes the place of its earlier attempt (`attempts.py`), which is cancelled like one whose client
+left. A stream that is held may show signs of life (`heartbeat.py`), and whose turn it is may be inferred
+(`reading/inference.py`), if the operator wants that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from functools import partial
+from time import monotonic
+from typing import Protocol
+
+import structlog
+from multidict import CIMultiDict
+
+from thunderagent.errors import ReplicaError, RequestError, ThunderAgentError, TurnAbortedError, TurnSupersededError
+from thunderagent.leases import LeaseSource, OpenLease
+from thunderagent.proxy.fleet.client import ReplicaClient
+from thunderagent.proxy.fleet.made_answers import MadeAnswers
+from thunderagent.proxy.fleet.replicas import Replicas, Watcher
+from thunderagent.proxy.gate.held import NO_LIMITS, HeldLimits, HeldTurns
+from thunderagent.proxy.gate.tenancy import Tenancy
+from thunderagent.proxy.judge import Judge
+from thunderagent.proxy.reading.dialects import dialect_of
+from thunderagent.proxy.reading.identity import CLASS_HEADER, NO_RULES, IdentityRules, TurnRequest
+from thunderagent.proxy.reading.inference import Inference, Prompt
+from thunderagent.proxy.reading.large_bodies import read_aside
+from thunderagent.proxy.turns.aborts import abort_answer
+from thunderagent.proxy.turns.arrival import read_turn
+from thunderagent.proxy.turns.attempts import Attempt, Attempts
+from thunderagent.proxy.turns.forward import Forwarding
+from thunderagent.proxy.turns.heartbeat import HeldStream
+from thunderagent.proxy.turns.patience import patience_of
+from thunderagent.proxy.turns.record import Record, ask_for
+from thunderagent.proxy.turns.relay import Relay
+from thunderagent.proxy.turns.retry_budget import DEFAULT_RETRIES, RetryBudget, RetrySettings
+from thunderagent.proxy.watch.metrics import TurnMetrics
+from thunderagent.proxy.wire.exchange import Exchange, done
+from thunderagent.proxy.wire.headers import identity_headers, tell_with_error
+from thunderagent.proxy.wire.request_id import REQUEST_ID
+
+log = structlog.get_logger("thunderagent.turns")
+
+
+@dataclass(frozen=True, slots=True)
+class TurnSettings:
+    """How turns are forwarded."""
+
+    retries: RetrySettings = DEFAULT_RETRIES
+    """How often turns are tried again, on another replica, after the connection failed before the first byte."""
+    identity: IdentityRules = NO_RULES
+    """What else names a program."""
+    patience_s: float | None = None
+    """Of clients that do not say how long they wait; None is for ever."""
+    client_patience: bool = True
+    """Whether turns are let in before their clients give up."""
+    heartbeat_s: float | None = None
+    """Time between two signs of life on a stream that is held; None sends none."""
+    tenant_from_key: bool = False
+    """Whether a program's tenant is that of the key that opens it, and a data key is for its own tenant alone."""
+    held: HeldLimits = NO_LIMITS
+    """How much may be held."""
+    names_programs: bool = False
+    """Tell engines whose turn it is, so that the events of their KV cache say whose blocks they are about."""
+
+
+class Preparer(Protocol):
+    """Who prepares sandboxes for programs ahead of time."""
+
+    def program_seen(self, program_id: str, program_class: str, tenant: str = "") -> None:
+        """Prepare what programs of a class get. One that is new is of that tenant."""
+
+
+class Turns:
+    """Answer requests that are turns."""
+
+    def __init__(
+        self,
+        leases: LeaseSource,
+        client: ReplicaClient,
+        replicas: Replicas,
+        watcher: Watcher,
+        metrics: TurnMetrics,
+        settings: TurnSettings,
+        tenancy: Tenancy,
+        held: HeldTurns,
+        made: MadeAnswers,
+        sandboxes: Preparer | None = None,
+        judge: Judge | None = None,
+    ) -> None:
+        """Forward with `client` to `replicas`, under `leases`; keep who made which answer in `made`."""
+        self._leases = leases
+        self._metrics = metrics
+        self._settings = settings
+        self._tenancy = tenancy
+        self._held = held
+        self._made = made
+        self._sandboxes = sandboxes
+        self._judge = judge
+        self._budget = RetryBudget(settings.retries)
+        self._attempts = Attempts()
+        self._inference = Inference() if settings.identity.infers_programs else None
+        self._forwarding = Forwarding(
+            client, replicas, watcher, self._budget, metrics, names_programs=settings.names_programs
+        )
+        self._relay = Relay(client, self._forwarding, made, self._inference)
+        self._log = log.bind()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        """Kept, because to ask for it costs a system call."""
+
+    async def answer(self, exchange: Exchange, chosen_id: str | None = None) -> None:
+        """Answer one turn; on the replica `chosen_id`, which its client chose, it is nobody's, whatever it says.
+
+        A body that is no JSON object goes to an engine as it is, for its own words on it. Raises `ThunderAgentError` if
+        there is no answer, and none was begun.
+        """
+        arrived_s = monotonic()
+        turn, prompt = await read_turn(
+            exchange, self._settings.identity, self._tenancy, is_of_nobody=chosen_id is not None
+        )
+        turn = self._of_program(exchange, turn, prompt)
+        target = exchange.target
+        record = Record(turn, target, dialect_of(target.spelt), arrived_s, exchange.body, prompt, chosen_id)
+        del prompt  # as large as the body, and of no more use
+        if turn.previous_response_id:
+            record.maker_id = self._made.maker(turn.previous_response_id)
+        attempt = self._attempt(exchange, record)
+        now_s = self._leases.now_s()
+        self._budget.turn_came(now_s)
+        self._attempts.begin(attempt, now_s)
+        try:
+            await self._run(exchange, record, attempt)
+        except TurnAbortedError:
+            await self._say_aborted(exchange, record)
+        except ThunderAgentError as error:
+            record.status = error.status
+            record.outcome = "failed" if isinstance(error, ReplicaError) else "rejected"
+            await _tell(exchange, record, error)
+        except asyncio.CancelledError:
+            if not attempt.superseded:
+                raise
+            record.outcome = "superseded"
+            if record.status is not None or attempt.task is None or attempt.task.uncancel():
+                raise  # its answer has begun, or its client left as well
+            record.status = TurnSupersededError.status
+            await _tell(exchange, record, TurnSupersededError("the same turn was tried again; that attempt goes on"))
+        finally:
+            self._attempts.end(attempt, self._leases.now_s(), answered=record.outcome == "finished")
+            self._write_line(record)
+            if record.outcome == "finished":
+                self._is_through(record)
+
+    # --- what a turn is ----------------------------------------------------------------------------------------------
+
+    def _of_program(self, exchange: Exchange, turn: TurnRequest, prompt: Prompt | None) -> TurnRequest:
+        """Infer whose turn it is, if nobody says and the operator wants that, and have its sandboxes prepared.
+
+        Raises `OtherTenantError` if its program is not one of its key's.
+        """
+        self._tenancy.check(turn.program_id)
+        if prompt is not None and self._inference is not None:
+            turn = self._inference.named(turn, prompt)
+        if self._sandboxes is not None and turn.program_id is not None and CLASS_HEADER in exchange.headers:
+            self._sandboxes.program_seen(turn.program_id, exchange.headers[CLASS_HEADER], turn.tenant)
+        return turn
+
+    def _attempt(self, exchange: Exchange, record: Record) -> Attempt:
+        turn, target = record.turn, record.target
+        try:
+            patience = patience_of(exchange.headers, self._settings.patience_s)
+        except RequestError as error:
+            tell_with_error(error, identity_headers(turn.program_id, turn.source))
+            raise
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+        task = asyncio.current_task(self._loop)
+        path = target.sent if record.chosen_id is None else target.prefix + target.sent
+        return Attempt(turn, path, patience, self._leases.now_s(), task, self._leases.new_turn_id())
+
+    # --- its way -----------------------------------------------------------------------------------------------------
+
+    async def _run(self, exchange: Exchange, record: Record, attempt: Attempt) -> None:
+        """Take a lease, forward, relay; before the first byte of an answer, try another replica if one fails."""
+        headers = self._forwarding.headers_of(exchange, record)
+        self._may_beat(exchange, record)
+        deadline_s = self._deadline_s(record, attempt)
+        avoid_replica_id = None
+        while True:
+            with await self._lease(exchange, record, attempt, deadline_s, avoid_replica_id) as lease:
+                if exchange.kept is not None:
+                    exchange.kept.release()  # how many run is the scheduler's matter
+                granted = lease.granted
+                self._metrics.observe_hold(granted.held_s)
+                self._metrics.observe_added(monotonic() - record.arrived_s - record.held_s)
+                authorization = headers.get("Authorization")
+                named = await self._forwarding.named(record, granted.replica_id, authorization)
+                try:
+                    try:
+                        upstream = await self._forwarding.send(exchange, record, granted, headers, named.body)
+                    except ReplicaError as error:
+                        lives = self._lives(record)
+                        self._forwarding.failed(lease, error)
+                        if not lives or not self._may_retry(record, attempt, error):
+                            raise
+                        avoid_replica_id = error.replica_id
+                        continue
+                    try:
+                        await self._relay.relay(exchange, record, lease, upstream)
+                        return
+                    finally:
+                        upstream.close()
+                finally:
+                    self._forwarding.left(record, granted, named, authorization)
+
+    async def _lease(
+        self,
+        exchange: Exchange,
+        record: Record,
+        attempt: Attempt,
+        deadline_s: float | None,
+        avoid_replica_id: str | None,
+    ) -> OpenLease:
+        """Wait for a lease, with signs of life if they are wanted; a second one is for a turn that kept its age."""
+        if record.tries_count:
+            attempt.supersedes_id, attempt.turn_id = attempt.turn_id, self._leases.new_turn_id()
+        self._tenancy.check(record.turn.program_id)  # once more: it may have become another's since the last try
+        asked_s, lease = monotonic(), None
+        home_id = self._leases.home_of(record.turn.told_id) if record.turn.told_id else None
+        ask = ask_for(record, attempt, self._leases.now_s(), deadline_s, avoid_replica_id, home_id)
+        waiting = self._leases.lease(ask, self._held.turn(exchange.kept, record.held_bytes))
+        try:
+            if record.held_stream is None:
+                lease = await waiting
+            else:
+                async with record.held_stream.beating():
+                    lease = await waiting
+        except BaseException:
+            record.held_s += monotonic() - asked_s
+            if lease is not None:  # the client left while the last heartbeat went out
+                lease.abandoned()
+            raise
+        attempt.supersedes_id = None
+        granted = lease.granted
+        record.replica_id = granted.replica_id
+        record.generation = granted.generation
+        record.reason = granted.reason
+        record.held_s += granted.held_s
+        record.tries_count += 1
+        if record.maker_id not in (None, granted.replica_id):
+            log.warning(
+                "response_is_elsewhere",
+                program_id=record.turn.program_id,
+                replica_id=granted.replica_id,
+                maker_id=record.maker_id,
+                request_id=REQUEST_ID.get(),
+            )
+        return lease
+
+    def _may_beat(self, exchange: Exchange, record: Record) -> None:
+        """Have a stream show signs of life while it is held, if the operator wants that."""
+        turn, period_s = record.turn, self._settings.heartbeat_s
+        if period_s is not None and turn.streams:
+            headers = identity_headers(turn.program_id, turn.source)
+            record.held_stream = HeldStream(exchange, record.target.engine_path, record.dialect, period_s, headers)
+
+    def _deadline_s(self, record: Record, attempt: Attempt) -> float | None:
+        """Return when the client gives up; None if it never does, or if heartbeats will keep it waiting."""
+        patience, settings = attempt.patience, self._settings
+        if patience.patience_s is None or not settings.client_patience:
+            return None
+        beats = record.held_stream is not None and settings.heartbeat_s is not None
+        if beats and patience.counts_bytes and (settings.heartbeat_s or 0.0) < patience.patience_s:
+            return None
+        return self._leases.now_s() + patience.patience_s
+
+    def _may_retry(self, record: Record, attempt: Attempt, error: ReplicaError) -> bool:
+        return self._forwarding.may_retry(record, error, self._leases.now_s(), attempt.patience.retry_count)
+
+    def _lives(self, record: Record) -> bool:
+        """Say whether the program of a turn with a lease did not end since: another of the same id is another."""
+        return record.turn.program_id is None or self._leases.lives(record.turn.program_id, record.generation)
+
+    # --- its end -----------------------------------------------------------------------------------------------------
+
+    async def _say_aborted(self, exchange: Exchange, record: Record) -> None:
+        """Answer as an engine answers a request that was aborted before it ran."""
+        turn = record.turn
+        make = partial(abort_answer, record.target.engine_path, turn.body)
+        content_type, answer = await read_aside(make, len(turn.body))
+        record.status, record.outcome = 200, "aborted"
+        if record.held_stream is not None and exchange.begun:
+            await record.held_stream.end_with(answer)
+        else:
+            headers = CIMultiDict({"Content-Type": content_type})
+            headers.update(record.headers())
+            await done(exchange.answer(200, "OK", headers, answer))
+
+    def _is_through(self, record: Record) -> None:
+        """End a program with its last turn; else let the judge know of it. One that has begun anew is another."""
+        turn = record.turn
+        if turn.program_id is None:
+            return
+        if turn.is_final:
+            self._leases.release(turn.program_id, record.generation, turn.outcome)
+        elif self._judge is not None and turn.has_whole_prompt and self._lives(record):
+            self._judge.turn_seen(turn.program_id, turn.body)
+
+    def _write_line(self, record: Record) -> None:
+        """Write the turn's canonical line."""
+        prompt_tokens, output_tokens, cached_tokens = record.usage
+        self._log.info(
+            "turn",
+            program_id=record.turn.program_id,
+            replica_id=record.replica_id,
+            outcome=record.outcome,
+            status=record.status,
+            reason=record.reason,
+            held_s=round(record.held_s, 4),
+            duration_s=round(monotonic() - record.arrived_s, 4),
+            tries_count=record.tries_count,
+            prompt_tokens=prompt_tokens,
+            output_tokens=output_tokens,
+            cached_tokens=cached_tokens,
+            tool=record.tool,
+            request_id=REQUEST_ID.get(),
+        )
+
+
+async def _tell(exchange: Exchange, record: Record, error: ThunderAgentError) -> None:
+    """Tell of an error as an event if the head of an answer was sent, else raise it."""
+    if record.held_stream is not None and exchange.begun:
+        await record.held_stream.fail(error)
+        return
+    tell_with_error(error, record.headers())
+    try:
+        raise error
+    finally:
+        del error  # or its traceback and this frame hold each other, and the whole turn, for a collection

@@ -1,0 +1,155 @@
+"""A turn on its way to its replica: named and with its priority where the engine wants that, and tried again or not.
+
+A turn is tried again on another replica only as long as no byte of an answer has come, and only if the connection
+failed: what an engine answers is the client's, whatever its status. How often is a matter of `retry_budget.py`, and
+which replica fails so often that nothing is sent there for a while, of `fleet/breaker.py`, to which each try is
+reported.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import structlog
+from multidict import CIMultiDict
+
+from thunderagent.backends.base import NamedTurn
+from thunderagent.errors import (
+    FirstByteTimeoutError,
+    ReplicaError,
+    ReplicaTimeoutError,
+    ReplicaTrippedError,
+    ReplicaUnreachableError,
+)
+from thunderagent.leases import Lease, OpenLease
+from thunderagent.proxy.fleet.client import ReplicaClient
+from thunderagent.proxy.fleet.replicas import Replicas, Watcher
+from thunderagent.proxy.reading.large_bodies import read_aside
+from thunderagent.proxy.turns.record import Record
+from thunderagent.proxy.turns.retry_budget import RetryBudget
+from thunderagent.proxy.turns.side_calls import look_at
+from thunderagent.proxy.watch.metrics import TurnMetrics
+from thunderagent.proxy.wire.exchange import Exchange
+from thunderagent.proxy.wire.headers import forwarded_request_headers
+from thunderagent.proxy.wire.http11.answers import Answer
+from thunderagent.proxy.wire.request_id import REQUEST_ID
+
+log = structlog.get_logger("thunderagent.turns")
+
+
+class Forwarding:
+    """Send turns to the replicas that they have leases on."""
+
+    def __init__(
+        self,
+        client: ReplicaClient,
+        replicas: Replicas,
+        watcher: Watcher,
+        budget: RetryBudget,
+        metrics: TurnMetrics,
+        *,
+        names_programs: bool,
+    ) -> None:
+        """Send with `client`; `names_programs` tells engines whose turn it is."""
+        self._client = client
+        self._replicas = replicas
+        self._watcher = watcher
+        self._budget = budget
+        self._metrics = metrics
+        self._names_programs = names_programs
+
+    def headers_of(self, exchange: Exchange, record: Record) -> CIMultiDict[str]:
+        """Return the headers that a turn goes to an engine with."""
+        headers = forwarded_request_headers(exchange.headers)
+        if self._names_programs and record.turn.program_id is not None:
+            headers["X-Session-ID"] = record.turn.program_id
+        return headers
+
+    async def named(self, record: Record, replica_id: str, authorization: str | None) -> NamedTurn:
+        """Return the body as it goes to an engine: with an id, where that wants to be told of clients that left."""
+        turn, path = record.turn, record.target.engine_path
+        name = partial(self._replicas.name_turn, replica_id, path, turn.body, turn.program_id, authorization)
+        return await read_aside(name, len(turn.body))
+
+    async def send(
+        self, exchange: Exchange, record: Record, lease: Lease, headers: CIMultiDict[str], body: bytes
+    ) -> Answer:
+        """Forward a turn, with its priority if the scheduler gives it one, and return when its answer's head came.
+
+        A turn that its engine refuses for its priority is sent again without. Raises `ReplicaError`.
+        """
+        given = None
+        if lease.engine_priority is not None:
+            given = self._replicas.priorities.for_engine(lease.replica_id, lease.engine_priority)
+        if given is None:
+            return await self._send_once(exchange, record, lease, headers, body)
+        (priorities, priority), with_priority = given, CIMultiDict(headers)
+        put = partial(priorities.put, record.target.engine_path, body, with_priority, priority)
+        with_it = await read_aside(put, len(body))
+        upstream = await self._send_once(exchange, record, lease, with_priority, with_it)
+        if upstream.status != 400:
+            return upstream
+        try:
+            answer = await self._client.read(lease.replica_id, upstream)
+        except BaseException:
+            upstream.close()
+            raise
+        if not priorities.is_refusal(answer):
+            return upstream
+        upstream.close()
+        upstream = await self._send_once(exchange, record, lease, headers, body)
+        if upstream.status != 400:
+            self._replicas.priorities.refused(lease.replica_id)
+        return upstream
+
+    async def _send_once(
+        self, exchange: Exchange, record: Record, lease: Lease, headers: CIMultiDict[str], body: bytes
+    ) -> Answer:
+        if exchange.begun:
+            headers = CIMultiDict(headers)
+            headers["Accept-Encoding"] = "identity"  # the head was sent, and promises nothing else
+        async with self._replicas.breakers.trying(lease.replica_id):
+            return await self._client.send(
+                lease.replica_id,
+                lease.url,
+                "POST",
+                record.target.sent,
+                headers,
+                body,
+                may_repeat=not record.turn.is_unknown,
+            )
+
+    def may_retry(self, record: Record, error: ReplicaError, now_s: float, client_retries_count: int) -> bool:
+        """Say whether a turn may be tried again that failed before its first byte."""
+        if error.replica_id in (record.chosen_id, record.maker_id):
+            return False  # elsewhere it would only be refused
+        if record.turn.is_unknown and not isinstance(error, ReplicaUnreachableError):
+            return False  # it may have been done
+        if isinstance(error, ReplicaTimeoutError) and not isinstance(error, FirstByteTimeoutError):
+            return False
+        refused_before = self._budget.refused_count
+        may_retry = self._budget.may_retry(now_s, record.tries_count, client_retries_count)
+        if may_retry:
+            self._metrics.count_retry("made")
+        elif self._budget.refused_count > refused_before:
+            self._metrics.count_retry("over_budget")
+            log.warning("retry_over_budget", program_id=record.turn.program_id, replica_id=error.replica_id)
+        return may_retry
+
+    def failed(self, lease: OpenLease, error: ReplicaError) -> None:
+        """Give a lease back that its replica failed, and have that replica looked at."""
+        lease.failed()
+        log.warning(
+            "replica_failed_turn",
+            program_id=lease.granted.program_id,
+            replica_id=lease.granted.replica_id,
+            why=str(error),
+            request_id=REQUEST_ID.get(),
+        )
+        if not isinstance(error, ReplicaTrippedError):
+            look_at(self._watcher, error)
+
+    def left(self, record: Record, lease: Lease, named: NamedTurn, authorization: str | None) -> None:
+        """Have an engine end what nobody waits for any more, where that is told of clients that left."""
+        if named.engine_request_id and record.outcome not in ("finished", "refused"):
+            self._replicas.abort_turn(lease.replica_id, named.engine_request_id, authorization)

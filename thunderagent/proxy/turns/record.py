@@ -1,0 +1,127 @@
+"""What is known of one turn: for the lease that it asks for, for its canonical line, for the headers of its answer."""
+
+from __future__ import annotations
+
+from multidict import CIMultiDict
+
+from thunderagent.leases import TurnAsk
+from thunderagent.proxy.reading.answers import Completions
+from thunderagent.proxy.reading.dialects import NO_USAGE, Dialect
+from thunderagent.proxy.reading.identity import TurnRequest
+from thunderagent.proxy.reading.inference import Chain, Prompt
+from thunderagent.proxy.reading.target import Target
+from thunderagent.proxy.turns.aborts import is_abortable
+from thunderagent.proxy.turns.attempts import Attempt
+from thunderagent.proxy.turns.heartbeat import HeldStream
+from thunderagent.proxy.wire.headers import HOLD_HEADER, REPLICA_HEADER, identity_headers
+
+
+class Record:
+    """One turn: what it is, where it ran, and what came of it. Unless it ends otherwise, its client left."""
+
+    __slots__ = (
+        "arrived_s",
+        "chain",
+        "chosen_id",
+        "completions",
+        "dialect",
+        "generation",
+        "held_bytes",
+        "held_s",
+        "held_stream",
+        "maker_id",
+        "outcome",
+        "prompt_bytes",
+        "reason",
+        "replica_id",
+        "status",
+        "target",
+        "tool",
+        "tries_count",
+        "turn",
+        "usage",
+    )
+
+    def __init__(
+        self,
+        turn: TurnRequest,
+        target: Target,
+        dialect: Dialect,
+        arrived_s: float,
+        body: bytes,
+        prompt: Prompt | None = None,
+        chosen_id: str | None = None,
+    ) -> None:
+        """Begin with a turn that has no lease yet. What is answered is read if its `prompt` was."""
+        self.turn = turn
+        self.target = target
+        self.dialect = dialect
+        self.arrived_s = arrived_s
+        self.prompt_bytes = len(turn.body) - turn.media.size_bytes if turn.has_whole_prompt else 0
+        self.held_bytes = len(body) + (len(turn.body) if turn.body is not body else 0)
+        """What is kept of it until it has run: the body as it came, and as it is forwarded."""
+        self.chosen_id = chosen_id
+        """The replica that it must run on, and on no other."""
+        self.maker_id: str | None = None
+        """The replica that made the response which it goes on from, if that is known: no other has it."""
+        self.held_stream: HeldStream | None = None
+        """What a held stream shows; its head may have been sent."""
+        self.chain: Chain | None = prompt.chain() if prompt is not None else None
+        self.completions = Completions(dialect) if prompt is not None else None
+        """What is answered, where the program was inferred: its next prompt begins so."""
+        self.generation = 0
+        """Of its program, as its last lease said."""
+        self.outcome = "abandoned"
+        self.status: int | None = None
+        self.replica_id: str | None = None
+        self.reason: str | None = None
+        self.held_s = 0.0
+        self.tries_count = 0
+        self.usage = NO_USAGE
+        self.tool = ""
+
+    def headers(self) -> CIMultiDict[str]:
+        """Return what the answer to the turn says about it."""
+        turn = self.turn
+        headers = CIMultiDict({HOLD_HEADER: str(round(self.held_s * 1000))})
+        if self.replica_id is not None:
+            headers[REPLICA_HEADER] = self.replica_id
+        headers.update(identity_headers(turn.program_id or turn.told_id or None, turn.source))
+        return headers
+
+
+def ask_for(
+    record: Record,
+    attempt: Attempt,
+    now_s: float,
+    deadline_s: float | None,
+    avoid_replica_id: str | None,
+    home_id: str | None,
+) -> TurnAsk:
+    """Return all that a scheduler may know of a turn.
+
+    Its client gives up at `deadline_s`. A turn of nobody that says whose it is runs beside that program, at `home_id`.
+    """
+    turn = record.turn
+    waited = record.tries_count or attempt.patience.retry_count
+    return TurnAsk(
+        turn_id=attempt.turn_id,
+        program_id=turn.program_id,
+        branch_id=turn.branch_id,
+        parent_branch_id=turn.parent_branch_id,
+        parent_id=turn.parent_id,
+        tenant=turn.tenant,
+        group_id=turn.group_id,
+        program_class=turn.program_class,
+        role=turn.role,
+        prompt_bytes=record.prompt_bytes,
+        prefix=turn.prefix,
+        media=turn.media.media,
+        patience_s=None if deadline_s is None else deadline_s - now_s,
+        waited_s=now_s - attempt.since_s if waited else None,
+        supersedes_id=attempt.supersedes_id,
+        avoid_replica_id=avoid_replica_id,
+        pinned_replica_id=record.chosen_id,
+        wanted_replica_id=record.maker_id or home_id,
+        abortable=is_abortable(record.target.engine_path, has_token_prompt=turn.has_token_prompt),
+    )

@@ -1,0 +1,180 @@
+"""The answer to a turn on its way to its client: relayed as it comes, read for its usage and the tool that it calls.
+
+When it is whole, and before its client can send the program's next turn, the lease ends with what was read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from time import monotonic
+
+from multidict import CIMultiDict
+
+from thunderagent.errors import ReplicaError
+from thunderagent.leases import OpenLease
+from thunderagent.proxy.fleet.client import ReplicaClient
+from thunderagent.proxy.fleet.made_answers import MadeAnswers
+from thunderagent.proxy.reading.answers import read_answer
+from thunderagent.proxy.reading.dialects import Usage
+from thunderagent.proxy.reading.dialects.base import KeepId
+from thunderagent.proxy.reading.inference import Inference
+from thunderagent.proxy.reading.large_bodies import LARGE_BODY_BYTES, read_aside
+from thunderagent.proxy.reading.tool_calls import StreamToolCalls
+from thunderagent.proxy.reading.usage import StreamUsage
+from thunderagent.proxy.turns.forward import Forwarding
+from thunderagent.proxy.turns.record import Record
+from thunderagent.proxy.wire.exchange import Exchange, Wait, done
+from thunderagent.proxy.wire.headers import forwarded_response_headers, lead_back
+from thunderagent.proxy.wire.http11.answers import Answer
+
+PROGRESS_PERIOD_S = 1.0
+"""The scheduler hears at most so often how far a stream has come."""
+
+
+class Relay:
+    """Relay answers, and end the leases of their turns."""
+
+    def __init__(
+        self, client: ReplicaClient, forwarding: Forwarding, made: MadeAnswers, inference: Inference | None
+    ) -> None:
+        """Read with `client`; `made` keeps who made which answer, `inference` how prompts go on, if it is on."""
+        self._client = client
+        self._forwarding = forwarding
+        self._made = made
+        self._inference = inference
+
+    async def relay(self, exchange: Exchange, record: Record, lease: OpenLease, upstream: Answer) -> None:
+        """Relay an answer whose head has come. Raises `ReplicaError` if it breaks off before its client heard of it."""
+        granted, record.status = lease.granted, upstream.status
+        streams = upstream.content_type == "text/event-stream"
+        headers = forwarded_response_headers(upstream.headers, keep_length=not streams)
+        lead_back(headers, granted.url, granted.replica_id, record.target)
+        headers.update(record.headers())
+        if streams and not (exchange.begun and upstream.status >= 400):
+            await self._stream(exchange, record, lease, upstream, headers)
+            return
+        body = await self._read(record, lease, upstream)
+        if record.held_stream is not None and exchange.begun:
+            await record.held_stream.refuse(body)  # the head of a stream was sent: it is told as an event
+        else:
+            await done(exchange.answer(upstream.status, upstream.reason, headers, body))
+
+    async def _read(self, record: Record, lease: OpenLease, upstream: Answer) -> bytes:
+        """Read an answer to its end, end the lease, and return it unchanged."""
+        try:
+            body = await self._client.read(lease.granted.replica_id, upstream)
+        except ReplicaError as error:
+            self._forwarding.failed(lease, error)
+            raise
+        if upstream.status < 400:
+            keep_id = partial(self._made.keep, replica_id=lease.granted.replica_id)
+            read = partial(_read_answer, record, body, upstream.headers.get("Content-Encoding"), keep_id)
+            record.usage, record.tool = await read_aside(read, len(body))
+        self._end_lease(record, lease)
+        return body
+
+    async def _stream(
+        self, exchange: Exchange, record: Record, lease: OpenLease, upstream: Answer, headers: CIMultiDict[str]
+    ) -> None:
+        """Relay a stream of events as they come, and end the lease with the usage and the calls that they carry."""
+        streamed = _Streamed(self, exchange, record, lease, upstream)
+        if not exchange.begun:
+            await done(exchange.begin(upstream.status, upstream.reason, headers))
+        replica_id = lease.granted.replica_id
+        try:
+            await self._client.pipe(replica_id, upstream, streamed.take)
+        except ReplicaError as error:
+            record.outcome = "failed"
+            self._forwarding.failed(lease, error)
+            await streamed.break_off(error)
+            return
+        if rest := streamed.events.rest():
+            await done(exchange.write(rest))
+        record.usage = streamed.events.usage
+        record.tool = streamed.tool_calls.key()
+        self._end_lease(record, lease)
+        await done(exchange.end())
+
+    def keep_id(self, replica_id: str) -> KeepId:
+        """Return what remembers which answers a replica made."""
+        return partial(self._made.keep, replica_id=replica_id)
+
+    def remember(self, record: Record) -> None:
+        """Remember once how the next prompt of an inferred program begins."""
+        chain, completions, record.chain = record.chain, record.completions, None
+        if chain is not None and completions is not None and self._inference is not None and record.status == 200:
+            self._inference.answered(record.turn.program_id or "", chain, completions.choices())
+
+    def _end_lease(self, record: Record, lease: OpenLease) -> None:
+        """End the lease of a turn whose answer is whole; an engine's 4xx or 5xx is an answer too."""
+        if record.status is not None and record.status < 400:
+            record.outcome = "finished"
+            lease.finished(*record.usage, record.tool)
+            self.remember(record)
+        else:
+            record.outcome = "refused"
+            lease.refused()
+
+
+class _Streamed:
+    """One stream: takes what comes, and has the client get it."""
+
+    __slots__ = ("_exchange", "_lease", "_progress_at_s", "_promised", "_record", "_relay", "events", "tool_calls")
+
+    def __init__(self, relay: Relay, exchange: Exchange, record: Record, lease: OpenLease, upstream: Answer) -> None:
+        self._relay = relay
+        self._exchange = exchange
+        self._record = record
+        self._lease = lease
+        encoding = upstream.headers.get("Content-Encoding")
+        self._promised = "identity" if exchange.begun else encoding or "identity"
+        self._progress_at_s = 0.0
+        self.tool_calls = StreamToolCalls()
+        self.events = StreamUsage(
+            take_out=record.turn.usage_added,
+            content_encoding=encoding,
+            listener=self.tool_calls.read if record.completions is None else self._listen,
+            reader=record.dialect.reader(relay.keep_id(lease.granted.replica_id)),
+        )
+
+    def take(self, piece: bytes) -> Wait:
+        """Take the next bytes that came."""
+        now_s = monotonic()
+        if not self._progress_at_s:
+            self._lease.started()
+            self._progress_at_s = now_s + PROGRESS_PERIOD_S
+        elif now_s > self._progress_at_s:
+            self._lease.progressed(self.events.events_count)
+            self._progress_at_s = now_s + PROGRESS_PERIOD_S
+        if self.events.pending_bytes + len(piece) > LARGE_BODY_BYTES:
+            return self._take_aside(piece)
+        return self._hand_on(self.events.feed(piece))
+
+    async def break_off(self, error: ReplicaError) -> None:
+        """Tell the client of a stream that broke, as an event, and cut the connection: the answer is not whole."""
+        if self._promised == "identity":  # else an event would read as rubbish
+            ending = self._record.dialect.break_off(error.code, error.message, self.events.last_events)
+            await done(self._exchange.write(self.events.broken_off() + ending))
+        self._exchange.cut()
+
+    async def _take_aside(self, piece: bytes) -> None:
+        await done(self._hand_on(await asyncio.to_thread(self.events.feed, piece)))
+
+    def _hand_on(self, relayed: bytes) -> Wait:
+        completions = self._record.completions
+        if completions is not None and completions.ended:
+            self._relay.remember(self._record)  # before the client knows the end, and goes on with it
+        return self._exchange.write(relayed) if relayed else None
+
+    def _listen(self, events: bytes) -> None:
+        assert self._record.completions is not None
+        self.tool_calls.read(events)
+        self._record.completions.read_events(events)
+
+
+def _read_answer(record: Record, body: bytes, content_encoding: str | None, keep_id: KeepId) -> tuple[Usage, str]:
+    """Return the usage of a whole answer, and which tool it calls; and read what it says if that is wanted."""
+    if record.completions is not None:
+        record.completions.read_answer(body, content_encoding)
+    return read_answer(record.dialect, body, content_encoding, keep_id)
