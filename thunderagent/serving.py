@@ -27,7 +27,7 @@ from thunderagent.event_log import EventLogWriter
 from thunderagent.policy_loader import load_policy, parse_setting
 from thunderagent.programs.scheduler import Scheduler, SchedulerSettings
 from thunderagent.provisioning import build_provisioning
-from thunderagent.proxy.app import HISTORY, build_app
+from thunderagent.proxy.app import FRONT, HISTORY, build_app
 from thunderagent.proxy.control.control import ControlSettings
 from thunderagent.proxy.fleet.breaker import BreakerSettings
 from thunderagent.proxy.fleet.client import ClientSettings, ReplicaClient, open_client
@@ -363,6 +363,7 @@ async def _listening(
         max_field_size=MAX_HEAD_BYTES,
         shutdown_timeout=CLOSE_S,
         stall_s=config.client_stall_limit_s,
+        handler_of=app[FRONT].handler_of,
         keepalive_timeout=config.idle_timeout_s,  # aiohttp's word; it counts from a connection's first moment
     )
     await runner.setup()

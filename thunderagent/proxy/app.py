@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Protocol
 
 import structlog
 from aiohttp import hdrs, web
+from multidict import CIMultiDict
 from prometheus_client import CollectorRegistry
 
 from thunderagent.errors import (
@@ -51,6 +53,9 @@ from thunderagent.proxy.watch.history import History
 from thunderagent.proxy.watch.metrics import StateCollector, TurnMetrics
 from thunderagent.proxy.wire.aiohttp_exchange import AiohttpExchange
 from thunderagent.proxy.wire.aiohttp_request import mark, target_of, told_path
+from thunderagent.proxy.wire.front import Front, Told
+from thunderagent.proxy.wire.front import Tracing as FrontTracing
+from thunderagent.proxy.wire.http11.asked import Asked
 from thunderagent.proxy.wire.request_id import REQUEST_ID
 from thunderagent.proxy.wire.stall import STALL_LIMIT_S, send_if_large
 from thunderagent.runtime import Runtime
@@ -70,7 +75,11 @@ HISTORY = web.AppKey("history", History)
 """Where the application keeps its history; whoever runs it runs that beside it."""
 
 
-class Tracing(Protocol):
+FRONT = web.AppKey("front", Front)
+"""Where the application keeps what answers turns that do not come by aiohttp."""
+
+
+class Tracing(FrontTracing, Protocol):
     """What makes spans of requests."""
 
     def around(self, handler: Handler) -> Handler:
@@ -105,9 +114,8 @@ def build_app(
     tenancy = Tenancy(runtime, from_key=turn_settings.tenant_from_key)
     held = HeldTurns(turn_settings.held, registry)
     made = MadeAnswers(MADE_ANSWERS_COUNT)
-    turns = TurnHandlers(
-        Turns(runtime, client, replicas, watcher, metrics, turn_settings, tenancy, held, made, sandboxes, judge)
-    )
+    flow = Turns(runtime, client, replicas, watcher, metrics, turn_settings, tenancy, held, made, sandboxes, judge)
+    turns = TurnHandlers(flow)
     side_calls = SideCalls(
         client,
         replicas,
@@ -134,6 +142,7 @@ def build_app(
     app = web.Application(client_max_size=guard_settings.max_body_bytes)
     app[STALL_LIMIT_S] = guard_settings.client_stall_limit_s
     guard.attach(app)
+    app[FRONT] = Front(is_turn, guard.let_in, flow.answer, tell, _decorator(guard, simulated=simulated), tracing)
     app.on_cleanup.append(_stopping(replicas.breakers))
     app[HISTORY] = History(runtime, replicas, metrics.hold_counts)
     live = Live(runtime, replicas, app[HISTORY], sandboxes_on=sandboxes is not None, simulated=simulated)
@@ -198,6 +207,22 @@ class TurnHandlers:
         exchange = await AiohttpExchange.of(request, target)
         await self._turns.answer(exchange, chosen_id)
         return exchange.response
+
+
+def _decorator(guard: Guard, *, simulated: bool) -> Callable[[Asked, CIMultiDict[str]], None] | None:
+    """Return what adds to the heads of turns' answers what is configured; None if nothing is."""
+
+    def decorate(asked: Asked, headers: CIMultiDict[str]) -> None:
+        if simulated:
+            headers[ENGINES_HEADER] = "simulated"
+        guard.mark_cors(asked, headers)
+
+    return decorate if simulated or guard.marks_cors else None
+
+
+def is_turn(target: Target) -> bool:
+    """Say whether a POST of this target is a turn on an API that we speak."""
+    return use_of(target, "POST") is Use.TURN
 
 
 def _stopping(breakers: Breakers) -> Callable[[web.Application], Awaitable[None]]:
@@ -286,12 +311,12 @@ def answering_errors(handler: Handler) -> Handler:
         except web.HTTPRequestEntityTooLarge as error:
             response = error_response(request, BodyTooLargeError(f"the body is larger than the limit: {error.text}"))
         except web.HTTPException as error:
-            response = _error_body(request, error.status, "invalid_request", error.reason)
+            response = error_response(request, error)
         except ConnectionError:
             response = web.Response(status=CLIENT_CLOSED_REQUEST)  # never sent: the client left
-        except Exception:
+        except Exception as error:
             log.exception("bug", method=request.method, path=told_path(request), request_id=REQUEST_ID.get())
-            response = _error_body(request, 500, "internal_error", "the proxy has a bug; its log has the trace")
+            response = error_response(request, error)
         if "Expect" in request.headers and not request.content.is_eof() and not response.prepared:
             response.force_close()  # its body may still come, or not: nobody was told which
         mark(response)
@@ -301,23 +326,30 @@ def answering_errors(handler: Handler) -> Handler:
     return handle
 
 
-def error_response(request: web.Request, error: ThunderAgentError) -> web.Response:
+def error_response(request: web.Request, error: Exception) -> web.Response:
     """Return the answer that tells a caller of an error."""
-    response = _error_body(request, error.status, error.code, error.message)
-    response.headers.update(error.answer_headers)
-    if error.retry_after_s is not None:
-        response.headers["Retry-After"] = str(error.retry_after_s)
-    if error.status == KeyNeededError.status:
-        response.headers["WWW-Authenticate"] = "Bearer"
-    return response
-
-
-def _error_body(request: web.Request, status: int, code: str, message: str) -> web.Response:
     try:
-        dialect = dialect_of(target_of(request).spelt)
+        target = target_of(request)
     except RequestError:
-        dialect = CHAT
-    body = dialect.error(status, code, message)
+        target = None
+    told = tell(target, error)
+    return web.Response(status=told.status, headers=told.headers, body=told.body)
+
+
+def tell(target: Target | None, error: Exception) -> Told:
+    """Return what a caller is told of an error, in the schema of the API that it called."""
+    status, code, message = 500, "internal_error", "the proxy has a bug; its log has the trace"
+    headers = {"Content-Type": "application/json; charset=utf-8"}
+    if isinstance(error, ThunderAgentError):
+        status, code, message = error.status, error.code, error.message
+        headers.update(error.answer_headers)
+        if error.retry_after_s is not None:
+            headers["Retry-After"] = str(error.retry_after_s)
+        if status == KeyNeededError.status:
+            headers["WWW-Authenticate"] = "Bearer"
+    elif isinstance(error, web.HTTPException):
+        status, code, message = error.status, "invalid_request", error.reason
+    body = (dialect_of(target.spelt) if target is not None else CHAT).error(status, code, message)
     if body.get("type") == "error":  # Anthropic's schema, which has a place for it
         body["request_id"] = REQUEST_ID.get()
-    return web.json_response(body, status=status)
+    return Told(status, headers, json.dumps(body).encode())

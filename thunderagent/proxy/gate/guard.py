@@ -8,10 +8,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
 from urllib.parse import urlsplit
 
 from aiohttp import web
 from aiohttp.http import HttpVersion11
+from multidict import CIMultiDict, CIMultiDictProxy
 from prometheus_client import CollectorRegistry
 
 from thunderagent.errors import (
@@ -28,6 +31,7 @@ from thunderagent.proxy.gate.keys import KEY_HEADER, Keyring, check_key
 from thunderagent.proxy.gate.login import Logins
 from thunderagent.proxy.gate.rate_limit import RateLimits
 from thunderagent.proxy.wire.aiohttp_request import KEPT_BODY, target_of
+from thunderagent.proxy.wire.http11.asked import CONTINUE, Asked
 from thunderagent.proxy.wire.request_id import REQUEST_ID, REQUEST_ID_HEADER, take_request_id
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -37,7 +41,27 @@ MAX_OPEN_BODY_BYTES = 64 * 1024
 
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 PREFLIGHT_AGE_S = 600
-CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+class Visitor(Protocol):
+    """What is judged of a request, whichever server read it."""
+
+    @property
+    def method(self) -> str:
+        """The method."""
+
+    @property
+    def headers(self) -> CIMultiDictProxy[str]:
+        """The headers."""
+
+    @property
+    def host(self) -> str:
+        """What it calls us."""
+
+    @property
+    def remote(self) -> str | None:
+        """The address that it came from."""
+
 
 NEEDS = web.RequestKey("needs", Access)
 """What a request needs, once the guard has said so."""
@@ -93,8 +117,13 @@ class Guard:
 
     def attach(self, app: web.Application) -> None:
         """Have answers say who may read them, if anybody may but their own origin."""
-        if self._settings.cors_origins:
+        if self.marks_cors:
             app.on_response_prepare.append(self._mark_cors)
+
+    @property
+    def marks_cors(self) -> bool:
+        """Whether pages of other origins may read answers."""
+        return bool(self._settings.cors_origins)
 
     def before(self, handler: Handler, method: str, route_path: str) -> Handler:
         """Wrap the handler of a route; errors are raised to whoever wraps it again."""
@@ -128,6 +157,38 @@ class Guard:
 
         return handle
 
+    async def let_in(self, asked: Asked) -> KeptBody | None:
+        """Judge a turn that our own server read, and have its body come. Raises like a handler of `before`.
+
+        Returns what counts the body, until the turn has ended; None for one that came with its head.
+        """
+        REQUEST_ID.set(take_request_id(asked.headers))
+        if self._hosts is not None and self._is_judged_by_name(asked, is_operators=False):
+            self._hosts.check(asked.headers)
+        if "Origin" in asked.headers:
+            self._check_origin(asked, asks_engine=True)
+        if self._keyring or self._limits is not None:
+            await self._check_key_and_rate(asked, for_admin=False)
+        if asked.is_whole:
+            asked.body = asked.taken()
+            if len(asked.body) > self._settings.max_body_bytes:
+                raise BodyTooLargeError(f"the body is larger than the limit of {self._settings.max_body_bytes} bytes")
+            return None
+        kept = KeptBody(self._held)
+        try:
+            asked.body = await self._come(
+                asked.next_piece,
+                asked.headers,
+                max(0, asked.head.length),
+                kept,
+                self._settings.max_body_bytes,
+                asked.invite if asked.head.is_http_11 else None,
+            )
+        except BaseException:
+            kept.release()
+            raise
+        return kept
+
     def _needs(self, request: web.Request, access: Access) -> Access:
         """Return what a request needs on a route of this access. Raises `RequestError` for an odd target."""
         target = target_of(request)
@@ -143,7 +204,7 @@ class Guard:
             return Access.ADMIN
         return access_of_route(method, route_path) or Access.ADMIN
 
-    async def _check_key_and_rate(self, request: web.Request, *, for_admin: bool) -> None:
+    async def _check_key_and_rate(self, request: Visitor, *, for_admin: bool) -> None:
         caller = f"address {request.remote}"
         if self._keyring:
             key = self._keyring.key_of(request.headers) or self._logins.key_of(request.headers)
@@ -157,30 +218,51 @@ class Guard:
                 await self._limits.wait(caller)
 
     async def _read_body(self, request: web.Request, kept: KeptBody, max_bytes: int) -> None:
-        """Read a body that did not come with its head; what a handler reads later is what was read here.
+        """Read a body that did not come with its head; what a handler reads later is what was read here."""
+        request._read_bytes = await self._come(  # noqa: SLF001 - where `request.read` keeps it
+            request.content.readany,
+            request.headers,
+            request.content_length or 0,
+            kept,
+            max_bytes,
+            partial(_invite, request) if request.version >= HttpVersion11 else None,
+        )
+
+    async def _come(
+        self,
+        next_piece: Callable[[], Awaitable[bytes]],
+        headers: CIMultiDictProxy[str],
+        length_bytes: int,
+        kept: KeptBody,
+        max_bytes: int,
+        invite: Callable[[], None] | None,
+    ) -> bytes:
+        """Have a body come, with an invitation if its client waits for one.
 
         It is counted as it comes: who only announces a large one takes nothing from others.
         """
-        settings, length_bytes = self._settings, request.content_length or 0
+        limit_s = self._settings.body_timeout_s
         if length_bytes > max_bytes:
             raise BodyTooLargeError(f"the body has {length_bytes} bytes, the limit is {max_bytes}")
         pieces, size_bytes = [], 0
         kept.check(length_bytes)
-        if "Expect" in request.headers and request.version >= HttpVersion11:
-            await _invite(request)
+        if "Expect" in headers and invite is not None:
+            if headers["Expect"].lower() != "100-continue":
+                raise ExpectationError("nothing can be expected of this server but 100-continue")
+            invite()
         try:
-            async with asyncio.timeout(settings.body_timeout_s):
-                while piece := await request.content.readany():
+            async with asyncio.timeout(limit_s):
+                while piece := await next_piece():
                     pieces.append(piece)
                     size_bytes += len(piece)
                     if size_bytes > max_bytes:
                         raise BodyTooLargeError(f"the body is larger than the limit of {max_bytes} bytes")
                     kept.grow(len(piece))
         except TimeoutError as error:
-            raise BodyTimeoutError(f"the body did not come within {settings.body_timeout_s:g} s") from error
-        request._read_bytes = b"".join(pieces)  # noqa: SLF001 - where `request.read` keeps it
+            raise BodyTimeoutError(f"the body did not come within {limit_s:g} s") from error
+        return b"".join(pieces)
 
-    def _is_judged_by_name(self, request: web.Request, is_operators: bool) -> bool:
+    def _is_judged_by_name(self, request: Visitor, is_operators: bool) -> bool:
         """Say whether what a request calls us matters: without a key, to operators' routes and from browsers."""
         if not (is_operators or comes_from_a_browser(request.headers)):
             return False
@@ -210,7 +292,7 @@ class Guard:
         }
         return web.Response(status=204, headers=headers)
 
-    def _check_origin(self, request: web.Request, *, asks_engine: bool) -> None:
+    def _check_origin(self, request: Visitor, *, asks_engine: bool) -> None:
         """Refuse what a page of another origin makes its reader's browser do to our own API.
 
         Browsers send such requests without asking first, and without a key they may be enough on loopback. What goes
@@ -222,7 +304,7 @@ class Guard:
         if _host_and_port(origin) != request.host and not self._is_allowed(origin):
             raise OriginRefusedError("a page of this origin may not do that; cors_origins says which may")
 
-    def _check_site(self, request: web.Request) -> None:
+    def _check_site(self, request: Visitor) -> None:
         """Refuse what another site's page has its reader's browser ask of an operator's route, in whatever way.
 
         A picture or a link is a GET without an origin, and some engines take a GET for a command.
@@ -233,15 +315,24 @@ class Guard:
                 raise OriginRefusedError("a page of another site may not ask for that; cors_origins says which may")
 
     async def _mark_cors(self, request: web.Request, response: web.StreamResponse) -> None:
-        """Say in an answer which origin may read it, and how; what an engine says of that holds no longer."""
-        if not self._is_preflight(request):  # that answer is ours
-            for name in {name for name in response.headers if name.lower().startswith("access-control-")}:
-                response.headers.popall(name, None)
-        response.headers.add("Vary", "Origin")
+        """Say in an answer of aiohttp's which origin may read it, and how."""
+        self.mark_cors(request, response.headers, is_ours=self._is_preflight(request))
+
+    def mark_cors(self, request: Visitor, headers: CIMultiDict[str], *, is_ours: bool = False) -> None:
+        """Say in an answer which origin may read it, and how, if any but its own may.
+
+        What an engine says of that holds no longer, unless the answer `is_ours`.
+        """
+        if not self.marks_cors:
+            return
+        if not is_ours:
+            for name in {name for name in headers if name.lower().startswith("access-control-")}:
+                headers.popall(name, None)
+        headers.add("Vary", "Origin")
         origin = request.headers.get("Origin")
         if origin is not None and self._is_allowed(origin):
-            response.headers["Access-Control-Allow-Origin"] = origin
-            response.headers["Access-Control-Expose-Headers"] = EXPOSED_HEADERS
+            headers["Access-Control-Allow-Origin"] = origin
+            headers["Access-Control-Expose-Headers"] = EXPOSED_HEADERS
 
 
 def _host_and_port(origin: str) -> str | None:
@@ -252,13 +343,10 @@ def _host_and_port(origin: str) -> str | None:
         return None
 
 
-async def _invite(request: web.Request) -> None:
-    """Say to a client that waits for it that its body is welcome (RFC 9110, 10.1.1). Raises `ExpectationError`."""
-    if request.headers["Expect"].lower() != "100-continue":
-        raise ExpectationError("nothing can be expected of this server but 100-continue")
-    writer = request.writer
-    await writer.write(CONTINUE)
-    writer.output_size = 0  # that was no part of the answer
+def _invite(request: web.Request) -> None:
+    """Say to a client that waits for it that its body is welcome (RFC 9110, 10.1.1)."""
+    if request.transport is not None:
+        request.transport.write(CONTINUE)  # past aiohttp's writer: it is no part of the answer
 
 
 async def says_nothing_yet(request: web.Request) -> None:

@@ -10,6 +10,7 @@ the frames that it passed, and they the answer, until a garbage collection.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from typing import Protocol
 
 from multidict import CIMultiDictProxy
@@ -139,6 +140,11 @@ class Answer:
             self._sink = sink
             try:
                 await self._change()
+            except BaseException:
+                if isinstance(self._wait, Coroutine):
+                    self._wait.close()  # nobody will await it
+                self._wait = None
+                raise
             finally:
                 self._sink = None
             raised, self._raised = self._raised, None

@@ -15,7 +15,8 @@ from typing import Any, Protocol
 
 from multidict import CIMultiDict, CIMultiDictProxy
 
-from thunderagent.proxy.wire.exchange import Wait
+from thunderagent.proxy.reading.target import Target
+from thunderagent.proxy.wire.exchange import KeptBody, Wait
 from thunderagent.proxy.wire.http11.chunks import Chunks
 from thunderagent.proxy.wire.http11.heads import BODILESS_STATUSES, CHUNKED, RequestHead, written
 
@@ -87,15 +88,30 @@ class Asked:
         "_pieces_bytes",
         "_waiter",
         "begun",
+        "body",
+        "decorate",
         "head",
         "is_over",
         "is_whole",
+        "kept",
+        "status",
+        "target",
     )
+
+    target: Target
+    """What it asks for, once that was read."""
 
     def __init__(self, line: Line, head: RequestHead) -> None:
         """Begin with a request whose head came."""
         self._line = line
         self.head = head
+        self.body = b""
+        """All of it, once it was read."""
+        self.kept: KeptBody | None = None
+        self.status = 0
+        """Of the answer, once it was begun."""
+        self.decorate: Callable[[Asked, CIMultiDict[str]], None] | None = None
+        """Adds to the head of the answer what all answers have."""
         self._chunks = Chunks() if head.length == CHUNKED else None
         self._left_bytes = head.length
         self.is_whole = not head.length
@@ -112,6 +128,22 @@ class Asked:
     def __repr__(self) -> str:
         stage = "over" if self.is_over else "begun" if self.begun else "unanswered"
         return f"<Asked {self.head.method}, {stage}>"
+
+    @property
+    def method(self) -> str:
+        """The method."""
+        return self.head.method
+
+    @property
+    def host(self) -> str:
+        """What the client calls us."""
+        return self.head.headers.get("Host", "")
+
+    @property
+    def remote(self) -> str | None:
+        """The address that it came from."""
+        peer = self._line.transport.get_extra_info("peername") if self._line.transport is not None else None
+        return str(peer[0]) if peer else None
 
     @property
     def headers(self) -> CIMultiDictProxy[str]:
@@ -271,6 +303,9 @@ class Asked:
         return wait
 
     def _head(self, status: int, reason: str, headers: CIMultiDict[str]) -> bytes:
+        self.status = status
+        if self.decorate is not None:
+            self.decorate(self, headers)
         is_known = "Content-Length" in headers or "Transfer-Encoding" in headers or status in BODILESS_STATUSES
         if not (self._line.may_stay and is_known):
             headers["Connection"] = "close"
