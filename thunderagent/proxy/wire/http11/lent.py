@@ -28,9 +28,6 @@ class Borrower(Protocol):
     def data_received(self, data: bytes) -> None:
         """Take bytes of the request."""
 
-    def eof_received(self) -> bool | None:
-        """Hear that the client sends nothing more; say whether it may still be answered."""
-
     def pause_writing(self) -> None:
         """Write no more for now."""
 
@@ -44,6 +41,12 @@ class Lender(Protocol):
     def returned(self, *, stays: bool) -> None:
         """Hear that the request was answered, and whether the connection may carry another."""
 
+    def pause_reading(self) -> None:
+        """Have the client wait."""
+
+    def resume_reading(self) -> None:
+        """Let more come."""
+
 
 class Lent(asyncio.Transport):
     """The transport that a borrower sees. Once the connection is given back it leads nowhere."""
@@ -54,6 +57,9 @@ class Lent(asyncio.Transport):
         self._lender = lender
         self._transport: asyncio.Transport | None = transport
         self._borrower: Borrower | None = borrower
+        self.head = head
+        self.begun = False
+        """Whether the borrower wrote something."""
         self._is_endless = head.upgrades
         self._left_bytes = max(0, head.length)
         self._chunks = Chunks() if head.length == CHUNKED else None
@@ -62,16 +68,22 @@ class Lent(asyncio.Transport):
         return f"<Lent to {self._borrower!r}>"
 
     @property
-    def wants(self) -> bool:
-        """Whether what comes next is of the lent request."""
-        return self._is_endless or self._left_bytes > 0 or (self._chunks is not None and not self._chunks.is_whole)
+    def is_whole(self) -> bool:
+        """Whether all of the request came; what follows is none of the borrower's."""
+        is_awaited = self._left_bytes > 0 or (self._chunks is not None and not self._chunks.is_whole)
+        return not (self._is_endless or is_awaited)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the connection was given back, or is closed."""
+        return self._transport is None
 
     def begin(self, head: bytes, data: bytes) -> bytes:
         """Give the borrower the head, and what of `data` is its; return the rest."""
         assert self._borrower is not None
         self._borrower.connection_made(self)
         self._borrower.data_received(head)
-        return self.feed(data) if data and self.wants else data
+        return data if self.is_whole or not data else self.feed(data)
 
     def feed(self, data: bytes) -> bytes:
         """Give the borrower what of `data` is its; return the rest."""
@@ -91,7 +103,7 @@ class Lent(asyncio.Transport):
     def answered(self, *, keeps_alive: bool) -> None:
         """Give the connection back, for another request if that is possible. For the borrower, within its last call."""
         is_followed = self._chunks is not None and self._chunks.is_followed  # by what the borrower has seen
-        stays = keeps_alive and not self.wants and not is_followed
+        stays = keeps_alive and self.is_whole and not is_followed
         asyncio.get_running_loop().call_soon(self._return, stays)
 
     def _return(self, stays: bool) -> None:
@@ -116,10 +128,6 @@ class Lent(asyncio.Transport):
         if borrower is not None:
             borrower.connection_lost(exc)
 
-    def eof_received(self) -> bool:
-        """Ask the borrower whether it still answers a client that sends nothing more."""
-        return self._borrower is not None and bool(self._borrower.eof_received())
-
     def full(self) -> None:
         """Have the borrower wait."""
         if self._borrower is not None:
@@ -135,11 +143,13 @@ class Lent(asyncio.Transport):
     def write(self, data: Any) -> None:
         """Write, if the connection is still lent."""
         if self._transport is not None:
+            self.begun = True
             self._transport.write(data)
 
     def writelines(self, list_of_data: Iterable[Any]) -> None:
         """Write, if the connection is still lent."""
         if self._transport is not None:
+            self.begun = True
             self._transport.writelines(list_of_data)
 
     def close(self) -> None:
@@ -163,12 +173,12 @@ class Lent(asyncio.Transport):
     def pause_reading(self) -> None:
         """Have the client wait."""
         if self._transport is not None:
-            self._transport.pause_reading()
+            self._lender.pause_reading()
 
     def resume_reading(self) -> None:
         """Let more come."""
         if self._transport is not None:
-            self._transport.resume_reading()
+            self._lender.resume_reading()
 
     def get_write_buffer_size(self) -> int:
         """Return how much the client has not taken."""

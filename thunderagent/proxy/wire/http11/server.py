@@ -142,7 +142,7 @@ class Connection(asyncio.Protocol):
         asked, lent = self._asked, self._lent
         if asked is not None and not asked.is_whole:
             self._feed(asked, data)
-        elif lent is not None and lent.wants:
+        elif lent is not None and not lent.is_whole:
             if rest := lent.feed(data):
                 self._keep(rest)
         elif asked is not None or lent is not None:
@@ -158,15 +158,12 @@ class Connection(asyncio.Protocol):
         """
         if self.transport is None or self.transport.get_extra_info("sslcontext") is not None:
             return False
-        if self._lent is not None:
-            self._closes = True
-            return self._lent.eof_received()
-        asked = self._asked
-        if asked is None or not asked.is_whole or asked.begun:
+        due = self._asked or self._lent
+        if due is None or not due.is_whole or due.begun:
             return False
         self._closes = True
         assert self._waiting is not None
-        self._waiting.for_sign(asked)
+        self._waiting.for_sign(due)
         return True
 
     def pause_writing(self) -> None:
@@ -283,8 +280,8 @@ class Connection(asyncio.Protocol):
     async def _answer(self, asked: Asked, handler: Handler) -> None:
         try:
             await handler(asked)
-        except ConnectionError:
-            pass  # the client left
+        except (ConnectionError, asyncio.CancelledError):
+            pass  # the client left; a task that kept the error would hold the whole turn until a collection
         except Exception:
             log.exception("http_server_error")
         finally:
@@ -349,7 +346,7 @@ class Connection(asyncio.Protocol):
         if stays:
             self.answered()
         elif self.transport is not None:
-            self._end(is_whole=lent is None or not lent.wants)
+            self._end(is_whole=lent is None or lent.is_whole)
 
     def close(self) -> None:
         """End it after the answer that is due; at once if none is."""

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import asyncio
 from math import inf
+from typing import Protocol
 
 import structlog
 
-from thunderagent.proxy.wire.http11.asked import CONTINUE, Asked
+from thunderagent.proxy.wire.http11.asked import CONTINUE
+from thunderagent.proxy.wire.http11.heads import RequestHead
 from thunderagent.proxy.wire.http11.limits import Sweep
 
 log = structlog.get_logger("thunderagent.stall")
@@ -31,6 +33,16 @@ OLD_CLIENT_S = 1.0
 
 STALL_LOOKS_COUNT = 4
 """A client is looked at so often, within the limit, before it is said to take nothing."""
+
+
+class Due(Protocol):
+    """An answer that a client waits for."""
+
+    begun: bool
+    """Whether something of it was written."""
+    is_over: bool
+    """Whether it was written to its end, or never will be."""
+    head: RequestHead
 
 
 class Waiting:
@@ -58,7 +70,7 @@ class Waiting:
         self._stall_s = stall_s
         self._queued_bytes = 0
         self._looks_count = 0
-        self._asked: Asked | None = None
+        self._asked: Due | None = None
         self._probes_count = 0
         self.due_s = self._loop.time() + idle_s
         sweep.add(self)
@@ -86,7 +98,7 @@ class Waiting:
         """Wait for the client to finish what nobody reads."""
         self._until(LINGER_S)
 
-    def for_sign(self, asked: Asked) -> None:
+    def for_sign(self, asked: Due) -> None:
         """Ask the client again and again whether it is there, while its answer has not begun."""
         self._asked = asked
         self._probe(asked)
@@ -112,7 +124,7 @@ class Waiting:
         self.due_s = self._loop.time() + wait_s
         self._sweep.hasten(self.due_s)
 
-    def _probe(self, asked: Asked) -> None:
+    def _probe(self, asked: Due) -> None:
         """Send what only a client refuses that left; the transport then tells of the end."""
         if self._transport.is_closing():
             return
