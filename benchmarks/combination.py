@@ -41,7 +41,7 @@ from benchmarks.findings import OTHER_COLOUR
 from benchmarks.kept_runs import do_runs
 from benchmarks.machine import RESULTS, save_results
 from benchmarks.simulated import colour_of, save_plot, scenario_of
-from thunderagent.programs.events import TurnFinished
+from thunderagent.programs.model.events import TurnFinished
 from thunderagent.simulator.contestants import Contestant
 from thunderagent.simulator.intervals import Interval
 from thunderagent.simulator.plans import Workload

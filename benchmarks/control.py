@@ -19,18 +19,10 @@ from typing import ClassVar
 from benchmarks.core import percentile
 from benchmarks.machine import save_results
 from thunderagent.policy_loader import load_policy
-from thunderagent.programs.decisions import Decision, Grant, Reason, SetPriority
-from thunderagent.programs.events import (
-    Event,
-    ProgramReleased,
-    ReplicaPolled,
-    ReplicaUp,
-    RouteSet,
-    Tick,
-    TurnArrived,
-    TurnFinished,
-)
-from thunderagent.programs.policies.base import View
+from thunderagent.programs.model.decisions import Decision, Grant, Reason, SetPriority
+from thunderagent.programs.model.events import Event, ProgramReleased, Tick, TurnArrived, TurnFinished
+from thunderagent.programs.model.fleet_events import ReplicaPolled, ReplicaUp, RouteSet
+from thunderagent.programs.model.view import View
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.serving import calm_garbage_collector
 
@@ -133,7 +125,7 @@ def periods(fleet: Fleet, periods_count: int, waiting_count: int) -> dict[str, f
     """Time the ticks that control: those in which they hear of all who wait, which all came before, then later ones."""
     calm_garbage_collector()  # as the server runs
     burst = [_period(fleet)[0]]
-    while fleet.scheduler.control.untold_count:
+    while fleet.scheduler.global_policies.unseen_count:
         fleet.second(waiting_count)
         burst.append(_period(fleet)[0])
     times, changes = [], Counter[str]()
@@ -208,7 +200,7 @@ def _next_turns(fleet: Fleet, turns_count: int) -> dict[str, float | int]:
         turn_id, (program_id, _) = running[place % len(running)]
         fleet.now_s += 1e-4
         scheduler.handle(TurnFinished(fleet.now_s, turn_id, 8_000, 200, 0))
-        program = scheduler.table.get(program_id)
+        program = scheduler.programs.get(program_id)
         if program is None or program.status != "active":
             continue
         fleet.turn_id += 1

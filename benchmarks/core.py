@@ -10,18 +10,17 @@ from time import perf_counter
 
 from benchmarks.machine import save_results
 from thunderagent.policy_loader import load_policy
-from thunderagent.programs.decisions import Grant, Pause
-from thunderagent.programs.events import (
+from thunderagent.programs.model.decisions import Grant, Pause
+from thunderagent.programs.model.events import (
     Event,
     ProgramReleased,
-    ReplicaPolled,
-    ReplicaUp,
     Tick,
     TurnArrived,
     TurnFinished,
     TurnProgressed,
     TurnStarted,
 )
+from thunderagent.programs.model.fleet_events import ReplicaPolled, ReplicaUp
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.serving import calm_garbage_collector
 
@@ -90,7 +89,7 @@ def mixed_events(load: Load, events_count: int, programs_count: int) -> list[flo
             turn = load.arrive(f"p{rng.randrange(programs_count)}", rng.randrange(1000, 2 * CONTEXT_BYTES))
             arrived[turn.turn_id] = turn
             send(turn)
-        if int(load.now_s) > load.scheduler.previous_tick_s:
+        if int(load.now_s) > load.scheduler.view.previous_tick_s:
             send(Tick(load.now_s))
             times.pop()
     return times
@@ -103,7 +102,7 @@ def pausing_tick(programs_count: int, replicas_count: int) -> tuple[float, int]:
         account = replica.account
         smallest_first = sorted(program.claim_tokens for program in replica.programs.values())
         kept_tokens = sum(smallest_first[len(smallest_first) // 2 :])
-        share = account.weighed_tokens(load.now_s) / max(1, account.acting_tokens)
+        share = account.weighed_tokens(load.now_s) / max(1, account.acting.tokens)
         load.scheduler.handle(ReplicaPolled(load.now_s, replica.replica_id, int(kept_tokens * share)))
     began = perf_counter()
     decisions = load.scheduler.handle(Tick(load.now_s))
@@ -134,7 +133,7 @@ def main() -> None:
         "event_max_ms": max(times) * 1e3,
         "tick_pausing_half_ms": sorted(t for t, _ in ticks)[2] * 1e3,
         "tick_paused_count": ticks[0][1],
-        "live_programs": len(load.scheduler.table),
+        "live_programs": len(load.scheduler.programs),
     }
     for name, value in figures.items():
         print(f"{name:24} {value:.4f}")

@@ -12,7 +12,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from thunderagent.programs.goodput import ALPHA_RATIOS, in_time
+from thunderagent.programs.learned.goodput import ALPHA_RATIOS, in_time
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -38,7 +38,7 @@ from benchmarks.real import (
 from benchmarks.real_engine import VLLM_VERSION, RealEngine, RealEngineConfig
 from thunderagent.calibrate.command import picture
 from thunderagent.calibrate.measurement import calibrate
-from thunderagent.programs.goodput import ALPHA_RATIOS, in_time
+from thunderagent.programs.learned.goodput import ALPHA_RATIOS, in_time
 from thunderagent.simulator.bounds import Engines
 from thunderagent.simulator.contestants import Contestant
 from thunderagent.simulator.records import EngineConfig

@@ -26,7 +26,7 @@ from rich.table import Table
 from benchmarks.kept_runs import do_runs
 from benchmarks.machine import RESULTS
 from benchmarks.simulated import Runner, save_plot
-from thunderagent.programs.goodput import ALPHA_RATIOS, in_time
+from thunderagent.programs.learned.goodput import ALPHA_RATIOS, in_time
 from thunderagent.simulator.contestants import Contestant
 from thunderagent.simulator.intervals import Interval
 from thunderagent.simulator.plans import ProgramPlan

@@ -24,7 +24,7 @@ from rich.console import Console
 
 from benchmarks.findings import Finding, mean_of, ratio_of, table
 from benchmarks.simulated import Runner, save_plot, scenario_of
-from thunderagent.programs.verdicts import FAILURE, SUCCESS
+from thunderagent.programs.model.verdicts import FAILURE, SUCCESS
 from thunderagent.simulator.judging import JudgeModel
 from thunderagent.simulator.workloads import workload
 

@@ -41,9 +41,10 @@ from benchmarks.findings import Finding, Pick, mean_of, plot, ratio_of, table
 from benchmarks.machine import save_results
 from benchmarks.simulated import Runner, add_legend, colour_of, goodput_table, save_plot, scenario_of
 from thunderagent.errors import ConfigurationError, TraceError
-from thunderagent.programs.decisions import Pause, Restore
-from thunderagent.programs.events import Event, ReplicaPolled, ReplicaUp, Tick, TurnArrived, TurnFinished
-from thunderagent.programs.policies.base import Policy
+from thunderagent.programs.model.decisions import Pause, Restore
+from thunderagent.programs.model.events import Event, Tick, TurnArrived, TurnFinished
+from thunderagent.programs.model.fleet_events import ReplicaPolled, ReplicaUp
+from thunderagent.programs.model.policy import Policy
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.simulator.bounds import Engines, turn_shapes
 from thunderagent.simulator.comparison import CAP_BEST, Run

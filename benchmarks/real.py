@@ -37,7 +37,7 @@ from benchmarks.processes import stop, thunderagent
 from benchmarks.real_engine import VLLM_VERSION, RealEngine, RealEngineConfig, cache_dir
 from thunderagent.calibrate.measurement import Settings, calibrate
 from thunderagent.errors import ConfigurationError
-from thunderagent.programs.goodput import ALPHA_RATIOS, in_time
+from thunderagent.programs.learned.goodput import ALPHA_RATIOS, in_time
 from thunderagent.simulator.bounds import Engines
 from thunderagent.simulator.contestants import ORACLE, Contestant
 from thunderagent.simulator.records import EngineConfig

@@ -14,7 +14,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.machine import RESULTS
-from thunderagent.programs.goodput import ALPHA_RATIOS, in_time
+from thunderagent.programs.learned.goodput import ALPHA_RATIOS, in_time
 from thunderagent.simulator.comparison import ComparisonPlan, ComparisonResult, Row, compare
 from thunderagent.simulator.plans import Workload
 from thunderagent.simulator.records import EngineConfig

@@ -21,8 +21,8 @@ from rich.console import Console
 from benchmarks.machine import save_results
 from benchmarks.simulated import scenario_of
 from thunderagent.policy_loader import load_policy
-from thunderagent.programs.events import TurnArrived, TurnFinished
-from thunderagent.programs.goodput import in_time
+from thunderagent.programs.learned.goodput import in_time
+from thunderagent.programs.model.events import TurnArrived, TurnFinished
 from thunderagent.simulator.console import table_of_numbers
 from thunderagent.simulator.intervals import Interval
 from thunderagent.simulator.plans import ProgramPlan, TurnPlan, Workload

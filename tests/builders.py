@@ -8,29 +8,15 @@ from typing import Any
 from zlib import crc32
 
 from thunderagent.leases import LeaseSource, TurnAsk
-from thunderagent.programs.decisions import Decision, Grant, Reason, Reject, Restore
-from thunderagent.programs.events import (
-    EncodesPolled,
+from thunderagent.programs.invariants import check
+from thunderagent.programs.model.decisions import Decision, Grant, Reason, Reject, Restore
+from thunderagent.programs.model.events import (
     Event,
-    GrantsContinued,
-    GrantsSuspended,
-    MigrationAsked,
     PinnedTurnArrived,
-    PrioritySet,
     ProgramJudged,
-    ProgramKilled,
     ProgramOpened,
     ProgramReleased,
     ProgramsReleased,
-    ReplicaDown,
-    ReplicaDraining,
-    ReplicaFlushed,
-    ReplicaPolled,
-    ReplicaRemoved,
-    ReplicaTripped,
-    ReplicaUp,
-    ResidencyReported,
-    RouteSet,
     SandboxesMeasured,
     SandboxFailed,
     SandboxReady,
@@ -44,12 +30,31 @@ from thunderagent.programs.events import (
     TurnProgressed,
     TurnStarted,
 )
-from thunderagent.programs.invariants import check
-from thunderagent.programs.policies.base import Moment, Policy, ProgramView, View
+from thunderagent.programs.model.fleet_events import (
+    EncodesPolled,
+    GrantsContinued,
+    GrantsSuspended,
+    MigrationAsked,
+    PrioritySet,
+    ProgramKilled,
+    ReplicaDown,
+    ReplicaDraining,
+    ReplicaFlushed,
+    ReplicaPolled,
+    ReplicaRemoved,
+    ReplicaTripped,
+    ReplicaUp,
+    ResidencyReported,
+    RouteSet,
+)
+from thunderagent.programs.model.policy import Moment, Policy
+from thunderagent.programs.model.program import Program
+from thunderagent.programs.model.settings import SchedulerSettings
+from thunderagent.programs.model.signals import Signal, ToolEnd, ToolNum, ToolStart, WindowUpdate
+from thunderagent.programs.model.view import View
+from thunderagent.programs.model.views import ProgramView
 from thunderagent.programs.policies.passthrough import Passthrough
-from thunderagent.programs.program import Program
-from thunderagent.programs.scheduler import Scheduler, SchedulerSettings
-from thunderagent.programs.signals import Signal, ToolEnd, ToolNum, ToolStart, WindowUpdate
+from thunderagent.programs.scheduler import Scheduler
 
 BYTES_PER_TOKEN = 4
 """The scheduler's first guess, so that a turn of `tokens` is estimated at exactly that."""
@@ -91,7 +96,7 @@ class Breathing:
             program = view.program(program_id)
             if program is not None and view.propose_dismiss(program, Reason.ADMISSION):
                 view.signal(WindowUpdate(view.now_s, self.window_count, view.admitted_count, "tools"))
-        return view.first_outside() if view.admitted_count < self.window_count else None
+        return view.first_unadmitted() if view.admitted_count < self.window_count else None
 
 
 class Driver:
@@ -272,7 +277,7 @@ class Driver:
         generation: int | None = None,
     ) -> list[Decision]:
         """Let a verdict come: by default after all its turns, on the incarnation that lives."""
-        program = self.scheduler.table.get(program_id)
+        program = self.scheduler.programs.get(program_id)
         turn_count = program.turn_count if at_turn is None and program is not None else at_turn or 0
         if generation is None:
             generation = program.generation if program is not None else 0
@@ -352,7 +357,7 @@ class Driver:
         return self.events[-1][1]
 
     def program(self, program_id: str) -> Program:
-        program = self.scheduler.table.get(program_id)
+        program = self.scheduler.programs.get(program_id)
         assert program is not None, f"no program {program_id}"
         return program
 

@@ -1,6 +1,7 @@
 """The command line.
 
-`thunderagent serve | engine | simulate | compare | calibrate | status | key | replay | record | nova serve`.
+`thunderagent serve | doctor | engine | simulate | compare | calibrate | status | top | key | replay | record` and
+`thunderagent nova serve | workflow`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, NoReturn, get_args, get_origin
@@ -17,21 +19,20 @@ from typing import Any, Literal, NoReturn, get_args, get_origin
 import structlog
 import uvloop
 
-from thunderagent import __version__
+from thunderagent import __version__, key_command, status
 from thunderagent.calibrate import command as calibrate_command
 from thunderagent.config import ENVIRONMENT_PREFIX, ServeConfig, unknown_variables
+from thunderagent.doctor import command as doctor_command
 from thunderagent.errors import ConfigurationError, ThunderAgentError
 from thunderagent.event_log import read_events, replay
 from thunderagent.log_lines import LineLogger, json_line
 from thunderagent.lookups import Loop
-from thunderagent.security import print_key
 from thunderagent.serving import serve
 from thunderagent.simulator import command as simulate_command
 from thunderagent.simulator import compare_command
 from thunderagent.simulator import options as engine_options
 from thunderagent.simulator import server as engine_server
 from thunderagent.simulator.record import record
-from thunderagent.status import watch_status
 
 log = structlog.get_logger("thunderagent.cli")
 
@@ -112,6 +113,15 @@ def build_parser() -> argparse.ArgumentParser:
     _add_serve_options(serve_parser)
     serve_parser.set_defaults(run=run_serve)
 
+    doctor_parser = commands.add_parser(
+        "doctor",
+        help="find what is wrong with engines and a proxy, and say what to do",
+        description=doctor_command.DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    doctor_command.add_arguments(doctor_parser)
+    doctor_parser.set_defaults(run=run_doctor)
+
     engine_parser = commands.add_parser(
         "engine",
         help="run a simulated engine that speaks vLLM's or SGLang's dialect",
@@ -150,31 +160,18 @@ def build_parser() -> argparse.ArgumentParser:
     status_parser = commands.add_parser(
         "status", help="show replicas, programs and the queue of a running proxy", description="Show a running proxy."
     )
-    status_parser.add_argument("--url", default="http://127.0.0.1:8300", help="where it runs (default: %(default)s)")
-    status_parser.add_argument("--watch", action="store_true", help="refresh every second until Ctrl-C")
-    status_parser.add_argument("--programs", type=int, default=20, metavar="N", help="show N programs (default: 20)")
-    status_parser.add_argument(
-        "--key",
-        default=os.environ.get(f"{ENVIRONMENT_PREFIX}KEY", ""),
-        help=f"an admin key of the proxy; better in the environment, where other users do not see it "
-        f"[{ENVIRONMENT_PREFIX}KEY]",
-    )
-    status_parser.add_argument(
-        "--ca-file",
-        type=Path,
-        metavar="FILE",
-        help="certificates to trust for an https URL, PEM, instead of the system's",
-    )
-    status_parser.set_defaults(run=run_status)
+    status.add_status_arguments(status_parser)
+    status_parser.set_defaults(run=status.run_status)
 
-    key_parser = commands.add_parser(
-        "key",
-        help="make an API key for the proxy",
-        description="Make an API key: print it, once, and the line of the configuration that lets it in.",
+    top_parser = commands.add_parser(
+        "top", help="watch a running proxy: rates, memory, the largest programs", description=status.TOP_DESCRIPTION
     )
-    key_parser.add_argument("name", metavar="NAME", help="whose it is; letters, digits and . _ - @")
-    key_parser.add_argument("--admin", action="store_true", help="for the admin API too, not only for data")
-    key_parser.set_defaults(run=lambda args: print_key(args.name, is_admin=args.admin))
+    status.add_top_arguments(top_parser)
+    top_parser.set_defaults(run=status.run_top)
+
+    key_parser = commands.add_parser("key", help="make an API key for the proxy", description=key_command.DESCRIPTION)
+    key_command.add_arguments(key_parser)
+    key_parser.set_defaults(run=key_command.run)
 
     replay_parser = commands.add_parser(
         "replay",
@@ -201,13 +198,36 @@ def build_parser() -> argparse.ArgumentParser:
         "serve", help="serve it", formatter_class=argparse.RawDescriptionHelpFormatter
     )
     nova_serve_parser.set_defaults(run=run_nova)
+    _add_workflow_commands(commands)
     return parser
+
+
+def _add_workflow_commands(commands: Any) -> None:
+    workflow_parser = commands.add_parser("workflow", help="agents as futures: write stubs, watch a deployment")
+    workflow_commands = workflow_parser.add_subparsers(metavar="COMMAND", required=True)
+    stubs_parser = workflow_commands.add_parser(
+        "stubs",
+        help="write an importable module for each agent of a declaration",
+        description="Write a typed, importable module for each agent that a YAML file declares, whose functions return "
+        "futures. Each declaration is held against its class first.",
+    )
+    stubs_parser.add_argument("file", type=Path, metavar="FILE", help="the declaration")
+    stubs_parser.add_argument("--out", type=Path, default=Path("stubs"), metavar="FOLDER", help="default: %(default)s")
+    stubs_parser.add_argument("--no-check", action="store_true", help="do not import the classes")
+    stubs_parser.set_defaults(run=run_workflow, command="run_stubs")
+    top_parser = workflow_commands.add_parser(
+        "top", help="show the instances and sessions of a deployment", description="Show a running deployment."
+    )
+    top_parser.add_argument("socket", type=Path, metavar="SOCKET", help="what `deploy(top=...)` was given")
+    top_parser.add_argument("--once", action="store_true", help="show it once instead of each second until Ctrl-C")
+    top_parser.set_defaults(run=run_workflow, command="run_top")
 
 
 def run_serve(args: argparse.Namespace) -> int:
     """Serve until a signal."""
     given = {name: value for name in ServeConfig.model_fields if (value := getattr(args, name, None)) is not None}
-    config = ServeConfig.load(args.config, **given)
+    load = partial(ServeConfig.load, args.config, **given)
+    config = load()
     configure_logging(config.log_level, as_json=config.logs_json)
     for name, nearest in unknown_variables(os.environ).items():
         log.warning("unknown_setting", variable=name, nearest=nearest or None)
@@ -216,11 +236,17 @@ def run_serve(args: argparse.Namespace) -> int:
         print(f"thunderagent ready at {url}: policy {policy_name}", flush=True)
 
     try:
-        uvloop.run(serve(config, ready=announce), loop_factory=Loop)
+        uvloop.run(serve(config, ready=announce, load=load), loop_factory=Loop)
     except OSError as error:
         print(f"thunderagent: error: cannot serve on {config.host}:{config.port}: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def run_doctor(args: argparse.Namespace) -> int:
+    """Find what is wrong; a proxy of the doctor's own logs nothing of what the findings say better."""
+    configure_logging("critical", as_json=False)
+    return doctor_command.run(args)
 
 
 def run_nova(args: argparse.Namespace) -> int:
@@ -236,9 +262,16 @@ def run_nova(args: argparse.Namespace) -> int:
     return command.run(config)
 
 
-def run_status(args: argparse.Namespace) -> int:
-    """Show a running proxy."""
-    return watch_status(args.url, watch=args.watch, programs_count=args.programs, key=args.key, ca_file=args.ca_file)
+def run_workflow(args: argparse.Namespace) -> int:
+    """Write stubs, or show a running deployment."""
+    try:
+        from thunderagent.workflows import command  # noqa: PLC0415 - nobody else needs its libraries
+    except ModuleNotFoundError as error:
+        raise ConfigurationError(
+            f"workflows need the extra workflows, pip install 'thunderagent[workflows]': {error}"
+        ) from error
+    run: Callable[[argparse.Namespace], int] = getattr(command, args.command)
+    return run(args)
 
 
 def run_replay(args: argparse.Namespace) -> int:

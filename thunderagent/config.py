@@ -330,6 +330,14 @@ class ServeConfig(BaseSettings):
         None, ge=1, description="the same of one key; more get 429; by default half of that for all"
     )
     key_max_held_bytes: int | None = Field(None, gt=0, description="the same of one key's bodies, in bytes")
+    tenant_max_held_turns_count: int | None = Field(
+        None,
+        ge=1,
+        description="the same of all keys of a tenant, whose names begin alike up to a slash; by default all",
+    )
+    tenant_max_held_bytes: int | None = Field(
+        None, gt=0, description="the same of their bodies, in bytes; by default all"
+    )
     client_stall_limit_s: float = Field(
         120.0, gt=0, description="a client that takes nothing of its answer for longer is cut off, in seconds"
     )
@@ -349,10 +357,15 @@ class ServeConfig(BaseSettings):
     admin_keys: Annotated[tuple[str, ...], NoDecode] = Field(
         (), description="keys for everything, in the same form; `thunderagent key NAME --admin` makes one"
     )
+    keys_file: Path | None = Field(
+        None,
+        description="file of keys with names, expiry and limits, JSON; read anew when it changes, and changed by "
+        "POST /keys and DELETE /keys/NAME; `thunderagent key NAME --keys-file FILE` makes one",
+    )
     tenant_from_key: bool | None = Field(
         None,
         description="whether a data key names the tenant of its programs and is for these alone; X-Program-Tenant "
-        "counts only if not; by default where there are api_keys",
+        "counts only if not; by default where there are api_keys or a keys_file",
     )
     allow_open: bool = Field(
         False, description="whether to listen without api_keys on an address that other machines reach"
@@ -451,6 +464,9 @@ class ServeConfig(BaseSettings):
     log_format: Literal["auto", "console", "json"] = Field(
         "auto", description="console for people, json for one object a line; auto is console on a terminal"
     )
+    access_log: bool = Field(
+        False, description="whether each request has a line in the log, of whatever kind, besides that of each turn"
+    )
     otlp_endpoint: str = Field(
         "", description="base URL of an OpenTelemetry collector (OTLP over HTTP), as http://127.0.0.1:4318; none: off"
     )
@@ -475,7 +491,12 @@ class ServeConfig(BaseSettings):
     @property
     def keys_name_tenants(self) -> bool:
         """Whether the tenant of a program comes from the key that opens it."""
-        return bool(self.api_keys) if self.tenant_from_key is None else self.tenant_from_key
+        return self.has_keys if self.tenant_from_key is None else self.tenant_from_key
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether data needs a key."""
+        return bool(self.api_keys or self.keys_file)
 
     @property
     def has_replica_source(self) -> bool:
@@ -579,8 +600,8 @@ class ServeConfig(BaseSettings):
     def _every_body_can_be_held(self) -> Self:
         if self.max_held_bytes < self.max_body_bytes:
             raise ValueError(f"max_held_bytes: {self.max_held_bytes} is less than one body of max_body_bytes")
-        if self.tenant_from_key and not self.api_keys:
-            raise ValueError("tenant_from_key goes with api_keys: without, no key names a tenant")
+        if self.tenant_from_key and not self.has_keys:
+            raise ValueError("tenant_from_key goes with api_keys or keys_file: without, no key names a tenant")
         return self
 
     @model_validator(mode="after")

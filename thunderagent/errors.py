@@ -140,11 +140,33 @@ class RateLimitedError(RequestError):
 
 
 class KeyHeldLimitError(RequestError):
-    """As many turns of this key are held as may be, or as many bytes of their bodies."""
+    """As many turns of this key, or of its tenant, are held as may be, or as many bytes of their bodies."""
 
     status = 429
     code = "key_held_limit"
     retry_after_s = 10
+
+
+class KeyProgramsLimitError(RequestError):
+    """As many programs of this key live as may."""
+
+    status = 429
+    code = "key_programs_limit"
+    retry_after_s = 10
+
+
+class KeysNotChangedError(RequestError):
+    """The file of keys cannot be read or written."""
+
+    status = 409
+    code = "keys_not_changed"
+
+
+class KeyExistsError(RequestError):
+    """There is a key of that name already."""
+
+    status = 409
+    code = "key_exists"
 
 
 class BodyTooLargeError(RequestError):

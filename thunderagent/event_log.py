@@ -16,10 +16,11 @@ import msgspec
 
 from thunderagent.errors import EventLogError
 from thunderagent.policy_loader import load_policy, parse_setting
-from thunderagent.programs.decisions import Decision
-from thunderagent.programs.events import Event
-from thunderagent.programs.goodput import Goodput
-from thunderagent.programs.scheduler import Scheduler, SchedulerSettings
+from thunderagent.programs.learned.goodput import Goodput
+from thunderagent.programs.model.decisions import Decision
+from thunderagent.programs.model.events import Event
+from thunderagent.programs.model.settings import SchedulerSettings
+from thunderagent.programs.scheduler import Scheduler
 
 FORMAT = "thunderagent-events/1"
 EVENTS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Event)}

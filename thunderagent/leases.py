@@ -21,7 +21,7 @@ from typing import Literal, Protocol, Self
 
 from msgspec import Struct
 
-from thunderagent.programs.events import Media, PrefixCut
+from thunderagent.programs.model.events import Media, PrefixCut
 
 Outcome = Literal["finished", "failed", "refused", "abandoned"]
 """How a turn ended: its answer is whole, its replica failed it, its engine said that it will not do it, or its client

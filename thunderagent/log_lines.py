@@ -1,15 +1,16 @@
-"""The log as JSON lines: those of a hundredth of a second go out together.
+"""The log as JSON lines, written by a thread: a reader that is slow, or stands still, stops nobody.
 
-A busy proxy ends many turns in that time, and a system call for the line of each costs as much as all else about it.
-Nothing waits for longer; what warns, or is worse, goes out at once with all before it.
+Those of a hundredth of a second go out together: a busy proxy ends many turns in that time, and a system call for the
+line of each costs as much as all else about it. Nothing waits for longer; what warns, or is worse, goes out at once
+with all before it. While nobody reads, lines wait up to a limit; what comes beyond that is counted, and told once there
+is room again.
 """
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 from datetime import UTC, datetime
-from threading import Lock
+from threading import Condition, Event, Thread
 from typing import BinaryIO
 
 import msgspec
@@ -18,50 +19,88 @@ import structlog
 LINGER_S = 0.01
 """For so long a line may wait for others."""
 
+MAX_WAITING_BYTES = 16 * 2**20
+CLOSE_S = 2.0
+"""How long the end of the process waits for what is left to be read."""
+
 
 class LineLogger:
-    """What structlog hands its lines to. Any thread may."""
+    """What structlog hands its lines to. Any thread may, and none waits."""
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(
+        self, file: BinaryIO, *, linger_s: float = LINGER_S, max_waiting_bytes: int = MAX_WAITING_BYTES
+    ) -> None:
         """Write to `file`; what is left is written when the process ends."""
         self._file = file
+        self._linger_s = linger_s
+        self._max_waiting_bytes = max_waiting_bytes
         self._lines: list[bytes] = []
-        self._lock = Lock()
-        atexit.register(self.flush)
+        self._waiting_bytes = 0
+        self._lost_count = 0
+        self._changed = Condition()
+        self._is_urgent = Event()
+        self._is_writing = False
+        self._thread: Thread | None = None
+        atexit.register(self.flush, CLOSE_S)
 
     def __repr__(self) -> str:
         return f"<LineLogger: {len(self._lines)} lines to be written>"
 
     def info(self, line: bytes) -> None:
         """Take a line that may wait for others."""
-        with self._lock:
+        with self._changed:
+            if self._waiting_bytes + len(line) > self._max_waiting_bytes:
+                self._lost_count += 1
+                return
+            self._waiting_bytes += len(line)
             self._lines.append(line)
             if len(self._lines) > 1:
-                return  # somebody sees to it
-        try:
-            loop = asyncio.get_running_loop()
-        except RuntimeError:  # a thread's, or no loop runs yet
-            self.flush()
-        else:
-            loop.call_later(LINGER_S, self.flush)
+                return  # the thread knows
+            if self._thread is None:
+                self._thread = Thread(target=self._write, name="log", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
 
     debug = msg = info
 
     def warning(self, line: bytes) -> None:
         """Take a line that goes out at once."""
-        with self._lock:
-            self._lines.append(line)
-        self.flush()
+        self.info(line)
+        self._is_urgent.set()
 
     error = critical = warning
 
-    def flush(self) -> None:
-        """Write what there is."""
-        with self._lock:
-            if self._lines:
-                lines, self._lines = self._lines, []
+    def flush(self, within_s: float | None = None) -> bool:
+        """Wait until all lines so far are written, or the time is over; say whether they are."""
+        self._is_urgent.set()
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._lines and not self._is_writing, within_s)
+
+    def _write(self) -> None:
+        """Write what there is, again and again. A file that cannot be written to any more takes nothing."""
+        while True:
+            with self._changed:
+                self._is_writing = False
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._lines)
+            self._is_urgent.wait(self._linger_s)
+            with self._changed:
+                self._is_urgent.clear()
+                lines, self._lines, self._waiting_bytes = self._lines, [], 0
+                lost_count, self._lost_count = self._lost_count, 0
+                self._is_writing = True
+            if lost_count:
+                lines.append(_line_of_lost(lost_count))
+            try:
                 self._file.write(b"\n".join(lines) + b"\n")
                 self._file.flush()
+            except (OSError, ValueError):  # whoever read it is gone, or it was closed
+                continue
+
+
+def _line_of_lost(lost_count: int) -> bytes:
+    event = {"event": "log_lines_lost", "lost_count": lost_count, "why": "nobody read the log for too long"}
+    return json_line(None, "warning", event)
 
 
 def json_line(logger: object, method: str, event: structlog.typing.EventDict) -> bytes:

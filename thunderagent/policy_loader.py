@@ -9,10 +9,16 @@ from importlib import import_module
 from typing import Any, cast
 
 from thunderagent.errors import ConfigurationError
+from thunderagent.programs.model.policy import (
+    Admission,
+    EnginePriority,
+    GlobalPolicy,
+    Order,
+    Policy,
+    Victims,
+)
 from thunderagent.programs.policies import PARTS, POLICIES
-from thunderagent.programs.policies.base import Policy
-from thunderagent.programs.policies.parts import Admission, Composed, EnginePriority, GlobalPolicy, Order, Victims
-from thunderagent.programs.policies.several import Several
+from thunderagent.programs.policies.composed import Composed, ControlChain
 
 Setting = bool | int | float | str
 
@@ -120,7 +126,7 @@ def _part(kind: str, name: str, settings: Mapping[str, Setting]) -> object:
         _made(kind, each, factory, {key: value for key, value in settings.items() if key in known[each]})
         for each, factory in factories.items()
     ]
-    return Several(cast("list[GlobalPolicy]", made))
+    return ControlChain(cast("list[GlobalPolicy]", made))
 
 
 def _settings_of(factory: Callable[..., object]) -> dict[str, str]:

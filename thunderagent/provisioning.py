@@ -99,7 +99,7 @@ def _driver(config: ServeConfig) -> Provisioner | None:
         from thunderagent.provision.kubernetes import KubernetesProvisioner, Workload  # noqa: PLC0415
     except ImportError as error:
         raise ConfigurationError(
-            f"provision {config.provision} needs its library: pip install '.[{config.provision}]' in a checkout"
+            f"provision {config.provision} needs its library: pip install 'thunderagent[{config.provision}]'"
         ) from error
     if not config.kubernetes_replicas:
         raise ConfigurationError("provision kubernetes: needs kubernetes_replicas, which finds the pods")

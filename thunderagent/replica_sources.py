@@ -15,7 +15,7 @@ from thunderagent.backends.discovery.file import FileSource
 from thunderagent.backends.poller import ReplicaEndpoint
 from thunderagent.config import HOST_FIELD, ServeConfig
 from thunderagent.errors import ConfigurationError
-from thunderagent.programs.events import ResidencyReported
+from thunderagent.programs.model.fleet_events import ResidencyReported
 from thunderagent.proxy.fleet.replicas import Follower
 from thunderagent.runtime import Runtime
 

@@ -15,11 +15,12 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from itertools import count
 from math import ceil, inf
+from operator import itemgetter
 from time import monotonic
 from typing import get_args
 
@@ -40,31 +41,22 @@ from thunderagent.errors import (
 )
 from thunderagent.event_log import EventLogWriter
 from thunderagent.leases import UNBOUNDED, Lease, OpenLease, ReplicaMap, ReplicaState, TurnAsk, TurnEnd
-from thunderagent.programs.control import NOT_THERE
-from thunderagent.programs.decisions import Decision, Grant, Hold, Reason, Reject, SetPriority, SetRoute
-from thunderagent.programs.events import (
-    EncodesPolled,
+from thunderagent.programs.model.decisions import (
+    Decision,
+    Grant,
+    Hold,
+    Reason,
+    Reject,
+    SetPriority,
+    SetRoute,
+)
+from thunderagent.programs.model.events import (
     Event,
-    GrantsContinued,
-    GrantsSuspended,
-    MigrationAsked,
     PinnedTurnArrived,
-    PrioritySet,
     ProgramJudged,
-    ProgramKilled,
     ProgramOpened,
     ProgramReleased,
     ProgramsReleased,
-    ProvisionAsked,
-    ReplicaDown,
-    ReplicaDraining,
-    ReplicaFlushed,
-    ReplicaKilled,
-    ReplicaPolled,
-    ReplicaRemoved,
-    ReplicaTripped,
-    ReplicaUp,
-    RouteSet,
     Tick,
     ToolEnded,
     ToolStarted,
@@ -76,9 +68,28 @@ from thunderagent.programs.events import (
     TurnProgressed,
     TurnStarted,
 )
-from thunderagent.programs.routes import Targets
+from thunderagent.programs.model.fleet_events import (
+    EncodesPolled,
+    GrantsContinued,
+    GrantsSuspended,
+    MigrationAsked,
+    PrioritySet,
+    ProgramKilled,
+    ProvisionAsked,
+    ReplicaDown,
+    ReplicaDraining,
+    ReplicaFlushed,
+    ReplicaKilled,
+    ReplicaPolled,
+    ReplicaRemoved,
+    ReplicaTripped,
+    ReplicaUp,
+    RouteSet,
+)
+from thunderagent.programs.model.routes import Targets
+from thunderagent.programs.model.signals import Signal
+from thunderagent.programs.operations import NOT_THERE
 from thunderagent.programs.scheduler import Scheduler
-from thunderagent.programs.signals import Signal
 
 log = structlog.get_logger("thunderagent.runtime")
 
@@ -141,8 +152,11 @@ class Runtime:
         self.output_tokens_total = 0
         self.cached_tokens_total = 0
         self._event_log = event_log
-        self._observers: list[tuple[Observer, frozenset[type] | None]] = []
-        """And which kinds of events and decisions each is about; None is all."""
+        self._observers: dict[int, tuple[Observer, frozenset[type] | None]] = {}
+        """By their numbers, and which kinds of events and decisions each is about; None is all."""
+        self._observer_numbers = count()
+        self._observers_by_kind: dict[type, tuple[tuple[int, Observer], ...]] = {}
+        """Those that are about a kind, with their numbers, in their order; found out when one first comes."""
         self._turn_ids = count(1)
         self._waiters: dict[int, asyncio.Future[Grant]] = {}
         self._abortable_ids: set[int] = set()
@@ -216,7 +230,7 @@ class Runtime:
     def _timer_for(self, turn_id: int, now_s: float) -> asyncio.TimerHandle | None:
         """Have the scheduler let a held turn in just when it must have its lease, not at the next tick."""
         turn = self.scheduler.turns.get(turn_id)
-        due_s = self.scheduler.impatient.due_s(turn) if turn is not None else inf
+        due_s = self.scheduler.deadlines.due_s(turn) if turn is not None else inf
         if due_s == inf:
             return None
         delay_s = max(0.0, due_s - now_s) + TIMER_SLACK_S
@@ -249,10 +263,10 @@ class Runtime:
         self, program_id: str, group_id: str = "", parent_id: str = "", tenant: str = "", program_class: str = ""
     ) -> bool:
         """Open a program before its first turn; False if it lives already. Raises `TooManyProgramsError`."""
-        if self.scheduler.table.get(program_id) is not None:
+        if self.scheduler.programs.get(program_id) is not None:
             return False
         self.dispatch(ProgramOpened(self.now_s(), program_id, group_id, parent_id, tenant, program_class))
-        if self.scheduler.table.get(program_id) is None:
+        if self.scheduler.programs.get(program_id) is None:
             raise TooManyProgramsError(f"there are too many programs to open {program_id!r}; all of them have turns")
         return True
 
@@ -262,13 +276,34 @@ class Runtime:
         If it says what it is `about`, it is called only with events of these kinds, or with such a decision: who waits
         for something rare costs turns nothing. Return what ends that; idempotent.
         """
-        entry = observer, frozenset(about) or None
-        self._observers = [*self._observers, entry]
+        number = next(self._observer_numbers)
+        self._observers[number] = observer, frozenset(about) or None
+        self._observers_by_kind.clear()
 
         def stop() -> None:
-            self._observers = [other for other in self._observers if other is not entry]
+            self._observers.pop(number, None)
+            self._observers_by_kind.clear()
 
         return stop
+
+    def _observers_of(self, event: Event, decisions: Sequence[Decision]) -> Iterable[tuple[int, Observer]]:
+        """Return who hears of an event and what was decided on it, each once. Cost: a lookup for each of them."""
+        found: Sequence[tuple[int, Observer]] = self._about(type(event))
+        for decision in decisions:
+            more = self._about(type(decision))
+            if more and more is not found:
+                found = sorted({*found, *more}, key=itemgetter(0)) if found else more
+        return found
+
+    def _about(self, kind: type) -> tuple[tuple[int, Observer], ...]:
+        about = self._observers_by_kind.get(kind)
+        if about is None:
+            about = self._observers_by_kind[kind] = tuple(
+                (number, observer)
+                for number, (observer, kinds) in self._observers.items()
+                if kinds is None or kind in kinds
+            )
+        return about
 
     def listen(self, listener: Callable[[Signal], None]) -> Callable[[], None]:
         """Have `listener` called with each signal of the information stream; return what ends that."""
@@ -278,18 +313,18 @@ class Runtime:
 
     def home_of(self, program_id: str) -> str | None:
         """Return the replica that a program is on, if that is up."""
-        program = self.scheduler.table.get(program_id)
+        program = self.scheduler.programs.get(program_id)
         home_id = program.replica_id if program is not None else None
         return home_id if self.replicas.is_up(home_id) else None
 
     def tenant_of(self, program_id: str) -> str | None:
         """Return whose a live program is; None if there is none."""
-        program = self.scheduler.table.get(program_id)
+        program = self.scheduler.programs.get(program_id)
         return program.tenant if program is not None else None
 
     def lives(self, program_id: str, generation: int) -> bool:
         """Say whether this incarnation of a program did not end yet."""
-        program = self.scheduler.table.get(program_id)
+        program = self.scheduler.programs.get(program_id)
         return program is not None and program.generation == generation
 
     def turns_count(self, replica_id: str) -> int:
@@ -331,7 +366,7 @@ class Runtime:
 
         `outcome` says what became of it: `success`, `failure`, or nothing.
         """
-        program = self.scheduler.table.get(program_id)
+        program = self.scheduler.programs.get(program_id)
         lives = program is not None and generation in (None, program.generation)
         if lives or program_id in self.scheduler.hopeless_ids:
             self.dispatch(ProgramReleased(self.now_s(), program_id, generation, outcome))
@@ -341,7 +376,7 @@ class Runtime:
         self, program_id: str, generation: int, turn_count: int, will_succeed: bool, confidence_ratio: float
     ) -> None:
         """Say what a judge thinks of a program, as in `ProgramJudged`; nothing happens if it is gone."""
-        program = self.scheduler.table.get(program_id)
+        program = self.scheduler.programs.get(program_id)
         if program is not None and program.generation == generation:
             self.dispatch(
                 ProgramJudged(self.now_s(), program_id, generation, turn_count, will_succeed, confidence_ratio)
@@ -349,7 +384,7 @@ class Runtime:
 
     def release_together(self, program_ids: Sequence[str]) -> list[str]:
         """End several programs at once, so that none of them gets the room of another; return those that lived."""
-        live_ids = [program_id for program_id in program_ids if self.scheduler.table.get(program_id) is not None]
+        live_ids = [program_id for program_id in program_ids if self.scheduler.programs.get(program_id) is not None]
         if live_ids:
             self.dispatch(ProgramsReleased(self.now_s(), tuple(live_ids)))
         return live_ids
@@ -357,12 +392,12 @@ class Runtime:
     def tool_started(self, program_id: str, tool: str = "", *, inferred: bool = False) -> bool:
         """Say that a program's tool begins now, `inferred` if its client did not; False if there is no such program."""
         self.dispatch(ToolStarted(self.now_s(), program_id, tool, inferred))
-        return self.scheduler.table.get(program_id) is not None
+        return self.scheduler.programs.get(program_id) is not None
 
     def tool_ended(self, program_id: str, *, inferred: bool = False) -> bool:
         """Say that a program's tool is through, `inferred` if its client did not; False if there is no such program."""
         self.dispatch(ToolEnded(self.now_s(), program_id, inferred))
-        return self.scheduler.table.get(program_id) is not None
+        return self.scheduler.programs.get(program_id) is not None
 
     def replica_polled(
         self,
@@ -431,27 +466,27 @@ class Runtime:
 
     def set_route(self, scope: str, name: str, targets: Targets) -> None:
         """Send the programs of a scope to replicas, by their weights; to any, if none is named."""
-        _refuse(self.scheduler.control.why_not_route(scope, name, targets))
+        _refuse(self.scheduler.operations.why_not_route(scope, name, targets))
         self.dispatch(RouteSet(self.now_s(), scope, name, targets))
 
     def set_priority(self, program_id: str, priority: int, replica_id: str | None = None) -> None:
         """Give a program a priority, lower first; with a `replica_id`, in that engine alone."""
-        _refuse(self.scheduler.control.why_not_priority(program_id, priority, replica_id))
+        _refuse(self.scheduler.operations.why_not_priority(program_id, priority, replica_id))
         self.dispatch(PrioritySet(self.now_s(), program_id, priority, replica_id))
 
     def migrate(self, program_id: str, replica_id: str) -> None:
         """Move a program to another replica: now, or when its turns in flight have ended."""
-        _refuse(self.scheduler.control.why_not_migrate(program_id, replica_id))
+        _refuse(self.scheduler.operations.why_not_migrate(program_id, replica_id))
         self.dispatch(MigrationAsked(self.now_s(), program_id, replica_id))
 
     def kill(self, program_id: str) -> None:
         """End a program; its held turns are refused."""
-        _refuse(self.scheduler.control.why_not_kill(program_id))
+        _refuse(self.scheduler.operations.why_not_kill(program_id))
         self.dispatch(ProgramKilled(self.now_s(), program_id))
 
     def kill_replica(self, replica_id: str) -> None:
         """Have a replica drain and end, by whoever observes decisions."""
-        _refuse(self.scheduler.control.why_not_kill_replica(replica_id))
+        _refuse(self.scheduler.operations.why_not_kill_replica(replica_id))
         self.dispatch(ReplicaKilled(self.now_s(), replica_id))
 
     def provision(self) -> None:
@@ -493,10 +528,8 @@ class Runtime:
                     waiter.set_result(decision)
             else:
                 self._carry_out(decision)
-        kinds = {type(event), *map(type, decisions)}
-        for observer, about in self._observers:
-            if about is None or not about.isdisjoint(kinds):
-                observer(event, decisions)
+        for _, observer in self._observers_of(event, decisions):
+            observer(event, decisions)
         if self._event_log is not None:
             self._log_events(lambda event_log: event_log.write(event, decisions))
         return decisions

@@ -11,8 +11,8 @@ from math import inf
 
 from thunderagent.config import ServeConfig
 from thunderagent.errors import ConfigurationError
-from thunderagent.programs.events import SandboxesMeasured, SandboxFailed, SandboxReady
-from thunderagent.programs.lifecycle import Phase, Status
+from thunderagent.programs.model.events import SandboxesMeasured, SandboxFailed, SandboxReady
+from thunderagent.programs.model.places import Phase, Status
 from thunderagent.proxy.reading.identity import check_program_id
 from thunderagent.proxy.reading.tool_calls import MAX_KEY_CHARS, first_word
 from thunderagent.runtime import Runtime
@@ -37,12 +37,12 @@ class RuntimePrograms:
 
     def runs(self, program_id: str) -> bool:
         """See `Programs`."""
-        program = self.runtime.scheduler.table.get(program_id)
+        program = self.runtime.scheduler.programs.get(program_id)
         return program is not None and program.status is Status.ACTIVE
 
     def acting_for_s(self, program_id: str) -> float:
         """See `Programs`."""
-        program = self.runtime.scheduler.table.get(program_id)
+        program = self.runtime.scheduler.programs.get(program_id)
         if program is None or program.phase is not Phase.ACTING:
             return 0.0
         return self.runtime.now_s() - program.acting_since_s
@@ -143,7 +143,7 @@ def _driver(kind: DriverKind, owner: Owner, config: ServeConfig) -> Driver:
             )
     except ImportError as error:
         raise ConfigurationError(
-            f"sandboxes by {kind} need its library: pip install '.[{kind}]' in a checkout ({error.name} is missing)"
+            f"sandboxes by {kind} need its library: pip install 'thunderagent[{kind}]' ({error.name} is missing)"
         ) from error
     from thunderagent.tools.callback import CallbackDriver  # noqa: PLC0415 - beside the others
 

@@ -13,7 +13,9 @@ from thunderagent.config import ServeConfig
 from thunderagent.errors import ConfigurationError
 from thunderagent.proxy.gate.access import ForwardUnknown
 from thunderagent.proxy.gate.guard import GuardSettings
-from thunderagent.proxy.gate.keys import Keyring, mint_key
+from thunderagent.proxy.gate.held import HeldLimits
+from thunderagent.proxy.gate.keys import Keyring
+from thunderagent.proxy.gate.keys.file import read_keys
 from thunderagent.proxy.judge import read_prompt
 
 log = structlog.get_logger("thunderagent.security")
@@ -21,7 +23,9 @@ log = structlog.get_logger("thunderagent.security")
 
 def build_keyring(config: ServeConfig) -> Keyring:
     """Read the keys, and refuse what would be open by mistake. Raises `ConfigurationError`."""
-    keyring = Keyring(config.api_keys, config.admin_keys)
+    keyring = Keyring(config.api_keys, config.admin_keys, has_file=config.keys_file is not None)
+    if config.keys_file is not None:
+        keyring.set_filed(entry.key() for entry in read_keys(config.keys_file))
     if config.metrics_need_key and not keyring.has_admin_keys:
         raise ConfigurationError("metrics_need_key: there is no admin key; set admin_keys")
     if not (keyring.has_data_keys or config.allow_open or is_loopback(config.host)):
@@ -67,6 +71,18 @@ def guard_settings(config: ServeConfig) -> GuardSettings:
         hosts=(config.host, *config.allowed_hosts),
         rate_limit_per_s=config.rate_limit_per_s,
         rate_limit_burst_count=config.rate_limit_burst_count,
+    )
+
+
+def held_limits(config: ServeConfig) -> HeldLimits:
+    """Return how much may be held."""
+    return HeldLimits(
+        config.max_held_turns_count,
+        config.max_held_bytes,
+        config.key_max_held_turns_count,
+        config.key_max_held_bytes,
+        config.tenant_max_held_turns_count,
+        config.tenant_max_held_bytes,
     )
 
 
@@ -117,7 +133,7 @@ class ServerTls:
             return None
         return cls(config.tls_cert, config.tls_key)
 
-    def reload(self) -> None:
+    async def reload(self) -> None:
         """Read the certificate again; keep the old one if the new one is of no use."""
         try:
             self._read()  # into a context of its own first: half a change would break ours
@@ -134,11 +150,3 @@ class ServerTls:
         except (OSError, ValueError) as error:
             raise ConfigurationError(f"tls_cert: cannot use {self._cert} with its key: {error}") from error
         return context
-
-
-def print_key(name: str, *, is_admin: bool) -> int:
-    """Mint a key, print it once, and the line of the configuration that lets it in; return the exit status."""
-    key, line = mint_key(name)
-    print(f"key (shown only now):  {key}")
-    print(f'in the configuration:  {"admin_keys" if is_admin else "api_keys"} = ["{line}"]')
-    return 0

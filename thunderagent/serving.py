@@ -25,9 +25,10 @@ from thunderagent.config import JUDGE_ON_REPLICAS, ServeConfig
 from thunderagent.errors import ConfigurationError
 from thunderagent.event_log import EventLogWriter
 from thunderagent.policy_loader import load_policy, parse_setting
-from thunderagent.programs.scheduler import Scheduler, SchedulerSettings
+from thunderagent.programs.model.settings import SchedulerSettings
+from thunderagent.programs.scheduler import Scheduler
 from thunderagent.provisioning import build_provisioning
-from thunderagent.proxy.app import FRONT, HISTORY, build_app
+from thunderagent.proxy.app import FRONT, HISTORY, LOOP_LAG, build_app
 from thunderagent.proxy.control.control import ControlSettings
 from thunderagent.proxy.fleet.breaker import BreakerSettings
 from thunderagent.proxy.fleet.client import ClientSettings, ReplicaClient, open_client
@@ -36,7 +37,7 @@ from thunderagent.proxy.fleet.observer import Observer
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.gate.admin_port import AdminPort
 from thunderagent.proxy.gate.bearer import Tokens
-from thunderagent.proxy.gate.held import HeldLimits
+from thunderagent.proxy.gate.keys.file import KeysFile
 from thunderagent.proxy.gate.outgoing import Outgoing
 from thunderagent.proxy.judge import Judge, JudgeSettings, ReplicaAsker, open_url, read_prompt
 from thunderagent.proxy.reading.identity import IdentityRules
@@ -45,6 +46,7 @@ from thunderagent.proxy.turns.retry_budget import RetrySettings
 from thunderagent.proxy.watch.event_feed import KIND_OF
 from thunderagent.proxy.wire.aiohttp_server import Runner
 from thunderagent.proxy.wire.http11.heads import MAX_HEAD_BYTES
+from thunderagent.reloading import Reloader, hangup, take_over
 from thunderagent.replica_sources import followers_of, sources_of, static_of
 from thunderagent.runtime import Runtime, RuntimeSettings
 from thunderagent.sandboxes import build_manager
@@ -55,6 +57,7 @@ from thunderagent.security import (
     build_keyring,
     check_security,
     guard_settings,
+    held_limits,
     is_loopback,
     judge_api_key,
 )
@@ -73,10 +76,16 @@ CLOSE_S = 2.0
 """How long connections get to close after the grace period."""
 
 
-async def serve(config: ServeConfig, *, ready: Callable[[str, str], None] = lambda *_: None) -> None:
+async def serve(
+    config: ServeConfig,
+    *,
+    ready: Callable[[str, str], None] = lambda *_: None,
+    load: Callable[[], ServeConfig] | None = None,
+) -> None:
     """Serve until SIGTERM or SIGINT, or until cancelled.
 
-    `ready` is called with the URL, and the policy's name with those of its parts, once it listens.
+    `ready` is called with the URL, and the policy's name with those of its parts, once it listens; `load` reads the
+    configuration again, on SIGHUP.
 
     A shutdown goes: not ready, grant nothing new, let turns in flight end up to the grace period, flush the event
     log, close. Raises `ConfigurationError` before anything was started, `OSError` if the address cannot be used.
@@ -98,7 +107,8 @@ async def serve(config: ServeConfig, *, ready: Callable[[str, str], None] = lamb
         urls = config.backends
         if config.simulates_engines:
             urls = await stack.enter_async_context(embedded_engines(config))
-        url = await stack.enter_async_context(proxy(config, runtime, urls, simulated=config.simulates_engines))
+        simulated = config.simulates_engines
+        url = await stack.enter_async_context(proxy(config, runtime, urls, simulated=simulated, load=load))
         calm_garbage_collector()
         ready(url, runtime.scheduler.policy.name)
         await stop.wait()
@@ -186,10 +196,12 @@ async def proxy(
     *,
     further_sources: Sequence[Source] = (),
     simulated: bool = False,
+    load: Callable[[], ServeConfig] | None = None,
 ) -> AsyncIterator[str]:
     """Run the proxy in front of the engines at `urls` and of every source for the length of the block; yield its URL.
 
     `further_sources` come beside those of the configuration. `simulated` has every answer and the dashboard say so.
+    `load` reads the configuration again; by default it stays, and only files that it names are read again.
     """
     keyring, tls, ssl_context = build_keyring(config), ServerTls.of(config), backend_ssl_context(config)
     api_key = backend_api_key(config)
@@ -235,10 +247,14 @@ async def proxy(
         user_names_program=config.user_names_program,
         tokens=Tokens(runtime) if config.bearer_programs else None,
         infers_programs=config.infer_programs,
+        # A log may be replayed under a policy that wants them.
+        reads_prefixes=runtime.scheduler.policy.claim_rules.share_prefixes or config.event_log is not None,
     )
     sandboxes = build_manager(config, runtime)
     provisioning = build_provisioning(config, runtime, replicas, discovery)
     admin_port = AdminPort() if config.admin_port is not None else None
+    keys_file = KeysFile(config.keys_file, keyring) if config.keys_file is not None else None
+    reloader = Reloader(config, load or (lambda: config))
     async with AsyncExitStack() as stack:
         if tracing is not None:
             stack.push_async_callback(asyncio.to_thread, tracing.close)
@@ -260,16 +276,14 @@ async def proxy(
                 client_patience=config.client_patience,
                 heartbeat_s=config.heartbeat_s,
                 tenant_from_key=config.keys_name_tenants,
-                held=HeldLimits(
-                    config.max_held_turns_count,
-                    config.max_held_bytes,
-                    config.key_max_held_turns_count,
-                    config.key_max_held_bytes,
-                ),
+                held=held_limits(config),
                 names_programs=bool(config.kv_events),
             ),
             guard_settings=guard_settings(config),
             keyring=keyring,
+            keys_file=keys_file,
+            reloads=reloader,
+            access_log=config.access_log,
             tracing=tracing,
             sandboxes=sandboxes,
             control_settings=ControlSettings(
@@ -287,11 +301,14 @@ async def proxy(
             poller.run,
             discovery.run,
             app[HISTORY].run,
+            app[LOOP_LAG].run,
             partial(replicas.run, client),
             collect_garbage,
             provisioning.run,
         ]
         loops.extend(follower.run for follower in kv_followers)
+        if keys_file is not None:
+            loops.append(keys_file.run)
         if judge is not None:
             loops.append(judge.run)
         if sandboxes is not None:
@@ -299,8 +316,14 @@ async def proxy(
         if config.observe_interval_s is not None:
             interval_s, deadline_s = config.observe_interval_s, config.poll_deadline_s
             loops.append(Observer(runtime, client, replicas, interval_s=interval_s, deadline_s=deadline_s).run)
-        async with _background(*loops), _listening(app, config, tls, admin_port) as url:
-            yield url
+        take_over(reloader, app, keyring, discovery, simulated=simulated)
+        for reads in (tls, keys_file):
+            if reads is not None:
+                reloader.reads(reads.reload)
+        with hangup() as asked:
+            loops.append(partial(reloader.run, asked))
+            async with _background(*loops), _listening(app, config, tls, admin_port) as url:
+                yield url
 
 
 def _judge(config: ServeConfig, runtime: Runtime, client: ReplicaClient) -> Judge | None:
@@ -330,7 +353,7 @@ def _tracing(config: ServeConfig) -> Tracing | None:
     try:
         from thunderagent.proxy.watch.tracing import open_tracing  # noqa: PLC0415 - needs an extra
     except ImportError as error:
-        raise ConfigurationError("otlp_endpoint: needs the extra otel: pip install '.[otel]' in a checkout") from error
+        raise ConfigurationError("otlp_endpoint: needs the extra otel: pip install 'thunderagent[otel]'") from error
     return open_tracing(config.otlp_endpoint, config.trace_sample_ratio)
 
 
@@ -378,15 +401,11 @@ async def _listening(
             ).start()
             admin_port.port = runner.addresses[1][1]
             log.info("admin_port", port=admin_port.port)
-        if tls is not None:
-            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, tls.reload)
-        if not config.api_keys and not is_loopback(config.host):
+        if not config.has_keys and not is_loopback(config.host):
             log.warning("open_to_the_network", host=config.host, effect="whoever reaches this port may use the proxy")
         host, port = runner.addresses[0][:2]
         yield f"{'http' if tls is None else 'https'}://{f'[{host}]' if ':' in host else host}:{port}"
     finally:
-        if tls is not None:
-            asyncio.get_running_loop().remove_signal_handler(signal.SIGHUP)
         await runner.cleanup()
 
 

@@ -1,10 +1,13 @@
-"""`thunderagent status`: replicas, programs and the queue of a running proxy, in the terminal."""
+"""`thunderagent status` and `thunderagent top`: a running proxy, in the terminal."""
 
 from __future__ import annotations
 
+import argparse
+import os
 import ssl
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,61 @@ from rich.text import Text
 
 REFRESH_S = 1.0
 TIMEOUT_S = 5.0
+BAR_WIDTH = 30
+KEY_VARIABLE = "THUNDERAGENT_KEY"
+LARGEST_FIRST = ("claim", "turns", "held")
+SMALLEST_FIRST = ("opened", "id", "replica", "state")
+"""Orders of programs, as `GET /programs` knows them."""
+
+TOP_DESCRIPTION = "Watch a running proxy until Ctrl-C: rates of the last minute, memory, and programs in an order."
+
+
+def add_status_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `status`."""
+    parser.add_argument("--watch", action="store_true", help="refresh every second until Ctrl-C")
+    _add_common_arguments(parser)
+
+
+def add_top_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `top`."""
+    parser.add_argument("--once", action="store_true", help="print it once; so it is where the output is no terminal")
+    parser.add_argument(
+        "--sort",
+        default="claim",
+        choices=(*LARGEST_FIRST, *SMALLEST_FIRST),
+        help="which programs come first (default: %(default)s, the largest)",
+    )
+    _add_common_arguments(parser)
+
+
+def _add_common_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", default="http://127.0.0.1:8300", help="where it runs (default: %(default)s)")
+    parser.add_argument("--programs", type=int, default=20, metavar="N", help="show N programs (default: 20)")
+    parser.add_argument(
+        "--key",
+        default=os.environ.get(KEY_VARIABLE, ""),
+        help=f"an admin key of the proxy; better in the environment, where other users do not see it [{KEY_VARIABLE}]",
+    )
+    parser.add_argument(
+        "--ca-file",
+        type=Path,
+        metavar="FILE",
+        help="certificates to trust for an https URL, PEM, instead of the system's",
+    )
+
+
+def run_status(args: argparse.Namespace) -> int:
+    """Show a running proxy."""
+    return watch_status(args.url, watch=args.watch, programs_count=args.programs, key=args.key, ca_file=args.ca_file)
+
+
+def run_top(args: argparse.Namespace) -> int:
+    """Watch a running proxy."""
+    sort = f"-{args.sort}" if args.sort in LARGEST_FIRST else args.sort
+    programs_count = args.programs
+    return watch_top(
+        args.url, once=args.once, programs_count=programs_count, sort=sort, key=args.key, ca_file=args.ca_file
+    )
 
 
 def watch_status(url: str, *, watch: bool, programs_count: int, key: str = "", ca_file: Path | None = None) -> int:
@@ -24,19 +82,34 @@ def watch_status(url: str, *, watch: bool, programs_count: int, key: str = "", c
 
     `key` is an admin key of the proxy, `ca_file` has the certificates to trust instead of the system's.
     """
+    return _show(url, lambda client: _picture(client, programs_count), watch=watch, key=key, ca_file=ca_file)
+
+
+def watch_top(
+    url: str, *, once: bool, programs_count: int, sort: str, key: str = "", ca_file: Path | None = None
+) -> int:
+    """Show what the proxy at `url` does, programs sorted as `GET /programs` does; return the exit status.
+
+    It goes on until Ctrl-C, but is printed once where nobody looks at a terminal. The rest is as in `watch_status`.
+    """
+    watch = not once and sys.stdout.isatty()
+    return _show(url, lambda client: _top(client, programs_count, sort), watch=watch, key=key, ca_file=ca_file)
+
+
+def _show(url: str, picture: Callable[[httpx2.Client], Group], *, watch: bool, key: str, ca_file: Path | None) -> int:
     console = Console(markup=False, emoji=False, highlight=False)  # ids are text, whatever they look like
     try:
         verify = True if ca_file is None else ssl.create_default_context(cafile=ca_file)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         with httpx2.Client(base_url=url, timeout=TIMEOUT_S, trust_env=False, verify=verify, headers=headers) as client:
-            picture = _picture(client, programs_count)
+            first = picture(client)
             if not watch:
-                console.print(picture)
+                console.print(first)
                 return 0
-            with Live(picture, console=console, screen=True) as live:
+            with Live(first, console=console, screen=True) as live:
                 while True:
                     time.sleep(REFRESH_S)
-                    live.update(_picture(client, programs_count))
+                    live.update(picture(client))
     except httpx2.HTTPStatusError as error:
         print(f"thunderagent: error: {url} answers {error.response.status_code}; is a key missing?", file=sys.stderr)
         return 1
@@ -45,6 +118,46 @@ def watch_status(url: str, *, watch: bool, programs_count: int, key: str = "", c
         return 1
     except KeyboardInterrupt:
         return 0
+
+
+def _top(client: httpx2.Client, programs_count: int, sort: str) -> Group:
+    summary = _get(client, "/summary")
+    replicas = _get(client, "/replicas")["replicas"]
+    programs = _get(client, f"/programs?limit={programs_count}&sort={sort}")
+    rates, now = summary["rates"], summary["now"]
+    demand, hits = summary["demand_ratio"], rates["hit_ratio"]
+    head = Text(
+        f"policy {summary['policy']}   programs {summary['programs_count']}   "
+        f"replicas up {summary['replicas_up_count']} of {summary['replicas_count']}\n"
+        f"turns/min {rates['turns_per_min']:,.0f}   output tokens/s {rates['output_tokens_per_s']:,.0f}   "
+        f"prefix hits {_percent(hits)}\n"
+        f"held {now['turns_held_count']}, the oldest for {_seconds(summary['longest_held_s'])}   "
+        f"holds: median {_seconds(rates['held_p50_s'])}, p99 {_seconds(rates['held_p99_s'])}",
+        style="bold",
+    )
+    bars = Text("memory").append(_bar(demand)).append(f"{_percent(demand)} claimed or waited for\n")
+    for replica in replicas:
+        capacity_tokens = replica["limit_tokens"] or replica["capacity_tokens"]
+        ratio = replica["demand_tokens"] / capacity_tokens if capacity_tokens else None
+        bars.append(f"{replica['replica_id']}").append(_bar(ratio))
+        bars.append(f"{_percent(ratio)}, {replica['turns_in_flight_count']} turns, {_health(replica)}\n")
+    parts: list[Text | Table] = [head, bars, _program_table(programs)]
+    if rates["mostly_anonymous"]:
+        parts.insert(1, Text("Most turns name no program: see thunderagent doctor.", style="bold yellow"))
+    return Group(*parts)
+
+
+def _bar(ratio: float | None) -> str:
+    full_count = 0 if ratio is None else round(min(1.0, ratio) * BAR_WIDTH)
+    return f"  [{'|' * full_count}{' ' * (BAR_WIDTH - full_count)}] "
+
+
+def _percent(ratio: float | None) -> str:
+    return "unknown" if ratio is None else f"{ratio:.0%}"
+
+
+def _seconds(value_s: float | None) -> str:
+    return "-" if value_s is None else f"{value_s:.1f} s"
 
 
 def _picture(client: httpx2.Client, programs_count: int) -> Group:

@@ -273,6 +273,24 @@ async def test_where_there_is_nothing_it_says_so(tmp_path: Path, open_page: Open
         await expect(page.locator(".replica .bad")).to_have_text(replica["why_down"])
 
 
+async def test_turns_that_are_nobodys_are_told_of(tmp_path: Path, open_page: OpenPage) -> None:
+    """As long as most turns of the last minute name no program, with what to do."""
+    async with (
+        serving(tmp_path / "proxy.log") as server,
+        httpx2.AsyncClient(base_url=server.url, trust_env=False) as client,
+        open_page(server.url) as page,
+    ):
+        body = {"model": "simulated", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
+        for number in range(30):
+            named = {"program_id": f"named/{number}"} if number < 12 else {}
+            assert (await client.post("/v1/chat/completions", json={**body, **named})).status_code == 200
+            if number == 11:
+                await expect(page.locator("#rows tr")).to_have_count(12)
+                await expect(page.locator("#anonymous")).to_be_hidden()
+        await expect(page.locator("#anonymous")).to_contain_text("Most turns name no program")
+        await expect(page.locator("#anonymous")).to_contain_text("thunderagent doctor")
+
+
 async def test_a_proxy_that_goes_and_comes_back(tmp_path: Path, open_page: OpenPage) -> None:
     """Says that it is gone, keeps what was seen, and goes on by itself with the next process."""
     async with (

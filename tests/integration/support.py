@@ -669,11 +669,11 @@ class RunningProxy:
             "held": self.runtime.held_count,
             "turns": len(scheduler.turns),
             "waiting": scheduler.ledger.waiting_count,
-            "anonymous_held": len(scheduler.anonymous_held),
+            "anonymous_held": len(scheduler.book.anonymous_held),
             "turns_of_replicas": sum(account.turn_count for account in accounts),
             "anonymous_tokens": sum(account.other_tokens for account in accounts),
             "reasoning": sum(account.reasoning_count for account in accounts),
-            "queued": len(scheduler.queue.reasoning),
+            "queued": len(scheduler.queue.waiting.order),
         }
 
     async def nothing_left(self, *, within_s: float = DEADLINE_S) -> None:
@@ -686,9 +686,15 @@ class RunningProxy:
 
 @asynccontextmanager
 async def running_proxy(
-    *urls: str, up: int | None = None, sources: Sequence[Source] = (), **config: Any
+    *urls: str,
+    up: int | None = None,
+    sources: Sequence[Source] = (),
+    load: dict[str, Any] | None = None,
+    **config: Any,
 ) -> AsyncIterator[RunningProxy]:
     """Run a proxy in front of `urls`, and of what `sources` find, and wait for `up` of them (None: all URLs).
+
+    What changes in `load` it finds in its configuration when that is read again.
 
     Afterwards no turn and no socket must be left, and a replay of the events must decide the same, with every
     invariant kept.
@@ -711,7 +717,11 @@ async def running_proxy(
         assert event_log is not None
         assert settings.event_log is not None
         with contextlib.closing(event_log):
-            async with proxy(settings, runtime, settings.backends, further_sources=sources) as url:
+
+            def read_again() -> ServeConfig:
+                return ServeConfig.load(**{**defaults, **config, **(load or {})})
+
+            async with proxy(settings, runtime, settings.backends, further_sources=sources, load=read_again) as url:
                 running = RunningProxy(url, runtime)
                 await running.up(len(urls) if up is None else up)
                 yield running

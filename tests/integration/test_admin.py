@@ -9,6 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.integration.support import (
+    DONE,
     USAGE,
     Gate,
     answers,
@@ -21,7 +22,9 @@ from tests.integration.support import (
     post,
     running_proxy,
     serve,
+    streams,
     until,
+    word,
 )
 
 SECRET = "only-the-programs-name"
@@ -221,7 +224,7 @@ async def test_who_is_not_admitted_is_in_the_queue_and_says_so() -> None:
         second = asyncio.create_task(ask(proxy.url, "second"))
         await until(lambda: proxy.runtime.held_count)
         queue = (await get(proxy.url, "/queue")).json()
-        assert (queue["waiting_count"], queue["outside_count"]) == (1, 1)
+        assert (queue["waiting_count"], queue["unadmitted_count"]) == (1, 1)
         assert [(each["program_id"], each["hold_reason"]) for each in queue["waiting"]] == [("second", "admission")]
         waits = (await get(proxy.url, "/programs/second")).json()["waiting"]
         assert waits["what_must_happen"] == ("a place must become free: 1 program is admitted (admission window)")
@@ -271,7 +274,29 @@ FAMILIES = {
     "thunderagent_prefill_seconds_per_token": (),
     "thunderagent_hold_seconds_count": (),
     "thunderagent_added_latency_seconds_count": (),
+    "thunderagent_event_loop_lag_seconds_count": (),
+    "thunderagent_turn_duration_seconds_count": ("replica", "status"),
 }
+
+
+async def test_latencies_are_counted_by_replica_and_status() -> None:
+    """A stream by its first token and the time between tokens, every turn by its duration; a removed replica's end."""
+    stream = streams(word("one"), word("two"), word("three"), DONE)
+    async with fake_replica(stream) as replica, running_proxy(replica.url, retries_count=0) as proxy:
+        name = replica.replica_id
+        assert (await ask(proxy.url, "a", stream=True)).status == 200
+        replica.behaviour = answers({"error": {}}, status="429 Too Many Requests")
+        assert (await ask(proxy.url, "b")).status == 429
+        await until(lambda: proxy.runtime.leases_count == 0)
+        samples = await metrics_of(proxy.url)
+        assert samples["thunderagent_time_to_first_token_seconds_count"] == {(name, "200"): 1}
+        assert samples["thunderagent_time_between_tokens_seconds_count"] == {(name, "200"): 1}
+        assert samples["thunderagent_turn_duration_seconds_count"] == {(name, "200"): 1, (name, "429"): 1}
+        first_s = samples["thunderagent_time_to_first_token_seconds_sum"][name, "200"]
+        between_s = samples["thunderagent_time_between_tokens_seconds_sum"][name, "200"]
+        assert 0 < first_s + 3 * between_s <= samples["thunderagent_turn_duration_seconds_sum"][name, "200"]
+        assert (await exchange(proxy.url, "DELETE", f"/replicas/{name}?force=1")).status == 200
+        assert "thunderagent_turn_duration_seconds_count" not in await metrics_of(proxy.url)
 
 
 async def test_metrics_have_their_names_and_labels_and_no_program() -> None:

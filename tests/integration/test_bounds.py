@@ -98,7 +98,7 @@ async def test_a_lease_is_believed_no_more_tokens_than_the_largest_replica_has()
         path = f"/leases/{lease['lease_id']}"
 
         def claim_tokens() -> int:
-            program = scheduler.table.get("a")
+            program = scheduler.programs.get("a")
             assert program is not None
             return program.claim_tokens
 
@@ -110,7 +110,7 @@ async def test_a_lease_is_believed_no_more_tokens_than_the_largest_replica_has()
         liar = (await post(proxy.url, "/leases", {"program_id": "liar", "prompt_tokens": 1})).json()
         await post(proxy.url, f"/leases/{liar['lease_id']}/end", {"prompt_tokens": 1000})
         await ask(proxy.url, "b", content="x" * 400)
-        newcomer = scheduler.table.get("b")
+        newcomer = scheduler.programs.get("b")
         assert newcomer is not None
         assert newcomer.claim_tokens < 500
 
@@ -342,7 +342,7 @@ async def test_past_the_cap_of_programs_the_oldest_without_a_turn_are_forgotten_
     async with running_proxy(replica.url, **caps) as proxy:
         for number in range(5):
             assert (await ask(proxy.url, f"p{number}")).status == 200
-        assert [program.program_id for program in proxy.runtime.scheduler.table] == ["p2", "p3", "p4"]
+        assert [program.program_id for program in proxy.runtime.scheduler.programs.values()] == ["p2", "p3", "p4"]
         replica.behaviour = gate
         busy = [asyncio.create_task(ask(proxy.url, f"busy{number}")) for number in range(3)]
         await replica.call(7)
@@ -360,14 +360,14 @@ async def test_past_the_cap_of_programs_the_oldest_without_a_turn_are_forgotten_
 
 async def test_a_tenant_comes_from_the_key_and_the_header_does_not_count(replica: FakeReplica) -> None:
     async with running_proxy(replica.url, **KEYS) as proxy:
-        table = proxy.runtime.scheduler.table
+        table = proxy.runtime.scheduler.programs
         forged = ("X-Program-Tenant", "blue")
         await post(proxy.url, CHAT, turn("a"), RED, forged)
         await call(proxy.url, "POST", "/programs", OTHER_RED, body={"program_id": "b", "tenant": "blue"})
         lease = await post(proxy.url, "/leases", {"program_id": "c", "tenant": "red"}, BLUE)
         await post(proxy.url, f"/leases/{lease.json()['lease_id']}/end", {}, BLUE)
         await post(proxy.url, CHAT, turn("d"), ADMIN, forged)
-        assert {program.program_id: program.tenant for program in table} == {
+        assert {program.program_id: program.tenant for program in table.values()} == {
             "a": "red",
             "b": "red",
             "c": "blue",
@@ -378,7 +378,7 @@ async def test_a_tenant_comes_from_the_key_and_the_header_does_not_count(replica
 async def test_where_the_option_is_off_the_header_counts(replica: FakeReplica) -> None:
     async with running_proxy(replica.url, **KEYS, tenant_from_key=False) as proxy:
         await post(proxy.url, CHAT, turn("a"), RED, ("X-Program-Tenant", "blue"))
-        program = proxy.runtime.scheduler.table.get("a")
+        program = proxy.runtime.scheduler.programs.get("a")
         assert program is not None
         assert program.tenant == "blue"
         assert (await call(proxy.url, "GET", "/programs", RED)).status == 403
@@ -388,7 +388,7 @@ async def test_where_the_option_is_off_the_header_counts(replica: FakeReplica) -
 async def test_a_data_key_touches_programs_of_its_own_tenant_alone(replica: FakeReplica) -> None:
     """Whatever the route: to blue there is no program of red's, and red's other key has all of it."""
     async with running_proxy(replica.url, **KEYS) as proxy:
-        table = proxy.runtime.scheduler.table
+        table = proxy.runtime.scheduler.programs
         await post(proxy.url, CHAT, turn("a"), RED)
         await post(proxy.url, CHAT, turn("mine"), BLUE)
         releases: list[tuple[str, str, object]] = [
@@ -436,7 +436,7 @@ async def test_a_family_and_a_group_live_in_one_tenant(replica: FakeReplica) -> 
         await held(proxy, 1)
         assert (await post(proxy.url, CHAT, turn("child"), RED, of_parent)).status == 200
         assert proxy.runtime.held_count == 1
-        assert {len(group.programs) for group in proxy.runtime.scheduler.groups.values()} == {1}
+        assert {len(group.programs) for group in proxy.runtime.scheduler.book.groups.values()} == {1}
         for program_id in ("parent", "child"):
             await call(proxy.url, "DELETE", f"/programs/{program_id}", RED)
         assert (await stranger).status == 200

@@ -34,7 +34,7 @@ from thunderagent.client import (
     current_program,
     program,
 )
-from thunderagent.programs.events import ProgramReleased
+from thunderagent.programs.model.events import ProgramReleased
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -53,7 +53,7 @@ async def proxy(replica: FakeReplica, monkeypatch: pytest.MonkeyPatch) -> AsyncI
 
 
 def live(proxy: RunningProxy) -> list[str]:
-    return [program.program_id for program in proxy.runtime.scheduler.table]
+    return [program.program_id for program in proxy.runtime.scheduler.programs.values()]
 
 
 def say(where: Branch, **more: Any) -> Any:
@@ -89,7 +89,7 @@ async def test_a_block_is_a_program(proxy: RunningProxy) -> None:
                 client = p.async_openai(http_client=async_http_client, max_retries=0)
                 for _ in range(2):
                     await client.chat.completions.create(model="simulated", messages=MESSAGES, max_tokens=4)
-                (known,) = proxy.runtime.scheduler.table
+                (known,) = proxy.runtime.scheduler.programs
                 assert (known.program_id, known.turn_count) == (program_id, 2)
             assert live(proxy) == []
 
@@ -188,10 +188,12 @@ async def test_decorated_functions(proxy: RunningProxy) -> None:
 async def test_what_helpers_send(proxy: RunningProxy) -> None:
     """Group and branch reach the scheduler; the other forms name the same program."""
     async with program("task", group="prompt-3") as p:
-        assert set(proxy.runtime.scheduler.groups) == {("", "prompt-3")}, "for agents that are given a base URL alone"
+        assert set(proxy.runtime.scheduler.book.groups) == {("", "prompt-3")}, (
+            "for agents that are given a base URL alone"
+        )
         await async_say(p)
         await async_say(p.branch("helper"))
-        (known,) = proxy.runtime.scheduler.table
+        (known,) = proxy.runtime.scheduler.programs
         assert set(known.branches) == {"", "helper"}
         async with openai.AsyncOpenAI(base_url=f"{p.proxy}/v1", api_key="none") as plain:
             turn: Any = {"model": "simulated", "messages": MESSAGES, "max_tokens": 4}
@@ -219,7 +221,7 @@ async def test_a_child_process_runs_as_the_program(proxy: RunningProxy) -> None:
         )
         out, err = await child.communicate()
         assert (out, err) == (b"3\n", b"")
-        (known,) = proxy.runtime.scheduler.table
+        (known,) = proxy.runtime.scheduler.programs
         assert (known.program_id, known.turn_count) == ("père/1", 1)
     assert live(proxy) == []
 

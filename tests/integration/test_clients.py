@@ -18,7 +18,7 @@ MESSAGES: Any = [{"role": "user", "content": "hello there"}]
 
 
 def programs_of(proxy: RunningProxy) -> list[str]:
-    return [program.program_id for program in proxy.runtime.scheduler.table]
+    return [program.program_id for program in proxy.runtime.scheduler.programs.values()]
 
 
 async def test_the_async_openai_client_names_its_program_in_the_body(engine_url: str) -> None:
@@ -45,7 +45,7 @@ async def test_the_async_openai_client_names_its_program_in_the_body(engine_url:
             assert text == whole.choices[0].message.content
             assert (usage is not None) == (options is not None)
         assert programs_of(proxy) == ["by-body"]
-        program = proxy.runtime.scheduler.table.get("by-body")
+        program = proxy.runtime.scheduler.programs.get("by-body")
         assert program is not None
         assert program.prompt_tokens_total == 3 * whole.usage.prompt_tokens
 

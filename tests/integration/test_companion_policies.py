@@ -42,8 +42,8 @@ async def test_the_window_is_cut_where_the_engine_says_that_it_thrashes() -> Non
             assert engine.metrics is not None
             engine.metrics = exposition(1_000_000) + 'vllm:kv_cache_usage_perc{engine="0"} 0.95\n'
             runtime = proxy.runtime
-            await until(lambda: runtime.scheduler.admitted_count == 1)
+            await until(lambda: runtime.scheduler.book.admitted_count == 1)
             waiting = asyncio.ensure_future(ask(proxy.url, "p3"))
-            await until(lambda: len(runtime.scheduler.queue.outside) == 1)
+            await until(lambda: len(runtime.scheduler.queue.unadmitted.order) == 1)
             await post(proxy.url, "/programs/release", {"program_id": "p0"})
             assert (await waiting).status == 200

@@ -248,6 +248,7 @@ async def test_no_turn_is_sent_to_an_engine_that_is_paused_and_all_are_afterward
         await asyncio.sleep(0.3)  # longer than every limit
         queue = (await get(proxy.url, "/queue")).json()
         assert (queue["suspended_for"], queue["turns_held_count"], queue["held_in_place_count"]) == (["pause"], 3, 1)
+        assert (await get(proxy.url, "/summary")).json()["now"]["turns_held_count"] == 3
         for program_id in ("old", "new"):
             program = (await get(proxy.url, f"/programs/{program_id}")).json()
             assert program["hold_reason"] == "suspended"
@@ -280,7 +281,7 @@ async def test_a_pause_in_mid_generation_costs_no_byte() -> None:
             while data := await wire.chunk():
                 rest += data
             assert rest == word("two") + DONE
-        await until(lambda: proxy.runtime.scheduler.table.get("resting") is None)  # its limits run again
+        await until(lambda: proxy.runtime.scheduler.programs.get("resting") is None)  # its limits run again
 
 
 LIMITS = {
@@ -394,7 +395,7 @@ async def test_the_ledger_forgets_what_a_cleared_cache_held(path: str, body: dic
     async with replicas_behind(1) as (proxy, (replica,)):
         await ask(proxy.url, "a")
         scheduler = proxy.runtime.scheduler
-        program = scheduler.table.get("a")
+        program = scheduler.programs.get("a")
         assert program is not None
         assert scheduler.resident_tokens(program, id_of(replica)) == 13
         assert (await post(proxy.url, path, body)).status == 200
@@ -409,7 +410,7 @@ async def test_a_cache_that_could_not_be_cleared_is_not_forgotten() -> None:
         await ask(proxy.url, "a")
         replica.behaviour = answers({"success": False})
         assert (await post(proxy.url, "/reset_prefix_cache")).json() == {"success": False}
-        program = proxy.runtime.scheduler.table.get("a")
+        program = proxy.runtime.scheduler.programs.get("a")
         assert program is not None
         assert proxy.runtime.scheduler.resident_tokens(program, id_of(replica)) == 13
 
@@ -595,9 +596,9 @@ async def test_the_same_prompt_with_what_came_so_far_is_the_same_program_s_next_
         await post(proxy.url, "/resume")
         assert (await again).json()["choices"][0]["finish_reason"] == "stop"
         scheduler = proxy.runtime.scheduler
-        assert len(scheduler.table) == 1
+        assert len(scheduler.programs) == 1
         assert scheduler.knowledge.mean_tool_s == 0.0
-        program = scheduler.table.get("a")
+        program = scheduler.programs.get("a")
         assert program is not None
         assert program.turn_count == 2
 
@@ -712,7 +713,7 @@ async def test_a_flush_by_the_facade_is_noticed() -> None:
     async with replicas_behind(1) as (proxy, (replica,)):
         await ask(proxy.url, "a")
         await get(proxy.url, f"/workers/{id_of(replica)}/flush_cache")
-        program = proxy.runtime.scheduler.table.get("a")
+        program = proxy.runtime.scheduler.programs.get("a")
         assert program is not None
         assert proxy.runtime.scheduler.resident_tokens(program, id_of(replica)) == 0
 
@@ -732,7 +733,7 @@ async def test_a_turn_by_the_facade_is_load_on_that_replica() -> None:
         await post(proxy.url, f"/workers/{id_of(other)}/resume")
         assert (await turn_by_facade).status == 200
         assert not one.calls
-        assert len(proxy.runtime.scheduler.table) == 0
+        assert len(proxy.runtime.scheduler.programs) == 0
 
 
 async def test_a_turn_by_the_facade_is_a_turn() -> None:
@@ -744,7 +745,7 @@ async def test_a_turn_by_the_facade_is_a_turn() -> None:
         assert (answer.status, answer.body) == (200, word("hi") + DONE)
         assert one.calls[0].json() == {**turn(stream=True), "stream_options": {"include_usage": True}}
         assert proxy.runtime.prompt_tokens_total == 10
-        assert len(proxy.runtime.scheduler.table) == 0
+        assert len(proxy.runtime.scheduler.programs) == 0
         one.behaviour = answers({"detail": "what?"}, status="400 Bad Request")
         answer = await post(proxy.url, path, b"rubbish")
         assert (answer.status, answer.json(), one.calls[1].body) == (400, {"detail": "what?"}, b"rubbish")
@@ -777,7 +778,7 @@ async def test_nothing_is_granted_between_the_two_words_of_the_hook() -> None:
         waiting = asyncio.create_task(ask(proxy.url, "a"))
         await held(proxy, 1)
         assert (await get(proxy.url, "/queue")).json()["suspended_for"] == ["weight_sync"]
-        program = proxy.runtime.scheduler.table.get("a")
+        program = proxy.runtime.scheduler.programs.get("a")
         assert program is not None
         assert (await post(proxy.url, "/weight_sync/end", {"weight_version": 3})).json()["ended"] is True
         assert (await waiting).status == 200
@@ -807,7 +808,7 @@ async def test_an_engine_that_somebody_else_paused_gets_no_turn() -> None:
     async with replicas_behind(1, observe_interval_s=0.05) as (proxy, (replica,)):
         replica.behaviour = engine
         await ask(proxy.url, "a")
-        program = proxy.runtime.scheduler.table.get("a")
+        program = proxy.runtime.scheduler.programs.get("a")
         assert program is not None
         state["is_paused"] = True
         await until(lambda: proxy.runtime.scheduler.replicas[id_of(replica)].suspended_for)

@@ -122,7 +122,7 @@ EACH_API = pytest.mark.parametrize("api", APIS.values(), ids=APIS)
 
 def totals(proxy: RunningProxy, program_id: str = "a") -> tuple[int, int, int]:
     """Return a program's prompt, output and cached tokens."""
-    program = proxy.runtime.scheduler.table.get(program_id)
+    program = proxy.runtime.scheduler.programs.get(program_id)
     assert program is not None
     return program.prompt_tokens_total, program.output_tokens_total, program.cached_tokens_total
 
@@ -398,13 +398,13 @@ async def test_that_an_answer_stopped_ends_no_program(replica: FakeReplica, prox
     replica.behaviour = answers({"id": "1", "object": "chat.completion", "choices": [choice], "usage": USAGE})
     for turn_count in (1, 2):
         assert (await post(proxy.url, f"/p/a{CHAT}", turn())).json()["choices"] == [choice]
-        program = proxy.runtime.scheduler.table.get("a")
+        program = proxy.runtime.scheduler.programs.get("a")
         assert program is not None
         assert (program.status, program.phase, program.turn_count) == ("active", "acting", turn_count)
         assert (program.generation, program.claim_tokens) == (1, 13)
     replica.behaviour = streams(word("done", "stop"), DONE)
     assert (await post(proxy.url, f"/p/a{CHAT}", turn(stream=True))).whole
-    assert proxy.runtime.scheduler.table.get("a") is program
+    assert proxy.runtime.scheduler.programs.get("a") is program
     assert (await post(proxy.url, "/finish_session?session_id=a")).json()["released"] is True
 
 
@@ -509,7 +509,7 @@ async def test_a_side_call_whose_body_names_its_program_goes_where_that_is(targe
                 other.calls.clear()
         leases_count = 8 if target == "/v2/nobody/knows" else 0  # it may generate; no other was a turn
         assert proxy.runtime.outcome_counts["finished"] == 4 + leases_count
-        assert {program.turn_count for program in proxy.runtime.scheduler.table} == {1}
+        assert {program.turn_count for program in proxy.runtime.scheduler.programs.values()} == {1}
 
 
 async def test_a_side_call_with_an_id_that_is_none_is_refused(replica: FakeReplica, proxy: RunningProxy) -> None:

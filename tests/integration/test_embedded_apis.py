@@ -59,7 +59,7 @@ async def anthropic_at(base_url: str) -> AsyncIterator[anthropic.AsyncAnthropic]
 
 
 def totals(proxy: RunningProxy, program_id: str) -> tuple[int, int, int]:
-    program = proxy.runtime.scheduler.table.get(program_id)
+    program = proxy.runtime.scheduler.programs.get(program_id)
     assert program is not None
     return program.prompt_tokens_total, program.output_tokens_total, program.cached_tokens_total
 

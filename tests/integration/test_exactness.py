@@ -300,7 +300,7 @@ async def test_encoded_answers_are_not_touched(replica: FakeReplica, proxy: Runn
     replica.behaviour = answers(body, headers=[JSON_TYPE, ("Content-Encoding", encoding)])
     answer, _ = await send_both_ways(replica, proxy, "POST", CHAT, [("X-Program-ID", "a")], b"{}")
     assert answer.body == body
-    program = proxy.runtime.scheduler.table.get("a")
+    program = proxy.runtime.scheduler.programs.get("a")
     assert program is not None
     assert program.prompt_tokens_total == (USAGE["prompt_tokens"] if encoding == "gzip" else 0)
 
@@ -320,12 +320,12 @@ async def test_an_encoded_request_reaches_the_replica_as_it_is(replica: FakeRepl
 async def test_other_paths_pass_with_any_method(
     replica: FakeReplica, proxy: RunningProxy, method: str, target: str
 ) -> None:
-    """Path and query byte for byte; a POST that may generate has a lease of nobody's."""
-    body = b"some bytes" if method in {"PUT", "PATCH", "POST"} else b""
-    await send_both_ways(replica, proxy, method, target, [("X-Custom", "1")], body)
-    may_generate = method == "POST" and not target.startswith(("/v1/files", "/tokenize"))
+    """Path and query byte for byte; what may generate has a lease of nobody's."""
+    has_body = method in {"PUT", "PATCH", "POST"}
+    await send_both_ways(replica, proxy, method, target, [("X-Custom", "1")], b"some bytes" if has_body else b"")
+    may_generate = has_body and not target.startswith(("/v1/files", "/tokenize"))
     assert proxy.runtime.outcome_counts["finished"] == may_generate
-    assert len(proxy.runtime.scheduler.table) == 0
+    assert len(proxy.runtime.scheduler.programs) == 0
 
 
 async def test_a_head_request_has_the_length_of_the_answer_it_would_get(
@@ -402,7 +402,7 @@ async def test_a_stream_split_at_every_byte(
             answer = await wire.answer()
             assert answer.whole
             assert answer.body == (asked_for if asks_for_usage else plain), cut
-    program = proxy.runtime.scheduler.table.get("a")
+    program = proxy.runtime.scheduler.programs.get("a")
     assert program is not None
     assert program.prompt_tokens_total == USAGE["prompt_tokens"] * (len(asked_for) - 1)
 
@@ -485,7 +485,7 @@ async def test_usage_that_was_not_asked_for_is_asked_for_and_taken_out(
     answer = await post(proxy.url, CHAT, b'{"stream":true,' + options + b'"messages":[]}', ("X-Program-ID", "a"))
     assert answer.body == b"".join(STREAM)
     assert json.loads(replica.calls[0].body) == json.loads(b'{"stream":true,' + arrives + b'"messages":[]}')
-    program = proxy.runtime.scheduler.table.get("a")
+    program = proxy.runtime.scheduler.programs.get("a")
     assert program is not None
     assert program.prompt_tokens_total == USAGE["prompt_tokens"]
 
@@ -525,7 +525,7 @@ async def test_a_gzip_stream_is_not_touched(replica: FakeReplica, proxy: Running
     replica.behaviour = streams(*pieces_at(body, 10, 50), headers=[("content-encoding", "gzip")])
     sent = json.dumps({"stream": True, "stream_options": {"include_usage": True}}).encode()
     await send_both_ways(replica, proxy, "POST", CHAT, [("X-Program-ID", "a")], sent)
-    program = proxy.runtime.scheduler.table.get("a")
+    program = proxy.runtime.scheduler.programs.get("a")
     assert program is not None
     assert program.prompt_tokens_total == USAGE["prompt_tokens"]
 

@@ -180,7 +180,7 @@ async def test_every_program_finishes_though_a_replica_is_killed_and_restarted()
         assert result.finished_program_count == 24
         assert result.failed_turn_count == 0
         assert result.release_error_count == 0
-        assert len(proxy.runtime.scheduler.table) == 0
+        assert len(proxy.runtime.scheduler.programs) == 0
 
 
 async def kill(process: CommandProcess) -> None:

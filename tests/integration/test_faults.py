@@ -49,7 +49,7 @@ async def test_what_is_no_json_object_gets_the_engines_own_words(engine_url: str
         relayed = await post(proxy.url, f"/p/somebody{CHAT}", body)
         assert direct.status == 400
         assert (relayed.status, relayed.body) == (direct.status, direct.body)
-        assert len(proxy.runtime.scheduler.table) == 0
+        assert len(proxy.runtime.scheduler.programs) == 0
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ async def test_a_program_id_that_is_none_is_refused_in_the_openai_schema(program
         assert answer.error["code"] == "invalid_program_id"
         assert answer.error["type"] == "invalid_request_error"
         assert not replica.calls
-        assert len(proxy.runtime.scheduler.table) == 0
+        assert len(proxy.runtime.scheduler.programs) == 0
 
 
 async def test_the_longest_program_id_is_taken() -> None:
@@ -71,7 +71,7 @@ async def test_the_longest_program_id_is_taken() -> None:
     async with fake_replica() as replica, running_proxy(replica.url) as proxy:
         for program_id in ("x" * 256, "é" * 128, "😀" * 64):
             assert (await ask(proxy.url, program_id)).status == 200
-        assert len(proxy.runtime.scheduler.table) == 3
+        assert len(proxy.runtime.scheduler.programs) == 3
 
 
 async def test_header_bytes_that_are_no_text_harm_nobody() -> None:
@@ -280,7 +280,7 @@ async def test_an_answer_without_proper_usage_is_relayed_and_the_size_estimated(
         options = {"stream_options": {"include_usage": True}} if streamed else {}
         answer = await ask(proxy.url, "a", content="word " * 400, stream=streamed, **options)
         assert answer.body == (b"".join(pieces) if streamed else whole)
-        program = proxy.runtime.scheduler.table.get("a")
+        program = proxy.runtime.scheduler.programs.get("a")
         assert program is not None
         assert program.claim_tokens > 0
         assert (await metrics_of(proxy.url))["thunderagent_turns_total"]["finished",] == 1
@@ -365,7 +365,7 @@ async def test_a_program_released_while_held_ends_its_turn() -> None:
             assert answer.status == 410
             assert answer.error["code"] == "program_released"
         assert len(replica.calls) == 1
-        assert [program.program_id for program in proxy.runtime.scheduler.table] == ["first"]
+        assert [program.program_id for program in proxy.runtime.scheduler.programs.values()] == ["first"]
 
 
 async def test_a_program_released_in_its_turn_lets_the_turn_end() -> None:
@@ -375,7 +375,7 @@ async def test_a_program_released_in_its_turn_lets_the_turn_end() -> None:
         running = asyncio.create_task(ask(proxy.url, "a"))
         await replica.call()
         assert (await post(proxy.url, "/programs/release", {"program_id": "a"})).json()["released"] is True
-        assert len(proxy.runtime.scheduler.table) == 0
+        assert len(proxy.runtime.scheduler.programs) == 0
         gate.open()
         assert (await running).status == 200
 

@@ -78,7 +78,9 @@ async def test_a_turn_is_whose_it_says(
     answer = await post(proxy.url, target, turn(**fields), *headers)
     assert answer.status == 200
     assert answer.header("X-Program-ID-Source") == source
-    assert [program.program_id for program in proxy.runtime.scheduler.table] == ([program_id] if program_id else [])
+    assert [program.program_id for program in proxy.runtime.scheduler.programs.values()] == (
+        [program_id] if program_id else []
+    )
     (call,) = replica.calls
     path = "/v1/completions" if "/v1/completions" in target else CHAT
     assert call.target == path + ("?x=/v1/y" if "?" in target else "")
@@ -260,7 +262,7 @@ async def test_a_program_is_released_in_any_form(
     answer = await exchange(proxy.url, method, target, (), body)
     assert (answer.status, answer.json()) == (200, says)
     released = set(says.get("released_ids") or ([says["program_id"]] if says["released"] else []))
-    assert {program.program_id for program in proxy.runtime.scheduler.table} == {"a/b", "7"} - released
+    assert {program.program_id for program in proxy.runtime.scheduler.programs.values()} == {"a/b", "7"} - released
 
 
 @pytest.mark.parametrize(
@@ -285,7 +287,7 @@ async def test_a_release_that_names_nothing_is_refused(
     answer = await exchange(proxy.url, method, target, (), body)
     assert answer.status == 400, answer.body
     assert answer.error["type"] == "invalid_request_error"
-    assert len(proxy.runtime.scheduler.table) == 1
+    assert len(proxy.runtime.scheduler.programs) == 1
 
 
 async def test_the_last_turn_of_an_earlier_run_ends_no_later_one() -> None:
@@ -299,7 +301,7 @@ async def test_the_last_turn_of_an_earlier_run_ends_no_later_one() -> None:
         assert (await ask(proxy.url, "a")).status == 200
         gate.open()
         assert (await last).status == 200
-        program = proxy.runtime.scheduler.table.get("a")
+        program = proxy.runtime.scheduler.programs.get("a")
         assert program is not None
         assert program.turn_count == 1
 
@@ -309,10 +311,10 @@ async def test_the_last_turn_of_an_earlier_run_ends_no_later_one() -> None:
 async def test_the_last_turn_releases_its_program(proxy: RunningProxy, header: str, stream: bool) -> None:
     """Once it has its answer; a turn before it does not."""
     await ask(proxy.url, "a")
-    assert proxy.runtime.scheduler.table.get("a") is not None
+    assert proxy.runtime.scheduler.programs.get("a") is not None
     answer = await post(proxy.url, CHAT, turn("a", stream=stream), (header, "1"))
     assert answer.status == 200
-    await until(lambda: proxy.runtime.scheduler.table.get("a") is None)
+    await until(lambda: proxy.runtime.scheduler.programs.get("a") is None)
 
 
 async def test_a_last_turn_that_failed_releases_nothing(replica: FakeReplica, proxy: RunningProxy) -> None:
@@ -320,7 +322,7 @@ async def test_a_last_turn_that_failed_releases_nothing(replica: FakeReplica, pr
     await ask(proxy.url, "a")
     replica.behaviour = answers(b"{}", status="500 Internal Server Error")
     assert (await post(proxy.url, CHAT, turn("a"), ("X-Program-Final", "1"))).status == 500
-    assert proxy.runtime.scheduler.table.get("a") is not None
+    assert proxy.runtime.scheduler.programs.get("a") is not None
 
 
 async def test_a_path_of_an_engine_is_not_taken_for_a_release(replica: FakeReplica, proxy: RunningProxy) -> None:
@@ -328,7 +330,7 @@ async def test_a_path_of_an_engine_is_not_taken_for_a_release(replica: FakeRepli
     await ask(proxy.url, "a")
     await exchange(proxy.url, "DELETE", "/sessions/a/v1/responses/r")
     assert replica.calls[-1].target == "/v1/responses/r"
-    assert proxy.runtime.scheduler.table.get("a") is not None
+    assert proxy.runtime.scheduler.programs.get("a") is not None
 
 
 async def test_many_releases_at_once_release_once(proxy: RunningProxy) -> None:

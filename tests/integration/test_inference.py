@@ -228,7 +228,7 @@ async def test_a_group_without_ids_on_the_embedded_engine(
             ]
             answers = await asyncio.gather(*(take_turn(history, 20) for history in histories))
             assert [answer.header("X-Program-ID") for answer in answers] == names
-        assert {program.turn_count for program in proxy.runtime.scheduler.table} == {3}
+        assert {program.turn_count for program in proxy.runtime.scheduler.programs.values()} == {3}
 
 
 async def test_a_next_turn_that_comes_before_the_connection_ends_joins() -> None:
@@ -302,7 +302,7 @@ async def test_a_token_names_the_program_and_is_not_forwarded() -> None:
         minted = await post(proxy.url, CHAT, turn(), ("authorization", f"bearer {opened['token']}"))
         assert (minted.header("X-Program-ID"), minted.header("X-Program-ID-Source")) == ("minted", "bearer")
         await post(proxy.url, "/tokenize", {"prompt": "x"}, ("Authorization", "Bearer ta-run/7"))
-        assert {program.program_id for program in proxy.runtime.scheduler.table} == {"run/7", "minted"}
+        assert {program.program_id for program in proxy.runtime.scheduler.programs.values()} == {"run/7", "minted"}
         await post(proxy.url, "/programs/release", {"program_id": "minted"})
         late = await post(proxy.url, CHAT, turn(), ("Authorization", f"Bearer {opened['token']}"))
         assert late.header("X-Program-ID") is None, "a token of a program that ended names nobody"
@@ -375,5 +375,5 @@ async def test_a_tenants_programs_are_listed_and_released() -> None:
         assert (await release(program_ids=["a", "c", "x"], tenant="red"))["released_ids"] == ["a"]
         assert set((await release(all=True, tenant="red"))["released_ids"]) == {"b", "e"}
         assert (await release(all=True, tenant="green"))["released"] is False
-        assert {program.program_id for program in proxy.runtime.scheduler.table} == {"c", "d"}
+        assert {program.program_id for program in proxy.runtime.scheduler.programs.values()} == {"c", "d"}
         assert await release(program_id="c", tenant="blue") == {"program_id": "c", "released": True}

@@ -149,7 +149,7 @@ async def test_the_replicas_can_be_the_judge() -> None:
         question = await engine.call(1)
         assert question.json()["model"] == "own"
         assert question.header("X-Program-ID") is None
-        program = proxy.runtime.scheduler.table.get("a")
+        program = proxy.runtime.scheduler.programs.get("a")
         assert program is not None
         assert (program.turn_count, program.level) == (1, 0)
         engine.behaviour = answers(b"no", status="503 Service Unavailable")
@@ -192,7 +192,7 @@ async def test_outcomes_tell_how_often_it_was_right(engine_url: str) -> None:
         await exchange(proxy.url, "DELETE", "/programs/b", [("X-Program-Outcome", "success")])
         final = [("X-Program-Final", "1"), ("X-Program-Outcome", "Failure")]
         assert (await post(proxy.url, CHAT, turn("c"), *final)).status == 200
-        await until(lambda: proxy.runtime.scheduler.table.get("c") is None)
+        await until(lambda: proxy.runtime.scheduler.programs.get("c") is None)
         assert (await post(proxy.url, CHAT, turn("d"), *final)).status == 200  # never judged
         families = await metrics_of(proxy.url)
         assert families["thunderagent_program_outcomes_total"] == {("failure",): 3, ("success",): 1}

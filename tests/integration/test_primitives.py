@@ -53,7 +53,7 @@ async def say(proxy: RunningProxy, primitive: str, **body: Any) -> Answer:
 
 
 def home(proxy: RunningProxy, program_id: str) -> str | None:
-    program = proxy.runtime.scheduler.table.get(program_id)
+    program = proxy.runtime.scheduler.programs.get(program_id)
     return None if program is None or program.status != "active" else program.replica_id
 
 
@@ -253,7 +253,7 @@ async def test_what_cannot_be_done_is_refused(primitive: str, body: dict[str, An
         body = {name: id_of(replica.url) if value == "HOME" else value for name, value in body.items()}
         answer = await say(proxy, primitive, **body)
         assert (answer.status, why in answer.error["message"]) == (status, True), answer.body
-        assert len(proxy.runtime.scheduler.control.routes) == 0
+        assert len(proxy.runtime.scheduler.core.routing.routes) == 0
 
 
 async def test_a_replica_that_was_not_started_here_drains_and_is_forgotten() -> None:

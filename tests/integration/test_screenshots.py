@@ -13,8 +13,8 @@ import aiohttp
 
 from tests.integration.support import CHAT, DEADLINE_S, engine, serve
 from thunderagent.event_log import replay
-from thunderagent.programs.decisions import Pause
-from thunderagent.programs.events import TurnArrived, TurnFinished
+from thunderagent.programs.model.decisions import Pause
+from thunderagent.programs.model.events import TurnArrived, TurnFinished
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -87,7 +87,7 @@ async def test_a_screenshot_is_claimed_as_what_it_is_and_nobody_is_paused_for_it
         """Compare what a turn of the seeing agent claimed while it ran with its usage at its end."""
         name, event, decisions = next(records)
         pauses.extend(decision for decision in decisions if decision[0] == Pause.__name__)
-        program = scheduler.table.get("seeing")
+        program = scheduler.programs.get("seeing")
         if name == TurnArrived.__name__ and event["program_id"] == "seeing":
             assert program is not None
             estimates[event["turn_id"]] = program.claim_tokens - program.reserve_tokens

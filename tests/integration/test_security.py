@@ -172,13 +172,13 @@ async def test_the_sdk_and_the_status_command_bring_the_key_of_the_environment(
 
         def run_program() -> None:
             with program("sdk", proxy=proxy.url, group="g"):
-                assert proxy.runtime.scheduler.table.get("sdk") is not None
+                assert proxy.runtime.scheduler.programs.get("sdk") is not None
 
         with pytest.raises(ProxyRefusedError, match="401 invalid_api_key"):
             await asyncio.to_thread(run_program)
         monkeypatch.setenv("THUNDERAGENT_KEY", DATA_KEY)
         await asyncio.to_thread(run_program)
-        assert proxy.runtime.scheduler.table.get("sdk") is None
+        assert proxy.runtime.scheduler.programs.get("sdk") is None
         assert await asyncio.to_thread(main, ["status", "--url", proxy.url]) == 1
         assert "answers 403" in capfd.readouterr().err
         assert await asyncio.to_thread(main, ["status", "--url", proxy.url, "--key", ADMIN_KEY]) == 0
@@ -464,7 +464,9 @@ async def test_every_post_that_can_generate_takes_a_lease(way: str, replica: Fak
         assert (answer.status, answer.header("X-Hold-Ms")) == (200, "0")
         assert proxy.runtime.outcome_counts["finished"] == 1
         is_read = way.startswith(("byte", "UTF", "slash", "two", "small"))
-        assert [program.program_id for program in proxy.runtime.scheduler.table] == (["p"] if is_read else [])
+        assert [program.program_id for program in proxy.runtime.scheduler.programs.values()] == (
+            ["p"] if is_read else []
+        )
         (sent,) = replica.calls
         if is_read:
             assert (sent.target, sent.json()) == (
@@ -478,6 +480,16 @@ async def test_every_post_that_can_generate_takes_a_lease(way: str, replica: Fak
             assert sent.body == (body if way != "not a dialect" else json.dumps(turn()).encode())
 
 
+@pytest.mark.parametrize(("method", "target"), [("PUT", "/p/p/generate"), ("PATCH", "/v1/new")])
+async def test_a_turn_by_another_method_than_post_takes_a_lease(method: str, target: str, replica: FakeReplica) -> None:
+    """SGLang's `/generate` takes PUT, too; the engine gets the method that its client chose."""
+    async with running_proxy(replica.url) as proxy:
+        answer = await call(proxy.url, method, target, body=b'{"text":"go on"}')
+        assert (answer.status, answer.header("X-Hold-Ms")) == (200, "0")
+        assert proxy.runtime.outcome_counts["finished"] == 1
+        assert [sent.method for sent in replica.calls] == [method]
+
+
 async def test_an_admin_key_alone_closes_what_concerns_every_program(replica: FakeReplica) -> None:
     """Data is open then, and what is of all programs is not data."""
     async with running_proxy(replica.url, admin_keys=(ADMIN_LINE,), sandboxes="callback") as proxy:
@@ -489,7 +501,7 @@ async def test_an_admin_key_alone_closes_what_concerns_every_program(replica: Fa
             assert (refused.status, refused.error["code"]) == (401, "invalid_api_key")
             for method, target in (("GET", "/replicas"), ("POST", "/pause"), ("POST", "/v1/new/thing")):
                 assert (await call(proxy.url, method, target, *headers)).status == 401
-        assert proxy.runtime.scheduler.table.get("p") is not None
+        assert proxy.runtime.scheduler.programs.get("p") is not None
         mine = await call(proxy.url, "POST", "/programs/release", bearer(ADMIN_KEY), body=b'{"all": true}')
         assert mine.status == 200
 

@@ -128,7 +128,7 @@ async def test_slime_finishes_partial_samples_in_the_next_rollout() -> None:
         again = [call for engine in engines for call in engine.turns if call not in aborted]
         assert len(again) == len(sent)
         assert {call.header("X-SMG-Routing-Key"): call.body for call in again} == sent
-        await until(lambda: len(proxy.runtime.scheduler.table) == 0)  # the forget limit
+        await until(lambda: len(proxy.runtime.scheduler.programs) == 0)  # the forget limit
 
 
 async def test_slime_waits_out_what_an_engine_does_wrong() -> None:
@@ -228,7 +228,7 @@ async def test_skyrl_updates_weights_in_mid_generation() -> None:
         generations = [(await program(proxy, name))["generation"] for name in trajectories]
         for name in (*trajectories, "task-2_0", *trajectories, "never-seen_3"):
             assert await skyrl.finish_session(name) == 200
-        assert len(proxy.runtime.scheduler.table) == 0
+        assert len(proxy.runtime.scheduler.programs) == 0
         await asyncio.gather(*(skyrl.generate(name, [1, 2, 3], "1") for name in trajectories))
         for name, generation in zip(trajectories, generations, strict=True):
             report = await program(proxy, name)
@@ -466,7 +466,7 @@ async def test_rollouts_of_nemo_gym_are_held_and_ask_once() -> None:
                 (answered,) = [
                     rollout
                     for rollout, each in zip(rollouts, asked, strict=True)
-                    if each.done() and proxy.runtime.scheduler.table.get(rollout.conversation_id) is not None
+                    if each.done() and proxy.runtime.scheduler.programs.get(rollout.conversation_id) is not None
                 ]
                 prompt = {"model": "simulated", "messages": []}
                 assert (await answered.request(f"{proxy.url}/tokenize", **prompt))[0] == 200
@@ -557,7 +557,7 @@ async def test_openhands_tries_again_as_the_same_program() -> None:
         assert len(replica.calls) == calls_count + 1
         assert (await program(proxy, "3f0c-conversation"))["turn_count"] == 1
         await post(proxy.url, "/programs/release", {"all": True})
-        assert len(proxy.runtime.scheduler.table) == 0
+        assert len(proxy.runtime.scheduler.programs) == 0
 
 
 async def test_the_condenser_of_openhands_is_a_turn_of_its_conversation() -> None:
@@ -593,4 +593,4 @@ async def test_instances_of_swe_agent_are_programs_by_their_base_url() -> None:
         assert generations[1] > generations[0]
         assert {call.target for call in replica.calls} == {CHAT}
         assert {call.header("User-Agent") for call in replica.calls} == {"swe-agent/1.1.0"}
-        assert len(proxy.runtime.scheduler.table) == 0
+        assert len(proxy.runtime.scheduler.programs) == 0

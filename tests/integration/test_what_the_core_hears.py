@@ -24,12 +24,13 @@ from tests.integration.support import (
     word,
 )
 from thunderagent.event_log import read_events
-from thunderagent.programs.events import ReplicaPolled, TurnArrived, TurnFinished
+from thunderagent.programs.model.events import TurnArrived, TurnFinished
+from thunderagent.programs.model.fleet_events import ReplicaPolled
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from thunderagent.programs.events import Event
+    from thunderagent.programs.model.events import Event
 
 SYSTEM = {"role": "system", "content": "Mend code. " * 50}
 TASK = {"role": "user", "content": "Mend this."}

@@ -130,4 +130,4 @@ async def trained_engines(
         urls = [replica.url for replica in replicas] if listed else []
         proxy = await stack.enter_async_context(running_proxy(*urls, embedded_engines=0, **config))
         yield proxy, engines, replicas
-        assert len(proxy.runtime.scheduler.table) == 0
+        assert len(proxy.runtime.scheduler.programs) == 0

@@ -11,31 +11,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
 from thunderagent.policy_loader import load_policy
-from thunderagent.programs.decisions import Decision, Grant, Pause, Reject, Release, Unmark
-from thunderagent.programs.events import (
-    EncodesPolled,
+from thunderagent.programs.book.accounts import Account
+from thunderagent.programs.invariants import check
+from thunderagent.programs.model.decisions import Decision, Grant, Pause, Reject, Release, Unmark
+from thunderagent.programs.model.events import (
     Event,
-    GrantsContinued,
-    GrantsSuspended,
-    MigrationAsked,
     PinnedTurnArrived,
-    PrioritySet,
     ProgramJudged,
-    ProgramKilled,
     ProgramOpened,
     ProgramReleased,
     ProgramsReleased,
-    ProvisionAsked,
-    ReplicaDown,
-    ReplicaDraining,
-    ReplicaFlushed,
-    ReplicaKilled,
-    ReplicaPolled,
-    ReplicaRemoved,
-    ReplicaTripped,
-    ReplicaUp,
-    ResidencyReported,
-    RouteSet,
     SandboxesMeasured,
     SandboxFailed,
     SandboxReady,
@@ -50,10 +35,28 @@ from thunderagent.programs.events import (
     TurnProgressed,
     TurnStarted,
 )
-from thunderagent.programs.invariants import check
-from thunderagent.programs.ledger import Account
-from thunderagent.programs.scheduler import Scheduler, SchedulerSettings
-from thunderagent.programs.signals import GpuEnd, GpuSubmit, Signal, ToolNum
+from thunderagent.programs.model.fleet_events import (
+    EncodesPolled,
+    GrantsContinued,
+    GrantsSuspended,
+    MigrationAsked,
+    PrioritySet,
+    ProgramKilled,
+    ProvisionAsked,
+    ReplicaDown,
+    ReplicaDraining,
+    ReplicaFlushed,
+    ReplicaKilled,
+    ReplicaPolled,
+    ReplicaRemoved,
+    ReplicaTripped,
+    ReplicaUp,
+    ResidencyReported,
+    RouteSet,
+)
+from thunderagent.programs.model.settings import SchedulerSettings
+from thunderagent.programs.model.signals import GpuEnd, GpuSubmit, Signal, ToolNum
+from thunderagent.programs.scheduler import Scheduler
 
 POLICY_SETTINGS = {
     "breakeven": {"hold_ratio": 40.0, "reserve_tokens": 100, "foresight_ratio": 20.0, "wait_ratio": 0.3},
@@ -211,8 +214,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         """With `check`, by which a program leaves with its last turn in flight: it leaves within those it has."""
         began_anew = {decision.program_id for decision in decisions if isinstance(decision, Unmark | Pause | Release)}
         before = self.leaving
-        self.leaving = {each.generation: set(each.in_flight) for each in self.scheduler.table if each.marked}
-        for program in self.scheduler.table:
+        self.leaving = {
+            each.generation: set(each.in_flight) for each in self.scheduler.programs.values() if each.marked
+        }
+        for program in self.scheduler.programs.values():
             if program.marked and program.program_id not in began_anew and program.generation in before:
                 story = "\n".join(map(str, program.story()))
                 assert self.leaving[program.generation] <= before[program.generation], f"granted a turn\n{story}"
@@ -382,14 +387,14 @@ class SchedulerMachine(RuleBasedStateMachine):
     def program_is_judged(
         self, program_id: str, late: bool, turn_count: int, succeeds: bool, confidence: float
     ) -> None:
-        program = self.scheduler.table.get(program_id)
+        program = self.scheduler.programs.get(program_id)
         generation = 0 if program is None else program.generation - late
         level_counts = self.scheduler.knowledge.judge_record.level_counts.copy()
         self.send(ProgramJudged(self.now_s, program_id, generation, turn_count, succeeds, confidence))
         if program is None or late:
             assert self.scheduler.knowledge.judge_record.level_counts == level_counts, "a verdict on nobody was taken"
         elif program_id in self.scheduler.hopeless_ids:
-            assert self.scheduler.table.get(program_id) is None
+            assert self.scheduler.programs.get(program_id) is None
         else:
             assert program.level is not None
 
@@ -488,9 +493,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(program_id=PROGRAMS.filter(bool), replica_id=REPLICAS)
     def program_is_migrated(self, program_id: str, replica_id: str) -> None:
-        why_not = self.scheduler.control.why_not_migrate(program_id, replica_id)
+        why_not = self.scheduler.operations.why_not_migrate(program_id, replica_id)
         self.send(MigrationAsked(self.now_s, program_id, replica_id))
-        program = self.scheduler.table.get(program_id)
+        program = self.scheduler.programs.get(program_id)
         if not why_not and program is not None and program.destination is None:
             assert replica_id in self.scheduler.replicas
             assert program.replica_id == replica_id or program.status == "paused"
@@ -498,7 +503,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(program_id=PROGRAMS.filter(bool))
     def program_is_killed(self, program_id: str) -> None:
         self.send(ProgramKilled(self.now_s, program_id))
-        assert self.scheduler.table.get(program_id) is None
+        assert self.scheduler.programs.get(program_id) is None
 
     @rule(replica_id=REPLICAS)
     def replicas_are_asked_for(self, replica_id: str) -> None:
@@ -525,7 +530,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_is_judged_makes_sense(self) -> None:
-        for program in self.scheduler.table:
+        for program in self.scheduler.programs.values():
             assert program.program_id not in self.scheduler.hopeless_ids
             assert (program.level is None) == (not program.verdicts.last)
             assert [each.turn_count for each in program.verdicts.last] == sorted(
@@ -533,15 +538,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             )
         if self.scheduler.settings.fair_tenants:  # tenants come first there
             return
-        queue = self.scheduler.queue.reasoning
+        queue = self.scheduler.queue.waiting.order
         ranks = [(program.priority, self.scheduler.policy.restore_rank(program)) for program in queue]
         assert ranks == sorted(ranks), f"queued as it was: {list(queue)}"
 
     @invariant()
     def what_is_learned_makes_sense(self) -> None:
         scheduler = self.scheduler
-        members = {group_id: set(group.programs.values()) for group_id, group in scheduler.groups.items()}
-        grouped = {program for program in scheduler.table if program.group is not None}
+        members = {group_id: set(group.programs.values()) for group_id, group in scheduler.book.groups.items()}
+        grouped = {program for program in scheduler.programs.values() if program.group is not None}
         assert set().union(*members.values()) == grouped
         assert all(members.values())
         for replica in scheduler.replicas.values():
@@ -549,11 +554,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert replica.account.growth_tokens == sum(program.growth_tokens for program in programs)
             assert 0.2 <= replica.account.capacity_ratio <= 3.0
             assert min((replica.residency.resident_tokens(each.generation) for each in programs), default=0) >= 0
-            for order, sign in ((replica.acting, 1), (replica.reasoning, 1), (replica.marked, -1)):
+            for order, sign in ((replica.acting.order, 1), (replica.working.order, 1), (replica.leaving.order, -1)):
                 ranks = [sign * scheduler.policy.pause_rank(program) for program in order]
                 assert ranks == sorted(ranks), f"ranked as it was: {list(order)}"
         if not self.scheduler.policy.claim_rules.share_prefixes:
-            assert len(scheduler.shares.tree) == 0
+            assert len(scheduler.book.prefixes.tree) == 0
         assert scheduler.knowledge.prefill_speed.token_s > 0
 
     def teardown(self) -> None:
@@ -567,7 +572,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.what_was_heard_adds_up()
         for turn_id in list(self.scheduler.turns):
             self.send(TurnAbandoned(self.now_s, turn_id))
-        for program in list(self.scheduler.table):
+        for program in list(self.scheduler.programs.values()):
             self.send(ProgramReleased(self.now_s, program.program_id))
         check(self.scheduler)
         self.nothing_is_left()
@@ -578,14 +583,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.send(GrantsSuspended(self.now_s, "late", replica_id))
         assert not self.scheduler.replicas
         assert not self.scheduler.ledger.accounts
-        assert not self.scheduler.changed_replicas
+        assert not self.scheduler.book.changed_replicas
         assert not self.scheduler.open_replicas
 
     def what_was_heard_adds_up(self) -> None:
         """Every turn that went to a replica came back or is there, and so did every tool."""
         gone = {signal.turn_id for signal in self.heard if isinstance(signal, GpuSubmit)}
         back = [signal.turn_id for signal in self.heard if isinstance(signal, GpuEnd)]
-        there = {turn_id for program in self.scheduler.table for turn_id in program.in_flight}
+        there = {turn_id for program in self.scheduler.programs.values() for turn_id in program.in_flight}
         assert len(back) == len(set(back)), "a turn came back twice"
         assert gone - set(back) == there
         counts = [signal.tool_count for signal in self.heard if isinstance(signal, ToolNum)]
@@ -593,15 +598,15 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def nothing_is_left(self) -> None:
         assert not self.scheduler.turns
-        assert not len(self.scheduler.table)
+        assert not len(self.scheduler.programs)
         assert not len(self.scheduler.queue)
         for replica in self.scheduler.replicas.values():
             assert replica.account.demand_tokens == 0
             assert replica.account.turn_count == replica.account.growth_tokens == replica.account.shared_tokens == 0
-        assert len(self.scheduler.shares.tree) == 0
-        assert not self.scheduler.groups
+        assert len(self.scheduler.book.prefixes.tree) == 0
+        assert not self.scheduler.book.groups
         assert not self.scheduler.families
-        assert not self.scheduler.impatient
+        assert not self.scheduler.deadlines
         if self.scheduler.tenants is not None:
             assert not any(tenant.busy for tenant in self.scheduler.tenants)
 

@@ -72,6 +72,9 @@ SPENT = {
 }
 ACTING = series("thunderagent_programs", status="active", phase="acting")
 HELD = series("thunderagent_turns_held")
+GRANTED = {
+    each: series("thunderagent_decisions_total", decision="grant", reason=each) for each in ("anonymous", "home")
+}
 SANDBOX_ENGINE = series("thunderagent_sandbox_engine_down", driver="docker")
 HOLD, SANDBOX_WAIT = "thunderagent_hold_seconds", "thunderagent_sandbox_wait_seconds"
 
@@ -86,6 +89,8 @@ WELL = {
     SPENT["recompute"]: rising(100),
     ACTING: steady(50),
     HELD: steady(5),
+    GRANTED["anonymous"]: rising(40),
+    GRANTED["home"]: rising(60),
     SANDBOX_ENGINE: steady(0),
     **holds(HOLD, within_1_s=50, within_60_s=100, within_300_s=100),
     **holds(SANDBOX_WAIT, within_1_s=10, within_60_s=10, within_300_s=10),
@@ -110,6 +115,11 @@ CASES: dict[str, tuple[dict[str, str], set[str]]] = {
     "long holds": ({**WELL, **holds(HOLD, within_1_s=0, within_60_s=90, within_300_s=100)}, {"ThunderAgentLongHolds"}),
     "thrashing": ({**WELL, SPENT["recompute"]: rising(400)}, {"ThunderAgentThrashing"}),
     "programs pile up": ({**WELL, ACTING: steady(2000)}, {"ThunderAgentProgramsPileUp"}),
+    "most turns are nobody's": ({**WELL, GRANTED["anonymous"]: rising(70)}, {"ThunderAgentMostTurnsAreAnonymous"}),
+    "no turns": (
+        {**WELL, GRANTED["anonymous"]: steady(70), GRANTED["home"]: steady(60)},
+        set(),
+    ),
     "no engine of sandboxes": ({**WELL, SANDBOX_ENGINE: steady(1)}, {"ThunderAgentSandboxEngineDown"}),
     "late sandboxes": (
         {**WELL, **holds(SANDBOX_WAIT, within_1_s=5, within_60_s=10, within_300_s=10)},

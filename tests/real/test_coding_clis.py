@@ -17,14 +17,14 @@ from benchmarks.real_engine import made_once
 from tests.integration.support import running_proxy
 from tests.real.scripted_model import ScriptedModel
 from tests.real.test_integrations import PAGES, Seen
-from thunderagent.programs.events import Event, TurnArrived, TurnFinished
+from thunderagent.programs.model.events import Event, TurnArrived, TurnFinished
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import NoReturn
 
     from tests.integration.support import RunningProxy
-    from thunderagent.programs.decisions import Decision
+    from thunderagent.programs.model.decisions import Decision
 
 DEADLINE_S = 90.0
 INSTALL_S = 300.0
@@ -120,7 +120,7 @@ async def test_claude_code_says_which_sub_agent_called_which(programs_folder: Pa
             if isinstance(event, TurnArrived):
                 arrived.append(event)
             elif isinstance(event, TurnFinished):
-                branches_counts.extend(len(program.branches) for program in proxy.runtime.scheduler.table)
+                branches_counts.extend(len(program.branches) for program in proxy.runtime.scheduler.programs.values())
 
         proxy.runtime.observe(see)
         output = await type_in(blocks("claude-code", "sh")[1], proxy, programs_folder, tmp_path)

@@ -19,8 +19,8 @@ import pytest
 from benchmarks.real_engine import RealEngineError, ensure_environment
 from tests.integration.support import metrics_of, running_proxy
 from tests.real.scripted_model import ScriptedModel
-from thunderagent.programs.decisions import Decision
-from thunderagent.programs.events import Event, ProgramReleased, TurnArrived, TurnFinished
+from thunderagent.programs.model.decisions import Decision
+from thunderagent.programs.model.events import Event, ProgramReleased, TurnArrived, TurnFinished
 from thunderagent.simulator.options import ServerConfig
 from thunderagent.simulator.records import EngineConfig
 from thunderagent.simulator.server import running
@@ -399,6 +399,6 @@ async def test_a_conversation_with_an_engine_is_one_program(python: Path, name: 
         assert program["cached_tokens_total"] > program["prompt_tokens_total"] / 2  # each turn goes on from the last
         assert released["released"] is True
         assert seen.released == ["task-1"]
-        assert len(proxy.runtime.scheduler.table) == 0
+        assert len(proxy.runtime.scheduler.programs) == 0
         generations = (await metrics_of(engine_url))["vllm:request_success_total"]
         assert sum(generations.values()) == CONVERSATION_TURNS

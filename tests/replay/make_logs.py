@@ -1,4 +1,4 @@
-"""Write the golden event logs: one small recorded incident for each policy, the same bytes in every run.
+"""Write the golden event logs: one incident for each policy, and random histories; the same bytes in every run.
 
     python tests/replay/make_logs.py
 
@@ -8,6 +8,7 @@ Run it after a policy was changed on purpose, and review the diff of the decisio
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -17,9 +18,10 @@ if str(FOLDER.parents[1]) not in sys.path:  # run as a script, Python looks for 
     sys.path.insert(0, str(FOLDER.parents[1]))
 
 from tests.builders import Driver  # noqa: E402 - the path must be set first
+from tests.replay import histories  # noqa: E402
 from thunderagent.event_log import EventLogWriter  # noqa: E402
 from thunderagent.policy_loader import Setting, load_policy  # noqa: E402
-from thunderagent.programs.scheduler import SchedulerSettings  # noqa: E402
+from thunderagent.programs.model.settings import SchedulerSettings  # noqa: E402
 
 SEED = 20261120
 SETTINGS = SchedulerSettings(idle_limit_s=60.0, forget_limit_s=240.0, no_replica_limit_s=20.0)
@@ -41,6 +43,39 @@ POLICIES: dict[str, dict[str, Setting]] = {
         "wait_ratio": 0.2,
     },
 }
+HISTORIES: dict[str, tuple[str, dict[str, Setting], SchedulerSettings]] = {
+    "history-controlled": (
+        "breakeven",
+        {
+            "reserve_tokens": 100,
+            "priority": "age",
+            "control": "balance+migrate+reassign",
+            "control.rest_s": 2.0,
+            "control.long_turn_s": 1.0,
+            "control.waiting_count": 0.5,
+            "control.patience_s": 1.0,
+        },
+        histories.LEARNED_LIMITS,
+    ),
+    "history-tenants": (
+        "breakeven",
+        {"hold_ratio": 40.0, "reserve_tokens": 100, "foresight_ratio": 2.0, "wait_ratio": 0.3},
+        replace(histories.SETTINGS, fair_tenants=True),
+    ),
+    "history-admission": (
+        "continuum",
+        {"cold_count": 0, "admission": "concur", "admission.first_count": 2, "admission.interval_s": 2.0},
+        histories.SETTINGS,
+    ),
+    "history-window": (
+        "thunderagent",
+        {"delta_s": 2.0, "admission": "window", "admission.n": 4, "order": "orbit-judge"},
+        replace(histories.LEARNED_LIMITS, fair_tenants=True),
+    ),
+    "history-mars": ("mars", {"tool_cpu_count": 1, "window_max_count": 6, "reserve_tokens": 100}, histories.SETTINGS),
+}
+"""Policies with their settings under which a random history is recorded, by the name of its log."""
+HISTORY_COUNT = 240
 TELLING = {"breakeven", "continuum"}
 """Policies whose incident tells of prompts' prefixes, of groups and of tools: the others would not hear it."""
 
@@ -116,21 +151,26 @@ def happens(driver: Driver, step: int, contexts: dict[str, int]) -> None:
         driver.comes_up("r0", 2500)
 
 
-def log_of(policy: str) -> Path:
-    """Where the golden log of a policy lies."""
-    return FOLDER / f"{policy}.jsonl"
+def log_of(name: str) -> Path:
+    """Where the golden log of a policy or of a history lies."""
+    return FOLDER / f"{name}.jsonl"
 
 
-def write_log(policy: str, path: Path) -> None:
-    """Record the incident under a policy, in place of an older record."""
+def write_log(name: str, path: Path) -> None:
+    """Record the incident under a policy, or a history, in place of an older record."""
     path.unlink(missing_ok=True)
-    log = EventLogWriter(path, policy=policy, policy_settings=POLICIES[policy], settings=SETTINGS)
-    for event, decisions in incident(policy).events:
+    policy, policy_settings, settings = HISTORIES.get(name) or (name, POLICIES[name], SETTINGS)
+    if name in HISTORIES:
+        driver = histories.History(policy, policy_settings, settings, f"{SEED} {name}").record(HISTORY_COUNT)
+    else:
+        driver = incident(policy)
+    log = EventLogWriter(path, policy=policy, policy_settings=policy_settings, settings=settings)
+    for event, decisions in driver.events:
         log.write(event, decisions)
     log.close()
 
 
 if __name__ == "__main__":
-    for name in POLICIES:
+    for name in (*POLICIES, *HISTORIES):
         write_log(name, log_of(name))
         print(f"wrote {log_of(name).name}")

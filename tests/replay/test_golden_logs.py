@@ -8,29 +8,29 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.replay.make_logs import POLICIES, log_of, write_log
+from tests.replay.make_logs import HISTORIES, POLICIES, log_of, write_log
 from thunderagent.cli import main
 from thunderagent.event_log import replay
 from thunderagent.programs.invariants import check
 from thunderagent.programs.policies import POLICIES as EVERY_POLICY
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_recorded_incident_is_decided_as_it_was(policy: str) -> None:
+@pytest.mark.parametrize("name", [*POLICIES, *HISTORIES])
+def test_a_recorded_log_is_decided_as_it_was(name: str) -> None:
     """Every decision is the same, and the invariants hold after every event."""
-    with log_of(policy).open("rb") as lines:
+    with log_of(name).open("rb") as lines:
         report = replay(lines, after_event=check)
     assert report.difference is None, f"{report.difference}\nIf that is meant: python tests/replay/make_logs.py"
-    assert report.policy == policy
+    assert name in (report.policy, *HISTORIES)
     assert report.events_count > 200
     assert report.decisions_count > 100
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_the_generator_writes_the_golden_log_again(policy: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [*POLICIES, *HISTORIES])
+def test_the_generator_writes_the_golden_log_again(name: str, tmp_path: Path) -> None:
     """The files are what the script writes, to the byte: nobody edited one by hand."""
-    write_log(policy, tmp_path / "again.jsonl")
-    assert (tmp_path / "again.jsonl").read_bytes() == log_of(policy).read_bytes()
+    write_log(name, tmp_path / "again.jsonl")
+    assert (tmp_path / "again.jsonl").read_bytes() == log_of(name).read_bytes()
 
 
 def test_every_policy_has_a_golden_log() -> None:
@@ -42,16 +42,18 @@ def test_the_incidents_have_what_makes_a_policy_decide() -> None:
     """Together they hold every kind of decision, and nearly every reason."""
     seen: Counter[str] = Counter()
     reasons = set()
-    for policy in POLICIES:
-        for line in log_of(policy).read_bytes().splitlines()[1:]:
+    for log in (*POLICIES, *HISTORIES):
+        for line in log_of(log).read_bytes().splitlines()[1:]:
             for name, fields in msgspec.json.decode(line)[2]:
                 seen[name] += 1
                 reasons.add(fields["reason"])
-    assert set(seen) == {"Grant", "Hold", "Reject", "Pause", "Mark", "Unmark", "Restore", "Release"}
+    decisions = {"Grant", "Hold", "Reject", "Pause", "Mark", "Unmark", "Restore", "Release"}
+    assert set(seen) == decisions | {"SetRoute", "SetPriority", "Provision", "EndReplica"}
     assert reasons >= {
         *("anonymous", "home", "fits", "policy", "no_room", "queue_ahead", "no_replica", "thrashing"),
         *("marked", "idle", "replica_down", "replica_draining", "moved", "released", "forgotten"),
-        *("expired", "relieved"),
+        *("expired", "relieved", "suspended", "leaving", "admission", "patience", "overdrawn", "parent"),
+        *("replica_tripped", "replica_removed", "operator", "killed", "too_many_programs", "oversize"),
     }
 
 

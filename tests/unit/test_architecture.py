@@ -114,13 +114,33 @@ ARROWS: dict[str, frozenset[str]] = {
     "provision": frozenset({"errors", "programs", "backends", "tools"}),
     # An engine of its own behind the proxy, which knows it by its answers alone: nobody else imports it.
     "nova": frozenset({"errors"}),
+    # Above the proxy, which it knows by HTTP alone: nobody else imports it.
+    "workflows": frozenset({"errors", "client"}),
     # Lets whoever starts and ends replicas and the proxy hear of each other.
     "provisioning": frozenset({"errors", "backends", "provision", "proxy", "runtime", "config"}),
     # Makes keys, TLS and limits of the configuration.
     "security": frozenset({"errors", "proxy", "config"}),
+    # Makes a key for a person.
+    "key_command": frozenset({"errors", "faults", "proxy"}),
+    # Reads the configuration again, and tells whoever goes by it.
+    "reloading": frozenset({"errors", "backends", "proxy", "config", "security", "replica_sources"}),
     # Wires everything up; the command line starts it.
-    "serving": EVERY_ROOM | {"config", "signal_log"},
-    "cli": EVERY_ROOM | {"config", "serving", "status", "calibrate", "log_lines", "lookups", "nova"},
+    "serving": EVERY_ROOM | {"config", "signal_log", "reloading"},
+    # A client of engines and of a proxy, which it can start for itself.
+    "doctor": frozenset({"errors", "backends", "config", "security", "serving"}),
+    "cli": EVERY_ROOM
+    | {
+        "config",
+        "serving",
+        "status",
+        "calibrate",
+        "doctor",
+        "key_command",
+        "log_lines",
+        "lookups",
+        "nova",
+        "workflows",
+    },
     "__main__": frozenset({"cli"}),
 }
 
@@ -223,7 +243,8 @@ IMPURE_CALLS = frozenset({"open", "print", "input", "exec", "eval", "compile", "
 def impurities(module: Module) -> Iterator[str]:
     """Find what lets the core touch a clock, randomness, a loop, a log, the network or other people's code."""
     for line, dotted in imports_of(module):
-        is_ours = any(is_under(dotted, f"thunderagent.{room}") for room in ("errors", "programs"))
+        own_rooms = ("errors", "programs", "workflows.core", "workflows.errors")
+        is_ours = any(is_under(dotted, f"thunderagent.{room}") for room in own_rooms)
         if not is_ours and dotted.split(".")[0] not in PURE_IMPORTS:
             yield f"{module.name}:{line}: the core must not import {dotted}"
     for node in ast.walk(module.tree):
@@ -251,6 +272,7 @@ BANNED = (
     Banned(
         "session",
         "program",
+        allowed_modules=(("thunderagent.workflows", "Nalar's word for what is a program at the proxy"),),
         allowed_names=(
             ("finish_session", "the path that SkyRL and the vLLM router call is named so"),
             ("session_id", "other people's field of a body"),
@@ -260,7 +282,7 @@ BANNED = (
     Banned("trajectory", "program"),
     Banned("job", "program", allowed_modules=(("thunderagent.nova", "what a stage's thread is given to do"),)),
     Banned("worker", "replica", allowed_modules=(("thunderagent.nova", "a thread that runs the passes of a stage"),)),
-    Banned("node", "replica"),
+    Banned("node", "replica", allowed_modules=(("thunderagent.workflows", "a process that runs agents"),)),
     Banned(
         "slot",
         "lease",
@@ -479,8 +501,9 @@ def test_a_room_is_no_attic() -> None:
 
 
 def test_the_core_is_pure() -> None:
-    """The core knows no clock, randomness, asyncio, logging, network or third-party package."""
+    """The cores know no clock, randomness, asyncio, logging, network or third-party package."""
     assert complaints(impurities, CORE) == []
+    assert complaints(impurities, [module for module in MODULES if module.is_in("thunderagent.workflows.core")]) == []
 
 
 def test_no_word_is_used_for_two_things() -> None:

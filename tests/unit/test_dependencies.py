@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -9,7 +10,10 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+import thunderagent
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 REQUIREMENTS = [
     Requirement(line)
     for lines in (PROJECT["dependencies"], *PROJECT["optional-dependencies"].values())
@@ -38,3 +42,18 @@ def test_no_version_with_a_known_hole_may_be_installed(name: str) -> None:
 def test_the_proxy_stands_on_no_client_that_nobody_mends() -> None:
     """`httpx` had its last release in 2024; its fork `httpx2` is looked after."""
     assert "httpx" not in {requirement.name for requirement in REQUIREMENTS}
+
+
+def test_an_extra_that_a_message_names_is_there() -> None:
+    """As users install it: `pip install 'thunderagent[NAME]'`, wherever the package is from."""
+    modules = [path.read_text() for path in (ROOT / "thunderagent").rglob("*.py")]
+    named = {name for text in modules for name in re.findall(r"thunderagent\[([a-z0-9-]+)\]", text)}
+    assert {"kubernetes", "kv-events", "nova", "otel", "plots"} <= named <= PROJECT["optional-dependencies"].keys()
+    assert [text for text in modules if "pip install '.[" in text] == []
+
+
+def test_the_version_stands_in_one_place() -> None:
+    """In the package; what is built reads it there."""
+    assert "version" not in PROJECT
+    assert PROJECT["dynamic"] == ["version"]
+    assert re.fullmatch(r"\d+\.\d+\.\d+", thunderagent.__version__)

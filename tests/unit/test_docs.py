@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import pytest
 import yaml
 from prometheus_client import CollectorRegistry
+from thunderagent.programs.lifecycle import TRANSITIONS
 
 from tests.builders import Driver
 from thunderagent import errors
@@ -24,10 +25,10 @@ from thunderagent.config import ENVIRONMENT_PREFIX, ServeConfig
 from thunderagent.nova.config import NovaConfig
 from thunderagent.nova.metrics import GAUGES
 from thunderagent.policy_loader import PRESETS, load_policy
-from thunderagent.programs.decisions import Reason
-from thunderagent.programs.events import ProgramReleased, ReplicaPolled, ReplicaUp, Tick, TurnArrived, TurnFinished
 from thunderagent.programs.invariants import check
-from thunderagent.programs.lifecycle import TRANSITIONS
+from thunderagent.programs.model.decisions import Reason
+from thunderagent.programs.model.events import ProgramReleased, Tick, TurnArrived, TurnFinished
+from thunderagent.programs.model.fleet_events import ReplicaPolled, ReplicaUp
 from thunderagent.programs.policies import PARTS, POLICIES
 from thunderagent.programs.policies.breakeven import BreakEven
 from thunderagent.programs.scheduler import Scheduler
@@ -36,11 +37,14 @@ from thunderagent.proxy.admin.sandboxes import SandboxCollector
 from thunderagent.proxy.fleet.discovery import Discovery, DiscoverySettings
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.gate.held import NO_LIMITS, HeldTurns
+from thunderagent.proxy.gate.keys.quotas import Quotas
 from thunderagent.proxy.gate.rate_limit import RateLimits
 from thunderagent.proxy.judge import Judge, JudgeCollector
 from thunderagent.proxy.judge.prompt import DEFAULT_PROMPT
+from thunderagent.proxy.watch.autoscaling import AutoscalingCollector
 from thunderagent.proxy.watch.event_feed import KINDS, SIGNAL_KINDS
-from thunderagent.proxy.watch.metrics import StateCollector, TurnMetrics
+from thunderagent.proxy.watch.metrics import StateCollector
+from thunderagent.proxy.watch.turn_metrics import LoopLag, TurnMetrics
 from thunderagent.runtime import Runtime
 from thunderagent.sandboxes import build_manager
 from thunderagent.simulator.timing import load_profiles
@@ -76,7 +80,7 @@ HOSTS = {
 ENDPOINTS = {
     *("v1", "p", "sessions", "programs", "finish_session", "replicas", "queue", "health", "ready", "metrics"),
     *("sandboxes", "work", "NAMESPACE", "tools", "summary", "history", "events", "dashboard"),
-    *("control", "deployment", "statefulset"),
+    *("control", "deployment", "statefulset", "keys", "config"),
     *("tokenize", "detokenize", "version", "reset_prefix_cache", "generate", "inference", "skyrl"),
     *("openapi", "docs", "dashboard"),
     *("pause", "resume", "pause_generation", "continue_generation", "flush_cache", "is_paused", "is_sleeping"),
@@ -120,11 +124,14 @@ def metric_names() -> set[str]:
     """Return what `/metrics` exposes, under the names that a dashboard uses."""
     registry = CollectorRegistry()
     TurnMetrics(registry)
+    LoopLag(registry)
     RateLimits(1, 1, registry)
     HeldTurns(NO_LIMITS, registry)
+    Quotas(registry, lambda _: False, lambda _: 1)
     runtime = Runtime(Scheduler(load_policy("passthrough", {})))
     replicas = Replicas(runtime, [])
     registry.register(StateCollector(runtime, replicas))
+    registry.register(AutoscalingCollector(runtime))
     registry.register(SourceCollector(Discovery(runtime, replicas, lambda: backend_of("vllm"), DiscoverySettings())))
     manager = build_manager(ServeConfig(sandboxes=("callback",)), runtime)
     assert manager is not None
@@ -424,7 +431,7 @@ def test_the_whole_global_policy_of_the_page_gives_and_takes_replicas(
         driver.finishes(turn_id, 1000)
     driver.releases_all(*(f"chat-{number}" for number in range(4)))
     driver.ticks(1.0)
-    routes = {name: set(route.targets) for _, name, route in driver.scheduler.control.routes}
+    routes = {name: set(route.targets) for _, name, route in driver.scheduler.core.routing.routes}
     assert len(routes["chat"]) == 1
     assert len(routes[""]) == 2
 
@@ -448,7 +455,7 @@ def drive(scheduler: Scheduler) -> None:
         send(ProgramReleased(now_s + 1, f"p{turn_id}"))
         send(Tick(now_s + 6))
     assert granted == {0, 1, 2, 3}
-    assert len(scheduler.table) == 0
+    assert len(scheduler.programs) == 0
 
 
 def test_every_setting_of_the_default_policy_is_explained() -> None:

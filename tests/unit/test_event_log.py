@@ -10,9 +10,11 @@ import pytest
 from tests.builders import Driver
 from thunderagent.errors import ConfigurationError, EventLogError
 from thunderagent.event_log import EVENTS, EventLogWriter, read_events, replay
-from thunderagent.programs.events import ProvisionAsked, ReplicaKilled, TurnDue
+from thunderagent.programs.model.events import TurnDue
+from thunderagent.programs.model.fleet_events import ProvisionAsked, ReplicaKilled
+from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.policies.cap import Cap
-from thunderagent.programs.scheduler import Scheduler, SchedulerSettings
+from thunderagent.programs.scheduler import Scheduler
 
 SETTINGS = SchedulerSettings(idle_limit_s=7.5)
 HEADER = b'{"format":"thunderagent-events/1","policy":"cap","policy_settings":{"n":"2"},"settings":{}}\n'

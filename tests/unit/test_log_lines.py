@@ -1,69 +1,70 @@
-"""No line is lost, none overtakes another, and none waits for longer than a moment."""
+"""No line is lost unless it is told, none overtakes another, and nobody waits for whoever reads them."""
 
 from __future__ import annotations
 
-import asyncio
+import json
+import os
 import threading
+from collections.abc import Iterator
 from io import BytesIO
 
 import pytest
 
-from thunderagent.log_lines import LINGER_S, LineLogger
-
-A_MOMENT_S = 2 * LINGER_S
+from thunderagent.log_lines import LineLogger, json_line
 
 
 class File(BytesIO):
-    """A file that counts how often something was written."""
+    """A file that says when something was written, and that stands still for as long as it is told to."""
 
-    writes_count = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.writes_count = 0
+        self.moves = threading.Event()
+        self.moves.set()
+        self.is_asked = threading.Event()
 
     def write(self, data: bytes) -> int:  # type: ignore[override]
+        self.is_asked.set()
+        self.moves.wait()
         self.writes_count += 1
         return super().write(data)
 
 
 @pytest.fixture
-def file() -> File:
-    return File()
+def file() -> Iterator[File]:
+    stream = File()
+    yield stream
+    stream.moves.set()
 
 
-async def test_the_lines_of_a_moment_go_out_together(file: File) -> None:
-    lines = LineLogger(file)
+def test_the_lines_of_a_moment_go_out_together(file: File) -> None:
+    lines = LineLogger(file, linger_s=60.0)
     for line in (b"1", b"2", b"3"):
         lines.info(line)
-        await asyncio.sleep(0)
-    assert file.getvalue() == b""
-    await asyncio.sleep(A_MOMENT_S)
+    assert (repr(lines), file.getvalue()) == ("<LineLogger: 3 lines to be written>", b"")
+    assert lines.flush()
     assert (file.getvalue(), file.writes_count) == (b"1\n2\n3\n", 1)
-    lines.debug(b"4")
-    await asyncio.sleep(A_MOMENT_S)
-    assert (file.getvalue(), file.writes_count) == (b"1\n2\n3\n4\n", 2)
-    await asyncio.sleep(A_MOMENT_S)
-    assert file.writes_count == 2
 
 
-async def test_a_warning_goes_out_at_once_after_all_before_it(file: File) -> None:
-    lines = LineLogger(file)
-    lines.info(b"turn")
-    lines.warning(b"warning")
-    assert file.getvalue() == b"turn\nwarning\n"
-    lines.error(b"error")
-    lines.critical(b"critical")
-    assert file.getvalue() == b"turn\nwarning\nerror\ncritical\n"
-    lines.info(b"turn")
-    await asyncio.sleep(A_MOMENT_S)
-    assert file.getvalue().endswith(b"critical\nturn\n")
-
-
-def test_without_a_loop_a_line_goes_out_at_once(file: File) -> None:
+def test_a_line_waits_for_others_only_for_a_moment(file: File) -> None:
+    """It goes out though nobody asks for it."""
     LineLogger(file).info(b"1")
-    assert file.getvalue() == b"1\n"
+    assert file.is_asked.wait(10.0)
 
 
-async def test_lines_of_threads_are_not_lost(file: File) -> None:
+def test_a_warning_goes_out_at_once_after_all_before_it(file: File) -> None:
+    lines = LineLogger(file, linger_s=60.0)
+    for say in (lines.warning, lines.error, lines.critical):
+        file.is_asked.clear()
+        lines.debug(b"turn")
+        say(b"bad")
+        assert file.is_asked.wait(10.0)
+        assert lines.flush()
+        assert file.getvalue().endswith(b"turn\nbad\n")
+
+
+def test_lines_of_threads_are_not_lost(file: File) -> None:
     lines = LineLogger(file)
-    lines.info(b"loop")
 
     def write() -> None:
         for number in range(1000):
@@ -72,13 +73,49 @@ async def test_lines_of_threads_are_not_lost(file: File) -> None:
     threads = [threading.Thread(target=write) for _ in range(4)]
     for thread in threads:
         thread.start()
-    for _ in range(100):
-        lines.info(b"loop")
-        await asyncio.sleep(0)
     for thread in threads:
         thread.join()
-    await asyncio.sleep(0)
-    lines.flush()
-    written = file.getvalue().splitlines()
-    assert written.count(b"loop") == 101
-    assert sorted(map(int, (line for line in written if line != b"loop"))) == sorted([*range(1000)] * 4)
+    assert lines.flush()
+    assert sorted(map(int, file.getvalue().splitlines())) == sorted([*range(1000)] * 4)
+
+
+def test_what_does_not_fit_while_nobody_reads_is_counted_and_told(file: File) -> None:
+    lines = LineLogger(file, max_waiting_bytes=1000)
+    file.moves.clear()
+    lines.warning(b"first")
+    assert file.is_asked.wait(10.0)
+    for _ in range(1000):
+        lines.warning(b"b" * 200)
+    assert not lines.flush(0.0)
+    file.moves.set()
+    assert lines.flush(10.0)
+    first, *kept, told = file.getvalue().splitlines()
+    assert (first, kept) == (b"first", [b"b" * 200] * 5)
+    assert json.loads(told)["lost_count"] == 995
+
+
+def test_a_full_pipe_stops_nobody() -> None:
+    """Whoever logs goes on while nobody reads; once somebody does, all of it comes."""
+    read_end, write_end = os.pipe()
+    with os.fdopen(read_end, "rb") as reader, os.fdopen(write_end, "wb") as pipe:
+        lines = LineLogger(pipe)
+        for number in range(1000):
+            lines.warning(b"%04d" % number + b"x" * 1000)  # sixteen times what a pipe takes
+        assert not lines.flush(0.0)
+        assert [int(reader.readline()[:4]) for _ in range(1000)] == [*range(1000)]
+        assert lines.flush(10.0)
+
+
+def test_a_file_that_is_closed_takes_nothing(file: File) -> None:
+    """The thread goes on, and so does whoever logs."""
+    lines = LineLogger(file)
+    file.close()
+    for _ in range(2):
+        lines.warning(b"1")
+        assert lines.flush(10.0)
+
+
+def test_a_line_is_json_with_its_level_and_time() -> None:
+    said = json.loads(json_line(None, "info", {"event": "turn", "status": 200}))
+    assert (said["event"], said["status"], said["level"]) == ("turn", 200, "info")
+    assert said["timestamp"].endswith("Z")

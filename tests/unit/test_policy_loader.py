@@ -11,16 +11,17 @@ from tests.builders import Driver
 from thunderagent.errors import ConfigurationError
 from thunderagent.policy_loader import PRESETS, Setting, load_policy, parse_setting
 from thunderagent.programs.policies import PARTS, POLICIES
+from thunderagent.programs.policies.composed import Composed
 from thunderagent.programs.policies.mars import Mars
 from thunderagent.programs.policies.mars_admission import MarsAdmission
-from thunderagent.programs.policies.parts import Composed
 
 OWN_POLICY = '''
 from dataclasses import dataclass
 from math import inf
 
-from thunderagent.programs.decisions import Reason
-from thunderagent.programs.policies.base import ClaimRules, Placement, restore_waiting
+from thunderagent.programs.model.decisions import Reason
+from thunderagent.programs.model.policy import ClaimRules, Placement
+from thunderagent.programs.policies.helpers import restore_waiting
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,17 @@ from tests.builders import asked
 from thunderagent.errors import NoReplicaError, ProgramReleasedError, ShuttingDownError
 from thunderagent.event_log import EventLogWriter, read_events
 from thunderagent.leases import OpenLease
-from thunderagent.programs.decisions import Grant, Hold, Reason, Release, Restore
-from thunderagent.programs.events import ReplicaPolled, TurnArrived, TurnFinished
 from thunderagent.programs.invariants import check
-from thunderagent.programs.policies.base import Placement, Policy, ProgramView, ReplicaView, View
+from thunderagent.programs.model.decisions import Grant, Hold, Reason, Release, Restore
+from thunderagent.programs.model.events import TurnArrived, TurnFinished
+from thunderagent.programs.model.fleet_events import ReplicaPolled
+from thunderagent.programs.model.policy import Placement, Policy
+from thunderagent.programs.model.settings import SchedulerSettings
+from thunderagent.programs.model.view import View
+from thunderagent.programs.model.views import ProgramView, ReplicaView
 from thunderagent.programs.policies.cap import Cap
 from thunderagent.programs.policies.thunderagent import ThunderAgent
-from thunderagent.programs.scheduler import Scheduler, SchedulerSettings
+from thunderagent.programs.scheduler import Scheduler
 from thunderagent.runtime import Runtime, RuntimeSettings
 
 
@@ -118,7 +122,7 @@ async def test_a_lease_is_ended_exactly_once_by_the_first_word() -> None:
             lease.abandoned()
             lease.finished(999, 999, 999)
         assert runtime.outcome_counts == {"finished": 1}
-        assert runtime.scheduler.table.get("a").context_tokens == 120
+        assert runtime.scheduler.programs.get("a").context_tokens == 120
         assert repr(lease) == "<Lease of turn 1 on r0, ended>"
 
 
@@ -137,7 +141,7 @@ async def test_failed_and_abandoned_leases_teach_nothing(ending: str, outcome: s
         lease = await runtime.lease(asked(runtime, "a", prompt_bytes=400))
         getattr(lease, ending)()
         assert runtime.outcome_counts == {outcome: 1}
-        assert runtime.scheduler.table.get("a").context_tokens == 0
+        assert runtime.scheduler.programs.get("a").context_tokens == 0
 
 
 # --- Cancelled
@@ -173,7 +177,7 @@ async def test_a_wait_cancelled_at_the_very_moment_of_its_grant_gives_the_lease_
             leaving.cancel()
         with pytest.raises(asyncio.CancelledError):
             await leaving
-        assert runtime.scheduler.table.get("b").in_flight == {}
+        assert runtime.scheduler.programs.get("b").in_flight == {}
         assert not waiting.done()
         runtime.release("b")
         (await waiting).finished()
@@ -232,7 +236,7 @@ async def test_release_says_whether_there_was_such_a_program() -> None:
     """Idempotent; another generation is another program."""
     async with running() as (runtime, _):
         (await runtime.lease(asked(runtime, "a"))).finished()
-        generation = runtime.scheduler.table.get("a").generation
+        generation = runtime.scheduler.programs.get("a").generation
         assert not runtime.release("a", generation + 1)
         assert runtime.release("a", generation)
         assert not runtime.release("a")
@@ -447,6 +451,20 @@ async def test_a_turn_that_is_due_is_no_tick() -> None:
                 (await waiting).finished()
         assert "TurnDue" in events
         assert "Tick" not in events
+
+
+async def test_an_observer_hears_an_event_once_and_in_its_turn() -> None:
+    """Whether it is about the event, about what was decided on it, or about both; one that stopped hears nothing."""
+    async with running() as (runtime, _):
+        heard: list[str] = []
+        runtime.observe(lambda event, _: heard.append("decision"), Grant)
+        stop = runtime.observe(lambda event, _: heard.append("all"))
+        runtime.observe(lambda event, _: heard.append("both"), TurnArrived, Grant)
+        runtime.observe(lambda event, _: heard.append("neither"), Release)
+        with await runtime.lease(asked(runtime, "a")):
+            assert heard == ["decision", "all", "both"]
+            stop()
+        assert heard == ["decision", "all", "both"]
 
 
 async def test_an_observer_hears_only_what_it_is_about() -> None:

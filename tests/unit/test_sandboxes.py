@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.builders import Driver, of_kind
-from thunderagent.programs.decisions import Pause
+from thunderagent.programs.model.decisions import Pause
 from thunderagent.programs.policies.ttl import Ttl
 from thunderagent.runtime import Runtime
 from thunderagent.sandboxes import RuntimePrograms
@@ -77,7 +77,7 @@ def test_a_command_beside_a_turn_or_of_nobody_changes_nothing() -> None:
         programs.tool_began(program_id, "ls")
         programs.tool_ended(program_id)
     assert driver.scheduler.view.tools_running_count == 0
-    assert driver.scheduler.table.get("nobody") is None
+    assert driver.scheduler.programs.get("nobody") is None
 
 
 def test_a_program_that_a_sandbox_opens_is_of_its_callers_tenant() -> None:

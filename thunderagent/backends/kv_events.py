@@ -33,7 +33,7 @@ try:
     import zmq
     from zmq.asyncio import Context, Socket
 except ImportError as error:
-    raise ConfigurationError("kv_events needs pyzmq: pip install '.[kv-events]' in a checkout") from error
+    raise ConfigurationError("kv_events needs pyzmq: pip install 'thunderagent[kv-events]'") from error
 
 _log = structlog.get_logger(__name__)
 

@@ -1,4 +1,4 @@
-"""The policy's window on the scheduler: it reads, and it checks each proposal before the scheduler carries it out."""
+"""The policy's window on the scheduler: it reads, and it checks each proposal before the core carries it out."""
 
 from __future__ import annotations
 
@@ -6,239 +6,259 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import inf
 from typing import TYPE_CHECKING
 
-from thunderagent.programs.control import waits
-from thunderagent.programs.decisions import Reason
-from thunderagent.programs.lifecycle import Phase, Status
-from thunderagent.programs.policies.base import ProgramView, ReplicaView, RouteView, SandboxSums
-from thunderagent.programs.routes import Scope
+from thunderagent.programs.book.book import Book
+from thunderagent.programs.book.replica import Replica
+from thunderagent.programs.global_policy import waits
+from thunderagent.programs.model.decisions import Reason
+from thunderagent.programs.model.places import Kind
+from thunderagent.programs.model.program import Program
+from thunderagent.programs.model.routes import Scope
+from thunderagent.programs.model.signals import Signal
+from thunderagent.programs.model.views import ProgramView, ReplicaView, RouteView, SandboxSums
 
 if TYPE_CHECKING:
-    from thunderagent.programs.scheduler import Scheduler
-    from thunderagent.programs.signals import Signal
+    from thunderagent.programs.core import Core
+    from thunderagent.programs.operations import Operations
 
 
 class SchedulerView:
-    """The policy's window on the scheduler: see `thunderagent.programs.policies.base.View`."""
+    """The policy's window on the scheduler: see `model.view.View`, whose members these are."""
 
-    __slots__ = ("_scheduler",)
+    __slots__ = ("_book", "_core", "_operations", "_provisions_replicas", "previous_tick_s")
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        """Look at `scheduler`."""
-        self._scheduler = scheduler
+    _core: Core
+    _operations: Operations
+
+    def __init__(self, book: Book, *, provisions_replicas: bool) -> None:
+        """Look at `book`; what may be proposed is there with `attach`."""
+        self._book = book
+        self._provisions_replicas = provisions_replicas
+        self.previous_tick_s = 0.0
+        """See `View`."""
+
+    def attach(self, core: Core, operations: Operations) -> None:
+        """Have proposals carried out by these."""
+        self._core = core
+        self._operations = operations
+
+    def _own(self, program: ProgramView) -> Program | None:
+        """Return the live program that a policy means."""
+        if isinstance(program, Program):
+            return None if program.place is self._book.ended else program
+        return self._book.programs.get(program.program_id)
+
+    def _replica(self, replica: ReplicaView) -> Replica:
+        return replica if isinstance(replica, Replica) else self._book.replicas[replica.replica_id]
 
     @property
     def now_s(self) -> float:
         """See `View`."""
-        return self._scheduler.now_s
-
-    @property
-    def previous_tick_s(self) -> float:
-        """See `View`."""
-        return self._scheduler.previous_tick_s
+        return self._book.now_s
 
     @property
     def replicas(self) -> Sequence[ReplicaView]:
         """See `View`."""
-        return self._scheduler.granting_replicas
+        return self._book.granting_replicas
 
     @property
     def changed_replicas(self) -> Sequence[ReplicaView]:
         """See `View`."""
-        return [replica for replica in self._scheduler.changed_replicas.values() if replica.grants]
+        return [replica for replica in self._book.changed_replicas.values() if replica.grants]
 
     def replica(self, replica_id: str | None) -> ReplicaView | None:
         """See `View`."""
-        replica = self._scheduler.replicas.get(replica_id) if replica_id is not None else None
+        replica = self._book.replicas.get(replica_id) if replica_id is not None else None
         return replica if replica is not None and replica.grants else None
 
     @property
     def active_count(self) -> int:
         """See `View`."""
-        return self._scheduler.active_count
+        return self._book.active_count
 
     @property
     def admitted_count(self) -> int:
         """See `View`."""
-        return self._scheduler.admitted_count
+        return self._book.admitted_count
 
     @property
-    def outside_count(self) -> int:
+    def unadmitted_count(self) -> int:
         """See `View`."""
-        return len(self._scheduler.queue.outside)
+        return self._book.queue.unadmitted.count
 
-    def first_outside(self) -> ProgramView | None:
+    def first_unadmitted(self) -> ProgramView | None:
         """See `View`."""
-        return self._scheduler.queue.outside.first()
+        return self._book.queue.unadmitted.order.first()
 
-    def outside(self) -> Iterator[ProgramView]:
+    def unadmitted(self) -> Iterator[ProgramView]:
         """See `View`."""
-        return iter(self._scheduler.queue.outside)
+        return iter(self._book.queue.unadmitted.order)
 
     def program(self, program_id: str) -> ProgramView | None:
         """See `View`."""
-        return self._scheduler.table.get(program_id)
+        return self._book.programs.get(program_id)
 
     def rank_anew(self, program: ProgramView) -> None:
         """See `View`."""
-        own = self._scheduler.table.get(program.program_id)
+        own = self._own(program)
         if own is not None:
-            self._scheduler.rank_anew(own)
+            self._book.rank_anew(own)
 
     def signal(self, signal: Signal) -> None:
         """See `View`."""
-        self._scheduler.signal(signal)
+        self._core.stream.send(signal)
 
     def first_to_pause(self, replica: ReplicaView) -> ProgramView | None:
         """See `View`."""
-        return self._scheduler.replicas[replica.replica_id].acting.first()
+        return self._replica(replica).acting.order.first()
 
     def first_to_mark(self, replica: ReplicaView) -> ProgramView | None:
         """See `View`."""
-        return self._scheduler.replicas[replica.replica_id].reasoning.first()
+        return self._replica(replica).working.order.first()
 
     def first_expired(self, replica: ReplicaView) -> ProgramView | None:
         """See `View`."""
-        first = self._scheduler.replicas[replica.replica_id].expiring.first()
-        return first if first is not None and first.hold_until_s <= self._scheduler.now_s else None
+        first = self._replica(replica).acting.expiring.first()
+        return first if first is not None and first.hold_until_s <= self._book.now_s else None
 
     def first_expired_few(self, replica: ReplicaView, count: int) -> Sequence[ProgramView]:
         """See `View`."""
-        now_s = self._scheduler.now_s
-        expiring = self._scheduler.replicas[replica.replica_id].expiring
+        now_s = self._book.now_s
+        expiring = self._replica(replica).acting.expiring
         return expiring.lowest(count, lambda program: program.hold_until_s <= now_s)
 
     def last_marked(self, replica: ReplicaView) -> ProgramView | None:
         """See `View`."""
-        return self._scheduler.replicas[replica.replica_id].marked.first()
+        return self._replica(replica).leaving.order.first()
 
     def first_waiting(self) -> ProgramView | None:
         """See `View`."""
-        return self._scheduler.queue.reasoning.first()
+        return self._book.queue.waiting.order.first()
 
     def waiting(self) -> Iterator[ProgramView]:
         """See `View`."""
-        return iter(self._scheduler.queue.reasoning)
+        return iter(self._book.queue.waiting.order)
 
     def first_waiting_few(self, count: int) -> Sequence[ProgramView]:
         """See `View`."""
-        return self._scheduler.queue.reasoning.lowest(count)
+        return self._book.queue.waiting.order.lowest(count)
 
     def first_paused_acting(self) -> ProgramView | None:
         """See `View`."""
-        return self._scheduler.queue.acting.first()
+        return self._book.queue.resting.order.first()
 
     def comes_before_all_waiting(self, program: ProgramView) -> bool:
         """See `View`."""
-        own = self._scheduler.table.get(program.program_id)
-        return own is not None and self._scheduler.queue.comes_before_all_waiting(own)
+        own = self._own(program)
+        return own is not None and self._book.queue.comes_before_all_waiting(own)
 
     @property
-    def bound_count(self) -> int:
+    def routed_count(self) -> int:
         """See `View`."""
-        return self._scheduler.queue.bound_count
+        return self._book.queue.routed_count
 
-    def first_bound_before(self, program: ProgramView, replica: ReplicaView) -> ProgramView | None:
+    def first_routed_before(self, program: ProgramView, replica: ReplicaView) -> ProgramView | None:
         """See `View`."""
-        queue = self._scheduler.queue
-        if replica.replica_id not in queue.bound:
+        queue = self._book.queue
+        if replica.replica_id not in queue.routed:
             return None
-        own = self._scheduler.table.get(program.program_id)
-        return None if own is None else queue.first_bound_before(own, replica.replica_id)
+        own = self._own(program)
+        return None if own is None else queue.first_routed_before(own, replica.replica_id)
 
     def claim_tokens_on(self, program: ProgramView, replica: ReplicaView) -> int:
         """See `View`."""
-        own = self._scheduler.table.get(program.program_id)
+        own = self._own(program) if self._book.prefixes.tree.cuts else None
         if own is None:
             return program.claim_tokens
-        return own.claim_tokens - min(own.claim_tokens, self._scheduler.shares.tokens_on(own, replica.replica_id))
+        return own.claim_tokens - min(own.claim_tokens, self._book.prefixes.tokens_on(own, replica.replica_id))
 
     def resident_tokens(self, program: ProgramView, replica: ReplicaView) -> int:
         """See `View`."""
-        own = self._scheduler.table.get(program.program_id)
-        return 0 if own is None else self._scheduler.resident_tokens(own, replica.replica_id)
+        own = program if isinstance(program, Program) else self._own(program)
+        return 0 if own is None else self._book.resident_tokens(own, self._replica(replica))
 
     def tool_hold_s(self, tool: str, threshold_s: float) -> float:
         """See `View`."""
-        return self._scheduler.knowledge.tool_times.hold_s(tool, threshold_s)
+        return self._core.knowledge.tool_times.hold_s(tool, threshold_s)
 
     @property
     def prefill_token_s(self) -> float:
         """See `View`."""
-        return self._scheduler.knowledge.prefill_speed.token_s
+        return self._core.knowledge.prefill_speed.token_s
 
     def break_even_s(self, replica_id: str | None) -> float:
         """See `View`."""
-        return self._scheduler.break_even_s(replica_id)
+        return self._core.knowledge.break_even_s(self._book.capacity_tokens_of(replica_id))
 
     @property
     def growth_tokens_per_s(self) -> float:
         """See `View`."""
-        return self._scheduler.knowledge.growth.tokens_per_s
+        return self._core.knowledge.growth.tokens_per_s
 
     @property
     def mean_growth_tokens(self) -> float:
         """See `View`."""
-        return self._scheduler.knowledge.growth.whole_tokens
+        return self._core.knowledge.growth.whole_tokens
 
     @property
     def median_residence_s(self) -> float:
         """See `View`."""
-        return self._scheduler.knowledge.median_residence_s
+        return self._core.knowledge.median_residence_s
 
     @property
     def tools_running_count(self) -> int:
         """See `View`."""
-        return self._scheduler.knowledge.tools_running_count
+        return self._core.knowledge.tools_running_count
 
     @property
     def mean_tool_s(self) -> float:
         """See `View`."""
-        return self._scheduler.knowledge.mean_tool_s
+        return self._core.knowledge.mean_tool_s
 
     @property
     def sandboxes(self) -> SandboxSums:
         """See `View`."""
-        return self._scheduler.sandboxes
+        return self._book.sandboxes
 
     @property
     def waiting_count(self) -> int:
         """See `View`."""
-        return self._scheduler.queue.for_room_count
+        return self._book.queue.for_room_count
 
     def waiting_count_for(self, replica: ReplicaView) -> int:
         """See `View`."""
-        return len(self._scheduler.queue.bound.get(replica.replica_id, ()))
+        place = self._book.queue.routed.get(replica.replica_id)
+        return 0 if place is None else place.count
 
     def first_waiting_for(self, replica: ReplicaView, count: int) -> Sequence[ProgramView]:
         """See `View`."""
-        waiting = self._scheduler.queue.bound.get(replica.replica_id)
-        return () if waiting is None else waiting.lowest(count)
+        place = self._book.queue.routed.get(replica.replica_id)
+        return () if place is None else place.order.lowest(count)
 
     def newly_waiting(self) -> Sequence[ProgramView]:
         """See `View`."""
-        return [program for program in self._scheduler.control.newly_waiting if waits(program)]
+        return [program for program in self._core.global_policies.newly_waiting if waits(program)]
 
     def first_to_pause_few(self, replica: ReplicaView, count: int) -> Sequence[ProgramView]:
         """See `View`."""
-        return self._scheduler.replicas[replica.replica_id].acting.lowest(count)
+        return self._replica(replica).acting.order.lowest(count)
 
     def longest_turn_s(self, replica: ReplicaView) -> float:
         """See `View`."""
-        programs = self._scheduler.replicas[replica.replica_id].programs.values()
+        programs = self._replica(replica).programs.values()
         granted_s = min((turn.granted_s for program in programs for turn in program.in_flight.values()), default=inf)
-        return max(0.0, self._scheduler.now_s - granted_s)
+        return max(0.0, self._book.now_s - granted_s)
 
     def targets(self, program: ProgramView) -> Sequence[ReplicaView]:
         """See `View`."""
-        own, replicas = self._scheduler.table.get(program.program_id), self._scheduler.granting_replicas
-        if own is None or own.bound_to is None:
+        own, replicas = self._own(program), self._book.granting_replicas
+        if own is None or own.routed_to is None:
             return replicas
         route = own.route
         return [replica for replica in replicas if route is None or route.names(replica.replica_id)]
 
     def routes(self) -> Sequence[RouteView]:
         """See `View`. Replicas that were removed are left out: `propose_route` would refuse them."""
-        known, routes = self._scheduler.replicas, self._scheduler.control.routes
+        known, routes = self._book.replicas, self._core.routing.routes
         return [
             RouteView(scope.value, name, {each: weight for each, weight in route.targets if each in known})
             for scope, name, route in routes
@@ -248,10 +268,10 @@ class SchedulerView:
         self, scope: str, name: str, replicas: Mapping[str, float], reason: Reason = Reason.CONTROL
     ) -> bool:
         """See `View`. Accepted for a scope that there is, and replicas that are known."""
-        control, targets = self._scheduler.control, tuple(replicas.items())
-        if control.why_not_route(scope, name, targets):
+        operations, targets = self._operations, tuple(replicas.items())
+        if operations.why_not_route(scope, name, targets):
             return False
-        control.set_route(Scope(scope), name, targets, reason)
+        operations.set_route(Scope(scope), name, targets, reason)
         return True
 
     def propose_priority(
@@ -263,87 +283,87 @@ class SchedulerView:
         replica: ReplicaView | None = None,
     ) -> bool:
         """See `View`. Accepted for a live program and a whole number of at most a million either way."""
-        control, replica_id = self._scheduler.control, None if replica is None else replica.replica_id
-        own = self._scheduler.table.get(program.program_id)
-        if own is None or control.why_not_priority(program.program_id, priority, replica_id):
+        operations, replica_id = self._operations, None if replica is None else replica.replica_id
+        own = self._own(program)
+        if own is None or operations.why_not_priority(program.program_id, priority, replica_id):
             return False
-        control.set_priority(own, priority, replica_id, reason)
+        operations.set_priority(own, priority, replica_id, reason)
         return True
 
     def propose_migrate(self, program: ProgramView, replica: ReplicaView, reason: Reason = Reason.CONTROL) -> bool:
         """See `View`. Accepted for an admitted program that is not there yet, where its route leads, on an open one."""
-        control = self._scheduler.control
-        own = self._scheduler.table.get(program.program_id)
-        if own is None or control.why_not_migrate(program.program_id, replica.replica_id):
+        operations = self._operations
+        own = self._own(program)
+        if own is None or operations.why_not_migrate(program.program_id, replica.replica_id):
             return False
-        control.migrate(own, self._scheduler.replicas[replica.replica_id], reason)
+        operations.migrate(own, self._replica(replica), reason)
         return True
 
     def propose_kill(self, program: ProgramView) -> bool:
         """See `View`. Accepted for a live program."""
-        own = self._scheduler.table.get(program.program_id)
+        own = self._own(program)
         if own is None:
             return False
-        self._scheduler.control.kill(own)
+        self._operations.kill(own)
         return True
 
     def propose_kill_replica(self, replica: ReplicaView, reason: Reason = Reason.CONTROL) -> bool:
         """See `View`. Accepted for an open replica beside which there is another one, where somebody ends replicas."""
         if self.replica(replica.replica_id) is None or len(self.replicas) < 2:
             return False
-        if not self._scheduler.settings.provisions_replicas:
+        if not self._provisions_replicas:
             return False
-        self._scheduler.control.kill_replica(replica.replica_id, reason)
+        self._operations.kill_replica(replica.replica_id, reason)
         return True
 
     def propose_provision(self, reason: Reason = Reason.CONTROL) -> bool:
         """See `View`. Accepted where somebody starts replicas."""
-        if not self._scheduler.settings.provisions_replicas:
+        if not self._provisions_replicas:
             return False
-        self._scheduler.control.provision(reason)
+        self._operations.provision(reason)
         return True
 
     def propose_pause(self, program: ProgramView, reason: Reason) -> bool:
         """See `View`. Accepted for an active program whose tool runs."""
-        own = self._scheduler.table.get(program.program_id)
-        if own is None or own.status is not Status.ACTIVE or own.phase is not Phase.ACTING:
+        own = self._own(program)
+        if own is None or own.place.kind is not Kind.ACTING:
             return False
-        self._scheduler.pause(own, reason)
+        self._core.pause(own, reason)
         return True
 
     def propose_mark(self, program: ProgramView, reason: Reason) -> bool:
         """See `View`. Accepted for an active program with a turn in flight that is not marked yet."""
-        own = self._scheduler.table.get(program.program_id)
-        if own is None or not own.in_flight or own.marked:
+        own = self._own(program)
+        if own is None or not own.in_flight or own.place.kind is Kind.LEAVING:
             return False
-        self._scheduler.mark(own, reason)
+        self._core.mark(own, reason)
         return True
 
     def propose_unmark(self, program: ProgramView, reason: Reason) -> bool:
         """See `View`. Accepted for a program that is marked for nothing but what the policy said."""
-        own = self._scheduler.table.get(program.program_id)
+        own = self._own(program)
         if own is None or not own.marked_by_policy:
             return False
-        self._scheduler.unmark(own, reason)
+        self._core.unmark(own, reason)
         return True
 
     def propose_dismiss(self, program: ProgramView, reason: Reason) -> bool:
         """See `View`. Accepted for an admitted program that has no turn in flight, nor one held where it is active."""
-        own = self._scheduler.table.get(program.program_id)
-        if own is None or not own.admitted or own.in_flight or not self._scheduler.has_admission:
+        own = self._own(program)
+        if own is None or not own.admitted or own.in_flight or not self._core.admission is not None:
             return False
-        if own.status is Status.ACTIVE and own.phase is not Phase.ACTING:
+        if own.place.active and own.place.kind is not Kind.ACTING:
             return False
-        self._scheduler.dismiss(own, reason)
+        self._core.dismiss(own, reason)
         return True
 
     def propose_restore(self, program: ProgramView, replica: ReplicaView, reason: Reason) -> bool:
         """See `View`. Accepted for a paused program on a replica that is open; of a bound one, on that one alone."""
-        own = self._scheduler.table.get(program.program_id)
-        target = self._scheduler.open_replica(replica)
-        if own is None or own.status is not Status.PAUSED or target is None:
+        own = self._own(program)
+        target = self._core.placing.granting(replica)
+        if own is None or own.place.active or target is None:
             return False
-        if own.bound_to not in (None, target.replica_id):
+        if own.routed_to not in (None, target.replica_id):
             return False
-        self._scheduler.restore(own, target, reason)
+        self._core.restore(own, target, reason)
         return True

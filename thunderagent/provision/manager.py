@@ -25,8 +25,9 @@ import structlog
 
 from thunderagent.backends.discovery.base import shown_url
 from thunderagent.errors import ControlRefusedError, ProvisionError, ProvisionLimitError, ProvisionOffError
-from thunderagent.programs.decisions import Decision, EndReplica, Provision, Reason
-from thunderagent.programs.events import Event, ReplicaRemoved
+from thunderagent.programs.model.decisions import Decision, EndReplica, Provision, Reason
+from thunderagent.programs.model.events import Event
+from thunderagent.programs.model.fleet_events import ReplicaRemoved
 from thunderagent.provision.base import Launched, Provisioner
 
 log = structlog.get_logger("thunderagent.provision")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Protocol
 
@@ -12,15 +11,15 @@ from multidict import CIMultiDict
 from prometheus_client import CollectorRegistry
 
 from thunderagent.errors import (
-    BodyTooLargeError,
-    KeyNeededError,
     MethodNotAllowedError,
     NotFoundError,
     RequestError,
     ThunderAgentError,
 )
 from thunderagent.proxy.admin.admin import Admin
+from thunderagent.proxy.admin.configuration import ConfigurationHandlers, Reloads
 from thunderagent.proxy.admin.dashboard import Dashboard
+from thunderagent.proxy.admin.keys import KeyHandlers
 from thunderagent.proxy.admin.live import Live
 from thunderagent.proxy.admin.openapi import OpenApi
 from thunderagent.proxy.admin.primitives import Primitives, Provisioner
@@ -41,29 +40,33 @@ from thunderagent.proxy.gate.admin_port import AdminPort
 from thunderagent.proxy.gate.guard import Guard, GuardSettings, Handler, says_nothing_yet
 from thunderagent.proxy.gate.held import HeldTurns
 from thunderagent.proxy.gate.keys import Keyring
+from thunderagent.proxy.gate.keys.file import KeysFile
+from thunderagent.proxy.gate.keys.quotas import HEARD as QUOTAS_HEARD
+from thunderagent.proxy.gate.keys.quotas import Quotas
 from thunderagent.proxy.gate.login import Login, Logins
 from thunderagent.proxy.gate.tenancy import Tenancy
 from thunderagent.proxy.judge import Judge, JudgeCollector
-from thunderagent.proxy.reading.dialects import CHAT, TURN_DIALECTS, dialect_of
+from thunderagent.proxy.reading.dialects import TURN_DIALECTS
 from thunderagent.proxy.reading.target import Target
 from thunderagent.proxy.turns.flow import Turns, TurnSettings
 from thunderagent.proxy.turns.models import Models
 from thunderagent.proxy.turns.side_calls import SideCalls
+from thunderagent.proxy.watch.access_log import logged, logged_turn
+from thunderagent.proxy.watch.autoscaling import AutoscalingCollector
 from thunderagent.proxy.watch.history import History
-from thunderagent.proxy.watch.metrics import StateCollector, TurnMetrics
+from thunderagent.proxy.watch.metrics import StateCollector
+from thunderagent.proxy.watch.turn_metrics import LoopLag, TurnMetrics
 from thunderagent.proxy.wire.aiohttp_exchange import AiohttpExchange
-from thunderagent.proxy.wire.aiohttp_request import mark, target_of, told_path
-from thunderagent.proxy.wire.front import Front, Told
+from thunderagent.proxy.wire.aiohttp_request import target_of, told_path
+from thunderagent.proxy.wire.error_answers import answering_errors, tell
+from thunderagent.proxy.wire.front import Front
 from thunderagent.proxy.wire.front import Tracing as FrontTracing
 from thunderagent.proxy.wire.http11.asked import Asked
-from thunderagent.proxy.wire.request_id import REQUEST_ID
-from thunderagent.proxy.wire.stall import STALL_LIMIT_S, send_if_large
+from thunderagent.proxy.wire.stall import STALL_LIMIT_S
 from thunderagent.runtime import Runtime
 
 log = structlog.get_logger("thunderagent.proxy")
 
-
-CLIENT_CLOSED_REQUEST = 499
 
 MADE_ANSWERS_COUNT = 100_000
 """So many responses are remembered by their ids: about 20 MB."""
@@ -72,7 +75,13 @@ ENGINES_HEADER = "X-ThunderAgent-Engines"
 """In every answer of a proxy whose engines are simulated."""
 
 HISTORY = web.AppKey("history", History)
-"""Where the application keeps its history; whoever runs it runs that beside it."""
+"""Where the application keeps its history; whoever runs it runs that beside it, and so the next."""
+LOOP_LAG = web.AppKey("loop_lag", LoopLag)
+
+
+GUARD = web.AppKey("guard", Guard)
+HELD = web.AppKey("held", HeldTurns)
+"""Whose limits may be set anew while it runs."""
 
 
 FRONT = web.AppKey("front", Front)
@@ -100,6 +109,9 @@ def build_app(
     turn_settings: TurnSettings,
     guard_settings: GuardSettings,
     keyring: Keyring | None = None,
+    keys_file: KeysFile | None = None,
+    reloads: Reloads | None = None,
+    access_log: bool = False,
     tracing: Tracing | None = None,
     sandboxes: Sandboxes | None = None,
     control_settings: ControlSettings | None = None,
@@ -111,8 +123,10 @@ def build_app(
     """Put the proxy together. The caller owns what it is made of. `simulated` engines are told of in every answer."""
     registry = CollectorRegistry()
     metrics = TurnMetrics(registry)
-    tenancy = Tenancy(runtime, from_key=turn_settings.tenant_from_key)
+    replicas.on_removed.append(metrics.replica_removed)
     held = HeldTurns(turn_settings.held, registry)
+    quotas = _quotas(runtime, registry, held, hears=keys_file is not None)
+    tenancy = Tenancy(runtime, from_key=turn_settings.tenant_from_key, quotas=quotas if keys_file is not None else None)
     made = MadeAnswers(MADE_ANSWERS_COUNT)
     flow = Turns(runtime, client, replicas, watcher, metrics, turn_settings, tenancy, held, made, sandboxes, judge)
     turns = TurnHandlers(flow)
@@ -126,30 +140,33 @@ def build_app(
         tenancy=tenancy,
     )
     models = Models(runtime.replicas, client, replicas)
-    registry.register(StateCollector(runtime, replicas))
-    registry.register(SourceCollector(discovery))
+    for collector in (StateCollector(runtime, replicas), AutoscalingCollector(runtime), SourceCollector(discovery)):
+        registry.register(collector)
     if judge is not None:
         registry.register(JudgeCollector(judge))
     if sandboxes is not None:
         registry.register(SandboxCollector(sandboxes, registry))
     keyring = keyring or Keyring()
     logins = Logins()
-    guard = Guard(guard_settings, keyring, registry, logins, held)
+    guard = Guard(guard_settings, keyring, registry, logins, held, quotas)
     control_settings = control_settings or ControlSettings()
     control = Control(runtime, client, replicas, control_settings)
     weight_sync = WeightSync(runtime, replicas, limit_s=control_settings.weight_sync_limit_s)
     leases = Leases(runtime, replicas, tenancy, held, limit_s=control_settings.lease_limit_s)
     app = web.Application(client_max_size=guard_settings.max_body_bytes)
     app[STALL_LIMIT_S] = guard_settings.client_stall_limit_s
+    app[GUARD], app[HELD] = guard, held
     guard.attach(app)
-    app[FRONT] = Front(is_turn, guard.let_in, flow.answer, tell, _decorator(guard, simulated=simulated), tracing)
-    app.on_cleanup.append(_stopping(replicas.breakers))
+    app[FRONT], app[LOOP_LAG] = (
+        _front(flow, guard, tracing, simulated=simulated, access_log=access_log),
+        LoopLag(registry),
+    )
     app[HISTORY] = History(runtime, replicas, metrics.hold_counts)
     live = Live(runtime, replicas, app[HISTORY], sandboxes_on=sandboxes is not None, simulated=simulated)
     if simulated:
         app.on_response_prepare.append(_say_simulated)
     app.on_shutdown.append(live.close)
-    app.on_cleanup.append(_closing(weight_sync, leases))
+    app.on_cleanup.extend((_stopping(replicas.breakers), _closing(weight_sync, leases)))
     routes = [
         *control.routes(),
         *Facade(runtime, replicas, control, turns.handle_on, side_calls.forward_to).routes(),
@@ -162,6 +179,8 @@ def build_app(
         *live.routes(),
         *Dashboard().routes(),
         *Login(keyring, logins).routes(),
+        *KeyHandlers(keyring, keys_file, quotas).routes(),
+        *ConfigurationHandlers(reloads).routes(),
         *(web.post(path, turns.handle) for path in TURN_DIALECTS),
         web.get("/v1/models", models.handle),
     ]
@@ -174,6 +193,8 @@ def build_app(
         if admin_port is not None:
             handler = admin_port.before(handler, route.method, route.path, tenancy)
         handler = answering_errors(guard.before(handler, route.method, route.path))
+        if access_log:
+            handler = logged(handler)
         if tracing is not None:
             handler = tracing.around(handler)
         if route.method == "GET":
@@ -209,20 +230,28 @@ class TurnHandlers:
         return exchange.response
 
 
-def _decorator(guard: Guard, *, simulated: bool) -> Callable[[Asked, CIMultiDict[str]], None] | None:
-    """Return what adds to the heads of turns' answers what is configured; None if nothing is."""
+def _front(flow: Turns, guard: Guard, tracing: Tracing | None, *, simulated: bool, access_log: bool) -> Front:
+    """Return what answers the turns that our own server reads."""
 
     def decorate(asked: Asked, headers: CIMultiDict[str]) -> None:
         if simulated:
             headers[ENGINES_HEADER] = "simulated"
         guard.mark_cors(asked, headers)
 
-    return decorate if simulated or guard.marks_cors else None
+    def is_turn(target: Target) -> bool:
+        return use_of(target, "POST") is Use.TURN
+
+    adds = simulated or guard.marks_cors
+    around = logged_turn if access_log else None
+    return Front(is_turn, guard.let_in, flow.answer, tell, decorate if adds else None, tracing, around)
 
 
-def is_turn(target: Target) -> bool:
-    """Say whether a POST of this target is a turn on an API that we speak."""
-    return use_of(target, "POST") is Use.TURN
+def _quotas(runtime: Runtime, registry: CollectorRegistry, held: HeldTurns, *, hears: bool) -> Quotas:
+    """Return what counts what keys use; it hears of turns only where keys may have limits."""
+    quotas = Quotas(registry, lambda program_id: runtime.tenant_of(program_id) is not None, held.max_turns_count)
+    if hears:
+        runtime.observe(quotas.heard, *QUOTAS_HEARD)
+    return quotas
 
 
 def _stopping(breakers: Breakers) -> Callable[[web.Application], Awaitable[None]]:
@@ -293,63 +322,3 @@ async def _no_route(request: web.Request) -> ThunderAgentError:
     error = MethodNotAllowedError(f"{told_path(request)} takes {allowed}, not {request.method}")
     error.answer_headers = {"Allow": allowed}
     return error
-
-
-def answering_errors(handler: Handler) -> Handler:
-    """Wrap a handler so that errors become answers in the schema of the API that the path belongs to.
-
-    Each has its status and code and, where it helps, Retry-After; every answer bears the request's id. A wrapper, not a
-    middleware or a signal of aiohttp, which would cost every turn twice as much.
-    """
-
-    async def handle(request: web.Request) -> web.StreamResponse:
-        response: web.StreamResponse
-        try:
-            response = await handler(request)
-        except ThunderAgentError as error:
-            response = error_response(request, error)
-        except web.HTTPRequestEntityTooLarge as error:
-            response = error_response(request, BodyTooLargeError(f"the body is larger than the limit: {error.text}"))
-        except web.HTTPException as error:
-            response = error_response(request, error)
-        except ConnectionError:
-            response = web.Response(status=CLIENT_CLOSED_REQUEST)  # never sent: the client left
-        except Exception as error:
-            log.exception("bug", method=request.method, path=told_path(request), request_id=REQUEST_ID.get())
-            response = error_response(request, error)
-        if "Expect" in request.headers and not request.content.is_eof() and not response.prepared:
-            response.force_close()  # its body may still come, or not: nobody was told which
-        mark(response)
-        await send_if_large(request, response)
-        return response
-
-    return handle
-
-
-def error_response(request: web.Request, error: Exception) -> web.Response:
-    """Return the answer that tells a caller of an error."""
-    try:
-        target = target_of(request)
-    except RequestError:
-        target = None
-    told = tell(target, error)
-    return web.Response(status=told.status, headers=told.headers, body=told.body)
-
-
-def tell(target: Target | None, error: Exception) -> Told:
-    """Return what a caller is told of an error, in the schema of the API that it called."""
-    status, code, message = 500, "internal_error", "the proxy has a bug; its log has the trace"
-    headers = {"Content-Type": "application/json; charset=utf-8"}
-    if isinstance(error, ThunderAgentError):
-        status, code, message = error.status, error.code, error.message
-        headers.update(error.answer_headers)
-        if error.retry_after_s is not None:
-            headers["Retry-After"] = str(error.retry_after_s)
-        if status == KeyNeededError.status:
-            headers["WWW-Authenticate"] = "Bearer"
-    elif isinstance(error, web.HTTPException):
-        status, code, message = error.status, "invalid_request", error.reason
-    body = (dialect_of(target.spelt) if target is not None else CHAT).error(status, code, message)
-    if body.get("type") == "error":  # Anthropic's schema, which has a place for it
-        body["request_id"] = REQUEST_ID.get()
-    return Told(status, headers, json.dumps(body).encode())

@@ -9,7 +9,7 @@ from random import Random
 from zlib import crc32
 
 from thunderagent.errors import ConfigurationError
-from thunderagent.programs.events import PrefixCut
+from thunderagent.programs.model.events import PrefixCut
 from thunderagent.simulator.bounds import TurnShape
 from thunderagent.simulator.contexts import TokenSpace
 from thunderagent.simulator.plans import ProgramPlan, SandboxWorkload, TurnPlan, Workload

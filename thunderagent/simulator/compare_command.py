@@ -24,7 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from thunderagent.errors import ConfigurationError
-from thunderagent.programs.goodput import ALPHA_RATIOS, in_time
+from thunderagent.programs.learned.goodput import ALPHA_RATIOS, in_time
 from thunderagent.simulator.command import add_scenario_arguments, load_programs, scenario_from
 from thunderagent.simulator.comparison import (
     CAP_BEST,

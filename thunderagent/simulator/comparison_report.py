@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from thunderagent import __version__
-from thunderagent.programs.goodput import ALPHA_RATIOS, in_time
+from thunderagent.programs.learned.goodput import ALPHA_RATIOS, in_time
 from thunderagent.simulator import plots
 from thunderagent.simulator.comparison import COSTS, ComparisonResult, Row, Run, cost_parts, thinned
 from thunderagent.simulator.intervals import Interval

@@ -13,7 +13,7 @@ from rich.progress import Progress as ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from thunderagent.programs.goodput import in_time
+from thunderagent.programs.learned.goodput import in_time
 from thunderagent.simulator.report import Percentiles, RunResult
 from thunderagent.simulator.scenario import Scenario
 from thunderagent.simulator.tally import Progress

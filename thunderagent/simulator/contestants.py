@@ -8,8 +8,8 @@ from typing import Self
 
 from thunderagent.errors import ConfigurationError
 from thunderagent.policy_loader import Setting, load_policy, parse_setting
+from thunderagent.programs.model.policy import Policy
 from thunderagent.programs.policies import PARTS
-from thunderagent.programs.policies.base import Policy
 from thunderagent.programs.policies.fitting import Fitting
 from thunderagent.simulator.bounds import Bounds, turn_shapes
 from thunderagent.simulator.oracle import Oracle

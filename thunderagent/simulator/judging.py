@@ -17,7 +17,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from random import Random
 
-from thunderagent.programs.verdicts import FAILURE
+from thunderagent.programs.model.verdicts import FAILURE
 from thunderagent.simulator.contexts import Context, TokenSpace
 from thunderagent.simulator.plans import ProgramPlan
 from thunderagent.simulator.records import EngineRequest

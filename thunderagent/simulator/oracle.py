@@ -22,9 +22,11 @@ from dataclasses import dataclass
 from math import inf
 from typing import ClassVar
 
-from thunderagent.programs.decisions import Reason
-from thunderagent.programs.lifecycle import Phase
-from thunderagent.programs.policies.base import ClaimRules, Moment, Placement, ProgramView, ReplicaView, View
+from thunderagent.programs.model.decisions import Reason
+from thunderagent.programs.model.places import Phase
+from thunderagent.programs.model.policy import ClaimRules, Moment, Placement
+from thunderagent.programs.model.view import View
+from thunderagent.programs.model.views import ProgramView, ReplicaView
 from thunderagent.programs.policies.fitting import Fitting
 
 

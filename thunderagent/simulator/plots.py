@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import Any, ParamSpec
 
 from thunderagent.errors import ConfigurationError
-from thunderagent.programs.goodput import ALPHA_RATIOS
+from thunderagent.programs.learned.goodput import ALPHA_RATIOS
 from thunderagent.simulator.comparison import COSTS, ComparisonResult, Row, Run
 from thunderagent.simulator.intervals import CONFIDENCE, Interval
 from thunderagent.simulator.report import HeldBySize, Sample
@@ -30,7 +30,7 @@ try:
     from matplotlib.patches import Patch
     from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 except ImportError as error:
-    raise ConfigurationError("plots need matplotlib: pip install '.[plots]' in a checkout") from error
+    raise ConfigurationError("plots need matplotlib: pip install 'thunderagent[plots]'") from error
 
 INK = "#1d2430"
 SOFT_INK = "#5b6471"

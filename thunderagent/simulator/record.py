@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from thunderagent.programs.events import (
+from thunderagent.programs.model.events import (
     Event,
     ProgramReleased,
     ProgramsReleased,

@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass, field, replace
 from math import ceil, isfinite
 from typing import Any, Self
 
-from thunderagent.programs.decisions import Decision
-from thunderagent.programs.events import Event
-from thunderagent.programs.goodput import ALPHA_RATIOS
-from thunderagent.programs.ledger import Costs
+from thunderagent.programs.book.accounts import Costs
+from thunderagent.programs.learned.goodput import ALPHA_RATIOS
+from thunderagent.programs.model.decisions import Decision
+from thunderagent.programs.model.events import Event
 from thunderagent.simulator.bounds import Bounds
 from thunderagent.simulator.restores import RestoreFigures
 from thunderagent.simulator.tools import ToolFigures

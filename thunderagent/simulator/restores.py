@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from thunderagent.programs.decisions import Decision, Pause, Restore
+from thunderagent.programs.model.decisions import Decision, Pause, Restore
 from thunderagent.programs.scheduler import Scheduler
 
 
@@ -61,5 +61,5 @@ class RestoreCounter:
         return account.demand_tokens - later_tokens + claim_tokens <= may_claim_tokens
 
     def _claim_tokens(self, program_id: str) -> int:
-        program = self._scheduler.table.get(program_id)
+        program = self._scheduler.programs.get(program_id)
         return program.claim_tokens if program is not None else 0

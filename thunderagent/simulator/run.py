@@ -27,14 +27,11 @@ from functools import partial
 from math import inf
 from random import Random
 
-from thunderagent.programs.decisions import Decision, Grant, Pause, Reject, Release, Restore
-from thunderagent.programs.events import (
+from thunderagent.programs.model.decisions import Decision, Grant, Pause, Reject, Release, Restore
+from thunderagent.programs.model.events import (
     Event,
     ProgramJudged,
     ProgramReleased,
-    ReplicaDown,
-    ReplicaPolled,
-    ReplicaUp,
     Tick,
     TurnArrived,
     TurnFailed,
@@ -42,7 +39,8 @@ from thunderagent.programs.events import (
     TurnProgressed,
     TurnStarted,
 )
-from thunderagent.programs.policies.base import Policy
+from thunderagent.programs.model.fleet_events import ReplicaDown, ReplicaPolled, ReplicaUp
+from thunderagent.programs.model.policy import Policy
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.simulator.agenda import Agenda
 from thunderagent.simulator.clients import BYTES_PER_TOKEN, RunningProgram, Supplied, Supply
@@ -290,7 +288,7 @@ class Simulation:
     def _ask_judge(self, program: RunningProgram) -> None:
         """Ask the judge about a program whose turn finished, if it is to be asked now: by an anonymous turn."""
         judge = self._scenario.judge
-        known = self.scheduler.table.get(program.plan.program_id)
+        known = self.scheduler.programs.get(program.plan.program_id)
         if judge is None or known is None or not judge.asks_after(program.turns_done_count):
             return
         self._turn_count += 1

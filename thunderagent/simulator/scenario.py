@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from thunderagent.errors import ConfigurationError
-from thunderagent.programs.scheduler import SchedulerSettings
+from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.simulator.judging import JudgeModel
 from thunderagent.simulator.plans import Workload
 from thunderagent.simulator.records import EngineConfig

@@ -37,6 +37,7 @@ def server_info(engine: Engine, model: str) -> Json:
         "chunked_prefill_size": config.max_num_batched_tokens,
         "max_running_requests": config.max_num_seqs,
         "enable_priority_scheduling": config.scheduling_policy == "priority",
+        "disable_radix_cache": False,
         "enable_session_radix_cache": True,
         "status": "ready",
         "max_total_num_tokens": config.capacity_tokens,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from thunderagent.programs.decisions import Decision
-from thunderagent.programs.events import Event
-from thunderagent.programs.ledger import Costs
+from thunderagent.programs.book.accounts import Costs
+from thunderagent.programs.model.decisions import Decision
+from thunderagent.programs.model.events import Event
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.simulator.bounds import Bounds, Engines, TurnShape, bounds, makespan_bound_s
 from thunderagent.simulator.clients import RunningProgram
@@ -67,7 +67,7 @@ class Tally:
             now_s,
             turn_count=len(self.turns),
             program_count=len(self._ended),
-            active_count=self._scheduler.active_count,
+            active_count=self._scheduler.book.active_count,
             held_count=self._scheduler.ledger.waiting_count,
             hit_ratio=self._cached_tokens / self._prompt_tokens if self._prompt_tokens else 0.0,
         )
@@ -223,7 +223,7 @@ class Tally:
         """Return what the ledger has booked until now, for each replica."""
         ledger = self._scheduler.ledger
         for account in ledger.accounts.values():
-            ledger.settle(account, now_s)
+            ledger.accrue(account, now_s)
         return {replica_id: replace(account.costs) for replica_id, account in ledger.accounts.items()}
 
 

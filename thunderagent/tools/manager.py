@@ -40,8 +40,8 @@ from thunderagent.errors import (
     SandboxSetupError,
     ShuttingDownError,
 )
-from thunderagent.programs.decisions import Decision, Grant, Release, Restore
-from thunderagent.programs.events import Event
+from thunderagent.programs.model.decisions import Decision, Grant, Release, Restore
+from thunderagent.programs.model.events import Event
 from thunderagent.tools.base import Command, Driver, Found, Order, Owner, Place, Usage
 from thunderagent.tools.contact import Contact, ContactSettings
 from thunderagent.tools.feed import Feed, Report, report_of

@@ -31,7 +31,7 @@ from math import inf
 from typing import cast
 
 from thunderagent.errors import LifecycleError, SandboxEngineError, SandboxError, SandboxRefusedError
-from thunderagent.programs.histogram import LogHistogram, geometric_edges
+from thunderagent.programs.learned.histogram import LogHistogram, geometric_edges
 from thunderagent.tools.base import Place
 from thunderagent.tools.template import DriverKind, Template
 

@@ -22,7 +22,7 @@ from thunderagent.backends.kv_events import KvEvents, KvEventsEndpoint, KvEvents
 from thunderagent.config import ServeConfig
 from thunderagent.errors import ConfigurationError
 from thunderagent.event_log import read_events
-from thunderagent.programs.events import ResidencyReported
+from thunderagent.programs.model.fleet_events import ResidencyReported
 from thunderagent.serving import build_runtime, proxy
 
 if TYPE_CHECKING:
@@ -471,4 +471,4 @@ def test_without_pyzmq_the_error_says_what_to_install() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=30)
     assert done.returncode == 2
-    assert "pip install '.[kv-events]'" in done.stderr
+    assert "pip install 'thunderagent[kv-events]'" in done.stderr

@@ -25,6 +25,7 @@ MODELS = {
     ("v1", "ServiceAccount"): "V1ServiceAccount",
     ("apps/v1", "Deployment"): "V1Deployment",
     ("apps/v1", "StatefulSet"): "V1StatefulSet",
+    ("autoscaling/v2", "HorizontalPodAutoscaler"): "V2HorizontalPodAutoscaler",
     ("networking.k8s.io/v1", "NetworkPolicy"): "V1NetworkPolicy",
     ("policy/v1", "PodDisruptionBudget"): "V1PodDisruptionBudget",
     ("rbac.authorization.k8s.io/v1", "Role"): "V1Role",
@@ -63,7 +64,32 @@ SERVICE_MONITOR: Json = {
         ],
     },
 }
-CUSTOM = {("monitoring.coreos.com/v1", "ServiceMonitor"): SERVICE_MONITOR}
+# KEDA's own kind, from its reference of ScaledObject (2.x), in the same way.
+SCALED_OBJECT: Json = {
+    "apiVersion!": "str",
+    "kind!": "str",
+    "metadata!": "V1ObjectMeta",
+    "spec!": {
+        "scaleTargetRef!": {"apiVersion": "str", "kind": "str", "name!": "str"},
+        "pollingInterval": "int",
+        "cooldownPeriod": "int",
+        "minReplicaCount": "int",
+        "maxReplicaCount": "int",
+        "advanced": {"horizontalPodAutoscalerConfig": {"behavior": "V2HorizontalPodAutoscalerBehavior"}},
+        "triggers!": [
+            {
+                "type!": "str",
+                "name": "str",
+                "metricType": "str",
+                "metadata!": {"serverAddress!": "str", "query!": "str", "threshold!": "str", "namespace": "str"},
+            }
+        ],
+    },
+}
+CUSTOM = {
+    ("monitoring.coreos.com/v1", "ServiceMonitor"): SERVICE_MONITOR,
+    ("keda.sh/v1alpha1", "ScaledObject"): SCALED_OBJECT,
+}
 
 
 def problems(manifest: Json) -> list[str]:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 Json = dict[str, Any]
 ROOT = Path(__file__).parents[3]
 KUBERNETES = ROOT / "deploy/kubernetes"
-KUSTOMIZATIONS = [KUBERNETES, KUBERNETES / "vllm", KUBERNETES / "monitoring"]
+KUSTOMIZATIONS = [KUBERNETES, *(KUBERNETES / name for name in ("vllm", "monitoring", "autoscaling"))]
 QUANTITY = re.compile(r"\d+(\.\d+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?")
 SECRETS = {"thunderagent-keys", "hf-token"}
 """What the documentation has users make."""
@@ -49,7 +49,8 @@ def objects_in(folder: Path) -> list[Json]:
 
 
 SANDBOXES_RBAC = list(yaml.safe_load_all((KUBERNETES / "sandboxes-rbac.yaml").read_text()))
-OBJECTS = [*SANDBOXES_RBAC, *(each for folder in KUSTOMIZATIONS for each in objects_in(folder))]
+AUTOSCALER = yaml.safe_load((KUBERNETES / "autoscaling/horizontal-pod-autoscaler.yaml").read_text())
+OBJECTS = [*SANDBOXES_RBAC, AUTOSCALER, *(each for folder in KUSTOMIZATIONS for each in objects_in(folder))]
 
 
 def id_of(manifest: Json) -> str:
@@ -156,6 +157,22 @@ def test_a_custom_kind_is_judged_as_well() -> None:
     monitor["spec"]["endpoints"][0]["prot"] = "http"
     del monitor["spec"]["selector"]
     assert problems(monitor) == [".spec.selector: missing", ".spec.endpoints[0].prot: no such field"]
+
+
+def test_autoscalers_scale_the_engines_by_the_same_figures() -> None:
+    """That of KEDA, and the one without; a StatefulSet of that name is there."""
+    scaled = one("ScaledObject", "vllm")["spec"]
+    plain = AUTOSCALER["spec"]
+    assert scaled["scaleTargetRef"] == plain["scaleTargetRef"]
+    assert one(plain["scaleTargetRef"]["kind"], plain["scaleTargetRef"]["name"])["apiVersion"] == "apps/v1"
+    assert (scaled["minReplicaCount"], scaled["maxReplicaCount"]) == (plain["minReplicas"], plain["maxReplicas"])
+    assert scaled["advanced"]["horizontalPodAutoscalerConfig"]["behavior"] == plain["behavior"]
+    assert {trigger["metricType"] for trigger in scaled["triggers"]} == {"Value"}
+    named = {re.search(r"thunderagent_\w+", each["metadata"]["query"])[0]: each for each in scaled["triggers"]}  # type: ignore[index]
+    for metric in (each["external"] for each in plain["metrics"]):
+        trigger = named.pop(metric["metric"]["name"])
+        assert metric["target"] == {"type": trigger["metricType"], "value": trigger["metadata"]["threshold"]}
+    assert named == {}
 
 
 def test_every_file_is_in_a_kustomization() -> None:

@@ -139,3 +139,11 @@ def test_the_command_of_the_page_makes_a_rule_of_the_operator_s() -> None:
     rule = yaml.safe_load(done.stdout)
     assert (rule["apiVersion"], rule["kind"]) == ("monitoring.coreos.com/v1", "PrometheusRule")
     assert rule["spec"] == {"groups": [GROUP]}
+
+
+def test_the_autoscaler_asks_for_what_is_exposed() -> None:
+    """Each of its queries gives one number."""
+    scaled = yaml.safe_load((ROOT / "deploy/kubernetes/autoscaling/scaled-object.yaml").read_text())
+    queries = [trigger["metadata"]["query"] for trigger in scaled["spec"]["triggers"]]
+    assert [wrong_in(query) for query in queries] == [[], []]
+    assert all(query.startswith("max(") for query in queries)

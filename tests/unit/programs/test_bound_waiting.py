@@ -9,11 +9,11 @@ import pytest
 
 from tests.builders import Driver
 from thunderagent.policy_loader import Setting, load_policy
-from thunderagent.programs.decisions import Reason
-from thunderagent.programs.lifecycle import Phase
-from thunderagent.programs.paused_queue import PausedQueue
-from thunderagent.programs.program import Program, Turn
-from thunderagent.programs.scheduler import SchedulerSettings
+from thunderagent.programs.book.paused_queue import PausedQueue
+from thunderagent.programs.model.decisions import Reason
+from thunderagent.programs.model.program import Program
+from thunderagent.programs.model.settings import SchedulerSettings
+from thunderagent.programs.model.turn import Turn
 
 CAPACITY_TOKENS = 10_000
 LARGE_TOKENS, SMALL_TOKENS = 7_000, 2_400
@@ -242,24 +242,24 @@ def test_of_equal_ranks_goes_first_who_waits_for_longer() -> None:
     """Wherever they stand: who is bound does not wait behind one that came later and may go anywhere."""
     queue = PausedQueue(lambda _: 0.0)
     programs = {name: waiting(name, number) for number, name in enumerate(["bound", "free", "new"], start=1)}
-    programs["bound"].bound_to = "r0"
-    queue.put(programs["bound"])
-    queue.put(programs["free"])
-    assert queue.bound_count == 1
+    programs["bound"].routed_to = "r0"
+    for name, place in (("bound", queue.place_at("r0")), ("free", queue.waiting)):
+        programs[name].place = place
+        place.enter(programs[name], 0.0)
+    assert queue.routed_count == 1
     assert queue.comes_before_all_waiting(programs["bound"])
-    assert queue.first_bound_before(programs["free"], "r0") is programs["bound"]
-    assert queue.first_bound_before(programs["free"], "r1") is None
-    assert queue.first_bound_before(programs["bound"], "r0") is None
-    programs["new"].bound_to = "r0"
+    assert queue.first_routed_before(programs["free"], "r0") is programs["bound"]
+    assert queue.first_routed_before(programs["free"], "r1") is None
+    assert queue.first_routed_before(programs["bound"], "r0") is None
+    programs["new"].routed_to = "r0"
     assert not queue.comes_before_all_waiting(programs["new"])
     programs["new"].priority = -1
     assert queue.comes_before_all_waiting(programs["new"])
-    assert queue.first_bound_before(programs["new"], "r0") is None
+    assert queue.first_routed_before(programs["new"], "r0") is None
 
 
 def waiting(name: str, number: int) -> Program:
     program = Program(name, 1, float(number))
     turn = Turn(number, program, "", 40, float(number))
     program.held[turn.turn_id] = turn
-    program.phase = Phase.REASONING
     return program

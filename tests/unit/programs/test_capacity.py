@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thunderagent.programs.capacity import (
+from thunderagent.programs.learned.capacity import (
     BLOCK_TOKENS,
     CEILING_RATIO,
     HIGHEST_RATIO,
@@ -22,7 +22,7 @@ from thunderagent.programs.capacity import (
     STEP_UP_RATIO,
     WINDOW_S,
     WINDOW_TURNS_COUNT,
-    CapacityControl,
+    CapacityCorrection,
     _SeenTurn,
     _Window,
 )
@@ -31,7 +31,7 @@ CONTEXT_TOKENS = 10_000
 
 
 def runs(
-    control: CapacityControl, true_ratio: float, *, from_s: float, to_s: float, wanted: bool = True
+    control: CapacityCorrection, true_ratio: float, *, from_s: float, to_s: float, wanted: bool = True
 ) -> list[float]:
     """Five turns a second on an engine that holds `true_ratio` of what it says; all that may be claimed is."""
     ratios = []
@@ -44,7 +44,7 @@ def runs(
     return ratios
 
 
-def told(control: CapacityControl, lost_tokens: int, expected_tokens: int = CONTEXT_TOKENS) -> None:
+def told(control: CapacityCorrection, lost_tokens: int, expected_tokens: int = CONTEXT_TOKENS) -> None:
     """A window of turns of each of which so much was lost."""
     for _ in range(WINDOW_TURNS_COUNT):
         control.turn_ended(expected_tokens, expected_tokens - lost_tokens - BLOCK_TOKENS, inf)
@@ -55,7 +55,7 @@ def told(control: CapacityControl, lost_tokens: int, expected_tokens: int = CONT
 
 def test_it_goes_down_fast_when_it_is_told_twice_as_much() -> None:
     """Within a minute to where next to nothing is lost, and it stays there."""
-    control = CapacityControl(0.0)
+    control = CapacityCorrection(0.0)
     ratios = runs(control, 0.5, from_s=0, to_s=60)
     assert ratios[40] <= 0.6
     assert min(ratios) >= 0.45
@@ -65,7 +65,7 @@ def test_it_goes_down_fast_when_it_is_told_twice_as_much() -> None:
 
 def test_it_goes_up_when_there_is_more_than_told() -> None:
     """While others wait: an engine that holds half as much again is filled within five minutes."""
-    control = CapacityControl(0.0)
+    control = CapacityCorrection(0.0)
     ratios = runs(control, 1.5, from_s=0, to_s=300)
     assert ratios[-1] >= 1.4
     assert max(runs(control, 1.5, from_s=300, to_s=1500)) <= 1.75
@@ -73,19 +73,19 @@ def test_it_goes_up_when_there_is_more_than_told() -> None:
 
 def test_it_stays_when_it_is_right() -> None:
     """Within a tenth, for an hour."""
-    control = CapacityControl(0.0)
+    control = CapacityCorrection(0.0)
     ratios = runs(control, 1.0, from_s=0, to_s=3600)
     assert 0.9 <= min(ratios) <= max(ratios) <= 1.12
 
 
 def test_it_does_not_go_up_while_nobody_waits() -> None:
     """Nothing is lost where nothing is claimed: that says nothing."""
-    assert set(runs(CapacityControl(0.0), 3.0, from_s=0, to_s=600, wanted=False)) == {1.0}
+    assert set(runs(CapacityCorrection(0.0), 3.0, from_s=0, to_s=600, wanted=False)) == {1.0}
 
 
 def test_it_goes_up_slowly_near_to_where_much_was_lost() -> None:
     """From the ceiling on in steps of a two-thousandth."""
-    control = CapacityControl(0.0)
+    control = CapacityCorrection(0.0)
     told(control, 4000)
     control.step(10.0, active_count=1, wanted=True)
     assert control.ratio == pytest.approx(0.8)
@@ -110,7 +110,7 @@ class Counting:
     cached, besides the end of a block.
     """
 
-    def __init__(self, control: CapacityControl) -> None:
+    def __init__(self, control: CapacityCorrection) -> None:
         self.control = control
         self.happens: list[tuple[float, int, Callable[[], None]]] = []
         self.hit_tokens = self.read_tokens = 0
@@ -166,7 +166,7 @@ def counted(
     to_s: float = 240.0,
 ) -> list[float]:
     """The ratios of a run in which each turn expects 1,500 tokens; of `missing` + 1 polls one comes."""
-    counting = Counting(CapacityControl(0.0))
+    counting = Counting(CapacityCorrection(0.0))
     for number in range(int(5 * to_s)):
         counting.turn(number / 5 + 0.05, lookup_s, int(1500 * kept_ratio) // 32 * 32, 1500)
     for number in range(1, int(to_s / poll_s) + 1):
@@ -194,7 +194,7 @@ def test_counters_show_a_loss(poll_s: float, age_s: float, lookup_s: float, miss
 
 def test_the_end_of_a_block_of_each_turn_is_no_loss_in_counters() -> None:
     """Turns of 500 tokens of which 60 are never whole blocks."""
-    counting = Counting(CapacityControl(0.0))
+    counting = Counting(CapacityCorrection(0.0))
     for number in range(600):
         counting.turn(number / 5, 0.1, 440, 500)
     for second in range(1, 121):
@@ -204,7 +204,7 @@ def test_the_end_of_a_block_of_each_turn_is_no_loss_in_counters() -> None:
 
 def test_counters_that_begin_anew_are_compared_from_then_on() -> None:
     """What an engine counted before it began again is not known."""
-    control = CapacityControl(0.0)
+    control = CapacityCorrection(0.0)
     control.polled(0, asked_s=0.0, now_s=0.0)
     for number in range(100):
         control.turn_seen(1500, 0, granted_s=number / 10 + 0.1, kept_since_s=0.0, now_s=number / 10 + 0.2)
@@ -214,7 +214,7 @@ def test_counters_that_begin_anew_are_compared_from_then_on() -> None:
 
 def test_an_engine_that_is_idle_while_turns_wait_gets_back_what_was_taken() -> None:
     """Half of the capacity was taken in error; the engine is idle for a tenth of the time until that is undone."""
-    control = CapacityControl(0.0)
+    control = CapacityCorrection(0.0)
     for second in range(10, 30, 10):
         told(control, 9000)
         control.step(float(second), active_count=1, wanted=True)
@@ -229,7 +229,7 @@ def test_an_engine_that_is_idle_while_turns_wait_gets_back_what_was_taken() -> N
 
 def test_an_engine_that_is_hardly_idle_gets_nothing_back() -> None:
     """A fiftieth of the time all that are in may be at their tools."""
-    control = CapacityControl(0.0)
+    control = CapacityCorrection(0.0)
     told(control, 9000)
     control.step(10.0, active_count=1, wanted=True)
     for second in range(20, 60, 5):
@@ -244,7 +244,7 @@ def test_an_engine_that_is_hardly_idle_gets_nothing_back() -> None:
 )
 def test_a_step_down_is_half_of_what_was_lost(lost_tokens: int, ratio: float) -> None:
     """From a tenth on, and by a quarter at most."""
-    control = CapacityControl(0.0)
+    control = CapacityCorrection(0.0)
     told(control, lost_tokens)
     assert control.step(10.0, active_count=1, wanted=True) == (ratio != 1.0)
     assert control.ratio == pytest.approx(ratio)
@@ -252,7 +252,7 @@ def test_a_step_down_is_half_of_what_was_lost(lost_tokens: int, ratio: float) ->
 
 def test_a_little_loss_changes_nothing() -> None:
     """Between a two-hundredth and a tenth it neither goes up nor down."""
-    control = CapacityControl(0.0)
+    control = CapacityCorrection(0.0)
     told(control, 300)
     assert not control.step(10.0, active_count=1, wanted=True)
     assert control.ratio == 1.0
@@ -260,7 +260,7 @@ def test_a_little_loss_changes_nothing() -> None:
 
 def test_between_two_steps_lie_some_time_and_some_turns() -> None:
     """Neither is enough alone."""
-    control = CapacityControl(0.0)
+    control = CapacityCorrection(0.0)
     told(control, 5000)
     assert not control.step(WINDOW_S - 0.1, active_count=1, wanted=True)
     assert control.step(WINDOW_S, active_count=1, wanted=True)
@@ -273,7 +273,7 @@ def test_between_two_steps_lie_some_time_and_some_turns() -> None:
 
 def test_a_step_begins_anew() -> None:
     """What was lost before it is not counted twice."""
-    control = CapacityControl(0.0)
+    control = CapacityCorrection(0.0)
     told(control, 5000)
     control.step(10.0, active_count=1, wanted=False)
     told(control, 0)
@@ -283,7 +283,7 @@ def test_a_step_begins_anew() -> None:
 
 def test_what_was_lost_before_a_step_down_is_not_counted_after_it() -> None:
     """Programs that had been held since before then notice only now."""
-    control = CapacityControl(0.0)
+    control = CapacityCorrection(0.0)
     told(control, 5000)
     control.step(10.0, active_count=1, wanted=True)
     ratio = control.ratio
@@ -296,7 +296,7 @@ def test_what_was_lost_before_a_step_down_is_not_counted_after_it() -> None:
 
 def test_many_programs_need_more_turns_to_notice_a_step() -> None:
     """Two of each that is active."""
-    control = CapacityControl(0.0)
+    control = CapacityCorrection(0.0)
     told(control, 5000)
     assert not control.step(10.0, active_count=11, wanted=True)
     told(control, 5000)
@@ -305,7 +305,7 @@ def test_many_programs_need_more_turns_to_notice_a_step() -> None:
 
 def test_the_end_of_a_block_is_not_lost() -> None:
     """Short turns that each miss less than a block of 500 tokens: 12 %, and no reaction."""
-    control = CapacityControl(0.0)
+    control = CapacityCorrection(0.0)
     for _ in range(WINDOW_TURNS_COUNT):
         control.turn_ended(500, 500 - BLOCK_TOKENS, inf)
     assert not control.step(10.0, active_count=1, wanted=False)
@@ -314,7 +314,7 @@ def test_the_end_of_a_block_is_not_lost() -> None:
 
 def test_without_turns_there_is_no_reaction() -> None:
     """Preemptions and polls of an engine that others use, too: nothing of ours was lost."""
-    control = CapacityControl(0.0)
+    control = CapacityCorrection(0.0)
     for second in range(100):
         control.polled(0, asked_s=second, now_s=second)
         control.preempted(10_000)
@@ -324,7 +324,7 @@ def test_without_turns_there_is_no_reaction() -> None:
 
 def test_turns_of_programs_that_had_kept_nothing_change_nothing() -> None:
     """First turns: nothing should be cached, and nothing was."""
-    control = CapacityControl(0.0)
+    control = CapacityCorrection(0.0)
     for _ in range(100):
         control.turn_ended(0, 0, inf)
     assert not control.step(100.0, active_count=1, wanted=True)
@@ -333,7 +333,7 @@ def test_turns_of_programs_that_had_kept_nothing_change_nothing() -> None:
 
 def test_what_running_requests_lose_is_lost() -> None:
     """5,000 of 20 times 1,000 and 5,000: a fifth."""
-    control = CapacityControl(0.0)
+    control = CapacityCorrection(0.0)
     for _ in range(WINDOW_TURNS_COUNT):
         control.turn_ended(1000, 1000, inf)
     control.preempted(5000)
@@ -344,7 +344,7 @@ def test_what_running_requests_lose_is_lost() -> None:
 @given(st.lists(st.tuples(st.integers(0, 20_000), st.integers(0, 30_000), st.booleans()), max_size=150))
 def test_the_ratio_stays_within_its_limits(windows: list[tuple[int, int, bool]]) -> None:
     """Whatever is expected and cached, and though more is cached than expected."""
-    control = CapacityControl(0.0)
+    control = CapacityCorrection(0.0)
     for number, (expected_tokens, cached_tokens, wanted) in enumerate(windows):
         for _ in range(WINDOW_TURNS_COUNT):
             control.turn_ended(expected_tokens, cached_tokens, inf)

@@ -10,8 +10,9 @@ import pytest
 
 from tests.builders import Driver, of_kind, restored_on
 from thunderagent.policy_loader import load_policy
-from thunderagent.programs.control import NEWLY_WAITING_COUNT, PRIORITY_STEP, engine_priority
-from thunderagent.programs.decisions import (
+from thunderagent.programs.global_policy import NEWLY_WAITING_COUNT
+from thunderagent.programs.leases import PRIORITY_STEP, engine_priority
+from thunderagent.programs.model.decisions import (
     EndReplica,
     Grant,
     Mark,
@@ -24,12 +25,14 @@ from thunderagent.programs.decisions import (
     SetRoute,
     Unmark,
 )
-from thunderagent.programs.events import ProvisionAsked, ReplicaKilled, TurnArrived
-from thunderagent.programs.policies.base import Moment, View
-from thunderagent.programs.policies.parts import Composed
-from thunderagent.programs.policies.several import Several
-from thunderagent.programs.program import Program
-from thunderagent.programs.routes import Route, Routes, Scope
+from thunderagent.programs.model.events import TurnArrived
+from thunderagent.programs.model.fleet_events import ProvisionAsked, ReplicaKilled
+from thunderagent.programs.model.policy import Moment
+from thunderagent.programs.model.program import Program
+from thunderagent.programs.model.routes import Route, Scope
+from thunderagent.programs.model.view import View
+from thunderagent.programs.policies.composed import Composed, ControlChain
+from thunderagent.programs.rules.routes import Routes
 
 
 def by_memory(**replicas: int) -> Driver:
@@ -101,7 +104,7 @@ def test_a_program_moves_to_its_route_with_its_next_turn() -> None:
     assert of_kind(Pause, driver.decisions) == ["a"]
     driver.finishes(turn_id, 110)
     driver.routes("program", "a")
-    assert driver.program("a").bound_to is None
+    assert driver.program("a").routed_to is None
     driver.arrives("a", 110)
     assert driver.home("a") == "r1"
 
@@ -114,7 +117,7 @@ def test_who_does_not_fit_waits_for_its_replica_alone() -> None:
     waiting = driver.arrives("b", 800, tenant="t")
     assert driver.held(waiting)
     assert driver.program("b").hold_reason == Reason.NO_ROOM
-    assert (driver.scheduler.queue.waiting_count, len(driver.scheduler.queue.reasoning)) == (1, 0)
+    assert (driver.scheduler.queue.waiting_count, len(driver.scheduler.queue.waiting.order)) == (1, 0)
     driver.arrives("c", 900)
     assert driver.home("c") == "r1"
     driver.finishes(first, 900)
@@ -219,11 +222,11 @@ def test_a_route_that_cannot_be_is_refused(
 ) -> None:
     """With the reason; an event that says it all the same changes nothing."""
     driver = by_memory()
-    control = driver.scheduler.control
-    assert why in control.why_not_route(scope, name, targets)
+    scheduler = driver.scheduler
+    assert why in scheduler.operations.why_not_route(scope, name, targets)
     assert not driver.scheduler.view.propose_route(scope, name, dict(targets)) or "twice" in why
     driver.routes(scope, name, **dict(targets))
-    assert len(control.routes) == (1 if "twice" in why else 0)
+    assert len(scheduler.core.routing.routes) == (1 if "twice" in why else 0)
 
 
 def test_a_route_of_one_program_ends_with_it() -> None:
@@ -232,7 +235,7 @@ def test_a_route_of_one_program_ends_with_it() -> None:
     driver.takes_turn("a", 10)
     driver.routes("program", "a", r1=1)
     driver.releases("a")
-    assert len(driver.scheduler.control.routes) == 0
+    assert len(driver.scheduler.core.routing.routes) == 0
 
 
 def test_weights_hold_at_any_time() -> None:
@@ -324,10 +327,10 @@ def test_a_priority_out_of_bounds_is_refused(priority: int) -> None:
     """And one for who is not there."""
     driver = by_memory()
     driver.takes_turn("a", 10)
-    control = driver.scheduler.control
-    assert "whole number" in control.why_not_priority("a", priority, None)
-    assert "no live program" in control.why_not_priority("b", 0, None)
-    assert "no replica" in control.why_not_priority("a", 0, "r9")
+    operations = driver.scheduler.operations
+    assert "whole number" in operations.why_not_priority("a", priority, None)
+    assert "no live program" in operations.why_not_priority("b", 0, None)
+    assert "no replica" in operations.why_not_priority("a", 0, "r9")
     assert driver.gives_priority("a", priority) == []
     assert not driver.scheduler.view.propose_priority(driver.program("a"), priority)
 
@@ -354,7 +357,7 @@ def test_who_has_a_turn_in_flight_moves_when_that_ends() -> None:
     assert program.marked
     assert not driver.scheduler.view.propose_unmark(program, Reason.RELIEVED)
     assert driver.scheduler.view.last_marked(driver.scheduler.replicas["r0"]) is None
-    assert "on its way" in driver.scheduler.control.why_not_migrate("a", "r1")
+    assert "on its way" in driver.scheduler.operations.why_not_migrate("a", "r1")
     beside = driver.arrives("a", 100, branch="sub")
     assert driver.held(beside)
     assert restored_on(driver.finishes(turn_id, 100)) == {"a": "r1"}
@@ -370,14 +373,14 @@ def test_who_waits_goes_at_once() -> None:
     driver.routes("all", "", r0=1, r1=1)
     driver.migrates("b", "r1")
     assert driver.granted_on[waiting] == driver.granted_on[beside] == "r1"
-    assert driver.program("b").bound_to == "r1"
+    assert driver.program("b").routed_to == "r1"
 
 
 def test_who_is_paused_at_a_tool_goes_there_with_its_next_turn() -> None:
     """Room or not; nothing is claimed for it meanwhile."""
     driver = by_memory()
     driver.takes_turn("a", 100)
-    driver.scheduler.pause(driver.program("a"), Reason.IDLE)
+    driver.scheduler.core.pause(driver.program("a"), Reason.IDLE)
     assert driver.migrates("a", "r1") == []
     assert driver.home("a") is None
     assert driver.granted_on[driver.arrives("a", 100)] == "r1"
@@ -411,7 +414,7 @@ def test_a_move_that_cannot_be_is_refused() -> None:
     """With the reason; an event that says it all the same changes nothing."""
     driver = by_memory()
     driver.takes_turn("a", 10)
-    why_not = driver.scheduler.control.why_not_migrate
+    why_not = driver.scheduler.operations.why_not_migrate
     assert "no live program 'x'" in why_not("x", "r1")
     assert "no replica 'r9'" in why_not("a", "r9")
     assert "is on r0 already" in why_not("a", "r0")
@@ -424,7 +427,7 @@ def test_a_move_that_cannot_be_is_refused() -> None:
     outside = Driver(load_policy("passthrough", {"admission": "window", "admission.n": 1}), replicas={"r0": 100})
     outside.arrives("a", 10)
     outside.arrives("b", 10)
-    assert "not admitted" in outside.scheduler.control.why_not_migrate("b", "r0")
+    assert "not admitted" in outside.scheduler.operations.why_not_migrate("b", "r0")
 
 
 # --- kill, provision
@@ -438,7 +441,7 @@ def test_a_program_that_is_killed_ends_at_once() -> None:
     killed = driver.arrives("c", 500)
     assert [d for d in driver.kills("c") if isinstance(d, Reject)] == [Reject(killed, "c", Reason.KILLED)]
     driver.kills("a")
-    assert driver.scheduler.table.get("a") is None
+    assert driver.scheduler.programs.get("a") is None
     assert driver.held(waiting)  # what runs still takes its room
     driver.finishes(running, 900, 10)
     assert waiting in driver.granted_on
@@ -507,7 +510,7 @@ def test_each_of_several_global_policies_hears_who_waits_since_itself_was_asked(
         lists = heard[period_s]
         return Doing(lambda view: lists.append([program.program_id for program in view.newly_waiting()]), period_s)
 
-    driver = controlled(Several([hearing(1.0), hearing(2.0)]), r0=1000)
+    driver = controlled(ControlChain([hearing(1.0), hearing(2.0)]), r0=1000)
     driver.takes_turn("a", 900)
     for name in ("b", "c", "d", "e"):
         driver.arrives(name, 800)
@@ -541,9 +544,9 @@ def test_who_ends_is_not_kept_for_a_global_policy() -> None:
     driver.ticks(1.0)
     driver.arrives("b", 800)
     driver.arrives("c", 800)
-    assert driver.scheduler.control.untold_count == 2
+    assert driver.scheduler.global_policies.unseen_count == 2
     driver.releases("b")
-    assert driver.scheduler.control.untold_count == 1
+    assert driver.scheduler.global_policies.unseen_count == 1
 
 
 def test_what_a_view_tells_of_waiting_and_running() -> None:
@@ -589,4 +592,4 @@ def test_an_announced_program_joins_the_group_of_the_tenant_that_its_first_turn_
     driver.opens("a", group="g")
     for program_id in ("a", "b"):
         driver.arrives(program_id, 100, group="g", tenant="t")
-    assert {key: set(group.programs) for key, group in driver.scheduler.groups.items()} == {("t", "g"): {"a", "b"}}
+    assert {key: set(group.programs) for key, group in driver.scheduler.book.groups.items()} == {("t", "g"): {"a", "b"}}

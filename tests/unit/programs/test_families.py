@@ -7,8 +7,8 @@ from itertools import pairwise
 import pytest
 
 from tests.builders import Driver
-from thunderagent.programs.decisions import Grant, Reason
-from thunderagent.programs.policies.base import Policy
+from thunderagent.programs.model.decisions import Grant, Reason
+from thunderagent.programs.model.policy import Policy
 from thunderagent.programs.policies.breakeven import BreakEven
 from thunderagent.programs.policies.cap import Cap
 from thunderagent.programs.policies.sticky import Sticky

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.builders import Driver
-from thunderagent.programs.events import ToolEnded, ToolStarted
-from thunderagent.programs.goodput import ENOUGH_TOKENS, REFRESH_COUNT, Goodput
+from thunderagent.programs.learned.goodput import ENOUGH_TOKENS, REFRESH_COUNT, Goodput
+from thunderagent.programs.model.events import ToolEnded, ToolStarted
 
 
 def test_nothing_is_judged_before_an_answer_was_seen() -> None:
@@ -42,7 +42,7 @@ def test_what_is_cached_is_not_part_of_the_ideal() -> None:
         driver.finishes(turn_id, 10_000 + 100 * number, 50, 0, tool="make")
         driver.passes(4.0)
     goodput = driver.scheduler.knowledge.goodput
-    program = driver.scheduler.table.get("a")
+    program = driver.scheduler.programs.get("a")
     assert program is not None
     first_s, later_s = 3.0, 0.02 * 50  # 2 s for 10,000 tokens that were new, and next to nothing for 100
     assert program.ideal_s_total == pytest.approx(first_s + 2 * later_s + 8.0, rel=0.1)

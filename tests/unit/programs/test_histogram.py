@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thunderagent.programs.histogram import REMEMBERED_COUNT, LogHistogram, geometric_edges
+from thunderagent.programs.learned.histogram import REMEMBERED_COUNT, LogHistogram, geometric_edges
 
 EDGES = geometric_edges(1.0, 2.0, 6)
 

@@ -9,9 +9,9 @@ import pytest
 
 from tests.builders import Driver
 from thunderagent.policy_loader import load_policy
-from thunderagent.programs.policies.base import ClaimRules
+from thunderagent.programs.model.policy import ClaimRules
+from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.policies.passthrough import Passthrough
-from thunderagent.programs.scheduler import SchedulerSettings
 
 LEARNING = ClaimRules(growth_quantile=0.75, reserve_tokens=100, share_prefixes=True)
 
@@ -152,7 +152,7 @@ def test_the_median_residence_does_not_count_the_forget_limit() -> None:
         driver.passes(10.0)
         driver.takes_turn(name, 100)
     driver.ticks(5000.0)
-    assert len(driver.scheduler.table) == 0
+    assert len(driver.scheduler.programs) == 0
     assert 5.0 < driver.scheduler.knowledge.median_residence_s < 20.0
 
 
@@ -160,15 +160,15 @@ def test_the_break_even_is_the_time_to_prefill_a_replica_s_own_memory() -> None:
     """0 until a capacity is known; of one whose size is not, that of the largest that is open."""
     driver = driver_with(None)
     scheduler = driver.scheduler
-    assert scheduler.break_even_s("r0") == 0
+    assert scheduler.view.break_even_s("r0") == 0
     driver.comes_up("r1", 100_000)
     driver.comes_up("r2", 40_000)
     expected_s = {"r0": 5.0, "r1": 5.0, "r2": 2.0, None: 5.0, "never-was": 5.0}
-    assert {each: scheduler.break_even_s(each) for each in expected_s} == pytest.approx(expected_s)
+    assert {each: scheduler.view.break_even_s(each) for each in expected_s} == pytest.approx(expected_s)
     driver.goes_down("r1")
-    assert scheduler.break_even_s("r0") == scheduler.break_even_s(None) == pytest.approx(2.0)
+    assert scheduler.view.break_even_s("r0") == scheduler.view.break_even_s(None) == pytest.approx(2.0)
     driver.is_removed("r2")
-    assert scheduler.break_even_s("r0") == 0
+    assert scheduler.view.break_even_s("r0") == 0
 
 
 def test_a_small_replica_holds_by_its_own_break_even() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thunderagent.programs.learning import (
+from thunderagent.programs.learned.growth import (
     ENOUGH_PROGRAMS_COUNT,
     ENOUGH_TURNS_COUNT,
     FIRST_PREFILL_TOKEN_S,

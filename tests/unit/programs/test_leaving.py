@@ -6,8 +6,8 @@ import pytest
 
 from tests.builders import Driver, of_kind
 from thunderagent.policy_loader import load_policy
-from thunderagent.programs.decisions import Hold, Mark, Pause, Reason, Reject, Restore, Unmark
-from thunderagent.programs.policies.base import Policy
+from thunderagent.programs.model.decisions import Hold, Mark, Pause, Reason, Reject, Restore, Unmark
+from thunderagent.programs.model.policy import Policy
 
 POLICIES = ("breakeven", "mars", "passthrough", "cap", "thunderagent", "ttl", "autellix", "continuum", "infercept")
 

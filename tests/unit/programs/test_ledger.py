@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thunderagent.programs.ledger import PREFILL_TO_DECODE_RATIO, Account, Costs, DecayedSum, Ledger
-from thunderagent.programs.program import Turn
+from thunderagent.programs.book.accounts import PREFILL_TO_DECODE_RATIO, Account, Costs, DecayedSum, Ledger
+from thunderagent.programs.model.turn import Turn
 
 HALF_LIVES = st.sampled_from([inf, 0.0, 0.25, 1.0, 30.0, 3600.0])
 TERMS = st.tuples(st.integers(0, 200_000), st.floats(0, 100))
@@ -87,8 +87,8 @@ def booked(
     ledger = Ledger(inf)
     account = ledger.open("r0", 0.0)
     account.hit_ratio = hit_ratio
-    account.capacity_tokens = capacity
-    account.reasoning_tokens = claimed
+    account.set_limit(capacity, 1.0)
+    claims(account, reasoning=claimed)
     turn = a_turn(granted_s=granted_s, started_s=started_s)
     ledger.charge_turn(
         account,
@@ -185,40 +185,44 @@ def test_the_five_costs_never_sum_to_more_than_there_was(
     ledger.wait_begins(0.0)
     now_s, in_flight = 0.0, list[tuple[Turn, int]]()
     for number, (tokens, acting, elapsed_s, started_ratio) in enumerate(turns):
-        ledger.settle(account, now_s)
+        ledger.accrue(account, now_s)
         turn = a_turn(granted_s=now_s, started_s=now_s + started_ratio * elapsed_s)
         turn.granted_flight_s = account.flight_s
-        account.reasoning_tokens += tokens
-        account.acting_tokens = acting
-        account.shared_tokens = min(shared, account.reasoning_tokens + acting)
+        claims(account, reasoning=account.reasoning_tokens + tokens, acting=acting, shared=shared)
         in_flight.append((turn, tokens))
         now_s += elapsed_s
         if number % 3 == 2:
             ended, claimed = in_flight.pop(0)
             usage = {"prompt_tokens": 2 * claimed, "output_tokens": acting, "cached_tokens": claimed // 2}
             ledger.charge_turn(account, ended, now_s, **usage, known_tokens=claimed, prefill_token_s=1e-4)
-            account.reasoning_tokens -= claimed
-            account.shared_tokens = min(shared, account.reasoning_tokens + acting)
-    ledger.settle(account, now_s)
+            claims(account, reasoning=account.reasoning_tokens - claimed, acting=acting, shared=shared)
+    ledger.accrue(account, now_s)
     assert account.costs.spent_token_s <= capacity * now_s * (1 + 1e-9) + 1e-6
+
+
+def claims(account: Account, *, reasoning: int = 0, acting: int = 0, shared: int = 0) -> None:
+    """Let an account have these sums, as places would make them."""
+    account.working.tokens, account.acting.tokens = reasoning, acting
+    account.demand_tokens = reasoning + acting + account.other_tokens
+    account.shared_tokens = 0
+    account.share(min(shared, reasoning + acting))
 
 
 def opened(capacity_tokens: int | None, *, acting: int = 0, reasoning: int = 0) -> tuple[Ledger, Account]:
     ledger = Ledger(inf)
     account = ledger.open("r0", 0.0)
     account.usable = True
-    account.capacity_tokens = capacity_tokens
-    account.acting_tokens = acting
-    account.reasoning_tokens = reasoning
+    account.set_limit(capacity_tokens, 1.0)
+    claims(account, reasoning=reasoning, acting=acting)
     return ledger, account
 
 
 def test_caching_is_what_acting_programs_hold_over_time() -> None:
     """200 tokens for 10 s, then 50 for 4 s."""
     ledger, account = opened(1000, acting=200)
-    ledger.settle(account, 10.0)
-    account.acting_tokens = 50
-    ledger.settle(account, 14.0)
+    ledger.accrue(account, 10.0)
+    claims(account, acting=50)
+    ledger.accrue(account, 14.0)
     assert account.costs.caching_token_s == pytest.approx(200 * 10 + 50 * 4)
 
 
@@ -231,7 +235,7 @@ def test_memory_is_unused_only_while_somebody_waits() -> None:
     ledger.wait_begins(12.0)
     ledger.wait_ends(13.0)
     ledger.wait_ends(15.0)
-    ledger.settle(account, 20.0)
+    ledger.accrue(account, 20.0)
     assert account.costs.unused_token_s == pytest.approx(700 * (2 + 5))
     assert ledger.waiting_count == 0
 
@@ -241,8 +245,8 @@ def test_unused_memory_follows_the_demand() -> None:
     ledger, account = opened(1000, reasoning=300)
     ledger.wait_begins(0.0)
     for until_s, reasoning in ((3.0, 900), (5.0, 1500), (9.0, 0)):
-        ledger.settle(account, until_s)
-        account.reasoning_tokens = reasoning
+        ledger.accrue(account, until_s)
+        claims(account, reasoning=reasoning)
     assert account.costs.unused_token_s == pytest.approx(700 * 3 + 100 * 2)
 
 
@@ -250,7 +254,7 @@ def test_memory_of_unknown_size_is_not_unused() -> None:
     """What is not known is not counted."""
     ledger, account = opened(None)
     ledger.wait_begins(0.0)
-    ledger.settle(account, 100.0)
+    ledger.accrue(account, 100.0)
     assert account.costs.unused_token_s == 0
 
 
@@ -259,7 +263,7 @@ def test_memory_of_a_replica_that_is_down_is_not_unused() -> None:
     ledger, account = opened(1000)
     account.usable = False
     ledger.wait_begins(0.0)
-    ledger.settle(account, 100.0)
+    ledger.accrue(account, 100.0)
     assert account.costs.unused_token_s == 0
 
 
@@ -269,8 +273,8 @@ def test_an_account_that_opens_late_is_not_charged_for_earlier_waits() -> None:
     ledger.wait_begins(0.0)
     account = ledger.open("late", 50.0)
     account.usable = True
-    account.capacity_tokens = 10
-    ledger.settle(account, 51.0)
+    account.set_limit(10, 1.0)
+    ledger.accrue(account, 51.0)
     assert account.costs.unused_token_s == pytest.approx(10)
 
 
@@ -278,7 +282,7 @@ def test_settling_twice_or_backwards_is_settling_once() -> None:
     """The integrals never run backwards."""
     ledger, account = opened(1000, acting=10)
     for now_s in (5.0, 5.0, 3.0):
-        ledger.settle(account, now_s)
+        ledger.accrue(account, now_s)
     assert account.costs.caching_token_s == pytest.approx(50)
 
 
@@ -286,10 +290,10 @@ def test_the_weighed_sum_is_the_left_side_of_equation_7() -> None:
     """Reasoning and anonymous turns count in full, an acting program half after one half-life."""
     ledger = Ledger(2.0)
     account = ledger.open("r0", 0.0)
-    account.reasoning_tokens = 300
-    account.other_tokens = 50
-    account.acting_tokens = 400
-    account.acting.add(400, 0.0, 0.0)
+    claims(account, reasoning=300, acting=400)
+    account.claim_other(50)
+    assert account.decayed is not None
+    account.decayed.add(400, 0.0, 0.0)
     assert account.weighed_tokens(0.0) == pytest.approx(750)
     assert account.weighed_tokens(2.0) == pytest.approx(350 + 200)
     assert account.weighed_tokens(4.0) == pytest.approx(350 + 100)

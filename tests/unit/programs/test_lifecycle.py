@@ -1,4 +1,4 @@
-"""The lifecycle table, arrow by arrow."""
+"""The lifecycle: which place leads to which, and what a place says of who is there."""
 
 from __future__ import annotations
 
@@ -7,78 +7,113 @@ from itertools import product
 import pytest
 
 from thunderagent.errors import LifecycleError
-from thunderagent.programs.lifecycle import (
-    ACTIVE_ACTING,
-    ACTIVE_REASONING,
-    PAUSED_ACTING,
-    PAUSED_REASONING,
-    TERMINATED,
-    TRANSITIONS,
-    Phase,
-    State,
-    Status,
-    Trigger,
-)
-from thunderagent.programs.program import Program
-
-STATES = list(product(Status, Phase))
+from thunderagent.programs.book.book import Book
+from thunderagent.programs.book.paused_queue import PausedQueue
+from thunderagent.programs.model.decisions import Decision, Mark, Pause, Reason, Release, Restore, Unmark
+from thunderagent.programs.model.places import ALLOWED, Kind, Phase, Place, Status
+from thunderagent.programs.model.program import Program
 
 # Written out a second time, on purpose: a change of the table must be meant.
 LEGAL = {
-    PAUSED_ACTING: {"turn_arrived": PAUSED_REASONING, "restore": ACTIVE_ACTING, "release": TERMINATED},
-    PAUSED_REASONING: {
-        "turn_arrived": PAUSED_REASONING,
-        "turns_ended": PAUSED_ACTING,
-        "restore": ACTIVE_REASONING,
-        "release": TERMINATED,
-    },
-    ACTIVE_ACTING: {
-        "turn_arrived": ACTIVE_REASONING,
-        "pause": PAUSED_ACTING,
-        "replica_lost": PAUSED_ACTING,
-        "release": TERMINATED,
-    },
-    ACTIVE_REASONING: {
-        "turn_arrived": ACTIVE_REASONING,
-        "turns_ended": ACTIVE_ACTING,
-        "pause": PAUSED_REASONING,
-        "mark": ACTIVE_REASONING,
-        "unmark": ACTIVE_REASONING,
-        "replica_lost": PAUSED_ACTING,
-        "release": TERMINATED,
-    },
+    "away": "away resting unadmitted asking acting ended",
+    "resting": "away asking acting ended",
+    "unadmitted": "away waiting asking working ended",
+    "waiting": "away resting waiting unadmitted working ended",
+    "asking": "asking waiting working ended",
+    "working": "away resting waiting acting leaving stalled ended",
+    "leaving": "away resting waiting working stalled ended",
+    "stalled": "away resting waiting acting asking working leaving ended",
+    "acting": "away resting asking stalled ended",
+    "ended": "",
 }
 
 
-@pytest.mark.parametrize(("state", "trigger"), list(product(STATES, Trigger)))
-def test_every_pair_leads_where_the_table_says_or_raises(state: State, trigger: Trigger) -> None:
-    """All 48 pairs of state and trigger: an arrow of the table, or a LifecycleError with the story."""
-    expected = LEGAL.get(state, {}).get(trigger)
-    program = Program("a", generation=1, opened_s=0.0)
-    program.status, program.phase = state
-    if expected is not None:
-        program.advance(trigger)
-        assert (program.status, program.phase) == expected
+def a_book() -> Book:
+    """A book with one replica, where every program claims 100 tokens."""
+
+    def measure(program: Program) -> None:
+        program.claim_tokens = 100
+
+    book = Book(PausedQueue(lambda program: program.opened_s), measure, lambda program: program.opened_s)
+    book.open_replica("r0")
+    return book
+
+
+def place_of(book: Book, kind: Kind) -> Place:
+    replica, queue = book.replicas["r0"], book.queue
+    of_all = {Kind.AWAY: book.idle, Kind.RESTING: queue.resting, Kind.UNADMITTED: queue.unadmitted}
+    of_all |= {Kind.WAITING: queue.waiting, Kind.ASKING: book.asking, Kind.ENDED: book.ended}
+    here = {Kind.WORKING: replica.working, Kind.LEAVING: replica.leaving, Kind.STALLED: replica.stalled}
+    return {**of_all, **here, Kind.ACTING: replica.acting}[kind]
+
+
+def a_program_at(book: Book, kind: Kind) -> Program:
+    """A program that was led there by moves that are allowed."""
+    paths: dict[Kind, list[Kind]] = {Kind.AWAY: []}
+    while kind not in paths:
+        paths = {to: [*path, to] for start, path in paths.items() for to in ALLOWED[start] if to not in paths} | paths
+    program = book.open("a", "")
+    book.resize(program)
+    for each in paths[kind]:
+        book.move(program, place_of(book, each), Reason.FITS)
+    return program
+
+
+@pytest.mark.parametrize(("start", "to"), list(product(Kind, Kind)))
+def test_every_move_is_in_the_table_or_raises(start: Kind, to: Kind) -> None:
+    """Every pair of places: the program stands there, and there alone, or a LifecycleError tells its story."""
+    book = a_book()
+    program = a_program_at(book, start)
+    target = place_of(book, to)
+    if to in LEGAL[start].split():
+        book.move(program, target, Reason.FITS)
+        assert program.place is target
+        assert sum(place_of(book, kind).count for kind in Kind) + book.announced.count == 1
+        assert book.replicas["r0"].account.demand_tokens == (100 if target.active else 0)
         return
     program.note(0.0, "once", "upon a time", None)
-    with pytest.raises(LifecycleError, match=f"(?s){state[0]} and {state[1]} knows no {trigger}\n.*upon a time"):
-        program.advance(trigger)
+    with pytest.raises(
+        LifecycleError, match=f"(?s)that is {start} cannot become {to}\n.*'a' generation 1.*upon a time"
+    ):
+        book.move(program, target, Reason.FITS)
 
 
 def test_the_table_has_no_arrow_that_is_not_listed_here() -> None:
     """An arrow that is added to the table is added here."""
-    assert sum(len(arrows) for arrows in LEGAL.values()) == len(TRANSITIONS)
+    assert {kind: set(arrows.split()) for kind, arrows in LEGAL.items()} == ALLOWED
 
 
-def test_nothing_leads_out_of_terminated() -> None:
-    """An id that comes back is a new program."""
-    assert [trigger for (state, trigger) in TRANSITIONS if state[0] is Status.TERMINATED] == []
+def test_a_place_says_status_and_phase() -> None:
+    """They are constants of it: nobody computes them from anything else."""
+    book = a_book()
+    active = {Kind.WORKING, Kind.LEAVING, Kind.STALLED, Kind.ACTING}
+    for kind in set(Kind) - {Kind.ENDED}:
+        place = place_of(book, kind)
+        assert (place.status is Status.ACTIVE) == (kind in active), kind
+        assert (place.phase is Phase.ACTING) == (kind in {Kind.AWAY, Kind.RESTING, Kind.ACTING}), kind
+    assert book.replicas["r0"].asking.status is Status.ACTIVE
+    assert not book.replicas["r0"].asking.claims
+    assert book.ended.status is Status.TERMINATED
 
 
-def test_a_program_that_is_driven_wrongly_tells_its_story() -> None:
-    """The error of an illegal step names the program, what happened to it and why; the program stays as it was."""
-    program = Program("agent-7", generation=3, opened_s=1.0)
-    program.note(1.5, "hold", "no_room", None)
-    with pytest.raises(LifecycleError, match=r"(?s)knows no mark.*'agent-7' generation 3.*hold.*no_room"):
-        program.advance(Trigger.MARK)
-    assert (program.status, program.phase) == PAUSED_ACTING
+def test_a_move_says_what_was_decided() -> None:
+    """Who gets a claim, loses it, is to leave or not, or ends: each is one decision, with its reason."""
+    book = a_book()
+    program = a_program_at(book, Kind.WAITING)
+    replica = book.replicas["r0"]
+    steps: list[tuple[Place, type[Decision] | None]] = [
+        (replica.working, Restore),
+        (replica.leaving, Mark),
+        (replica.working, Unmark),
+        (replica.acting, None),
+        (replica.asking, None),
+        (book.queue.waiting, Pause),
+        (replica.working, Restore),
+        (book.ended, Release),
+    ]
+    for place, decision in steps:
+        book.decisions = []
+        book.move(program, place, None if decision is None else Reason.FITS)
+        assert [type(each) for each in book.decisions] == ([] if decision is None else [decision]), place
+    assert [entry.what for entry in program.story()][-4:] == ["unmark", "pause", "restore", "release"]
+    assert not book.programs

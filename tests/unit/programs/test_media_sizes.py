@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.builders import Driver
-from thunderagent.programs.events import TurnArrived
-from thunderagent.programs.media_sizes import CLASSES_COUNT, LARGEST_FACTOR, MediaSizes
+from thunderagent.programs.learned.media_sizes import CLASSES_COUNT, LARGEST_FACTOR, MediaSizes
+from thunderagent.programs.model.events import TurnArrived
 from thunderagent.programs.policies.breakeven import BreakEven
 
 SMALL, LARGE = (("m image 8", 200),), (("m image 11", 1500),)

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from tests.builders import Driver, of_kind
-from thunderagent.programs.decisions import Grant, Hold, Reason, Restore
+from thunderagent.programs.model.decisions import Grant, Hold, Reason, Restore
+from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.policies.cap import Cap
 from thunderagent.programs.policies.sticky import Sticky
-from thunderagent.programs.scheduler import SchedulerSettings
 
 SETTINGS = SchedulerSettings(idle_limit_s=1000.0, patience_margin_s=2.0, patience_ratio=0.25)
 
@@ -164,7 +164,7 @@ def test_a_turn_that_ends_while_it_is_held_is_impatient_no_longer(ends: str) -> 
         driver.releases("second")
     else:
         driver.is_abandoned(turn_id)
-    assert not driver.scheduler.impatient
+    assert not driver.scheduler.deadlines
     driver.ticks(5.0)
     assert turn_id not in driver.granted_on
 

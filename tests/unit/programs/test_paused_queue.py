@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from thunderagent.programs.lifecycle import Phase
-from thunderagent.programs.paused_queue import PausedQueue
-from thunderagent.programs.program import Program
+from thunderagent.programs.book.paused_queue import PausedQueue, QueuePlace
+from thunderagent.programs.model.program import Program
 
 
-def program(name: str, tokens: int, phase: Phase = Phase.REASONING) -> Program:
-    new = Program(name, 1, 0.0)
-    new.claim_tokens = tokens
-    new.phase = phase
-    return new
+def put(place: QueuePlace, name: str, tokens: int) -> Program:
+    program = Program(name, 1, 0.0, place)
+    program.claim_tokens = tokens
+    place.enter(program, 0.0)
+    return program
 
 
 def by_claim(each: Program) -> float:
@@ -21,45 +20,53 @@ def by_claim(each: Program) -> float:
 def test_reasoning_programs_come_before_acting_ones_and_each_in_the_order_of_the_rank() -> None:
     """The queue is two queues: whoever has a turn is first, whatever the ranks say."""
     queue = PausedQueue(by_claim)
-    for each in (program("a", 30), program("b", 1, Phase.ACTING), program("c", 10), program("d", 0, Phase.ACTING)):
-        queue.put(each)
+    for name, tokens, place in (
+        ("a", 30, queue.waiting),
+        ("b", 1, queue.resting),
+        ("c", 10, queue.waiting),
+        ("d", 0, queue.resting),
+    ):
+        put(place, name, tokens)
     assert [each.program_id for each in queue] == ["c", "a", "d", "b"]
     assert len(queue) == 4
+    assert (queue.waiting.tokens, queue.resting.tokens) == (40, 1)
 
 
-def test_a_program_that_changes_is_put_into_its_new_place() -> None:
-    """A new phase or size moves a program; it is never in the queue twice."""
+def test_a_program_that_changes_is_put_where_its_rank_says() -> None:
+    """A new size moves a program; it is never in the queue twice."""
     queue = PausedQueue(by_claim)
-    small, large = program("small", 10), program("large", 20)
-    queue.put(small)
-    queue.put(large)
+    small, large = put(queue.waiting, "small", 10), put(queue.waiting, "large", 20)
     small.claim_tokens = 30
-    queue.put(small)
+    small.place.resize(small, 10, 0, 0.0)
+    small.place.rank(small)
     assert list(queue) == [large, small]
-    large.phase = Phase.ACTING
-    queue.put(large)
-    assert list(queue) == [small, large]
-    assert (list(queue.reasoning), list(queue.acting)) == ([small], [large])
+    assert queue.waiting.tokens == 50
+    queue.waiting.leave(large, 0.0)
+    assert list(queue) == [small]
 
 
 def test_a_program_comes_before_all_waiting_only_if_its_rank_is_lower() -> None:
     """Equal ranks keep their order of entry, and acting programs are in nobody's way."""
     queue = PausedQueue(by_claim)
-    queue.put(program("acting", 1, Phase.ACTING))
-    assert queue.comes_before_all_waiting(program("new", 20))
-    first = program("first", 20)
-    queue.put(first)
+    put(queue.resting, "acting", 1)
+    new = Program("new", 2, 0.0)
+    new.claim_tokens = 20
+    assert queue.comes_before_all_waiting(new)
+    first = put(queue.waiting, "first", 20)
     assert queue.comes_before_all_waiting(first)
-    assert not queue.comes_before_all_waiting(program("new", 20))
-    assert queue.comes_before_all_waiting(program("new", 19))
+    assert not queue.comes_before_all_waiting(new)
+    new.claim_tokens = 19
+    assert queue.comes_before_all_waiting(new)
 
 
-def test_removing_is_idempotent() -> None:
-    """A program that is in neither queue may be taken out all the same."""
+def test_where_nobody_waits_for_a_replica_any_more_is_forgotten() -> None:
+    """A queue of one replica is there as long as somebody stands in it."""
     queue = PausedQueue(by_claim)
-    only = program("only", 1)
-    queue.put(only)
-    queue.remove(only)
-    queue.remove(only)
-    assert len(queue) == 0
+    place = queue.place_at("r0")
+    only = put(place, "only", 1)
+    assert queue.place_at("r0") is place
+    assert (queue.routed_count, len(queue)) == (1, 1)
+    place.leave(only, 0.0)
+    queue.tidy(place)
+    assert not queue.routed
     assert list(queue) == []

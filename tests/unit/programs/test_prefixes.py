@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thunderagent.programs.prefixes import SIZE_SLACK_RATIO, Chain, PrefixTree, chain_of
+from thunderagent.programs.book.prefixes import SIZE_SLACK_RATIO, PrefixTree, chain_of
+from thunderagent.programs.model.turn import Chain
 
 REPLICAS = ("r0", "r1")
 PATHS = st.lists(st.integers(0, 2), max_size=4).map(tuple)

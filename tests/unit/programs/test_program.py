@@ -5,15 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.builders import Driver
-from thunderagent.programs.program import (
-    IDLE_BRANCHES_COUNT,
-    MAIN_BRANCH,
-    PARENT_TURNS_COUNT,
-    STORY_ENTRIES,
-    Branch,
-    Program,
-    Turn,
-)
+from thunderagent.programs.model.program import IDLE_BRANCHES_COUNT, STORY_ENTRIES, Program
+from thunderagent.programs.model.turn import MAIN_BRANCH, PARENT_TURNS_COUNT, Branch, Turn
 
 
 def a_program(**context_tokens: int) -> Program:
@@ -213,7 +206,7 @@ def test_a_program_and_a_turn_say_what_they_are() -> None:
     """`repr` is read in logs and failures."""
     program = a_program(main=500)
     turn = in_flight(program, 7, 600)
-    assert repr(program) == "<Program 'a' generation 1: paused acting at None, 0 tokens, 1 in flight, 0 held>"
+    assert repr(program) == "<Program 'a' generation 1: paused, away at None, 0 tokens, 1 in flight, 0 held>"
     assert repr(turn) == "<Turn 7 held, 600 prompt tokens>"
     turn.account_id = "r0"
     assert repr(turn) == "<Turn 7 on r0, 600 prompt tokens>"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thunderagent.programs.ranked_set import RankedSet
+from thunderagent.programs.model.ranked_set import RankedSet
 
 MEMBERS = st.integers(0, 12)
 STEPS = st.lists(
@@ -25,6 +25,8 @@ class SortedModel:
         self.entered_count = 0
 
     def add(self, member: int, rank: float) -> None:
+        if any(entry[0] == rank and entry[2] == member for entry in self.entries):
+            return
         self.discard(member)
         self.entered_count += 1
         self.entries.append((rank, self.entered_count, member))

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.builders import Driver
-from thunderagent.programs.residency import Residency
+from thunderagent.programs.book.residency import Residency
 
 GENERATIONS = st.integers(1, 6)
 TOKENS = st.integers(0, 120)

@@ -6,17 +6,17 @@ import pytest
 
 from tests.builders import Driver
 from thunderagent.policy_loader import load_policy
-from thunderagent.programs.lifecycle import Phase, Status
-from thunderagent.programs.policies.base import SandboxSums
+from thunderagent.programs.learned.restore_pace import HALF_LIFE_S, LONGEST_INTERVAL_S, RestorePace
+from thunderagent.programs.model.places import Phase, Status
+from thunderagent.programs.model.settings import SchedulerSettings
+from thunderagent.programs.model.views import SandboxSums
 from thunderagent.programs.policies.cap import Cap
-from thunderagent.programs.restore_pace import HALF_LIFE_S, LONGEST_INTERVAL_S, RestorePace
-from thunderagent.programs.scheduler import SchedulerSettings
 
 
 def test_nothing_is_expected_before_a_restore_was_seen() -> None:
     pace = RestorePace()
-    pace.settle(0.0, waiting=True)
-    pace.settle(50.0, waiting=True)
+    pace.accrue(0.0, waiting=True)
+    pace.accrue(50.0, waiting=True)
     assert pace.interval_s == 0.0
 
 
@@ -24,22 +24,22 @@ def test_only_time_in_which_somebody_waits_counts() -> None:
     """Two restores in 20 s of waiting, an hour of nothing between."""
     pace = RestorePace()
     for begin_s in (0.0, 3600.0):
-        pace.settle(begin_s, waiting=True)
-        pace.settle(begin_s + 10.0, waiting=False)
+        pace.accrue(begin_s, waiting=True)
+        pace.accrue(begin_s + 10.0, waiting=False)
         pace.restored()
     assert pace.interval_s == pytest.approx(10.0, rel=0.1)
 
 
 def test_the_pace_of_long_ago_is_forgotten() -> None:
     pace = RestorePace()
-    pace.settle(0.0, waiting=True)
+    pace.accrue(0.0, waiting=True)
     for second in range(1, 101):
-        pace.settle(float(second), waiting=True)
+        pace.accrue(float(second), waiting=True)
         pace.restored()
     now_s = 100.0
     while now_s < 100.0 + 10 * HALF_LIFE_S:
         now_s += 50.0
-        pace.settle(now_s, waiting=True)
+        pace.accrue(now_s, waiting=True)
         pace.restored()
     assert pace.interval_s == pytest.approx(50.0, rel=0.2)
 
@@ -62,11 +62,11 @@ def test_a_turn_that_is_placed_at_once_is_no_restore_however_old_its_first_attem
 def test_what_is_expected_of_a_queue_that_stands_still_has_an_end(waited_s: float) -> None:
     """Not at once, either, because nothing is left of what was seen; and one restore says more than all that."""
     pace = RestorePace()
-    pace.settle(0.0, waiting=True)
-    pace.settle(10.0, waiting=True)
+    pace.accrue(0.0, waiting=True)
+    pace.accrue(10.0, waiting=True)
     pace.restored()
     for share in range(1, 1001):
-        pace.settle(10.0 + waited_s * share / 1000, waiting=True)
+        pace.accrue(10.0 + waited_s * share / 1000, waiting=True)
     assert pace.interval_s == LONGEST_INTERVAL_S
     for _ in range(100):
         pace.restored()
@@ -171,10 +171,10 @@ def test_an_announced_program_that_never_comes_is_forgotten() -> None:
     driver = Driver(settings=SchedulerSettings(forget_limit_s=60.0))
     driver.opens("p")
     driver.ticks(61.0)
-    assert driver.scheduler.table.get("p") is None
+    assert driver.scheduler.programs.get("p") is None
     driver.opens("q")
     driver.releases("q")
-    assert driver.scheduler.table.get("q") is None
+    assert driver.scheduler.programs.get("q") is None
 
 
 def test_sandboxes_are_in_the_story_and_in_the_view() -> None:
@@ -189,12 +189,12 @@ def test_sandboxes_are_in_the_story_and_in_the_view() -> None:
         ("sandbox failed", "box-1: it exited with 137"),
     ]
     driver.sandboxes_take(3, 1000, None)
-    assert driver.scheduler._view.sandboxes == SandboxSums(3, 1000, None)
+    assert driver.scheduler.view.sandboxes == SandboxSums(3, 1000, None)
 
 
 def test_running_tools_and_their_time_are_counted() -> None:
     driver = Driver(replicas={"r0": 10_000})
-    view = driver.scheduler._view
+    view = driver.scheduler.view
     assert (view.tools_running_count, view.mean_tool_s) == (0, 0.0)
     driver.takes_turn("a", 10)
     driver.takes_turn("b", 10)

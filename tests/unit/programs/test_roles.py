@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.builders import Driver
-from thunderagent.programs.roles import MAX_ROLES_COUNT, RoleOutputs
+from thunderagent.programs.learned.roles import MAX_ROLES_COUNT, RoleOutputs
 
 
 def test_each_role_has_its_mean_and_a_new_one_that_of_all() -> None:

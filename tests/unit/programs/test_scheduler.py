@@ -9,17 +9,30 @@ from math import inf
 import pytest
 
 from tests.builders import Driver, of_kind, restored_on
-from thunderagent.programs.decisions import Grant, Hold, Mark, Pause, Reason, Reject, Release, Restore
-from thunderagent.programs.events import ReplicaPolled, ReplicaUp, Tick, TurnAbandoned, TurnArrived
-from thunderagent.programs.lifecycle import Phase, Status
-from thunderagent.programs.policies.base import ClaimRules, Moment, Placement, Policy, ProgramView, ReplicaView, View
+from thunderagent.programs.learned.tool_times import EDGES_S
+from thunderagent.programs.model.decisions import (
+    Grant,
+    Hold,
+    Mark,
+    Pause,
+    Reason,
+    Reject,
+    Release,
+    Restore,
+)
+from thunderagent.programs.model.events import Tick, TurnAbandoned, TurnArrived
+from thunderagent.programs.model.fleet_events import ReplicaPolled, ReplicaUp
+from thunderagent.programs.model.places import Phase, Status
+from thunderagent.programs.model.policy import ClaimRules, Moment, Placement, Policy
+from thunderagent.programs.model.settings import SchedulerSettings
+from thunderagent.programs.model.view import View
+from thunderagent.programs.model.views import ProgramView, ReplicaView
 from thunderagent.programs.policies.breakeven import BreakEven
 from thunderagent.programs.policies.cap import Cap
 from thunderagent.programs.policies.passthrough import Passthrough
 from thunderagent.programs.policies.sticky import Sticky
 from thunderagent.programs.policies.thunderagent import ThunderAgent
-from thunderagent.programs.scheduler import Scheduler, SchedulerSettings
-from thunderagent.programs.tool_times import EDGES_S
+from thunderagent.programs.scheduler import Scheduler
 
 PLAIN = ClaimRules()
 LIMITS = SchedulerSettings(idle_limit_s=50.0, forget_limit_s=200.0, no_replica_limit_s=10.0)
@@ -175,7 +188,7 @@ def test_a_release_twice_is_a_release_once() -> None:
     assert driver.releases("a") == []
     assert driver.releases("never-was") == []
     assert driver.demand() == 0
-    assert driver.scheduler.active_count == 0
+    assert driver.scheduler.book.active_count == 0
 
 
 def test_several_programs_end_before_anybody_gets_their_room() -> None:
@@ -476,7 +489,7 @@ def test_the_forget_limit_drops_a_program_and_its_id_comes_back_as_a_new_one() -
     driver.ticks(140.0)
     assert driver.program("a").generation == generation
     assert driver.ticks(1.0) == [Release("a", generation, Reason.FORGOTTEN)]
-    assert len(driver.scheduler.table) == 0
+    assert len(driver.scheduler.programs) == 0
     driver.arrives("a", 700)
     assert driver.program("a").generation > generation
 
@@ -530,7 +543,7 @@ def test_a_clock_that_stands_still_or_runs_backwards_breaks_nothing(step_s: floa
     assert driver.scheduler.now_s == 100.0
     account = driver.scheduler.replicas["r0"].account
     assert account.costs.caching_token_s == account.costs.unused_token_s == 0.0
-    assert all(program.held_s_total == 0.0 for program in driver.scheduler.table)
+    assert all(program.held_s_total == 0.0 for program in driver.scheduler.programs.values())
 
 
 def test_an_idle_table_decides_nothing_in_a_thousand_ticks() -> None:
@@ -648,6 +661,16 @@ def test_anonymous_turns_teach_what_a_byte_is_worth() -> None:
     assert driver.program("new").claim_tokens == pytest.approx(200, abs=1)
 
 
+@pytest.mark.parametrize(("told_tokens", "claim_tokens"), [(0, 250), (1_000_000, 4000)])
+def test_no_client_teaches_that_a_byte_is_worth_nothing_or_a_lot(told_tokens: int, claim_tokens: int) -> None:
+    """A newcomer of 1,000 tokens claims 4 times too little or too much at most, whatever bodies were filled up with."""
+    driver = by_load()
+    for _ in range(200):
+        driver.finishes(driver.arrives("stranger", 1000), prompt=told_tokens)
+    driver.arrives("new", 1000)
+    assert driver.program("new").claim_tokens == pytest.approx(claim_tokens, rel=0.01)
+
+
 # --- What a policy may do -------------------------------------------------------------------------------------
 
 
@@ -721,11 +744,11 @@ def test_after_everybody_left_every_count_is_zero(policy: Policy) -> None:
             driver.releases(f"p{number % 9}")
     for turn in turns:
         driver.is_abandoned(turn)
-    for program in list(driver.scheduler.table):
+    for program in list(driver.scheduler.programs.values()):
         driver.releases(program.program_id)
     assert not driver.scheduler.turns
-    assert not driver.scheduler.anonymous_held
-    assert len(driver.scheduler.queue) == len(driver.scheduler.table) == 0
+    assert not driver.scheduler.book.anonymous_held
+    assert len(driver.scheduler.queue) == len(driver.scheduler.programs) == 0
     for replica in driver.scheduler.replicas.values():
         assert (replica.account.demand_tokens, replica.account.turn_count) == (0, 0)
 
@@ -768,7 +791,7 @@ def test_the_scheduler_says_what_it_is() -> None:
     driver.takes_turn("a", 600)
     driver.arrives("b", 600)
     assert repr(driver.scheduler) == (
-        "<Scheduler thunderagent: 2 programs, <PausedQueue: 1 reasoning, 0 acting, 0 outside>, "
+        "<Scheduler thunderagent: 2 programs, <PausedQueue: 1 reasoning, 0 acting, 0 unadmitted>, "
         "[<Replica r0 up: 600/1000 tokens, 0 reasoning, 1 acting>]>"
     )
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thunderagent.programs.ledger import Account
-from thunderagent.programs.lifecycle import Trigger
-from thunderagent.programs.program import MAIN_BRANCH, Branch, Program
-from thunderagent.programs.shares import Shares
+from thunderagent.programs.book.accounts import Account
+from thunderagent.programs.book.prefixes import SharedPrefixes
+from thunderagent.programs.model.places import Kind, Place
+from thunderagent.programs.model.program import Program
+from thunderagent.programs.model.turn import MAIN_BRANCH, Branch
 
 CUTS = {"": (), "a": ((1, 100),), "ab": ((1, 100), (2, 250)), "ac": ((1, 100), (3, 150)), "d": ((4, 80),)}
 SIZES_TOKENS = {1: 100, 2: 150, 3: 50, 4: 80}
@@ -23,10 +24,9 @@ STEPS = st.lists(
 )
 
 
-def activate(shares: Shares, program: Program, replica_id: str, account: Account) -> None:
+def activate(shares: SharedPrefixes, program: Program, replica_id: str, account: Account) -> None:
     program.replica_id = replica_id
-    if program.status == "paused":
-        program.advance(Trigger.RESTORE)
+    program.place = Place(Kind.ACTING, replica_id)
     shares.enter(program, account)
 
 
@@ -45,7 +45,7 @@ def shared_tokens(programs: list[Program], replica_id: str) -> int:
 @given(STEPS)
 def test_an_account_knows_what_is_claimed_more_than_once(steps: list[tuple[str, int, str, str]]) -> None:
     """Chains are replaced while active, branches come and go: the sum is that of a count from scratch."""
-    shares, programs = Shares(), [Program(f"p{number}", number, 0.0) for number in range(4)]
+    shares, programs = SharedPrefixes(), [Program(f"p{number}", number, 0.0) for number in range(4)]
     accounts = {replica_id: Account(1.0, 0.0) for replica_id in ("r0", "r1")}
     for kind, number, replica_id, prompt in steps:
         program = programs[number]
@@ -55,7 +55,7 @@ def test_an_account_knows_what_is_claimed_more_than_once(steps: list[tuple[str, 
             activate(shares, program, replica_id, accounts[replica_id])
         elif kind == "pause" and account is not None:
             shares.leave(program, account)
-            program.advance(Trigger.PAUSE)
+            program.place = Place(Kind.RESTING)
         elif kind in {"prompt", "branch"}:
             name = MAIN_BRANCH if kind == "prompt" else "sub"
             shares.set_prefix(program, program.branches.setdefault(name, Branch()), CUTS[prompt], 1.0, account)
@@ -72,8 +72,8 @@ def test_an_account_knows_what_is_claimed_more_than_once(steps: list[tuple[str, 
     assert {account.shared_tokens for account in accounts.values()} == {0}
 
 
-def two_programs() -> tuple[Shares, Program, Program, Account]:
-    shares, account = Shares(), Account(1.0, 0.0)
+def two_programs() -> tuple[SharedPrefixes, Program, Program, Account]:
+    shares, account = SharedPrefixes(), Account(1.0, 0.0)
     here, comes = Program("here", 1, 0.0), Program("comes", 2, 0.0)
     shares.set_prefix(here, here.branches[MAIN_BRANCH], CUTS["ab"], 1.0, None)
     shares.set_prefix(comes, comes.branches[MAIN_BRANCH], CUTS["ac"], 1.0, None)

@@ -6,9 +6,9 @@ import pytest
 
 from tests.builders import Driver, of_kind
 from thunderagent.policy_loader import load_policy
-from thunderagent.programs.decisions import Grant, Hold, Pause, Reason, Reject, Release, Restore
+from thunderagent.programs.model.decisions import Grant, Hold, Pause, Reason, Reject, Release, Restore
+from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.policies.cap import Cap
-from thunderagent.programs.scheduler import SchedulerSettings
 
 LIMITS = SchedulerSettings(idle_limit_s=10.0, forget_limit_s=30.0, no_replica_limit_s=5.0)
 
@@ -221,13 +221,13 @@ def test_nobody_is_forgotten_on_a_suspended_replica_while_another_grants() -> No
     driver.suspends("pause", "r0")
     for _ in range(3):
         driver.ticks(LIMITS.forget_limit_s)
-    assert [program.program_id for program in driver.scheduler.table] == ["a"]
+    assert [program.program_id for program in driver.scheduler.programs.values()] == ["a"]
     assert driver.home("a") == "r0"
     driver.goes_on("pause", "r0")
     driver.ticks(LIMITS.forget_limit_s / 2)
-    assert driver.scheduler.table.get("a") is not None
+    assert driver.scheduler.programs.get("a") is not None
     driver.ticks(LIMITS.forget_limit_s)
-    assert driver.scheduler.table.get("a") is None
+    assert driver.scheduler.programs.get("a") is None
 
 
 # --- What else may happen meanwhile
@@ -330,9 +330,9 @@ def test_no_limit_runs_while_nothing_is_granted() -> None:
     driver.ticks(1000.0)
     driver.goes_on()
     driver.ticks(19.0)
-    assert driver.scheduler.table.get("a") is not None
+    assert driver.scheduler.programs.get("a") is not None
     driver.ticks(2.0)
-    assert driver.scheduler.table.get("a") is None
+    assert driver.scheduler.programs.get("a") is None
 
 
 def test_the_idle_limit_spares_the_programs_of_a_paused_replica() -> None:
@@ -378,8 +378,8 @@ def test_a_flush_forgets_what_lay_there_and_nothing_else() -> None:
     driver.is_flushed()
     driver.passes(1.0)
     scheduler = driver.scheduler
-    assert scheduler.resident_tokens(driver.program("a"), "r0") == 0
-    assert scheduler.resident_tokens(driver.program("b"), "r0") == 50
+    assert scheduler.book.resident_tokens(driver.program("a"), scheduler.replicas["r0"]) == 0
+    assert scheduler.book.resident_tokens(driver.program("b"), scheduler.replicas["r0"]) == 50
     assert driver.demand() == 150
     again = driver.arrives("a", 120)
     assert scheduler.turns[again].kept_tokens == 0

@@ -3,51 +3,44 @@
 from __future__ import annotations
 
 from tests.builders import Driver, of_kind
-from thunderagent.programs.decisions import Reason, Release
-from thunderagent.programs.scheduler import SchedulerSettings
-from thunderagent.programs.table import ProgramTable
+from thunderagent.programs.model.decisions import Reason, Release
+from thunderagent.programs.model.settings import SchedulerSettings
 
 CAPS = SchedulerSettings(max_programs_count=6, tenant_max_programs_count=4)
 
 
 def test_an_id_that_comes_back_has_a_new_generation() -> None:
     """Generations never repeat, though nothing is remembered of an id that is gone."""
-    table = ProgramTable()
+    driver = Driver()
     generations = []
     for program_id in ("a", "b", "a", "a"):
-        program = table.open(program_id, 1.0)
-        generations.append(program.generation)
-        table.remove(program)
-    assert len(set(generations)) == 4
-    assert generations == sorted(generations)
-    assert len(table) == 0
-    assert table.get("a") is None
+        driver.takes_turn(program_id, 1)
+        generations.append(driver.program(program_id).generation)
+        driver.releases(program_id)
+    assert generations == [1, 2, 3, 4]
+    assert not driver.scheduler.programs
 
 
-def test_the_longest_acting_program_is_the_one_whose_tool_began_first() -> None:
-    """The order is that of the beginnings; who has a turn with us, or ended, is not in it."""
-    table = ProgramTable()
-    first, second, third = (table.open(name, 0.0) for name in "abc")
-    assert table.acting_longer(9.0) == []
-    for since_s, program in enumerate((first, second, third)):
-        program.limits_since_s = since_s
-        table.acting_begins(program)
-    assert table.acting_longer(0.0) == []
-    assert table.acting_longer(2.0) == [first, second]
-    table.acting_ends(first)
-    table.remove(second)
-    assert table.acting_longer(9.0) == [third]
-    first.limits_since_s = 4.0
-    table.acting_begins(first)
-    assert table.acting_longer(9.0) == [third, first]
+def test_who_was_not_heard_of_for_longest_is_forgotten_first() -> None:
+    """A tool that begins is a word of its program; who has a turn with us is not forgotten."""
+    driver = Driver(settings=SchedulerSettings(forget_limit_s=60.0))
+    for name in "abcd":
+        driver.takes_turn(name, 1)
+        driver.passes(1.0)
+    driver.arrives("b", 1)
+    driver.passes(50.0)
+    driver.tool_starts("a")
+    assert of_kind(Release, driver.ticks(20.0)) == ["c", "d"]
+    assert of_kind(Release, driver.ticks(60.0)) == ["a"]
+    assert list(driver.scheduler.programs) == ["b"]
 
 
 def test_programs_are_listed_in_the_order_of_their_opening() -> None:
     """A page of programs has the oldest first."""
-    table = ProgramTable()
+    driver = Driver()
     for name in "cab":
-        table.open(name, 0.0)
-    assert [program.program_id for program in table] == ["c", "a", "b"]
+        driver.opens(name)
+    assert list(driver.scheduler.programs) == ["c", "a", "b"]
 
 
 def flood(driver: Driver, tenant: str, count: int, name: str = "") -> list[int]:
@@ -64,10 +57,10 @@ def test_past_the_cap_the_oldest_program_without_a_turn_is_forgotten() -> None:
     assert driver.arrives("e", 1, tenant="red") in driver.granted_on
     assert of_kind(Release, driver.decisions) == ["a"]
     flood(driver, "red", 2)
-    assert driver.scheduler.table.count_of("red") == 4
+    assert driver.scheduler.limits.count_of("red") == 4
     refused = flood(driver, "red", 3, "more")
     assert {driver.rejected_for[turn_id] for turn_id in refused} == {Reason.TOO_MANY_PROGRAMS}
-    assert driver.scheduler.table.get("other") is not None
+    assert driver.scheduler.programs.get("other") is not None
     driver.finishes(busy, 1)
     assert driver.arrives("again", 1, tenant="red") in driver.granted_on
 
@@ -81,16 +74,16 @@ def test_past_the_cap_of_all_the_largest_tenant_forgets_its_oldest() -> None:
     driver.arrives("g", 1, tenant="green")
     assert of_kind(Release, driver.decisions) == ["c"]
     flood(driver, "red", 3)
-    assert len(driver.scheduler.table) == 6
+    assert len(driver.scheduler.programs) == 6
     assert driver.rejected_for == {}
-    assert {"a", "b", "g"} <= {program.program_id for program in driver.scheduler.table}
+    assert {"a", "b", "g"} <= {program.program_id for program in driver.scheduler.programs.values()}
 
 
 def test_announced_programs_are_forgotten_too() -> None:
     driver = Driver(settings=CAPS)
     for number in range(20):
         driver.opens(f"p{number}")
-    assert [program.program_id for program in driver.scheduler.table] == ["p16", "p17", "p18", "p19"]
+    assert [program.program_id for program in driver.scheduler.programs.values()] == ["p16", "p17", "p18", "p19"]
 
 
 def test_a_program_that_was_announced_counts_for_the_tenant_of_its_first_turn() -> None:

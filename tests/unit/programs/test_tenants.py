@@ -8,10 +8,13 @@ import pytest
 
 from tests.builders import Driver
 from thunderagent.policy_loader import load_policy
-from thunderagent.programs.events import ProgramReleased, TurnArrived
-from thunderagent.programs.program import Program
-from thunderagent.programs.scheduler import SchedulerSettings
-from thunderagent.programs.tenants import FairSet, Tenants
+from thunderagent.programs.model.events import ProgramReleased, TurnArrived
+from thunderagent.programs.model.program import Program
+from thunderagent.programs.model.settings import SchedulerSettings
+from thunderagent.programs.rules.tenants import FairSet, Tenants
+
+VERBS = Driver().scheduler.core
+"""What a rule may have done; the count of what tenants had needs none of it."""
 
 
 def fair(active_count: int = 2, **weight_ratios: float) -> Driver:
@@ -96,10 +99,10 @@ def test_nobody_saves_up_and_nobody_begins_anew() -> None:
     for name, tokens in (("steady", 10), ("greedy", 30), ("tiny", 1)):
         tenants.claims(name, tokens)
     where, program = waiting(tenants, "steady")
-    tenants.event_ended()
+    tenants.settle(VERBS)
     tenants.advance(10.0)
     tenants.claims("greedy", -30)
-    tenants.event_ended()
+    tenants.settle(VERBS)
     levels = [tenants.level_token_s(name) for name in ("steady", "greedy", "new", "tiny")]
     assert levels == [100, 300, 100, 100]
     tenants.waits("new", 1)
@@ -107,13 +110,13 @@ def test_nobody_saves_up_and_nobody_begins_anew() -> None:
     assert [tenants.level_token_s(name) for name in ("new", "greedy")] == [100, 300]
     tenants.waits("new", -1)
     tenants.waits("greedy", -1)
-    tenants.event_ended()
+    tenants.settle(VERBS)
     assert {tenant.name for tenant in tenants} == {"steady", "greedy", "tiny"}
     tenants.advance(40.0)
-    tenants.event_ended()
+    tenants.settle(VERBS)
     assert {tenant.name for tenant in tenants} == {"steady", "tiny"}, "all others have caught up with it"
     where.discard(program)
-    tenants.event_ended()
+    tenants.settle(VERBS)
     tenants.advance(90.0)
     assert tenants.level_token_s("steady") == 400, "what nobody waits for takes nothing from others"
 
@@ -125,7 +128,7 @@ def test_who_waits_where_nothing_is_granted_holds_nobody_back() -> None:
     waiting(tenants, "stuck", "r1")
     waiting(tenants, "steady", "r0")
     tenants.claims("steady", 10)
-    tenants.event_ended()
+    tenants.settle(VERBS)
     tenants.advance(10.0)
     assert [tenants.level_token_s(name) for name in ("stuck", "steady", "new")] == [0, 100, 100]
     tenants.set_granting(["r0", "r1"])
@@ -143,7 +146,9 @@ def test_a_tiny_tenant_lets_no_newcomer_go_many_times_in_a_row() -> None:
         """Let what runs of a tenant end after 10 s, and as much come again."""
         for turn_id in [turn_id for turn_id in turns if turn_id in driver.granted_on]:
             turns.remove(turn_id)
-            program_id = next(each.program_id for each in driver.scheduler.table if turn_id in each.in_flight)
+            program_id = next(
+                each.program_id for each in driver.scheduler.programs.values() if turn_id in each.in_flight
+            )
             driver.finishes(turn_id, 1000)
             turns.add(driver.arrives(f"{tenant}-{next(numbers)}", 1000, tenant=tenant))
             driver.releases(program_id)
@@ -200,7 +205,7 @@ def test_who_goes_first_is_found_among_4000_tenants_without_looking_at_all() -> 
     driver.arrives("holder", 100, tenant="holder")
     for n in range(4000):
         driver.scheduler.handle(TurnArrived(driver.now_s, 10_000 + n, f"p{n}", tenant=f"tenant-{n}", prompt_bytes=400))
-    tenants, waiting_set = driver.scheduler.tenants, driver.scheduler.queue.reasoning
+    tenants, waiting_set = driver.scheduler.tenants, driver.scheduler.queue.waiting.order
     assert tenants is not None
     assert isinstance(waiting_set, FairSet)
     looked_up = lookups_of(tenants)
@@ -210,7 +215,7 @@ def test_who_goes_first_is_found_among_4000_tenants_without_looking_at_all() -> 
     for n in range(20):
         driver.passes(1.0)
         driver.scheduler.handle(ProgramReleased(driver.now_s, "holder" if n == 0 else f"p{n - 1}"))
-        assert driver.scheduler.table.get(f"p{n}") in driver.scheduler.replicas["r0"].programs.values()
+        assert driver.scheduler.programs.get(f"p{n}") in driver.scheduler.replicas["r0"].programs.values()
     assert looked_up.count <= 20 * 12
 
 
@@ -258,7 +263,7 @@ def test_inside_a_tenant_the_policy_s_order_counts() -> None:
             driver.arrives(f"{tenant}-{name}", 10, tenant=tenant)
     waiting = [program.program_id for program in driver.scheduler.queue]
     assert waiting == ["blue-a", "red-a", "blue-b", "red-b"]
-    assert [program.program_id for program in driver.scheduler.queue.reasoning.lowest(3)] == waiting[:3]
+    assert [program.program_id for program in driver.scheduler.queue.waiting.order.lowest(3)] == waiting[:3]
 
 
 def test_children_without_end_get_in_one_at_a_time() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thunderagent.programs.tool_times import (
+from thunderagent.programs.learned.tool_times import (
     ALL_TOOLS_WEIGHT,
     EDGES_S,
     GUESS_WEIGHT,
@@ -29,8 +29,8 @@ SEEN = st.lists(st.tuples(st.sampled_from(["a", "b"]), st.floats(0, 6000), st.bo
 
 def learned(seen: list[Seen]) -> ToolTimes:
     times = ToolTimes()
-    for name, away_s, let_go in seen:
-        (times.let_go if let_go else times.returned)(name, away_s)
+    for name, away_s, is_censored in seen:
+        (times.censored if is_censored else times.returned)(name, away_s)
     return times
 
 
@@ -44,7 +44,7 @@ def ratios_by_hand(seen: list[Seen], guess: list[float], guess_count: float) -> 
     for index in range(len(STARTS_S)):
         at_risk = [each for each in seen if bisect_right(EDGES_S, each[1]) >= index]
         leaving = [each for each in at_risk if bisect_right(EDGES_S, each[1]) == index]
-        away_count = sum(let_go for _, _, let_go in leaving)
+        away_count = sum(is_censored for _, _, is_censored in leaving)
         exposed = len(at_risk) - away_count / 2
         returned_count = len(leaving) - away_count
         ratios.append((returned_count + guess_count * guess[index]) / (exposed + guess_count))
@@ -77,7 +77,7 @@ def test_the_return_rate_is_what_the_theory_says(seen: list[Seen]) -> None:
         assert times.return_rate_per_s("a", elapsed_s) == pytest.approx(expected)
 
 
-def test_three_returns_and_one_let_go_by_hand() -> None:
+def test_three_returns_and_one_censored_by_hand() -> None:
     """Two back and one let go in the first 50 ms, one back in the next 21: G(0) is 16.6 a second."""
     times = learned([("t", 0.01, False), ("t", 0.02, False), ("t", 0.03, True), ("t", 0.06, False)])
     all_first, all_second = (2 + 2 * 0.22) / (1 + 2 + 0.5 + 2), (1 + 2 * 0.22) / (1 + 2)
@@ -88,7 +88,7 @@ def test_three_returns_and_one_let_go_by_hand() -> None:
     assert times.return_rate_per_s("t", 0.0) == pytest.approx((1 - still_away) / held_s)
 
 
-def test_who_is_let_go_says_nothing_of_later() -> None:
+def test_who_is_censored_says_nothing_of_later() -> None:
     """A hundred that were let go after a second change nothing for those who are away for five."""
     few = [("t", 10.0, False)] * 50
     assert learned(few).return_rate_per_s("t", 5.0) == learned([*few, *[("t", 1.0, True)] * 100]).return_rate_per_s(
@@ -96,7 +96,7 @@ def test_who_is_let_go_says_nothing_of_later() -> None:
     )
 
 
-def test_who_is_let_go_was_at_risk_until_then() -> None:
+def test_who_is_censored_was_at_risk_until_then() -> None:
     """Ten back after half a second are half of twenty - or a tenth, if ninety were still away then."""
     back = [("t", 0.5, False)] * 10
     assert learned([*back, *[("t", 3.0, True)] * 90]).return_rate_per_s("t", 0.0) < 0.5 * learned(
@@ -104,11 +104,11 @@ def test_who_is_let_go_was_at_risk_until_then() -> None:
     ).return_rate_per_s("t", 0.0)
 
 
-def test_who_comes_back_late_counts_as_if_never_let_go() -> None:
+def test_who_comes_back_late_counts_as_if_never_censored() -> None:
     """Let go after 2 s and back after 70: the same as a return after 70 s."""
     late, plain = ToolTimes(), ToolTimes()
     for _ in range(5):
-        late.let_go("t", 2.0)
+        late.censored("t", 2.0)
         late.came_back_late("t", 2.0, 70.0)
         plain.returned("t", 70.0)
     for name in ("t", "unseen"):
@@ -143,7 +143,7 @@ def test_a_tool_that_is_clipped_is_held_when_its_timeout_is_near() -> None:
     assert times.return_rate_per_s("t", 1.0) * 15 < 1 < times.return_rate_per_s("t", 20.0) * 15
 
 
-def test_a_tool_is_let_go_when_its_timeout_is_over() -> None:
+def test_a_tool_is_censored_when_its_timeout_is_over() -> None:
     """What did not come back by then, when all others did, comes back at no time that is known."""
     times = of_one(*[30.0] * 200)
     assert times.return_rate_per_s("t", 40.0) < 0.1 * times.return_rate_per_s("t", 26.0)
@@ -236,7 +236,7 @@ def test_how_late_the_returns_of_a_tool_come_is_known_once_ten_were_seen() -> No
     times.returned("t", 1.0)
     assert 1.0 <= times.returned_within_s("t", 0.99) < 1.5
     for _ in range(100):
-        times.let_go("t", 50.0)
+        times.censored("t", 50.0)
     assert times.returned_within_s("t", 0.99) < 1.5
     for _ in range(10):
         times.came_back_late("t", 50.0, 900.0)

@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.builders import Driver
-from thunderagent.programs.decisions import Grant, Reason, Reject, Release
-from thunderagent.programs.scheduler import SchedulerSettings
-from thunderagent.programs.verdicts import FAILURE, SUCCESS, Level, Record, Verdict, Verdicts
+from thunderagent.programs.learned.judge_record import JudgeRecord
+from thunderagent.programs.model.decisions import Grant, Reason, Reject, Release
+from thunderagent.programs.model.settings import SchedulerSettings
+from thunderagent.programs.model.verdicts import FAILURE, SUCCESS, Level, Verdict, Verdicts
 
 
 def after(
@@ -93,7 +94,7 @@ def test_the_first_failure_is_kept() -> None:
 
 def test_recall_and_false_alarms_by_turns() -> None:
     """Parts of those that failed, and of those that succeeded, that were predicted to fail by then."""
-    record = Record()
+    record = JudgeRecord()
     assert record.predicted_ratio(FAILURE, 10) is None
     for first_failure in (4, 10, 11, 90, None):
         record.program_ended(FAILURE, first_failure)
@@ -167,7 +168,7 @@ def test_who_is_hopeless_is_ended_and_told_so() -> None:
     in_flight = driver.arrives("a", 10)
     generation = driver.program("a").generation
     assert driver.is_judged("a", will_succeed=False) == [Release("a", generation, Reason.HOPELESS)]
-    assert driver.scheduler.table.get("a") is None
+    assert driver.scheduler.programs.get("a") is None
     rejected = driver.arrives("a", 10)
     assert driver.events[-1][1] == [Reject(rejected, "a", Reason.HOPELESS)]
     driver.finishes(in_flight, 10)

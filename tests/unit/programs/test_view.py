@@ -8,9 +8,11 @@ from math import inf
 import pytest
 
 from tests.builders import Driver, of_kind
-from thunderagent.programs.decisions import Pause, Reason
-from thunderagent.programs.policies.base import ClaimRules, Moment, Placement, ProgramView, ReplicaView, View
-from thunderagent.programs.scheduler import SchedulerSettings
+from thunderagent.programs.model.decisions import Pause, Reason
+from thunderagent.programs.model.policy import ClaimRules, Moment, Placement
+from thunderagent.programs.model.settings import SchedulerSettings
+from thunderagent.programs.model.view import View
+from thunderagent.programs.model.views import ProgramView, ReplicaView
 
 SHARING = ClaimRules(share_prefixes=True, adapt_capacity=True)
 
@@ -165,7 +167,7 @@ def test_the_last_of_a_group_is_alone_when_all_others_ended() -> None:
     driver.takes_turn("d", 100, group="g")
     assert not driver.program("b").is_last_of_group
     driver.releases_all("b", "d")
-    assert not driver.scheduler.groups
+    assert not driver.scheduler.book.groups
 
 
 def test_a_program_belongs_to_the_group_of_its_first_turn() -> None:
@@ -174,7 +176,7 @@ def test_a_program_belongs_to_the_group_of_its_first_turn() -> None:
     driver.takes_turn("a", 100, group="g")
     driver.takes_turn("a", 100, group="h")
     driver.takes_turn("b", 100)
-    assert set(driver.scheduler.groups) == {("", "g")}
+    assert set(driver.scheduler.book.groups) == {("", "g")}
     assert driver.program("b").group is None
 
 
@@ -202,7 +204,7 @@ def test_what_programs_share_is_in_the_demand_once() -> None:
     for name in ("a", "b", "c"):
         driver.takes_turn(name, 300, prefix={"system": 200})
     assert driver.demand() == 500
-    assert driver.scheduler.replicas["r0"].account.acting_tokens == 900
+    assert driver.scheduler.replicas["r0"].account.acting.tokens == 900
     view.propose_pause(driver.program("a"), Reason.EXPIRED)
     assert driver.demand() == 400
     assert view.claim_tokens_on(driver.program("a"), view.replica("r0")) == 100
@@ -245,7 +247,7 @@ def test_a_policy_that_does_not_share_counts_every_claim_in_full() -> None:
     driver.takes_turn("a", 300, prefix={"system": 200})
     driver.takes_turn("b", 300, prefix={"system": 200})
     assert driver.demand() == 600
-    assert len(driver.scheduler.shares.tree) == 0
+    assert len(driver.scheduler.book.prefixes.tree) == 0
 
 
 # --- Memory

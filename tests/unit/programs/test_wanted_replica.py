@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from tests.builders import Driver
-from thunderagent.programs.decisions import Reason
+from thunderagent.programs.model.decisions import Reason
+from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.policies.cap import Cap
 from thunderagent.programs.policies.passthrough import Passthrough
 from thunderagent.programs.policies.sticky import Sticky
-from thunderagent.programs.scheduler import SchedulerSettings
 
 TWO = {"r0": 1000, "r1": 1000}
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thunderagent.programs.policies.base import Policy
+from thunderagent.programs.model.policy import Policy
 from thunderagent.programs.policies.cap import Cap
 from thunderagent.programs.policies.passthrough import Passthrough
 from thunderagent.simulator.bounds import Bounds, Engines, TurnCost, TurnShape, bounds, makespan_bound_s, turn_shapes

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from thunderagent.cli import main
-from thunderagent.programs.goodput import in_time
+from thunderagent.programs.learned.goodput import in_time
 from thunderagent.simulator.compare_command import add_arguments, command_line
 
 QUICK = ("compare", "--policies", "passthrough,cap:n=3", "--programs", "8", "--minutes", "1", "--processes", "1")
@@ -262,7 +262,7 @@ def test_without_matplotlib_nothing_runs(
     for name in ("plots", "comparison_report"):
         monkeypatch.delitem(sys.modules, f"thunderagent.simulator.{name}", raising=False)
     assert exit_status(*QUICK, "--out", str(tmp_path / "report")) == 2
-    assert "pip install '.[plots]' in a checkout" in capsys.readouterr().err
+    assert "pip install 'thunderagent[plots]'" in capsys.readouterr().err
     assert not (tmp_path / "report").exists()
 
 

@@ -17,7 +17,7 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from thunderagent.errors import ConfigurationError
-from thunderagent.programs.goodput import in_time
+from thunderagent.programs.learned.goodput import in_time
 from thunderagent.simulator import plots
 from thunderagent.simulator.comparison import KEPT_SAMPLES_COUNT, ComparisonPlan, ComparisonResult, compare, thinned
 from thunderagent.simulator.comparison_report import Making, html_page, json_text, rows_csv, runs_csv, write_report
@@ -417,5 +417,5 @@ def test_nothing_is_drawn_of_nothing(result: ComparisonResult) -> None:
 def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.delitem(sys.modules, "thunderagent.simulator.plots")
-    with pytest.raises(ConfigurationError, match=r"pip install '\.\[plots\]'"):
+    with pytest.raises(ConfigurationError, match=r"pip install 'thunderagent\[plots\]'"):
         from thunderagent.simulator.plots import draw  # noqa: F401, PLC0415

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from thunderagent.policy_loader import load_policy
 from thunderagent.simulator.records import EngineConfig
 from thunderagent.simulator.run import Simulation
 from thunderagent.simulator.scenario import Scenario
-from thunderagent.simulator.timing import profile
+from thunderagent.simulator.timing import COSTS_US, profile
 from thunderagent.simulator.workloads import workload
 
 SCENARIO = Scenario(
@@ -26,7 +27,7 @@ SCENARIO = Scenario(
 
 
 @cache
-def run(policy: str, **changes: float) -> tuple[float, list[float]]:
+def run(policy: str, **changes: Any) -> tuple[float, list[float]]:
     """Turns a minute, and in each second the part of the capacity that may be claimed."""
     ratios: list[float] = []
 
@@ -51,6 +52,18 @@ def test_where_the_capacity_is_right_counters_take_nothing_of_it(
     believing, _ = run("thunderagent")
     assert 0.9 <= min(ratios) <= max(ratios) <= 1.25
     assert turns_per_min >= 0.98 * believing
+
+
+@pytest.mark.parametrize("tells_cached", [False, True])
+@pytest.mark.parametrize("speed_ratio", [0.3, 3.0])
+def test_a_slow_engine_and_a_fast_one_lose_nothing(speed_ratio: float, tells_cached: bool) -> None:
+    """A turn lasts for many polls, or for less than one; with the usage of each turn and without."""
+    timing = SCENARIO.engine.timing
+    costs_s = {name: getattr(timing, name) / speed_ratio for name in COSTS_US.values()}
+    engine = replace(SCENARIO.engine, timing=replace(timing, **costs_s))
+    scenario = {"engine": engine, "horizon_s": 300.0}
+    turns_per_min, _ = run("breakeven", **scenario, engine_tells_cached=tells_cached, poll_interval_s=5.0)
+    assert turns_per_min >= 0.98 * run("thunderagent", **scenario)[0]
 
 
 def test_where_the_capacity_is_told_twice_as_large_counters_show_it() -> None:

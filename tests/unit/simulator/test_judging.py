@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from thunderagent.policy_loader import load_policy
-from thunderagent.programs.events import ProgramJudged, ProgramReleased, TurnArrived
+from thunderagent.programs.model.events import ProgramJudged, ProgramReleased, TurnArrived
 from thunderagent.simulator.judging import JudgeModel, at
 from thunderagent.simulator.plans import ProgramPlan, TurnPlan
 from thunderagent.simulator.records import EngineConfig

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from thunderagent.programs.events import (
+from thunderagent.programs.model.events import (
     Event,
     ProgramReleased,
     ProgramsReleased,
-    ReplicaUp,
     Tick,
     TurnAbandoned,
     TurnArrived,
@@ -17,6 +16,7 @@ from thunderagent.programs.events import (
     TurnFinished,
     TurnStarted,
 )
+from thunderagent.programs.model.fleet_events import ReplicaUp
 from thunderagent.simulator.plans import TurnPlan
 from thunderagent.simulator.record import record
 from thunderagent.simulator.traces import load_recorded

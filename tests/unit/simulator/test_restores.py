@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from thunderagent.programs.decisions import Pause, Reason, Restore
-from thunderagent.programs.events import ReplicaPolled, ReplicaUp, TurnArrived, TurnFinished
+from thunderagent.programs.model.decisions import Pause, Reason, Restore
+from thunderagent.programs.model.events import TurnArrived, TurnFinished
+from thunderagent.programs.model.fleet_events import ReplicaPolled, ReplicaUp
 from thunderagent.programs.policies.cap import Cap
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.simulator.restores import RestoreCounter, RestoreFigures
@@ -38,7 +39,10 @@ def counted(scheduler: Scheduler, *decisions: Pause | Restore, home_id: str) -> 
 def scheduler() -> Scheduler:
     """`big` claims 900 tokens of one replica, `small` 200 of the other."""
     scheduler = scheduler_with(("big", 900), ("small", 200))
-    assert {program.program_id: program.replica_id for program in scheduler.table} == {"big": "r0", "small": "r1"}
+    assert {program.program_id: program.replica_id for program in scheduler.programs.values()} == {
+        "big": "r0",
+        "small": "r1",
+    }
     return scheduler
 
 

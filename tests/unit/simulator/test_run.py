@@ -12,11 +12,10 @@ from time import process_time
 import pytest
 
 from thunderagent.errors import ConfigurationError
-from thunderagent.programs.decisions import Grant, Hold
-from thunderagent.programs.events import (
+from thunderagent.programs.invariants import check
+from thunderagent.programs.model.decisions import Grant, Hold
+from thunderagent.programs.model.events import (
     ProgramReleased,
-    ReplicaPolled,
-    ReplicaUp,
     Tick,
     TurnArrived,
     TurnFailed,
@@ -24,8 +23,8 @@ from thunderagent.programs.events import (
     TurnProgressed,
     TurnStarted,
 )
-from thunderagent.programs.invariants import check
-from thunderagent.programs.policies.base import Policy
+from thunderagent.programs.model.fleet_events import ReplicaPolled, ReplicaUp
+from thunderagent.programs.model.policy import Policy
 from thunderagent.programs.policies.cap import Cap
 from thunderagent.programs.policies.passthrough import Passthrough
 from thunderagent.programs.policies.sticky import Sticky

@@ -22,8 +22,8 @@ from thunderagent.errors import (
     SandboxRefusedError,
     SandboxSetupError,
 )
-from thunderagent.programs.decisions import Grant, Reason, Release, Restore
-from thunderagent.programs.events import Tick
+from thunderagent.programs.model.decisions import Grant, Reason, Release, Restore
+from thunderagent.programs.model.events import Tick
 from thunderagent.tools.base import Owner, Usage
 from thunderagent.tools.contact import ContactSettings
 from thunderagent.tools.manager import Manager, ManagerSettings

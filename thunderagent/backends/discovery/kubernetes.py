@@ -33,9 +33,7 @@ from thunderagent.errors import ConfigurationError, DiscoveryError
 try:
     from thunderagent.cluster import cluster_configuration, version_problem
 except ImportError as error:
-    raise ConfigurationError(
-        "kubernetes_replicas needs the extra: pip install '.[kubernetes]' in a checkout"
-    ) from error
+    raise ConfigurationError("kubernetes_replicas needs the extra: pip install 'thunderagent[kubernetes]'") from error
 
 _log = structlog.get_logger(__name__)
 

@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
+from thunderagent.programs.model.policy import (
+    Admission,
+    EnginePriority,
+    GlobalPolicy,
+    Order,
+    Policy,
+    Victims,
+)
 from thunderagent.programs.policies.autellix import Autellix
 from thunderagent.programs.policies.balance import Balance
-from thunderagent.programs.policies.base import Policy
 from thunderagent.programs.policies.breakeven import BreakEven
 from thunderagent.programs.policies.cap import Cap
 from thunderagent.programs.policies.concur import Concur
@@ -20,7 +27,6 @@ from thunderagent.programs.policies.mars_priority import MarsOrder, MarsPriority
 from thunderagent.programs.policies.migrate import Migrate
 from thunderagent.programs.policies.orbit import OrbitJudge, OrbitStep
 from thunderagent.programs.policies.orders import Fcfs, ShortestFirst
-from thunderagent.programs.policies.parts import Admission, EnginePriority, GlobalPolicy, Order, Victims
 from thunderagent.programs.policies.passthrough import Passthrough
 from thunderagent.programs.policies.plas import Atlas, Plas
 from thunderagent.programs.policies.program_age import ProgramAge

@@ -18,21 +18,14 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import ClassVar
 
-from thunderagent.programs.decisions import Reason
-from thunderagent.programs.policies.base import (
-    ClaimRules,
-    Moment,
-    Placement,
-    ProgramView,
-    ReplicaView,
-    View,
-    home_of,
-    least_loaded,
-    restore_waiting,
-)
+from thunderagent.programs.model.decisions import Reason
+from thunderagent.programs.model.policy import ClaimRules, Moment, Placement, least_loaded
+from thunderagent.programs.model.signals import Signal
+from thunderagent.programs.model.view import View
+from thunderagent.programs.model.views import ProgramView, ReplicaView
+from thunderagent.programs.policies.helpers import home_of, restore_waiting
 from thunderagent.programs.policies.plas import Plas
 from thunderagent.programs.policies.setting_checks import check_not_negative
-from thunderagent.programs.signals import Signal
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,9 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from thunderagent.errors import ConfigurationError
-from thunderagent.programs.decisions import Reason
-from thunderagent.programs.policies.base import ProgramView, ReplicaView, View
+from thunderagent.programs.model.decisions import Reason
+from thunderagent.programs.model.view import View
+from thunderagent.programs.model.views import ProgramView, ReplicaView
 from thunderagent.programs.policies.room import free_tokens, size_tokens
 
 LOOKED_AT_COUNT = 16

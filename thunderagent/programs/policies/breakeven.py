@@ -45,20 +45,12 @@ from math import hypot, inf
 from typing import ClassVar
 
 from thunderagent.errors import ConfigurationError
-from thunderagent.programs.decisions import Reason
-from thunderagent.programs.lifecycle import Status
-from thunderagent.programs.policies.base import (
-    AccountView,
-    ClaimRules,
-    Moment,
-    Placement,
-    ProgramView,
-    ReplicaView,
-    View,
-    home_of,
-    largest_capacity_tokens,
-    least_loaded,
-)
+from thunderagent.programs.model.decisions import Reason
+from thunderagent.programs.model.places import Status
+from thunderagent.programs.model.policy import ClaimRules, Moment, Placement, least_loaded
+from thunderagent.programs.model.view import View
+from thunderagent.programs.model.views import AccountView, ProgramView, ReplicaView
+from thunderagent.programs.policies.helpers import home_of, largest_capacity_tokens
 from thunderagent.programs.policies.setting_checks import check_not_negative
 
 RESIDENT_RATIO = 0.1
@@ -187,7 +179,7 @@ class BreakEven:
 
         Nor on one that is kept for a program that is bound to it.
         """
-        if reserved is None and not view.bound_count:
+        if reserved is None and not view.routed_count:
             return self._find(view, program, candidates, home, make_room=make_room)
         others = [
             replica for replica in candidates if replica is not reserved and not self._is_kept(view, program, replica)
@@ -202,7 +194,7 @@ class BreakEven:
 
     def _is_kept(self, view: View, program: ProgramView, replica: ReplicaView) -> bool:
         """Say whether one waits for that replica alone, goes before a program, and is not to be passed any more."""
-        bound = view.first_bound_before(program, replica)
+        bound = view.first_routed_before(program, replica)
         return bound is not None and (not self.pass_count or self._has_waited_long(view, bound))
 
     def _followers(self, view: View) -> Sequence[ProgramView]:
@@ -268,12 +260,16 @@ class BreakEven:
         account = replica.account
         if not account.active_count:
             return True
-        grown_tokens = self._foreseen_tokens(view, program, replica) if foresees else 0.0
-        needed_tokens = view.claim_tokens_on(program, replica) + min(program.growth_tokens, grown_tokens)
-        missing_tokens = needed_tokens - self._free_tokens(account, grown_tokens)
+        needed_tokens: float = view.claim_tokens_on(program, replica)
+        grown_tokens, free_tokens = 0.0, self.low_ratio * account.limit_tokens - account.demand_tokens
+        if foresees:
+            grown_tokens = self._foreseen_tokens(view, program, replica)
+            needed_tokens += min(program.growth_tokens, grown_tokens)
+            free_tokens = self._free_tokens(account, grown_tokens)
+        missing_tokens = needed_tokens - free_tokens
         if missing_tokens <= 0:
             return True
-        if not make_room or view.first_bound_before(program, replica) is not None:
+        if not make_room or view.first_routed_before(program, replica) is not None:
             return False
         expired = view.first_expired_few(replica, MOST_EXPIRED_COUNT)
         going = _enough(expired, missing_tokens, grown_tokens)
@@ -319,10 +315,14 @@ class BreakEven:
         """Return the replica with most room; among equals, as where no capacity is known, that with least on it."""
         if len(candidates) == 1:
             return candidates[0]
-        free_tokens = [
-            self._free_tokens(replica.account, self._foreseen_tokens(view, program, replica) if foresees else 0.0)
-            for replica in candidates
-        ]
+        if foresees:
+            free_tokens = [
+                self._free_tokens(replica.account, self._foreseen_tokens(view, program, replica))
+                for replica in candidates
+            ]
+        else:  # of each newcomer to many replicas: without a call for each
+            ratio, accounts = self.low_ratio, [replica.account for replica in candidates]
+            free_tokens = [ratio * account.limit_tokens - account.demand_tokens for account in accounts]
         most_tokens = max(free_tokens)
         return least_loaded(
             [replica for replica, tokens in zip(candidates, free_tokens, strict=True) if tokens == most_tokens]

@@ -11,19 +11,12 @@ from dataclasses import dataclass
 from math import inf
 from typing import ClassVar
 
-from thunderagent.programs.decisions import Reason
-from thunderagent.programs.lifecycle import Status
-from thunderagent.programs.policies.base import (
-    ClaimRules,
-    Moment,
-    Placement,
-    ProgramView,
-    ReplicaView,
-    View,
-    home_of,
-    restore_waiting,
-    without_bound_before,
-)
+from thunderagent.programs.model.decisions import Reason
+from thunderagent.programs.model.places import Status
+from thunderagent.programs.model.policy import ClaimRules, Moment, Placement
+from thunderagent.programs.model.view import View
+from thunderagent.programs.model.views import ProgramView, ReplicaView
+from thunderagent.programs.policies.helpers import home_of, restore_waiting, without_routed_before
 from thunderagent.programs.policies.setting_checks import check_whole_from_one
 
 
@@ -62,7 +55,7 @@ class Cap:
             return Placement(home or _smallest_demand(candidates), Reason.HOME if home else Reason.FITS)
         if view.active_count >= self.n:
             return Placement(None, Reason.NO_ROOM)
-        open_to_it = without_bound_before(view, program, candidates)
+        open_to_it = without_routed_before(view, program, candidates)
         if not open_to_it or not view.comes_before_all_waiting(program):
             return Placement(None, Reason.QUEUE_AHEAD)
         return Placement(_smallest_demand(open_to_it), Reason.FITS)

@@ -29,11 +29,13 @@ from math import inf
 from typing import ClassVar
 
 from thunderagent.errors import ConfigurationError
-from thunderagent.programs.decisions import Reason
-from thunderagent.programs.policies.base import Moment, ProgramView, View
+from thunderagent.programs.model.decisions import Reason
+from thunderagent.programs.model.policy import Moment
+from thunderagent.programs.model.ranked_set import RankedSet
+from thunderagent.programs.model.signals import ProgramEnd, Signal, ToolEnd, ToolStart, WindowUpdate
+from thunderagent.programs.model.view import View
+from thunderagent.programs.model.views import ProgramView
 from thunderagent.programs.policies.setting_checks import check_whole_from_one
-from thunderagent.programs.ranked_set import RankedSet
-from thunderagent.programs.signals import ProgramEnd, Signal, ToolEnd, ToolStart, WindowUpdate
 
 BEFORE_NEW_S = 1e9
 """Who was in already ranks before all who were not, whenever they came."""
@@ -106,7 +108,7 @@ class Concur:
         if moment is Moment.TICK:
             self._look(view)
         self._dismiss(view)
-        return view.first_outside() if view.admitted_count < self.window_count else None
+        return view.first_unadmitted() if view.admitted_count < self.window_count else None
 
     def next_window(self, used_ratio: float, hit_ratio: float) -> tuple[int, str]:
         """Return the window after U and H, and why it is that [section 3.2]."""
@@ -127,7 +129,7 @@ class Concur:
         window_count, why = self.next_window(
             readings.summed_used_ratio / readings.count, readings.summed_hit_ratio / readings.count
         )
-        is_full = view.outside_count > 0 or view.admitted_count >= self.window_count
+        is_full = view.unadmitted_count > 0 or view.admitted_count >= self.window_count
         if window_count != self.window_count and (is_full or window_count < self.window_count):
             self.window_count = window_count
             view.signal(WindowUpdate(view.now_s, window_count, view.admitted_count, why))

@@ -38,22 +38,16 @@ from dataclasses import dataclass, field
 from math import log, sqrt
 from typing import ClassVar
 
-from thunderagent.programs.decisions import Reason
-from thunderagent.programs.lifecycle import Status
-from thunderagent.programs.policies.base import (
-    ClaimRules,
-    Moment,
-    Placement,
-    ProgramView,
-    ReplicaView,
-    View,
-    restore_waiting,
-    restore_waiting_for,
-)
+from thunderagent.programs.model.decisions import Reason
+from thunderagent.programs.model.places import Status
+from thunderagent.programs.model.policy import ClaimRules, Moment, Placement
+from thunderagent.programs.model.signals import GpuSubmit, ProgramEnd, Signal, ToolEnd, ToolStart
+from thunderagent.programs.model.view import View
+from thunderagent.programs.model.views import ProgramView, ReplicaView
 from thunderagent.programs.policies.fitting import Fitting
+from thunderagent.programs.policies.helpers import restore_waiting, restore_waiting_for
 from thunderagent.programs.policies.program_age import ProgramAge
 from thunderagent.programs.policies.setting_checks import check_not_negative
-from thunderagent.programs.signals import GpuSubmit, ProgramEnd, Signal, ToolEnd, ToolStart
 
 FITTING = Fitting()
 

@@ -6,17 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
-from thunderagent.programs.decisions import Reason
-from thunderagent.programs.lifecycle import Status
-from thunderagent.programs.policies.base import (
-    Placement,
-    ProgramView,
-    ReplicaView,
-    View,
-    home_of,
-    largest_capacity_tokens,
-    without_bound_before,
-)
+from thunderagent.programs.model.decisions import Reason
+from thunderagent.programs.model.places import Status
+from thunderagent.programs.model.policy import Placement
+from thunderagent.programs.model.view import View
+from thunderagent.programs.model.views import ProgramView, ReplicaView
+from thunderagent.programs.policies.helpers import home_of, largest_capacity_tokens, without_routed_before
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +48,7 @@ class Fitting:
             return placement
         if not view.comes_before_all_waiting(program):
             return Placement(None, Reason.QUEUE_AHEAD)
-        open_to_it = without_bound_before(view, program, candidates)
+        open_to_it = without_routed_before(view, program, candidates)
         if len(open_to_it) == len(candidates):
             return placement
         placement = self.find_room(program, open_to_it) if open_to_it else Placement(None, Reason.NO_ROOM)

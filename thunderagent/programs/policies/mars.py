@@ -38,25 +38,18 @@ from math import inf
 from typing import TYPE_CHECKING, ClassVar
 
 from thunderagent.errors import ConfigurationError
-from thunderagent.programs.decisions import Reason
-from thunderagent.programs.lifecycle import Status
-from thunderagent.programs.policies.base import (
-    ClaimRules,
-    Moment,
-    Placement,
-    ProgramView,
-    ReplicaView,
-    View,
-    home_of,
-    largest_capacity_tokens,
-    without_bound_before,
-)
+from thunderagent.programs.model.decisions import Reason
+from thunderagent.programs.model.places import Status
+from thunderagent.programs.model.policy import ClaimRules, Moment, Placement
+from thunderagent.programs.model.view import View
+from thunderagent.programs.model.views import ProgramView, ReplicaView
+from thunderagent.programs.policies.helpers import home_of, largest_capacity_tokens, without_routed_before
 from thunderagent.programs.policies.mars_admission import MarsAdmission
 from thunderagent.programs.policies.mars_priority import MarsOrder, MarsPriority, level_of
 from thunderagent.programs.policies.setting_checks import check_not_negative
 
 if TYPE_CHECKING:
-    from thunderagent.programs.signals import Signal
+    from thunderagent.programs.model.signals import Signal
 
 PASS_COUNT = 8
 """So many behind the first that waits may go when that does not fit: they are passed over, not waited for."""
@@ -166,10 +159,10 @@ class Mars:
         """Return where a paused program fits: where its history may lie, or where most room is; home may be busy."""
         if program.claim_tokens > largest_capacity_tokens(view.replicas):
             return Placement(max(candidates, key=_order_of_room), Reason.OVERSIZE)
-        open_to_it = without_bound_before(view, program, candidates)
+        open_to_it = without_routed_before(view, program, candidates)
         if not open_to_it:
             return Placement(None, Reason.QUEUE_AHEAD)
-        if home is not None and view.first_bound_before(program, home) is not None:
+        if home is not None and view.first_routed_before(program, home) is not None:
             home = None
         roomiest = max(open_to_it, key=_order_of_room)
         for replica in (roomiest,) if home is None or home is roomiest else (home, roomiest):

@@ -50,11 +50,20 @@ from math import ceil, floor, inf
 from typing import TYPE_CHECKING
 
 from thunderagent.errors import ConfigurationError
-from thunderagent.programs.policies.base import Moment, ProgramView, View
-from thunderagent.programs.signals import GpuSubmit, ProgramEnd, ToolEnd, ToolNum, ToolStart, WindowUpdate
+from thunderagent.programs.model.policy import Moment
+from thunderagent.programs.model.signals import (
+    GpuSubmit,
+    ProgramEnd,
+    ToolEnd,
+    ToolNum,
+    ToolStart,
+    WindowUpdate,
+)
+from thunderagent.programs.model.view import View
+from thunderagent.programs.model.views import ProgramView
 
 if TYPE_CHECKING:
-    from thunderagent.programs.signals import Signal
+    from thunderagent.programs.model.signals import Signal
 
 MARS, FEW_LONG = PACKINGS = ("mars", "few-long")
 """The paper's three orders, and ours."""
@@ -210,12 +219,12 @@ class MarsAdmission:
         self._control(view, memory)
         if self._limit_count(view, memory) - view.admitted_count < 1:
             return None
-        first = view.first_outside()
+        first = view.first_unadmitted()
         if first is None:
             return None
         chosen = self._choose(view, memory, first)
         if chosen is None and not view.admitted_count:
-            chosen = min(view.outside(), key=lambda program: program.opened_s)
+            chosen = min(view.unadmitted(), key=lambda program: program.opened_s)
         if chosen is not None and chosen.claim_tokens > self.long_tokens:
             self._long_in[chosen.program_id] = None
         return chosen
@@ -301,8 +310,8 @@ class MarsAdmission:
             self._short_seen_s = view.now_s
         if self.tools_overloaded:
             return self._first_fitting(view, memory, _by_size)
-        if not self.kv_overloaded and self._is_healthy(memory) and view.outside_count <= places_count:
-            by_age = sorted(view.outside(), key=_by_age)
+        if not self.kv_overloaded and self._is_healthy(memory) and view.unadmitted_count <= places_count:
+            by_age = sorted(view.unadmitted(), key=_by_age)
             return next((program for program in by_age if program.claim_tokens <= memory.budget_tokens), None)
         if first.claim_tokens > memory.budget_tokens:
             return None
@@ -314,7 +323,7 @@ class MarsAdmission:
         """Return the first outside that fits; those outside are ranked at most once in a control interval."""
         if rank is not self._packed_by or view.now_s - self._packed_s >= self.control_interval_s:
             self._packed_by, self._packed_s = rank, view.now_s
-            self._packed = deque(program.program_id for program in sorted(view.outside(), key=rank))
+            self._packed = deque(program.program_id for program in sorted(view.unadmitted(), key=rank))
         while self._packed:
             program = view.program(self._packed.popleft())
             if program is not None and not program.admitted and program.claim_tokens <= memory.budget_tokens:

@@ -31,12 +31,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from thunderagent.errors import ConfigurationError
-from thunderagent.programs.lifecycle import Phase
-from thunderagent.programs.policies.base import ProgramView, View
-from thunderagent.programs.signals import GpuEnd, GpuSubmit, ProgramEnd, ToolEnd
+from thunderagent.programs.model.places import Phase
+from thunderagent.programs.model.signals import GpuEnd, GpuSubmit, ProgramEnd, ToolEnd
+from thunderagent.programs.model.view import View
+from thunderagent.programs.model.views import ProgramView
 
 if TYPE_CHECKING:
-    from thunderagent.programs.signals import Signal
+    from thunderagent.programs.model.signals import Signal
 
 LEVEL_FACTOR = 4
 """Each level reaches to so many times the tokens of the one before."""

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from thunderagent.errors import ConfigurationError
-from thunderagent.programs.decisions import Reason
-from thunderagent.programs.policies.base import ProgramView, View
+from thunderagent.programs.model.decisions import Reason
+from thunderagent.programs.model.view import View
+from thunderagent.programs.model.views import ProgramView
 from thunderagent.programs.policies.room import emptiest_first, free_tokens
 
 
@@ -47,7 +48,7 @@ class Migrate:
         if not long_turns:
             return
         for program in list(self._waiting(view)):
-            waits_for = program.bound_to or program.replica_id
+            waits_for = program.routed_to or program.replica_id
             if waits_for not in long_turns or view.now_s - program.waiting_since_s < self.wait_s:
                 continue
             others = [replica for replica in view.targets(program) if replica.replica_id != waits_for]

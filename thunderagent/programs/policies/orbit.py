@@ -25,7 +25,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from thunderagent.programs.policies.base import ProgramView, View
+from thunderagent.programs.model.view import View
+from thunderagent.programs.model.views import ProgramView
 from thunderagent.programs.policies.setting_checks import check_whole_from_one
 
 MAX_LENGTH_TOKENS = 2**16 - 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from thunderagent.programs.policies.base import ProgramView
+from thunderagent.programs.model.views import ProgramView
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,17 +10,11 @@ from dataclasses import dataclass
 from math import inf
 from typing import ClassVar
 
-from thunderagent.programs.decisions import Reason
-from thunderagent.programs.policies.base import (
-    ClaimRules,
-    Moment,
-    Placement,
-    ProgramView,
-    ReplicaView,
-    View,
-    least_loaded,
-    restore_waiting,
-)
+from thunderagent.programs.model.decisions import Reason
+from thunderagent.programs.model.policy import ClaimRules, Moment, Placement, least_loaded
+from thunderagent.programs.model.view import View
+from thunderagent.programs.model.views import ProgramView, ReplicaView
+from thunderagent.programs.policies.helpers import restore_waiting
 
 
 @dataclass(frozen=True, slots=True)

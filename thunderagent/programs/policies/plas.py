@@ -32,10 +32,19 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from thunderagent.errors import ConfigurationError
-from thunderagent.programs.lifecycle import Phase
-from thunderagent.programs.policies.base import ProgramView, View
+from thunderagent.programs.model.places import Phase
+from thunderagent.programs.model.signals import (
+    GpuEnd,
+    GpuFirstToken,
+    GpuSubmit,
+    ProgramEnd,
+    Signal,
+    ToolEnd,
+    ToolStart,
+)
+from thunderagent.programs.model.view import View
+from thunderagent.programs.model.views import ProgramView
 from thunderagent.programs.policies.setting_checks import check_whole_from_one
-from thunderagent.programs.signals import GpuEnd, GpuFirstToken, GpuSubmit, ProgramEnd, Signal, ToolEnd, ToolStart
 
 LEVEL_S = 1e9
 """Distance of two levels in the paused queue, inside which the time of arrival orders."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from thunderagent.programs.policies.base import ProgramView, View
+from thunderagent.programs.model.view import View
+from thunderagent.programs.model.views import ProgramView
 
 
 @dataclass(frozen=True, slots=True)

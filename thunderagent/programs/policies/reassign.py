@@ -23,8 +23,9 @@ from math import inf
 from typing import ClassVar, NamedTuple
 
 from thunderagent.errors import ConfigurationError
-from thunderagent.programs.decisions import Reason
-from thunderagent.programs.policies.base import ReplicaView, RouteView, View
+from thunderagent.programs.model.decisions import Reason
+from thunderagent.programs.model.view import View
+from thunderagent.programs.model.views import ReplicaView, RouteView
 
 
 class Change(NamedTuple):

@@ -12,16 +12,11 @@ from hashlib import blake2b
 from math import inf
 from typing import ClassVar
 
-from thunderagent.programs.decisions import Reason
-from thunderagent.programs.policies.base import (
-    ClaimRules,
-    Moment,
-    Placement,
-    ProgramView,
-    ReplicaView,
-    View,
-    restore_waiting,
-)
+from thunderagent.programs.model.decisions import Reason
+from thunderagent.programs.model.policy import ClaimRules, Moment, Placement
+from thunderagent.programs.model.view import View
+from thunderagent.programs.model.views import ProgramView, ReplicaView
+from thunderagent.programs.policies.helpers import restore_waiting
 
 
 def rendezvous_hash(program_id: str, replica_id: str) -> bytes:

@@ -39,19 +39,12 @@ from math import exp2, floor, inf
 from typing import ClassVar
 
 from thunderagent.errors import ConfigurationError
-from thunderagent.programs.decisions import Reason
-from thunderagent.programs.lifecycle import Phase, Status
-from thunderagent.programs.policies.base import (
-    ClaimRules,
-    Moment,
-    Placement,
-    ProgramView,
-    ReplicaView,
-    View,
-    home_of,
-    largest_capacity_tokens,
-    without_bound_before,
-)
+from thunderagent.programs.model.decisions import Reason
+from thunderagent.programs.model.places import Phase, Status
+from thunderagent.programs.model.policy import ClaimRules, Moment, Placement
+from thunderagent.programs.model.view import View
+from thunderagent.programs.model.views import ProgramView, ReplicaView
+from thunderagent.programs.policies.helpers import home_of, largest_capacity_tokens, without_routed_before
 from thunderagent.programs.policies.setting_checks import check_not_negative
 
 
@@ -128,7 +121,7 @@ class ThunderAgent:
             return Placement(replica, Reason.OVERSIZE)
         if program.claim_tokens > self._free_tokens(replica):
             return Placement(None, Reason.NO_ROOM)
-        open_to_it = without_bound_before(view, program, candidates)
+        open_to_it = without_routed_before(view, program, candidates)
         if not open_to_it or not view.comes_before_all_waiting(program):
             return Placement(None, Reason.QUEUE_AHEAD)
         if replica not in open_to_it:
@@ -203,7 +196,7 @@ class ThunderAgent:
         """Return who is to be restored next on a replica: of those that may go anywhere or are bound there."""
         first = view.first_waiting() or (view.first_paused_acting() if acting_too else None)
         if first is not None:
-            return view.first_bound_before(first, replica) or first
+            return view.first_routed_before(first, replica) or first
         bound = view.first_waiting_for(replica, 1)
         return bound[0] if bound else None
 

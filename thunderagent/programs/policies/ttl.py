@@ -17,18 +17,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from thunderagent.programs.decisions import Reason
-from thunderagent.programs.lifecycle import Phase
-from thunderagent.programs.policies.base import (
-    ClaimRules,
-    Moment,
-    Placement,
-    ProgramView,
-    ReplicaView,
-    View,
-    restore_waiting,
-)
+from thunderagent.programs.model.decisions import Reason
+from thunderagent.programs.model.places import Phase
+from thunderagent.programs.model.policy import ClaimRules, Moment, Placement
+from thunderagent.programs.model.view import View
+from thunderagent.programs.model.views import ProgramView, ReplicaView
 from thunderagent.programs.policies.fitting import Fitting
+from thunderagent.programs.policies.helpers import restore_waiting
 from thunderagent.programs.policies.setting_checks import check_not_negative
 
 FITTING = Fitting()

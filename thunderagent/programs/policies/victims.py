@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import ClassVar
 
-from thunderagent.programs.policies.base import ProgramView
+from thunderagent.programs.model.views import ProgramView
 
 
 @dataclass(frozen=True, slots=True)

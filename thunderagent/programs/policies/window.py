@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from thunderagent.programs.policies.base import Moment, ProgramView, View
+from thunderagent.programs.model.policy import Moment
+from thunderagent.programs.model.view import View
+from thunderagent.programs.model.views import ProgramView
 from thunderagent.programs.policies.setting_checks import check_whole_from_one
 
 
@@ -26,4 +28,4 @@ class Window:
 
     def next(self, view: View, moment: Moment) -> ProgramView | None:
         """Return who waits for longest, while there is a place."""
-        return view.first_outside() if view.admitted_count < self.n else None
+        return view.first_unadmitted() if view.admitted_count < self.n else None

@@ -10,20 +10,21 @@ from prometheus_client import CollectorRegistry
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from thunderagent.errors import NotFoundError, RequestError, ThunderAgentError
-from thunderagent.programs.lifecycle import Phase, Status
+from thunderagent.programs.model.places import Phase, Status
 from thunderagent.proxy.admin.reports import (
     SORTS,
     ProgramFilter,
+    ReplicaReport,
     program_page,
     queue_report,
     replica_reports,
     tools_report,
 )
-from thunderagent.proxy.admin.sandboxes import SANDBOXES_OFF, Sandboxes
+from thunderagent.proxy.admin.sandboxes import SANDBOXES_OFF, Sandboxes, SandboxReport
 from thunderagent.proxy.admin.story import program_story
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.gate.admin_port import MUST_NAME
-from thunderagent.proxy.gate.bodies import read_model, report_response
+from thunderagent.proxy.gate.bodies import Report, read_model, report_response
 from thunderagent.proxy.gate.keys import check_admin
 from thunderagent.proxy.gate.tenancy import Tenancy
 from thunderagent.proxy.reading.identity import Tokens, check_program_id, outcome_of
@@ -71,6 +72,65 @@ class ToolRequest(BaseModel):
     tool: str = Field("", max_length=256)
 
 
+class HealthReport(Report):
+    """The process answers."""
+
+    status: Literal["ok"]
+
+
+class ReadyReport(Report):
+    """A turn would be served."""
+
+    ready: Literal[True]
+    replicas_up_count: int
+
+
+class NotReadyReport(Report):
+    """A turn would not be served."""
+
+    ready: Literal[False]
+    why: str
+
+
+class ReleasedReport(Report):
+    """Whether a program of that id lived until now."""
+
+    program_id: str
+    released: bool
+
+
+class ReleasedTogetherReport(Report):
+    """Which of several programs lived until now."""
+
+    released: bool
+    released_ids: list[str]
+
+
+class ReplicasReport(Report):
+    """The replicas, and the policy that places programs on them."""
+
+    policy: str
+    replicas: list[ReplicaReport]
+
+
+class ToolReport(Report):
+    """A program whose tool began or ended."""
+
+    program_id: str
+    known: bool = Field(description="false if no program of that id lives")
+
+
+class OpenedReport(Report):
+    """A program that lives now."""
+
+    program_id: str
+    opened: bool = Field(description="false if it lived already")
+    sandboxes: list[SandboxReport]
+    token: str | None = Field(
+        None, description="names the program until it ends; only where bearer tokens name programs"
+    )
+
+
 class Admin:
     """Handlers of the admin API."""
 
@@ -114,16 +174,16 @@ class Admin:
 
     async def health(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler's signature
         """Say that the process answers."""
-        return web.json_response({"status": "ok"})
+        return report_response(HealthReport(status="ok"))
 
     async def ready(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler's signature
         """Say whether a turn would be served: 200, or 503 with the reason."""
         up_count = len(self._runtime.scheduler.open_replicas)
         if self._runtime.closing:
-            return web.json_response({"ready": False, "why": "shutting down"}, status=503)
+            return report_response(NotReadyReport(ready=False, why="shutting down"), status=503)
         if not up_count:
-            return web.json_response({"ready": False, "why": "no replica is up"}, status=503)
-        return web.json_response({"ready": True, "replicas_up_count": up_count})
+            return report_response(NotReadyReport(ready=False, why="no replica is up"), status=503)
+        return report_response(ReadyReport(ready=True, replicas_up_count=up_count))
 
     async def metrics(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler's signature
         """Return the Prometheus exposition."""
@@ -172,7 +232,8 @@ class Admin:
                 self._sandboxes.program_seen(program_id, wanted.program_class)
             made = self._sandboxes.of_program(program_id)
         token = {"token": self._tokens.token_of(program_id)} if self._tokens is not None else {}
-        return web.json_response({"program_id": program_id, "opened": opened, "sandboxes": made, **token})
+        said = {"program_id": program_id, "opened": opened, "sandboxes": made, **token}
+        return report_response(OpenedReport.model_validate(said), without_unset=True)
 
     async def tool_start(self, request: web.Request) -> web.Response:
         """Take in that a program's tool begins now: sharper than the end of the turn that called it."""
@@ -180,28 +241,29 @@ class Admin:
         body = await request.read()
         tool = read_model(ToolRequest, body).tool if body.strip() else ""
         known = self._tenancy.has(program_id) and self._runtime.tool_started(program_id, tool)
-        return web.json_response({"program_id": program_id, "known": known})
+        return report_response(ToolReport(program_id=program_id, known=known))
 
     async def tool_end(self, request: web.Request) -> web.Response:
         """Take in that a program's tool is through. Idempotent; an unknown program is no error."""
         program_id = check_program_id(request.match_info["program_id"])
         known = self._tenancy.has(program_id) and self._runtime.tool_ended(program_id)
-        return web.json_response({"program_id": program_id, "known": known})
+        return report_response(ToolReport(program_id=program_id, known=known))
 
     async def _request_sandboxes(self, program_id: str, wanted: list[dict[str, Any]], *, opened: bool) -> None:
         assert self._sandboxes is not None
         try:
             await self._sandboxes.request(program_id, json.dumps(wanted).encode())
         except ThunderAgentError:
-            program = self._runtime.scheduler.table.get(program_id)
-            if opened and program is not None and program.announced:  # a refused request opens nothing
+            book = self._runtime.scheduler.book
+            program = book.programs.get(program_id)
+            if opened and program is not None and program.place is book.announced:  # a refused request opens nothing
                 self._runtime.release(program_id)
             raise
 
     async def program(self, request: web.Request) -> web.Response:
         """Tell one program's state, why it waits, and its story."""
         self._own_or_all()
-        program = self._runtime.scheduler.table.get(request.match_info["program_id"])
+        program = self._runtime.scheduler.programs.get(request.match_info["program_id"])
         if program is None or not self._tenancy.may_touch(program.program_id):
             raise NotFoundError(f"there is no live program {request.match_info['program_id']!r}")
         return report_response(program_story(self._runtime, program))
@@ -214,7 +276,7 @@ class Admin:
             released = bool(self._of_tenant([program_id], wanted.tenant))
             outcome = wanted.outcome or outcome_of(request.headers)
             released = released and self._runtime.release(program_id, wanted.generation, outcome)
-            return web.json_response({"program_id": wanted.program_id, "released": released})
+            return report_response(ReleasedReport(program_id=wanted.program_id, released=released))
         if wanted.generation is not None:
             raise RequestError("a generation goes with one program_id")
         if wanted.outcome is not None:
@@ -224,12 +286,12 @@ class Admin:
             check_admin()
             if request.get(MUST_NAME):
                 raise NotFoundError("every program at once is released on the admin port; name programs here")
-            program_ids = [program.program_id for program in self._runtime.scheduler.table]
+            program_ids = [program.program_id for program in self._runtime.scheduler.programs.values()]
         elif not program_ids:
             raise RequestError('name what to release: {"program_id": "..."}, {"program_ids": [...]} or {"all": true}')
         named_ids = list(dict.fromkeys(check_program_id(program_id) for program_id in program_ids))
         released_ids = self._runtime.release_together(self._of_tenant(named_ids, wanted.tenant))
-        return web.json_response({"released": bool(released_ids), "released_ids": released_ids})
+        return report_response(ReleasedTogetherReport(released=bool(released_ids), released_ids=released_ids))
 
     def _own_or_all(self) -> str | None:
         """Return the tenant that a request may read of; None is all, for which it needs an admin key."""
@@ -243,7 +305,7 @@ class Admin:
         program_ids = [program_id for program_id in program_ids if self._tenancy.may_touch(program_id)]
         if tenant is None:
             return program_ids
-        table = self._runtime.scheduler.table
+        table = self._runtime.scheduler.programs
         programs = (table.get(program_id) for program_id in program_ids)
         return [program.program_id for program in programs if program is not None and program.tenant == tenant]
 
@@ -257,8 +319,8 @@ class Admin:
 
     async def replicas(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler's signature
         """List the replicas."""
-        reports = [report.model_dump() for report in replica_reports(self._runtime, self._replicas)]
-        return web.json_response({"policy": self._runtime.scheduler.policy.name, "replicas": reports})
+        reports = replica_reports(self._runtime, self._replicas)
+        return report_response(ReplicasReport(policy=self._runtime.scheduler.policy.name, replicas=reports))
 
     async def queue(self, request: web.Request) -> web.Response:
         """List who waits, in the order in which they would be restored."""
@@ -272,7 +334,7 @@ class Admin:
         outcome = outcome_of(request.headers)
         may = self._tenancy.may_touch(check_program_id(program_id))
         released = may and self._runtime.release(program_id, outcome=outcome)
-        return web.json_response({"program_id": program_id, "released": released})
+        return report_response(ReleasedReport(program_id=program_id, released=released))
 
     async def _release_request(self, request: web.Request) -> ReleaseRequest:
         body = await request.read()

@@ -12,6 +12,7 @@ from thunderagent.errors import RequestError
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.gate.bodies import Report, report_response
 from thunderagent.proxy.reading.identity import check_program_id
+from thunderagent.proxy.watch.autoscaling import demand_ratio, oldest_hold_s
 from thunderagent.proxy.watch.event_feed import KINDS, SIGNAL_KINDS, EventFeed
 from thunderagent.proxy.watch.event_stream import stream_events
 from thunderagent.proxy.watch.history import INTERVAL_S, History, Rates, Sample
@@ -34,6 +35,9 @@ class SummaryReport(Report):
     replicas_up_count: int
     programs_count: int
     longest_held_s: float | None = Field(description="how long the turn has waited that has waited longest")
+    demand_ratio: float | None = Field(
+        description="memory that programs claim or wait for, as a part of what usable replicas may give"
+    )
     now: Sample
     rates: Rates
 
@@ -76,7 +80,7 @@ class Live:
         """Tell the figures that one looks at first."""
         scheduler = self._runtime.scheduler
         sample, rates = self._history.now()
-        waits_s = [self._runtime.now_s() - program.waiting_since_s for program in scheduler.queue.waiting()]
+        held_s, ratio = oldest_hold_s(self._runtime), demand_ratio(self._runtime)
         return report_response(
             SummaryReport(
                 version=thunderagent.__version__,
@@ -87,8 +91,9 @@ class Live:
                 engines_are_simulated=self._simulated,
                 replicas_count=len(self._replicas.known),
                 replicas_up_count=len(scheduler.open_replicas),
-                programs_count=len(scheduler.table),
-                longest_held_s=round(max(waits_s), 3) if waits_s else None,
+                programs_count=len(scheduler.programs),
+                longest_held_s=None if held_s is None else round(held_s, 3),
+                demand_ratio=None if ratio is None else round(ratio, 4),
                 now=sample,
                 rates=rates,
             )

@@ -11,16 +11,30 @@ import inspect
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from aiohttp import web
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
 from thunderagent import __version__
-from thunderagent.proxy.admin import openapi_answers as answers
-from thunderagent.proxy.admin.admin import MAX_PAGE, OpenRequest, ReleaseRequest, ToolRequest
+from thunderagent.proxy.admin.admin import (
+    MAX_PAGE,
+    HealthReport,
+    NotReadyReport,
+    OpenedReport,
+    OpenRequest,
+    ReadyReport,
+    ReleasedReport,
+    ReleasedTogetherReport,
+    ReleaseRequest,
+    ReplicasReport,
+    ToolReport,
+    ToolRequest,
+)
+from thunderagent.proxy.admin.configuration import ReloadReport
+from thunderagent.proxy.admin.keys import KeyRequest, KeysReport, NewKeyReport, RevokedKeyReport
 from thunderagent.proxy.admin.live import HistoryReport, SummaryReport
 from thunderagent.proxy.admin.primitives import (
     ControlReport,
@@ -34,14 +48,23 @@ from thunderagent.proxy.admin.primitives import (
     RouteReport,
     RouteRequest,
 )
-from thunderagent.proxy.admin.replica_routes import AddRequest
+from thunderagent.proxy.admin.replica_routes import AddRequest, ReplicaRemovedReport, ReplicasChangedReport
 from thunderagent.proxy.admin.reports import SORTS, ProgramPage, QueueReport, ToolsReport
+from thunderagent.proxy.admin.sandboxes import ProgramSandboxesReport, ReclaimedReport, SandboxBody, SandboxesReport
 from thunderagent.proxy.admin.story import ProgramStoryReport
-from thunderagent.proxy.control.leases import LeaseEnd, LeaseRequest, ProgressReport
-from thunderagent.proxy.control.weight_sync import WeightSyncRequest
+from thunderagent.proxy.control.leases import (
+    LeaseEnd,
+    LeaseEndedReport,
+    LeaseHeldReport,
+    LeaseReport,
+    LeaseRequest,
+    ProgressReport,
+)
+from thunderagent.proxy.control.weight_sync import WeightSyncBegunReport, WeightSyncEndedReport, WeightSyncRequest
 from thunderagent.proxy.gate.access import Access, access_of_route
+from thunderagent.proxy.gate.bodies import Report
 from thunderagent.proxy.gate.keys import KEY_HEADER
-from thunderagent.proxy.gate.login import LoginRequest
+from thunderagent.proxy.gate.login import LoginReport, LoginRequest
 
 Schema = Mapping[str, Any]
 Models = tuple[type[BaseModel], ...]
@@ -53,6 +76,21 @@ PROGRAM_ID: Schema = {"type": "string", "minLength": 1, "maxLength": 256}
 
 TEXT_TYPE = "text/plain"
 EVENTS_TYPE = "text/event-stream"
+
+
+class ErrorDetails(Report):
+    """What went wrong."""
+
+    message: str
+    type: Literal["invalid_request_error", "server_error"]
+    param: None
+    code: str = Field(description="for programs to read")
+
+
+class ErrorReport(Report):
+    """An error of the proxy's."""
+
+    error: ErrorDetails
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +115,8 @@ class Operation:
 
 
 OPERATIONS: tuple[Operation, ...] = (
-    Operation("GET", "/health", (answers.HealthReport,)),
-    Operation("GET", "/ready", (answers.ReadyReport,), also={503: answers.NotReadyReport}),
+    Operation("GET", "/health", (HealthReport,)),
+    Operation("GET", "/ready", (ReadyReport,), also={503: NotReadyReport}),
     Operation("GET", "/metrics", answer_type=TEXT_TYPE),
     Operation("GET", "/openapi.json"),
     Operation(
@@ -99,46 +137,46 @@ OPERATIONS: tuple[Operation, ...] = (
             "limit": LIMIT,
         },
     ),
-    Operation("POST", "/programs", (answers.OpenedReport,), body=(OpenRequest,)),
+    Operation("POST", "/programs", (OpenedReport,), body=(OpenRequest,)),
     Operation(
         "POST",
         "/programs/release",
-        (answers.ReleasedReport, answers.ReleasedTogetherReport),
+        (ReleasedReport, ReleasedTogetherReport),
         body=(ReleaseRequest,),
         query={"program_id": {**PROGRAM_ID, "description": "instead of a body"}},
     ),
     Operation("GET", "/programs/{program_id}", (ProgramStoryReport,)),
-    Operation("DELETE", "/programs/{program_id}", (answers.ReleasedReport,)),
+    Operation("DELETE", "/programs/{program_id}", (ReleasedReport,)),
     Operation(
         "POST",
         "/finish_session",
-        (answers.ReleasedReport,),
+        (ReleasedReport,),
         query={"session_id": PROGRAM_ID},
         required=("session_id",),
     ),
     Operation(
         "POST",
         "/sessions/batch_delete",
-        (answers.ReleasedReport, answers.ReleasedTogetherReport),
+        (ReleasedReport, ReleasedTogetherReport),
         body=(ReleaseRequest,),
         query={"program_id": {**PROGRAM_ID, "description": "instead of a body"}},
     ),
-    Operation("DELETE", "/sessions/{program_id}", (answers.ReleasedReport,)),
-    Operation("POST", "/programs/{program_id}/tools/start", (answers.ToolReport,), body=(ToolRequest,)),
-    Operation("POST", "/programs/{program_id}/tools/end", (answers.ToolReport,)),
-    Operation("GET", "/programs/{program_id}/sandboxes", (answers.ProgramSandboxesReport,)),
+    Operation("DELETE", "/sessions/{program_id}", (ReleasedReport,)),
+    Operation("POST", "/programs/{program_id}/tools/start", (ToolReport,), body=(ToolRequest,)),
+    Operation("POST", "/programs/{program_id}/tools/end", (ToolReport,)),
+    Operation("GET", "/programs/{program_id}/sandboxes", (ProgramSandboxesReport,)),
     Operation(
         "POST",
         "/programs/{program_id}/sandboxes",
-        (answers.ProgramSandboxesReport,),
-        body=(answers.SandboxBody,),
+        (ProgramSandboxesReport,),
+        body=(SandboxBody,),
         body_may_be_list=True,
         status=202,
     ),
-    Operation("DELETE", "/programs/{program_id}/sandboxes/{sandbox_id}", (answers.ReclaimedReport,)),
-    Operation("GET", "/sandboxes", (answers.SandboxesReport,)),
+    Operation("DELETE", "/programs/{program_id}/sandboxes/{sandbox_id}", (ReclaimedReport,)),
+    Operation("GET", "/sandboxes", (SandboxesReport,)),
     Operation("GET", "/sandboxes/events", query={"program_id": PROGRAM_ID}, answer_type=EVENTS_TYPE),
-    Operation("GET", "/replicas", (answers.ReplicasReport,)),
+    Operation("GET", "/replicas", (ReplicasReport,)),
     Operation("GET", "/control", (ControlReport,)),
     Operation("POST", "/control/route", (RouteReport,), body=(RouteRequest,)),
     Operation("POST", "/control/set_priority", (PriorityReport,), body=(PriorityRequest,)),
@@ -148,22 +186,26 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation(
         "POST",
         "/replicas",
-        (answers.ReplicasChangedReport,),
+        (ReplicasChangedReport,),
         body=(AddRequest,),
-        also={201: answers.ReplicasChangedReport},
+        also={201: ReplicasChangedReport},
     ),
-    Operation("POST", "/replicas/{replica_id}/drain", (answers.ReplicasChangedReport,)),
-    Operation("POST", "/replicas/{replica_id}/undrain", (answers.ReplicasChangedReport,)),
+    Operation("POST", "/replicas/{replica_id}/drain", (ReplicasChangedReport,)),
+    Operation("POST", "/replicas/{replica_id}/undrain", (ReplicasChangedReport,)),
     Operation(
         "DELETE",
         "/replicas/{replica_id}",
-        (answers.ReplicaRemovedReport,),
+        (ReplicaRemovedReport,),
         query={"force": {"type": "string", "enum": ["1", "true"]}},
-        also={202: answers.ReplicaRemovedReport},
+        also={202: ReplicaRemovedReport},
     ),
     Operation("GET", "/queue", (QueueReport,), query={"limit": {**LIMIT, "minimum": 0}}),
     Operation("GET", "/tools", (ToolsReport,)),
-    Operation("POST", "/dashboard/login", (answers.LoginReport,), body=(LoginRequest,)),
+    Operation("GET", "/keys", (KeysReport,)),
+    Operation("POST", "/keys", (NewKeyReport,), body=(KeyRequest,)),
+    Operation("DELETE", "/keys/{name}", (RevokedKeyReport,)),
+    Operation("POST", "/config/reload", (ReloadReport,)),
+    Operation("POST", "/dashboard/login", (LoginReport,), body=(LoginRequest,)),
     Operation("GET", "/summary", (SummaryReport,)),
     Operation("GET", "/history", (HistoryReport,), query={"since": {"type": "number", "default": 0}}),
     Operation(
@@ -173,11 +215,11 @@ OPERATIONS: tuple[Operation, ...] = (
         headers={"Last-Event-ID": {**TEXT, "description": "go on after that message"}},
         answer_type=EVENTS_TYPE,
     ),
-    Operation("POST", "/leases", (answers.LeaseReport,), body=(LeaseRequest,)),
-    Operation("POST", "/leases/{lease_id}/progress", (answers.LeaseHeldReport,), body=(ProgressReport,)),
-    Operation("POST", "/leases/{lease_id}/end", (answers.LeaseEndedReport,), body=(LeaseEnd,)),
-    Operation("POST", "/weight_sync/begin", (answers.WeightSyncBegunReport,), body=(WeightSyncRequest,)),
-    Operation("POST", "/weight_sync/end", (answers.WeightSyncEndedReport,), body=(WeightSyncRequest,)),
+    Operation("POST", "/leases", (LeaseReport,), body=(LeaseRequest,)),
+    Operation("POST", "/leases/{lease_id}/progress", (LeaseHeldReport,), body=(ProgressReport,)),
+    Operation("POST", "/leases/{lease_id}/end", (LeaseEndedReport,), body=(LeaseEnd,)),
+    Operation("POST", "/weight_sync/begin", (WeightSyncBegunReport,), body=(WeightSyncRequest,)),
+    Operation("POST", "/weight_sync/end", (WeightSyncEndedReport,), body=(WeightSyncRequest,)),
 )
 
 UNDESCRIBED = ("/dashboard", "/workers", "/list_workers", "/add_worker", "/remove_worker")
@@ -217,7 +259,7 @@ class OpenApi:
 def document(routes: Iterable[web.RouteDef]) -> dict[str, Any]:
     """Return the document of these routes, as OpenAPI 3.1."""
     handlers = {(route.method, documented_path(route.path)): route.handler for route in routes}
-    inputs: list[tuple[type[BaseModel], JsonSchemaMode]] = [(answers.ErrorReport, "serialization")]
+    inputs: list[tuple[type[BaseModel], JsonSchemaMode]] = [(ErrorReport, "serialization")]
     for each in OPERATIONS:
         inputs += [(model, "serialization") for model in (*each.answers, *each.also.values())]
         inputs += [(model, "validation") for model in each.body]
@@ -285,7 +327,7 @@ def _responses(operation: Operation, references: References) -> dict[str, Any]:
         schema = references[model, "serialization"]
         responses[str(status)] = _content(inspect.getdoc(model) or "", "application/json", schema)
     for statuses, meaning in _ERRORS.items():
-        schema = references[answers.ErrorReport, "serialization"]
+        schema = references[ErrorReport, "serialization"]
         responses[statuses] = _content(meaning, "application/json", schema)
     return responses
 

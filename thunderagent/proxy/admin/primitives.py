@@ -12,7 +12,7 @@ from typing import Annotated, Protocol, Self
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from thunderagent.programs.control import MOST_PRIORITY
+from thunderagent.programs.operations import MOST_PRIORITY
 from thunderagent.proxy.gate.bodies import read_model, report_response
 from thunderagent.runtime import Runtime
 
@@ -199,13 +199,13 @@ class Primitives:
 
     async def report(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler's signature
         """Tell the routes there are, the global policy, and who starts and ends replicas."""
-        control = self._runtime.scheduler.control
+        scheduler = self._runtime.scheduler
         routes = [
             RouteReport(scope=scope.value, name=name, replicas=dict(route.targets))
-            for scope, name, route in control.routes
+            for scope, name, route in scheduler.core.routing.routes
         ]
         return report_response(
-            ControlReport(policy=control.policy_name, routes=routes, provision=self._provision_report())
+            ControlReport(policy=scheduler.global_policies.name, routes=routes, provision=self._provision_report())
         )
 
     async def route(self, request: web.Request) -> web.Response:
@@ -225,7 +225,7 @@ class Primitives:
         """Move a program to a replica, room or not."""
         wanted = read_model(MigrateRequest, await request.read())
         self._runtime.migrate(wanted.program_id, wanted.replica_id)
-        program = self._runtime.scheduler.table.get(wanted.program_id)
+        program = self._runtime.scheduler.programs.get(wanted.program_id)
         moved = program is not None and program.status == "active" and program.replica_id == wanted.replica_id
         return report_response(MigrateReport(program_id=wanted.program_id, replica_id=wanted.replica_id, moved=moved))
 

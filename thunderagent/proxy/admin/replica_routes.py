@@ -14,10 +14,10 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 from thunderagent.backends.discovery import Wanted, wanted_of
 from thunderagent.backends.discovery.base import MOST_RANKS_COUNT, shown_url
 from thunderagent.errors import DiscoveryError, RequestError
-from thunderagent.proxy.admin.reports import replica_reports
+from thunderagent.proxy.admin.reports import ReplicaReport, replica_reports
 from thunderagent.proxy.fleet.discovery import Discovery
 from thunderagent.proxy.fleet.replicas import Replicas
-from thunderagent.proxy.gate.bodies import read_model
+from thunderagent.proxy.gate.bodies import Report, read_model, report_response
 from thunderagent.runtime import Runtime
 
 
@@ -35,6 +35,19 @@ class AddRequest(BaseModel):
             return wanted_of(self.url, self.data_parallel_ranks)
         except DiscoveryError as error:
             raise RequestError(error.message) from error
+
+
+class ReplicasChangedReport(Report):
+    """Replicas that were added or changed, as they are now."""
+
+    replicas: list[ReplicaReport]
+
+
+class ReplicaRemovedReport(Report):
+    """Whether a replica is gone, or is removed when nothing is in flight there any more."""
+
+    replica_id: str
+    removed: bool
 
 
 class ReplicaHandlers:
@@ -81,9 +94,9 @@ class ReplicaHandlers:
         replica_id = request.match_info["replica_id"]
         if _is_true(request, "force"):
             await self._discovery.remove_now(replica_id)
-            return web.json_response({"replica_id": replica_id, "removed": True})
+            return report_response(ReplicaRemovedReport(replica_id=replica_id, removed=True))
         self._discovery.remove(replica_id)
-        return web.json_response({"replica_id": replica_id, "removed": False}, status=202)
+        return report_response(ReplicaRemovedReport(replica_id=replica_id, removed=False), status=202)
 
     # --- as others have it
 
@@ -127,8 +140,8 @@ class ReplicaHandlers:
 
     def _report(self, replica_ids: list[str], *, status: int = 200) -> web.Response:
         reports = replica_reports(self._runtime, self._replicas)
-        chosen = [report.model_dump() for report in reports if report.replica_id in replica_ids]
-        return web.json_response({"replicas": chosen}, status=status)
+        chosen = [report for report in reports if report.replica_id in replica_ids]
+        return report_response(ReplicasChangedReport(replicas=chosen), status=status)
 
 
 class SourceCollector:

@@ -10,8 +10,9 @@ from typing import Any
 from pydantic import Field
 
 from thunderagent.backends.discovery.base import shown_url
-from thunderagent.programs.lifecycle import Phase, Status
-from thunderagent.programs.program import Program, Turn
+from thunderagent.programs.model.places import Kind, Phase, Status
+from thunderagent.programs.model.program import Program
+from thunderagent.programs.model.turn import Turn
 from thunderagent.proxy.fleet.breaker import BreakerState
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.gate.bodies import Report
@@ -137,13 +138,13 @@ def program_fields(program: Program, now_s: float) -> dict[str, Any]:
         "status": program.status,
         "phase": program.phase,
         "marked": program.marked,
-        "idle": program.idle,
+        "idle": program.place.kind is Kind.AWAY,
         "parent_id": program.parent_id,
         "tenant": program.tenant,
         "group_id": program.group_id,
         "program_class": program.program_class,
         "replica_id": program.replica_id,
-        "bound_to": program.bound_to,
+        "bound_to": program.routed_to,
         "priority": program.priority,
         "priority_by_replica": program.priority_by_replica or {},
         "claim_tokens": program.claim_tokens,
@@ -212,7 +213,7 @@ def program_page(
     Costs O(programs), and O(n log n) of the n that are wanted for another order.
     """
     now_s = runtime.now_s()
-    chosen = wanted.choose(runtime.scheduler.table)
+    chosen = wanted.choose(runtime.scheduler.programs.values())
     if sort:
         key = SORTS[sort]
         chosen.sort(key=lambda program: key(program, now_s), reverse=descending)
@@ -233,7 +234,7 @@ def replica_reports(runtime: Runtime, replicas: Replicas) -> list[ReplicaReport]
     for replica_id, known in replicas.known.items():
         replica = runtime.scheduler.replicas.get(replica_id)
         account = ledger.open(replica_id, now_s)
-        ledger.settle(account, now_s)
+        ledger.accrue(account, now_s)
         costs = {name.removesuffix("_token_s"): round(value, 1) for name, value in asdict(account.costs).items()}
         reports.append(
             ReplicaReport(
@@ -258,13 +259,13 @@ def replica_reports(runtime: Runtime, replicas: Replicas) -> list[ReplicaReport]
                 demand_tokens=account.demand_tokens,
                 weighed_tokens=round(account.weighed_tokens(now_s), 1),
                 reasoning_tokens=account.reasoning_tokens,
-                acting_tokens=account.acting_tokens,
+                acting_tokens=account.acting.tokens,
                 marked_tokens=account.marked_tokens,
                 other_tokens=account.other_tokens,
                 shared_tokens=account.shared_tokens,
                 growth_tokens=account.growth_tokens,
                 reasoning_count=account.reasoning_count,
-                acting_count=account.acting_count,
+                acting_count=account.acting.count,
                 turns_in_flight_count=account.turn_count,
                 hit_ratio=round(account.hit_ratio, 4),
                 costs_token_s=costs,
@@ -284,9 +285,9 @@ def tools_report(runtime: Runtime) -> ToolsReport:
     return ToolsReport(
         running_count=scheduler.knowledge.tools_running_count,
         mean_s=round(scheduler.knowledge.mean_tool_s, 3),
-        sandbox_count=scheduler.sandboxes.sandbox_count,
-        sandbox_disk_bytes=scheduler.sandboxes.disk_bytes,
-        sandbox_memory_bytes=scheduler.sandboxes.memory_bytes,
+        sandbox_count=scheduler.book.sandboxes.sandbox_count,
+        sandbox_disk_bytes=scheduler.book.sandboxes.disk_bytes,
+        sandbox_memory_bytes=scheduler.book.sandboxes.memory_bytes,
     )
 
 
@@ -298,11 +299,11 @@ def queue_report(runtime: Runtime, limit: int) -> QueueReport:
     in_place = (program.held for replica in scheduler.replicas.values() for program in replica.programs.values())
     causes = [replica.suspended_for for replica in scheduler.open_replicas] if not scheduler.granting_replicas else []
     return QueueReport(
-        waiting=[program_report(program, now_s) for program, _ in zip(queue.waiting(), range(limit), strict=False)],
+        waiting=[program_report(program, now_s) for program, _ in zip(queue.with_turns(), range(limit), strict=False)],
         waiting_count=queue.waiting_count,
-        outside_count=len(queue.outside),
-        paused_acting_count=len(queue.acting),
-        anonymous_held_count=len(scheduler.anonymous_held),
+        outside_count=queue.unadmitted.count,
+        paused_acting_count=queue.resting.count,
+        anonymous_held_count=len(scheduler.book.anonymous_held),
         turns_held_count=scheduler.ledger.waiting_count,
         suspended_for=list(dict.fromkeys(cause for suspended_for in causes for cause in suspended_for)),
         held_in_place_count=sum(map(len, in_place)),

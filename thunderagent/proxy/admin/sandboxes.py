@@ -6,13 +6,15 @@ import asyncio
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from pydantic import Field
 
 from thunderagent.errors import NotFoundError, RequestError
+from thunderagent.proxy.gate.bodies import Report, report_response
 from thunderagent.proxy.gate.keys import check_admin
 from thunderagent.proxy.gate.tenancy import Tenancy
 from thunderagent.proxy.reading.identity import TENANT_HEADER, check_program_id
@@ -24,20 +26,21 @@ SANDBOXES_OFF = "sandboxes are off; start with --sandboxes docker"
 PREPARE_BUCKETS_S = (0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 300)
 WAIT_BUCKETS_S = (0.0, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60)
 
-Report = dict[str, Any]
+Said = dict[str, Any]
+"""What the sandbox manager says of a sandbox: a `SandboxReport`."""
 
 
 class Sandboxes(Protocol):
     """What the proxy asks of the sandbox manager. A report is a JSON object, as the API documents it."""
 
-    async def request(self, program_id: str, body: bytes, tenant: str = "") -> list[Report]:
+    async def request(self, program_id: str, body: bytes, tenant: str = "") -> list[Said]:
         """Ask for what a body says; return a report of each. A program that is new is of that tenant."""
 
-    def of_program(self, program_id: str) -> list[Report]:
-        """Report on a program's sandboxes."""
+    def of_program(self, program_id: str) -> list[Said]:
+        """Said on a program's sandboxes."""
 
-    def all(self) -> list[Report]:
-        """Report on every sandbox."""
+    def all(self) -> list[Said]:
+        """Said on every sandbox."""
 
     def reclaim(self, program_id: str, sandbox_id: str) -> bool:
         """Take a program off one of its sandboxes; False if there is none such."""
@@ -45,7 +48,7 @@ class Sandboxes(Protocol):
     def program_seen(self, program_id: str, program_class: str, tenant: str = "") -> None:
         """Prepare what programs of a class get. One that is new is of that tenant."""
 
-    def feed(self, program_id: str | None = None) -> AbstractAsyncContextManager[asyncio.Queue[Report | None]]:
+    def feed(self, program_id: str | None = None) -> AbstractAsyncContextManager[asyncio.Queue[Said | None]]:
         """Give a queue of reports, one for each change, of one program's alone or of all; None ends it."""
 
     @property
@@ -74,11 +77,66 @@ class Sandboxes(Protocol):
         """Call these with the time of each preparation, and that which an admitted program waited for one."""
 
 
+class SandboxReport(Report):
+    """A sandbox now."""
+
+    sandbox_id: str
+    template: str | None
+    driver: str
+    stage: Literal["requested", "preparing", "ready", "in_use", "reclaiming", "failed", "gone"]
+    program_ids: list[str]
+    given: bool = Field(description="somebody else made it")
+    handle: str | None = Field(description="the engine's name or id of it")
+    address: str | None
+    ports: dict[str, list[str | int]] = Field(description="by the port inside: host and port to connect to")
+    details: dict[str, Any]
+    age_s: float
+    prepare_s: float | None
+    attempt_count: int
+    why: str | None
+    disk_bytes: int | None
+    memory_bytes: int | None
+
+
+class ProgramSandboxesReport(Report):
+    """A program's sandboxes."""
+
+    program_id: str
+    sandboxes: list[SandboxReport]
+
+
+class SandboxesReport(Report):
+    """All sandboxes."""
+
+    sandboxes: list[SandboxReport]
+    engine_errors: dict[str, str] = Field(description="drivers whose engine does not answer, and why")
+
+
+class ReclaimedReport(Report):
+    """Whether a program had that sandbox."""
+
+    sandbox_id: str
+    reclaimed: bool
+
+
+class SandboxBody(Report):
+    """What is asked for; give one of template, spec and handle."""
+
+    template: str | None = Field(None, description="name of a template in the configuration")
+    spec: dict[str, Any] | None = Field(
+        None, description="a template of its own; docs/how-to/sandboxes.md has its fields"
+    )
+    handle: str | None = Field(None, description="a sandbox that is there already: the engine's name or id of it")
+    driver: Literal["docker", "kubernetes", "callback"] = Field("docker", description="with handle: whose name it is")
+    reclaim_url: str = Field("", description="with handle, for one that runs elsewhere: gets a POST at the end")
+    share: str = Field("", max_length=256, description="programs that ask with the same word share one sandbox")
+
+
 class SandboxCollector:
     """What `/metrics` says of sandboxes."""
 
     def __init__(self, sandboxes: Sandboxes, registry: CollectorRegistry) -> None:
-        """Report on `sandboxes`."""
+        """Said on `sandboxes`."""
         self._sandboxes = sandboxes
         prepare = Histogram(
             "thunderagent_sandbox_prepare_seconds",
@@ -150,7 +208,8 @@ class SandboxHandlers:
     async def list_all(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler's signature
         """List every sandbox, and drivers whose engine does not answer."""
         sandboxes = self._sandboxes
-        return web.json_response({"sandboxes": sandboxes.all(), "engine_errors": sandboxes.engine_errors})
+        said = {"sandboxes": sandboxes.all(), "engine_errors": sandboxes.engine_errors}
+        return report_response(SandboxesReport.model_validate(said))
 
     async def list_of_program(self, request: web.Request) -> web.Response:
         """List a program's sandboxes; none is no error."""
@@ -172,7 +231,7 @@ class SandboxHandlers:
         program_id, sandbox_id = request.match_info["program_id"], request.match_info["sandbox_id"]
         sandboxes = self._sandboxes
         reclaimed = self._tenancy.has(program_id) and sandboxes.reclaim(program_id, sandbox_id)
-        return web.json_response({"sandbox_id": sandbox_id, "reclaimed": reclaimed})
+        return report_response(ReclaimedReport(sandbox_id=sandbox_id, reclaimed=reclaimed))
 
     async def events(self, request: web.Request) -> web.StreamResponse:
         """Stream a report for each change, those that there are first; of one program with `?program_id=`."""
@@ -195,9 +254,10 @@ class SandboxHandlers:
             return await stream_events(request, next_event, first=b"".join(map(_event, there)))
 
 
-def _of_program(program_id: str, reports: Sequence[Report], status: int = 200) -> web.Response:
-    return web.json_response({"program_id": program_id, "sandboxes": list(reports)}, status=status)
+def _of_program(program_id: str, reports: Sequence[Said], status: int = 200) -> web.Response:
+    said = {"program_id": program_id, "sandboxes": list(reports)}
+    return report_response(ProgramSandboxesReport.model_validate(said), status=status)
 
 
-def _event(report: Report) -> bytes:
+def _event(report: Said) -> bytes:
     return server_sent(json.dumps(report).encode(), kind="sandbox")

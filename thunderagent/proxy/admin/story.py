@@ -12,12 +12,12 @@ from typing import Literal
 
 from pydantic import Field
 
-from thunderagent.programs.decisions import Reason
-from thunderagent.programs.lifecycle import Phase, Status
-from thunderagent.programs.program import Program, Turn
+from thunderagent.programs.model.decisions import Reason
+from thunderagent.programs.model.places import Phase, Status
+from thunderagent.programs.model.program import Program
+from thunderagent.programs.model.turn import Turn
+from thunderagent.programs.model.verdicts import Level
 from thunderagent.programs.scheduler import Scheduler
-from thunderagent.programs.verdicts import Level
-from thunderagent.programs.view import SchedulerView
 from thunderagent.proxy.admin.reports import ProgramReport, program_fields
 from thunderagent.proxy.gate.bodies import Report
 from thunderagent.runtime import Runtime
@@ -185,7 +185,7 @@ def _waiting(scheduler: Scheduler, program: Program, now_s: float) -> WaitingRep
     rooms = _rooms(scheduler, program)
     granting = {replica.replica_id for replica in scheduler.granting_replicas}
     suspended_for = _suspended_for(scheduler, program)
-    due_s = inf if program.status is Status.ACTIVE else min(map(scheduler.impatient.due_s, program.held.values()))
+    due_s = inf if program.status is Status.ACTIVE else min(map(scheduler.deadlines.due_s, program.held.values()))
     return WaitingReport(
         reason=program.hold_reason,
         for_s=round(now_s - program.waiting_since_s, 3),
@@ -210,7 +210,7 @@ def _what_must_end(program: Program) -> str:
 
 
 def _who_must_admit(scheduler: Scheduler) -> str:
-    count = scheduler.admitted_count
+    count = scheduler.book.admitted_count
     admitted = "1 program is admitted" if count == 1 else f"{count:,} programs are admitted"
     return f"a place must become free: {admitted} (admission {scheduler.admission_name})"
 
@@ -222,18 +222,18 @@ def _suspended_for(scheduler: Scheduler, program: Program) -> list[str]:
     """
     if program.status is Status.ACTIVE:
         return list(scheduler.replicas[program.replica_id or ""].suspended_for)
-    if program.admitted and program.bound_to is not None:
-        return list(scheduler.replicas[program.bound_to].suspended_for)
+    if program.admitted and program.routed_to is not None:
+        return list(scheduler.replicas[program.routed_to].suspended_for)
     if scheduler.granting_replicas:
         return []
     return list(dict.fromkeys(cause for replica in scheduler.open_replicas for cause in replica.suspended_for))
 
 
 def _rooms(scheduler: Scheduler, program: Program) -> list[RoomReport]:
-    view = SchedulerView(scheduler)
+    view = scheduler.view
     rooms = []
     for replica in scheduler.open_replicas:
-        if program.bound_to not in (None, replica.replica_id):
+        if program.routed_to not in (None, replica.replica_id):
             continue
         account = replica.account
         free_tokens = int(account.limit_tokens) - account.demand_tokens if isfinite(account.limit_tokens) else None

@@ -20,7 +20,7 @@ from thunderagent.backends.discovery.base import shown_url
 from thunderagent.errors import ReplicaRemovedError
 from thunderagent.leases import LeaseSource, OpenLease, TurnAsk
 from thunderagent.proxy.fleet.replicas import Replicas
-from thunderagent.proxy.gate.bodies import read_model
+from thunderagent.proxy.gate.bodies import Report, read_model, report_response
 from thunderagent.proxy.gate.held import HeldTurns
 from thunderagent.proxy.gate.tenancy import Tenancy
 from thunderagent.proxy.reading.identity import check_program_id
@@ -71,6 +71,32 @@ class LeaseEnd(BaseModel):
     output_tokens: Tokens | None = None
     cached_tokens: Tokens | None = None
     tool: str = Field("", max_length=256)
+
+
+class LeaseReport(Report):
+    """A lease: leave for one turn to run on that replica."""
+
+    lease_id: str
+    program_id: str | None
+    replica_id: str
+    url: str
+    held_s: float
+    reason: str
+    limit_s: float = Field(description="it is ended when nothing was heard of it for so long")
+
+
+class LeaseHeldReport(Report):
+    """Whether a lease is still held."""
+
+    lease_id: str
+    held: bool
+
+
+class LeaseEndedReport(Report):
+    """Whether a lease was still held."""
+
+    lease_id: str
+    ended: bool
 
 
 @dataclass(slots=True)
@@ -131,17 +157,16 @@ class Leases:
             raise
         lease_id = uuid.uuid4().hex
         self._held[lease_id] = _Held(lease, prompt_tokens, self._watch(lease_id))
-        response = web.json_response(
-            {
-                "lease_id": lease_id,
-                "program_id": granted.program_id,
-                "replica_id": granted.replica_id,
-                "url": shown_url(url),
-                "held_s": round(granted.held_s, 4),
-                "reason": granted.reason,
-                "limit_s": self._limit_s,
-            }
+        report = LeaseReport(
+            lease_id=lease_id,
+            program_id=granted.program_id,
+            replica_id=granted.replica_id,
+            url=shown_url(url),
+            held_s=round(granted.held_s, 4),
+            reason=granted.reason,
+            limit_s=self._limit_s,
         )
+        response = report_response(report)
         await self._hand_over(request, response, lease_id)
         return response
 
@@ -177,7 +202,7 @@ class Leases:
                 held.started = True
                 held.lease.started()
             held.lease.progressed(self._believed(report.output_tokens, beside_tokens=held.prompt_tokens) or 0)
-        return web.json_response({"lease_id": lease_id, "held": held is not None})
+        return report_response(LeaseHeldReport(lease_id=lease_id, held=held is not None))
 
     async def end(self, request: web.Request) -> web.Response:
         """End a lease. Idempotent: one that is not known, or no longer, is no error."""
@@ -198,7 +223,7 @@ class Leases:
                     "refused": held.lease.refused,
                     "abandoned": held.lease.abandoned,
                 }[said.outcome]()
-        return web.json_response({"lease_id": lease_id, "ended": held is not None})
+        return report_response(LeaseEndedReport(lease_id=lease_id, ended=held is not None))
 
     def close(self) -> None:
         """End what is left."""

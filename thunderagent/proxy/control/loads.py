@@ -20,7 +20,7 @@ def load_of(runtime: Runtime, replica_ids: list[str]) -> dict[str, Any]:
     for turn in scheduler.turns.values():
         if turn.program is not None and turn.turn_id in turn.program.held:
             held_counts[turn.program.replica_id] += 1
-        elif turn.turn_id in scheduler.anonymous_held:
+        elif turn.turn_id in scheduler.book.anonymous_held:
             held_counts[turn.pinned_replica_id] += 1
     elsewhere_count = sum(count for home, count in held_counts.items() if home not in scheduler.replicas)
     loads: list[dict[str, Any]] = []

@@ -7,6 +7,7 @@ between is found out by a limit.
 from __future__ import annotations
 
 import asyncio
+from typing import Literal
 
 import structlog
 from aiohttp import web
@@ -14,7 +15,7 @@ from pydantic import BaseModel, ConfigDict
 
 from thunderagent.proxy.fleet.commands import WEIGHT_SYNC
 from thunderagent.proxy.fleet.replicas import Replicas
-from thunderagent.proxy.gate.bodies import read_model
+from thunderagent.proxy.gate.bodies import Report, read_model, report_response
 from thunderagent.runtime import Runtime
 
 log = structlog.get_logger("thunderagent.control")
@@ -27,6 +28,21 @@ class WeightSyncRequest(BaseModel):
 
     weight_version: str | None = None
     cache_cleared: bool = True
+
+
+class WeightSyncBegunReport(Report):
+    """Grants are stopped."""
+
+    suspended: Literal[True]
+    began: bool
+    limit_s: float
+
+
+class WeightSyncEndedReport(Report):
+    """Grants go on."""
+
+    suspended: Literal[False]
+    ended: bool
 
 
 class WeightSync:
@@ -52,7 +68,7 @@ class WeightSync:
         if began:
             self._runtime.suspend_grants(WEIGHT_SYNC)
             log.info("weight_sync_began", weight_version=wanted.weight_version, limit_s=self._limit_s)
-        return web.json_response({"suspended": True, "began": began, "limit_s": self._limit_s})
+        return report_response(WeightSyncBegunReport(suspended=True, began=began, limit_s=self._limit_s))
 
     async def end(self, request: web.Request) -> web.Response:
         """Let grants go on. Saying it again, or without a beginning, changes nothing."""
@@ -67,7 +83,7 @@ class WeightSync:
                     known.weight_version = wanted.weight_version
             self._end()
             log.info("weight_sync_ended", weight_version=wanted.weight_version)
-        return web.json_response({"suspended": False, "ended": ended})
+        return report_response(WeightSyncEndedReport(suspended=False, ended=ended))
 
     def close(self) -> None:
         """Take the watchdog back."""

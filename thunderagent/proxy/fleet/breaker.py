@@ -28,8 +28,9 @@ from enum import StrEnum
 import structlog
 
 from thunderagent.errors import ReplicaError, ReplicaRemovedError, ReplicaTrippedError
-from thunderagent.programs.decisions import Decision
-from thunderagent.programs.events import Event, ReplicaDown, ReplicaDraining, ReplicaRemoved
+from thunderagent.programs.model.decisions import Decision
+from thunderagent.programs.model.events import Event
+from thunderagent.programs.model.fleet_events import ReplicaDown, ReplicaDraining, ReplicaRemoved
 from thunderagent.runtime import Runtime
 
 log = structlog.get_logger("thunderagent.breaker")

@@ -17,8 +17,15 @@ import structlog
 from thunderagent.backends.base import NOTHING_READ, NamedTurn, ReplicaReading
 from thunderagent.backends.poller import ReplicaEndpoint
 from thunderagent.errors import NoReplicaError, ReplicaRemovedError
-from thunderagent.programs.decisions import Decision, Release
-from thunderagent.programs.events import EncodesPolled, Event, GrantsContinued, GrantsSuspended, ReplicaDown, ReplicaUp
+from thunderagent.programs.model.decisions import Decision, Release
+from thunderagent.programs.model.events import Event
+from thunderagent.programs.model.fleet_events import (
+    EncodesPolled,
+    GrantsContinued,
+    GrantsSuspended,
+    ReplicaDown,
+    ReplicaUp,
+)
 from thunderagent.proxy.fleet.breaker import Breakers, BreakerSettings
 from thunderagent.proxy.fleet.client import ReplicaClient
 from thunderagent.proxy.fleet.notices import NoticeSender, TaggedPrograms
@@ -111,6 +118,8 @@ class Replicas:
         self._runtime = runtime
         self._capacity_override_tokens = capacity_override_tokens
         self.on_ranks_found: Callable[[str, int], None] = lambda url, ranks_count: None  # noqa: ARG005
+        self.on_removed: list[Callable[[str], None]] = []
+        """Called with the id of each replica that was removed."""
         self._followers: list[Follower] = []
         self._connections: Connections | None = None
         self.known = {endpoint.replica_id: KnownReplica(endpoint) for endpoint in endpoints}
@@ -212,6 +221,8 @@ class Replicas:
         self._notices.forget(replica_id)
         self.priorities.forget(replica_id)
         self._runtime.replica_removed(replica_id)
+        for forget in self.on_removed:
+            forget(replica_id)
         await self._connections.remove(replica_id)
 
     # --- what goes where, and what the poller finds

@@ -86,6 +86,8 @@ ROUTES: tuple[tuple[Access, str, str], ...] = (
     (ADMIN, "GET", "/summary"),
     (ADMIN, "GET", "/history"),
     (ADMIN, "*", "/replicas**"),
+    (ADMIN, "*", "/keys**"),
+    (ADMIN, "*", "/config**"),
     (ADMIN, "*", "/control**"),
     (ADMIN, "*", "/weight_sync/**"),
     # In the words of other gateways.
@@ -143,6 +145,9 @@ _KEEP_NOTHING = (
     *("/model_info", "/get_model_info", "/api/show", "/version", "/ping", "/v1/files**"),
 )
 """Paths on which a POST generates nothing. On any other it may, and takes a lease."""
+
+_NEVER_GENERATE = frozenset({"GET", "HEAD", "OPTIONS", "DELETE"})
+"""Methods with which nothing is generated. Any other may do what POST does: SGLang takes PUT for it on `/generate`."""
 
 ENGINE_CONTROL = frozenset(
     {
@@ -232,11 +237,12 @@ def is_known(target: Target, method: str) -> bool:
 
 def use_of(target: Target, method: str) -> Use:
     """Say what a request wants of an engine. Cost: a look-up for a turn, one pass over the table for others."""
-    if method == "POST" and target.words in _TURN_WORDS:
+    may_generate = method not in _NEVER_GENERATE
+    if may_generate and target.words in _TURN_WORDS:
         return Use.TURN
     if is_control(target):
         return Use.CONTROL
-    if method != "POST" or any(_matches(target.words, pattern) for pattern in _KEEP_NOTHING):
+    if not may_generate or any(_matches(target.words, pattern) for pattern in _KEEP_NOTHING):
         return Use.SIDE_CALL
     return Use.GENERATE
 

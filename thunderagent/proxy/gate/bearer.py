@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from secrets import token_urlsafe
 from typing import Protocol
 
-from thunderagent.programs.decisions import Decision, Release
-from thunderagent.programs.events import Event
+from thunderagent.programs.model.decisions import Decision, Release
+from thunderagent.programs.model.events import Event
 
 PLAIN_PREFIX = "ta-"
 """`Bearer ta-<id>` names the program `<id>`."""

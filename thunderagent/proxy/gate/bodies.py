@@ -27,6 +27,7 @@ def read_model(model: type[Model], body: bytes) -> Model:
         raise RequestError(faults_of(error)[0]) from error
 
 
-def report_response(report: BaseModel) -> web.Response:
-    """Return the answer that a report is."""
-    return web.Response(body=report.model_dump_json().encode(), content_type="application/json")
+def report_response(report: BaseModel, *, status: int = 200, without_unset: bool = False) -> web.Response:
+    """Return the answer that a report is; `without_unset` leaves out what was not said and has a default."""
+    body = report.model_dump_json(exclude_unset=without_unset).encode()
+    return web.Response(status=status, body=body, content_type="application/json")

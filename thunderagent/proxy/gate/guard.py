@@ -5,29 +5,35 @@ Where none of that is configured, a request costs here no more than its id and a
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 from urllib.parse import urlsplit
 
 from aiohttp import web
 from aiohttp.http import HttpVersion11
-from multidict import CIMultiDict, CIMultiDictProxy
+from multidict import CIMultiDict
 from prometheus_client import CollectorRegistry
 
 from thunderagent.errors import (
-    BodyTimeoutError,
     BodyTooLargeError,
-    ExpectationError,
     NotFoundError,
     OriginRefusedError,
 )
-from thunderagent.proxy.gate.access import OF_OWN_TENANT, Access, ForwardUnknown, access_of_route, engine_access
+from thunderagent.proxy.gate.access import (
+    OF_OWN_TENANT,
+    Access,
+    ForwardUnknown,
+    Use,
+    access_of_route,
+    engine_access,
+    use_of,
+)
+from thunderagent.proxy.gate.coming import Visitor, come
 from thunderagent.proxy.gate.held import HeldTurns, KeptBody
 from thunderagent.proxy.gate.hosts import Hosts, comes_from_a_browser
-from thunderagent.proxy.gate.keys import KEY_HEADER, Keyring, check_key
+from thunderagent.proxy.gate.keys import KEY_HEADER, NO_LIMITS, Keyring, check_key
+from thunderagent.proxy.gate.keys.quotas import Quotas
 from thunderagent.proxy.gate.login import Logins
 from thunderagent.proxy.gate.rate_limit import RateLimits
 from thunderagent.proxy.wire.aiohttp_request import KEPT_BODY, target_of
@@ -41,26 +47,6 @@ MAX_OPEN_BODY_BYTES = 64 * 1024
 
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 PREFLIGHT_AGE_S = 600
-
-
-class Visitor(Protocol):
-    """What is judged of a request, whichever server read it."""
-
-    @property
-    def method(self) -> str:
-        """The method."""
-
-    @property
-    def headers(self) -> CIMultiDictProxy[str]:
-        """The headers."""
-
-    @property
-    def host(self) -> str:
-        """What it calls us."""
-
-    @property
-    def remote(self) -> str | None:
-        """The address that it came from."""
 
 
 NEEDS = web.RequestKey("needs", Access)
@@ -102,8 +88,12 @@ class Guard:
         registry: CollectorRegistry,
         logins: Logins,
         held: HeldTurns,
+        quotas: Quotas | None = None,
     ) -> None:
-        """Ask for keys of `keyring`, if it has any, or for one of `logins`; count in `registry`, bodies in `held`."""
+        """Ask for keys of `keyring`, if it has any, or for one of `logins`; count in `registry`, bodies in `held`.
+
+        `quotas` has turns wait whose key has had its share.
+        """
         self._settings = settings
         self._held = held
         self._keyring = keyring
@@ -111,9 +101,17 @@ class Guard:
         self._hosts = None if keyring.has_data_keys else Hosts(settings.hosts)
         default = ForwardUnknown.ADMIN if keyring else ForwardUnknown.DATA
         self._forward_unknown = settings.forward_unknown or default
+        self._quotas = quotas
         self._limits = None
         if settings.rate_limit_per_s is not None:
             self._limits = RateLimits(settings.rate_limit_per_s, settings.rate_limit_burst_count, registry)
+
+    def set_rate_limit(self, per_s: float | None, burst_count: int) -> bool:
+        """Let callers ask so often from now on; False if it takes a restart to begin or to end that."""
+        if self._limits is None or per_s is None:
+            return self._limits is None and per_s is None
+        self._limits.set(per_s, burst_count)
+        return True
 
     def attach(self, app: web.Application) -> None:
         """Have answers say who may read them, if anybody may but their own origin."""
@@ -130,6 +128,7 @@ class Guard:
         access = self._access_of(method, route_path)
         checks_keys_or_rate = access is not Access.OPEN and (bool(self._keyring) or self._limits is not None)
 
+        may_be_turn = access is Access.ENGINE or (method == "POST" and route_path == "/leases")
         tells_all = method == "GET" and (route_path in OF_OWN_TENANT or route_path == "/sandboxes/events")
 
         async def handle(request: web.Request) -> web.StreamResponse:
@@ -144,7 +143,8 @@ class Guard:
                     return self._preflight(request)
                 self._check_origin(request, asks_engine=access is Access.ENGINE and needs is Access.DATA)
             if checks_keys_or_rate:
-                await self._check_key_and_rate(request, for_admin=needs is Access.ADMIN)
+                is_turn = may_be_turn and self._quotas is not None and _is_turn(request)
+                await self._check_key_and_rate(request, for_admin=needs is Access.ADMIN, is_turn=is_turn)
             if request.content.is_eof():  # most bodies come with their head
                 return await handler(request)
             kept = request[KEPT_BODY] = KeptBody(self._held)
@@ -168,7 +168,7 @@ class Guard:
         if "Origin" in asked.headers:
             self._check_origin(asked, asks_engine=True)
         if self._keyring or self._limits is not None:
-            await self._check_key_and_rate(asked, for_admin=False)
+            await self._check_key_and_rate(asked, for_admin=False, is_turn=True)
         if asked.is_whole:
             asked.body = asked.taken()
             if len(asked.body) > self._settings.max_body_bytes:
@@ -176,11 +176,12 @@ class Guard:
             return None
         kept = KeptBody(self._held)
         try:
-            asked.body = await self._come(
+            asked.body = await come(
                 asked.next_piece,
                 asked.headers,
                 max(0, asked.head.length),
                 kept,
+                self._settings.body_timeout_s,
                 self._settings.max_body_bytes,
                 asked.invite if asked.head.is_http_11 else None,
             )
@@ -204,13 +205,15 @@ class Guard:
             return Access.ADMIN
         return access_of_route(method, route_path) or Access.ADMIN
 
-    async def _check_key_and_rate(self, request: Visitor, *, for_admin: bool) -> None:
+    async def _check_key_and_rate(self, request: Visitor, *, for_admin: bool, is_turn: bool) -> None:
         caller = f"address {request.remote}"
         if self._keyring:
-            key = self._keyring.key_of(request.headers) or self._logins.key_of(request.headers)
+            key = self._keyring.key_of(request.headers) or self._keyring.still(self._logins.key_of(request.headers))
             check_key(key, self._keyring, for_admin=for_admin)
             if key is not None:
                 caller = f"key {key.name}"
+                if key.limits != NO_LIMITS and self._quotas is not None and is_turn:
+                    await self._quotas.wait(key)
         if self._limits is not None:
             if for_admin:
                 self._limits.check(caller)
@@ -219,48 +222,15 @@ class Guard:
 
     async def _read_body(self, request: web.Request, kept: KeptBody, max_bytes: int) -> None:
         """Read a body that did not come with its head; what a handler reads later is what was read here."""
-        request._read_bytes = await self._come(  # noqa: SLF001 - where `request.read` keeps it
+        request._read_bytes = await come(  # noqa: SLF001 - where `request.read` keeps it
             request.content.readany,
             request.headers,
             request.content_length or 0,
             kept,
+            self._settings.body_timeout_s,
             max_bytes,
             partial(_invite, request) if request.version >= HttpVersion11 else None,
         )
-
-    async def _come(
-        self,
-        next_piece: Callable[[], Awaitable[bytes]],
-        headers: CIMultiDictProxy[str],
-        length_bytes: int,
-        kept: KeptBody,
-        max_bytes: int,
-        invite: Callable[[], None] | None,
-    ) -> bytes:
-        """Have a body come, with an invitation if its client waits for one.
-
-        It is counted as it comes: who only announces a large one takes nothing from others.
-        """
-        limit_s = self._settings.body_timeout_s
-        if length_bytes > max_bytes:
-            raise BodyTooLargeError(f"the body has {length_bytes} bytes, the limit is {max_bytes}")
-        pieces, size_bytes = [], 0
-        kept.check(length_bytes)
-        if "Expect" in headers and invite is not None:
-            if headers["Expect"].lower() != "100-continue":
-                raise ExpectationError("nothing can be expected of this server but 100-continue")
-            invite()
-        try:
-            async with asyncio.timeout(limit_s):
-                while piece := await next_piece():
-                    pieces.append(piece)
-                    size_bytes += len(piece)
-                    if size_bytes > max_bytes:
-                        raise BodyTooLargeError(f"the body is larger than the limit of {max_bytes} bytes")
-                    kept.grow(len(piece))
-        except TimeoutError as error:
-            raise BodyTimeoutError(f"the body did not come within {limit_s:g} s") from error
-        return b"".join(pieces)
 
     def _is_judged_by_name(self, request: Visitor, is_operators: bool) -> bool:
         """Say whether what a request calls us matters: without a key, to operators' routes and from browsers."""
@@ -333,6 +303,10 @@ class Guard:
         if origin is not None and self._is_allowed(origin):
             headers["Access-Control-Allow-Origin"] = origin
             headers["Access-Control-Expose-Headers"] = EXPOSED_HEADERS
+
+
+def _is_turn(request: web.Request) -> bool:
+    return use_of(target_of(request), request.method) in (Use.TURN, Use.GENERATE)
 
 
 def _host_and_port(origin: str) -> str | None:

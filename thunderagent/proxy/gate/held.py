@@ -1,8 +1,9 @@
-"""How many turns may be held, and how much of their bodies: for all callers together, and for each key.
+"""How many turns may be held, and how much of their bodies: for all callers together, for each tenant and each key.
 
 A held turn keeps its body in memory until it has run, so whoever may hold turns without end may take all memory; so may
 whoever sends bodies faster than they are read. A body counts as it comes, until its turn may run. Past what all may
-keep a request gets 503; past what one key may, 429, because it is that key's to send less.
+keep a request gets 503; past what one key or its tenant may, 429, because it is theirs to send less. A tenant is what
+the names of keys begin with, up to a slash.
 """
 
 from __future__ import annotations
@@ -10,26 +11,28 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal
+from typing import Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from thunderagent.errors import KeyHeldLimitError, TooManyHeldError
-from thunderagent.proxy.gate.keys import caller_key
+from thunderagent.proxy.gate.keys import Key, caller_key
 from thunderagent.proxy.wire.exchange import KeptBody as Kept
 
-Bound = Literal["turns", "bytes", "key_turns", "key_bytes"]
+Bound = Literal["turns", "bytes", "key_turns", "key_bytes", "tenant_turns", "tenant_bytes"]
 
 
 @dataclass(frozen=True, slots=True)
 class HeldLimits:
-    """What may be held. None of a key is half of that of all."""
+    """What may be held. None of a key is half of that of all, None of a tenant as much as of all."""
 
     turns_count: int = 20_000
     body_bytes: int = 2**30
     key_turns_count: int | None = None
     key_body_bytes: int | None = None
+    tenant_turns_count: int | None = None
+    tenant_body_bytes: int | None = None
 
 
 NO_LIMITS = HeldLimits()
@@ -46,24 +49,30 @@ class HeldTurns:
 
     def __init__(self, limits: HeldLimits, registry: CollectorRegistry) -> None:
         """Begin with nothing held."""
-        self._limits = limits
-        half_turns, half_bytes = max(1, limits.turns_count // 2), max(1, limits.body_bytes // 2)
-        self._key_turns_count = half_turns if limits.key_turns_count is None else limits.key_turns_count
-        self._key_body_bytes = half_bytes if limits.key_body_bytes is None else limits.key_body_bytes
         self._all = _Sums()
-        self._by_key: dict[str, _Sums] = {}
+        self._of_owners: dict[tuple[str, str], _Sums] = {}
+        """Of keys and of tenants, by what they are and their names."""
+        self.set(limits)
         self._refused = Counter(
             "thunderagent_held_refused",
             "Turns that were refused instead of held, by the bound that was reached.",
             ["bound"],
             registry=registry,
         )
-        for bound in ("turns", "bytes", "key_turns", "key_bytes"):
+        for bound in get_args(Bound):
             self._refused.labels(bound)
         registry.register(self)
 
     def __repr__(self) -> str:
         return f"<HeldTurns: {self._all.turns_count} turns, {self._all.body_bytes} bytes>"
+
+    def set(self, limits: HeldLimits) -> None:
+        """Go by these limits from now on; what is held already stays."""
+        self._limits = limits
+
+    def max_turns_count(self, key: Key) -> int:
+        """Return how many turns of a key may wait."""
+        return self._limits_of("key", key)[0]
 
     def turn(self, kept: Kept | None, body_bytes: int) -> HeldTurn:
         """Return the block that a turn with a body of this size is held in; until now `kept` counted it, if anybody."""
@@ -77,95 +86,110 @@ class HeldTurns:
             self._all.body_bytes,
         )
 
-    def take(self, key_name: str, turns_count: int, body_bytes: int) -> None:
+    def take(self, key: Key | None, turns_count: int, body_bytes: int) -> None:
         """Count what is kept from now on. Raises `KeyHeldLimitError` or `TooManyHeldError`."""
-        mine = self._by_key.get(key_name) or _Sums()
-        if key_name:
-            if turns_count and mine.turns_count >= self._key_turns_count:
-                raise self._key_error("key_turns", f"{mine.turns_count:,} turns of this key are held")
-            if mine.body_bytes and mine.body_bytes + body_bytes > self._key_body_bytes:
-                raise self._key_error("key_bytes", f"bodies of {mine.body_bytes:,} bytes of this key are kept")
+        for kind, name in _owners(key):
+            sums = self._of_owners.get((kind, name)) or _Sums()
+            max_turns_count, max_body_bytes = self._limits_of(kind, key)
+            if turns_count and sums.turns_count >= max_turns_count:
+                raise self._owner_error(f"{kind}_turns", f"{sums.turns_count:,} turns of this {kind} are held")
+            if sums.body_bytes and sums.body_bytes + body_bytes > max_body_bytes:
+                raise self._owner_error(f"{kind}_bytes", f"bodies of {sums.body_bytes:,} bytes of this {kind} are kept")
         if turns_count and self._all.turns_count >= self._limits.turns_count:
             raise self._error("turns", f"{self._all.turns_count:,} turns are held")
         if self._all.body_bytes and self._all.body_bytes + body_bytes > self._limits.body_bytes:
             raise self._error("bytes", f"bodies of {self._all.body_bytes:,} bytes are kept")
-        if key_name:
-            self._by_key[key_name] = mine
-        for sums in (self._all, mine):
+        for sums in (self._all, *(self._of_owners.setdefault(owner, _Sums()) for owner in _owners(key))):
             sums.turns_count += turns_count
             sums.body_bytes += body_bytes
 
-    def give_back(self, key_name: str, turns_count: int, body_bytes: int) -> None:
+    def give_back(self, key: Key | None, turns_count: int, body_bytes: int) -> None:
         """Count what is kept no longer."""
-        mine = self._by_key[key_name] if key_name else None
-        for sums in (self._all, mine):
-            if sums is not None:
-                sums.turns_count -= turns_count
-                sums.body_bytes -= body_bytes
-        if mine is not None and not mine.turns_count and not mine.body_bytes:
-            del self._by_key[key_name]
+        for sums in (self._all, *(self._of_owners[owner] for owner in _owners(key))):
+            sums.turns_count -= turns_count
+            sums.body_bytes -= body_bytes
+        for owner in _owners(key):
+            if not self._of_owners[owner].turns_count and not self._of_owners[owner].body_bytes:
+                del self._of_owners[owner]
+
+    def _limits_of(self, kind: str, key: Key | None) -> tuple[int, int]:
+        """Return the most turns, and the most bytes, that a key or its tenant may keep."""
+        limits = self._limits
+        if kind == "tenant":
+            turns_count, body_bytes = limits.tenant_turns_count, limits.tenant_body_bytes
+            return (
+                limits.turns_count if turns_count is None else turns_count,
+                limits.body_bytes if body_bytes is None else body_bytes,
+            )
+        half_turns, half_bytes = max(1, limits.turns_count // 2), max(1, limits.body_bytes // 2)
+        usual_count = half_turns if limits.key_turns_count is None else limits.key_turns_count
+        own_count = key.limits.held_turns_count if key is not None else None
+        return (
+            usual_count if own_count is None else own_count,
+            half_bytes if limits.key_body_bytes is None else limits.key_body_bytes,
+        )
 
     def _error(self, bound: Bound, why: str) -> TooManyHeldError:
         self._refused.labels(bound).inc()
         return TooManyHeldError(f"{why}, and no more may be; nothing was forwarded")
 
-    def _key_error(self, bound: Bound, why: str) -> KeyHeldLimitError:
+    def _owner_error(self, bound: str, why: str) -> KeyHeldLimitError:
         self._refused.labels(bound).inc()
         return KeyHeldLimitError(f"{why}, and no more may be; nothing was forwarded")
+
+
+def _owners(key: Key | None) -> tuple[tuple[str, str], ...]:
+    """Return who keeps what a request of this key keeps, besides all together."""
+    return () if key is None else (("key", key.name), ("tenant", key.tenant))
 
 
 class KeptBody:
     """A body that did not come with its head, from before it is read until its turn may run or its request ends."""
 
-    __slots__ = ("_bytes", "_held", "_key_name")
+    __slots__ = ("_bytes", "_held", "_key")
 
     def __init__(self, held: HeldTurns) -> None:
         """Keep nothing yet."""
         self._held = held
-        self._key_name = _key_name()
+        self._key = caller_key()
         self._bytes = 0
 
     def check(self, body_bytes: int) -> None:
         """Check that there is room for so much now; it is not counted before it comes. Raises as `take` does."""
-        self._held.take(self._key_name, 0, body_bytes)
-        self._held.give_back(self._key_name, 0, body_bytes)
+        self._held.take(self._key, 0, body_bytes)
+        self._held.give_back(self._key, 0, body_bytes)
 
     def grow(self, body_bytes: int) -> None:
         """Count so much more. Raises as `HeldTurns.take` does."""
-        self._held.take(self._key_name, 0, body_bytes)
+        self._held.take(self._key, 0, body_bytes)
         self._bytes += body_bytes
 
     def release(self) -> None:
         """Count it no longer; idempotent."""
         if self._bytes:
-            self._held.give_back(self._key_name, 0, self._bytes)
+            self._held.give_back(self._key, 0, self._bytes)
             self._bytes = 0
 
 
 class HeldTurn:
     """The block in which one turn is held; what was kept of its body before is counted there."""
 
-    __slots__ = ("_body_bytes", "_held", "_kept", "_key_name")
+    __slots__ = ("_body_bytes", "_held", "_kept", "_key")
 
     def __init__(self, held: HeldTurns, kept: Kept | None, body_bytes: int) -> None:
         """Do nothing yet: most turns are not held."""
         self._held = held
         self._kept = kept
         self._body_bytes = body_bytes
-        self._key_name = ""
+        self._key: Key | None = None
 
     def __enter__(self) -> None:
-        self._key_name = _key_name()
+        self._key = caller_key()
         if self._kept is not None:
             self._kept.release()
-        self._held.take(self._key_name, 1, self._body_bytes)
+        self._held.take(self._key, 1, self._body_bytes)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._held.give_back(self._key_name, 1, self._body_bytes)
-
-
-def _key_name() -> str:
-    key = caller_key()
-    return key.name if key is not None else ""
+        self._held.give_back(self._key, 1, self._body_bytes)

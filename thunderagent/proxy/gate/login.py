@@ -11,12 +11,13 @@ from collections.abc import Callable
 from hashlib import sha256
 from secrets import token_urlsafe
 from time import monotonic
+from typing import Literal
 
 from aiohttp import web
 from multidict import CIMultiDictProxy
 from pydantic import BaseModel, ConfigDict
 
-from thunderagent.proxy.gate.bodies import read_model
+from thunderagent.proxy.gate.bodies import Report, read_model, report_response
 from thunderagent.proxy.gate.keys import COOKIE, KEY_HEADER, Key, Keyring, check_key, cookies_of
 
 LIFETIME_S = 12 * 3600.0
@@ -67,6 +68,12 @@ def _digest(token: str) -> bytes:
     return sha256(token.encode("utf-8", "surrogateescape")).digest()
 
 
+class LoginReport(Report):
+    """The answer bears the cookie."""
+
+    logged_in: Literal[True]
+
+
 class Login:
     """Handler of the login."""
 
@@ -83,7 +90,7 @@ class Login:
         """Trade an admin key for a cookie, which lasts until the browser is closed, and 12 hours at most."""
         key = self._keyring.find(read_model(LoginRequest, await request.read()).key)
         check_key(key, self._keyring, for_admin=True)
-        response = web.json_response({"logged_in": True})
+        response = report_response(LoginReport(logged_in=True))
         token = self._logins.begin(key) if key is not None else ""
         response.set_cookie(COOKIE, token, path="/", httponly=True, samesite="Strict", secure=request.secure)
         return response

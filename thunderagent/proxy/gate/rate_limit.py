@@ -20,11 +20,37 @@ MAX_CALLERS = 10_000
 """So many callers are remembered; the one that asked least recently is forgotten, which fills its bucket."""
 
 
+class Bucket:
+    """Fills by `rate_per_s` up to `capacity_count`; may be overdrawn."""
+
+    __slots__ = ("_capacity_count", "_filled_s", "_left_count", "_rate_per_s")
+
+    def __init__(self, rate_per_s: float, capacity_count: float, now_s: float) -> None:
+        """Begin full."""
+        self._rate_per_s = rate_per_s
+        self._capacity_count = capacity_count
+        self._left_count = capacity_count
+        self._filled_s = now_s
+
+    def missing_s(self, now_s: float) -> float:
+        """Return how long it takes until it holds one, in seconds."""
+        self._fill(now_s)
+        return max(0.0, (1 - self._left_count) / self._rate_per_s) if self._left_count < 1 - 1e-9 else 0.0
+
+    def take(self, count: float, now_s: float) -> None:
+        """Take so many, whether they are there or not."""
+        self._fill(now_s)
+        self._left_count -= count
+
+    def _fill(self, now_s: float) -> None:
+        grown_count = self._left_count + (now_s - self._filled_s) * self._rate_per_s
+        self._left_count, self._filled_s = min(self._capacity_count, grown_count), now_s
+
+
 @dataclass(slots=True)
-class _Bucket:
-    left_count: float
-    filled_s: float
-    line: asyncio.Lock = field(default_factory=asyncio.Lock)
+class _Line:
+    bucket: Bucket
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class RateLimits:
@@ -37,7 +63,7 @@ class RateLimits:
         self._rate_per_s = per_s
         self._burst_count = burst_count
         self._clock = clock
-        self._buckets: OrderedDict[str, _Bucket] = OrderedDict()
+        self._lines: OrderedDict[str, _Line] = OrderedDict()
         self._limited = Counter(
             "thunderagent_rate_limited",
             "Requests over a caller's rate limit, by what became of them: waited, refused.",
@@ -45,44 +71,42 @@ class RateLimits:
             registry=registry,
         )
 
+    def set(self, per_s: float, burst_count: int) -> None:
+        """Let callers ask so often from now on; those that wait go on as they were told."""
+        self._rate_per_s, self._burst_count = per_s, burst_count
+        self._lines.clear()
+
     async def wait(self, caller: str) -> None:
         """Wait until a caller may ask once more, behind those of its requests that wait already."""
-        bucket = self._bucket(caller)
-        if not bucket.line.locked() and not self._missing_s(bucket):
-            bucket.left_count -= 1
+        line = self._line(caller)
+        if not line.lock.locked() and not line.bucket.missing_s(self._now_s()):
+            line.bucket.take(1, self._now_s())
             return
         self._limited.labels("waited").inc()
-        async with bucket.line:
-            while missing_s := self._missing_s(bucket):  # noqa: ASYNC110 - time is what is waited for
+        async with line.lock:
+            while missing_s := line.bucket.missing_s(self._now_s()):  # noqa: ASYNC110 - time is what is waited for
                 await asyncio.sleep(missing_s)
-            bucket.left_count -= 1
+            line.bucket.take(1, self._now_s())
 
     def check(self, caller: str) -> None:
         """Take a request of a caller's, or raise `RateLimitedError`."""
-        bucket = self._bucket(f"admin {caller}")  # apart from its data requests
-        if missing_s := self._missing_s(bucket):
+        bucket = self._line(f"admin {caller}").bucket  # apart from its data requests
+        if missing_s := bucket.missing_s(self._now_s()):
             self._limited.labels("refused").inc()
             error = RateLimitedError(f"more than {self._rate_per_s:g} requests a second")
             error.retry_after_s = ceil(missing_s)
             raise error
-        bucket.left_count -= 1
+        bucket.take(1, self._now_s())
 
-    def _bucket(self, caller: str) -> _Bucket:
-        bucket = self._buckets.get(caller)
-        if bucket is None:
-            bucket = self._buckets[caller] = _Bucket(self._burst_count, self._now_s())
-            if len(self._buckets) > MAX_CALLERS:
-                self._buckets.popitem(last=False)
+    def _line(self, caller: str) -> _Line:
+        line = self._lines.get(caller)
+        if line is None:
+            line = self._lines[caller] = _Line(Bucket(self._rate_per_s, self._burst_count, self._now_s()))
+            if len(self._lines) > MAX_CALLERS:
+                self._lines.popitem(last=False)
         else:
-            self._buckets.move_to_end(caller)
-        return bucket
-
-    def _missing_s(self, bucket: _Bucket) -> float:
-        """Fill a bucket up to now; return how long it takes until it holds a request, in seconds."""
-        now_s = self._now_s()
-        grown_count = bucket.left_count + (now_s - bucket.filled_s) * self._rate_per_s
-        bucket.left_count, bucket.filled_s = min(self._burst_count, grown_count), now_s
-        return max(0.0, (1 - bucket.left_count) / self._rate_per_s) if bucket.left_count < 1 - 1e-9 else 0.0
+            self._lines.move_to_end(caller)
+        return line
 
     def _now_s(self) -> float:
         return self._clock() if self._clock is not None else asyncio.get_running_loop().time()

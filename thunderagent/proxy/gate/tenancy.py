@@ -10,6 +10,7 @@ from typing import Protocol
 
 from thunderagent.errors import OtherTenantError
 from thunderagent.proxy.gate.keys import caller_key
+from thunderagent.proxy.gate.keys.quotas import Quotas
 
 
 class Tenants(Protocol):
@@ -22,9 +23,13 @@ class Tenants(Protocol):
 class Tenancy:
     """Knows whose a request is, and whose a program."""
 
-    def __init__(self, tenants: Tenants, *, from_key: bool) -> None:
-        """Ask `tenants`; where not `from_key`, clients say their tenant themselves."""
+    def __init__(self, tenants: Tenants, *, from_key: bool, quotas: Quotas | None = None) -> None:
+        """Ask `tenants`; where not `from_key`, clients say their tenant themselves.
+
+        `quotas` says how many programs a key may have.
+        """
         self._tenants = tenants
+        self._quotas = quotas
         self._from_key = from_key
 
     @property
@@ -52,6 +57,11 @@ class Tenancy:
         return self._tenants.tenant_of(program_id) is not None and self.may_touch(program_id)
 
     def check(self, program_id: str | None) -> None:
-        """Raise `OtherTenantError` if a program is another tenant's."""
+        """Check that a request may begin a program, or go on with it.
+
+        Raises `OtherTenantError` if it is another tenant's, `KeyProgramsLimitError` if its key has too many.
+        """
         if not self.may_touch(program_id):
             raise OtherTenantError(f"program {program_id!r} is another tenant's; take another id")
+        if self._quotas is not None and program_id is not None:
+            self._quotas.open_program(program_id)

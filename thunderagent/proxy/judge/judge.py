@@ -27,8 +27,8 @@ from typing import NamedTuple
 import msgspec
 import structlog
 
-from thunderagent.programs.decisions import Decision, Release
-from thunderagent.programs.events import Event
+from thunderagent.programs.model.decisions import Decision, Release
+from thunderagent.programs.model.events import Event
 from thunderagent.proxy.judge.answer import Answered, Failure, Opinion, read_answer
 from thunderagent.proxy.judge.asking import Asker
 from thunderagent.proxy.judge.prompt import DEFAULT_PROMPT, filled
@@ -115,7 +115,7 @@ class Judge:
 
     def turn_seen(self, program_id: str, body: bytes) -> None:
         """Take note that a turn with this body is through. Never blocks, and reads nothing. Cost: O(1)."""
-        program = self._runtime.scheduler.table.get(program_id)
+        program = self._runtime.scheduler.programs.get(program_id)
         if program is None:
             return
         turn_count = program.turn_count

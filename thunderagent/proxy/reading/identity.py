@@ -18,8 +18,8 @@ from msgspec import UNSET
 from multidict import CIMultiDictProxy
 
 from thunderagent.errors import InvalidProgramIdError, RequestError
-from thunderagent.programs.events import PrefixCut
-from thunderagent.programs.verdicts import OUTCOMES
+from thunderagent.programs.model.events import PrefixCut
+from thunderagent.programs.model.verdicts import OUTCOMES
 from thunderagent.proxy.reading.dialects.base import Dialect
 from thunderagent.proxy.reading.dialects.openai import OpenAI
 from thunderagent.proxy.reading.json_splice import remove_member, set_include_usage
@@ -194,6 +194,8 @@ class IdentityRules(NamedTuple):
     user_names_program: bool = False
     tokens: Tokens | None = None
     infers_programs: bool = False
+    reads_prefixes: bool = True
+    """Whether anybody wants to know where a prompt may begin like others."""
 
 
 NO_RULES = IdentityRules()
@@ -273,7 +275,7 @@ def identify(
     may_be_a_program = program_id is not None or rules.infers_programs
     media = media_of(outline.text, fields.model)
     prefix: tuple[PrefixCut, ...] = ()
-    if may_be_a_program and has_whole_prompt:
+    if may_be_a_program and has_whole_prompt and rules.reads_prefixes:
         prefix = prefix_of(fields, outline, has_media=bool(media.size_bytes))
     is_final = any(name in headers and headers[name].lower() in ("1", "true") for name in FINAL_HEADERS)
     return TurnRequest(

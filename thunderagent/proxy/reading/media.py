@@ -16,7 +16,7 @@ from collections import Counter
 from math import ceil, floor, sqrt
 from typing import NamedTuple
 
-from thunderagent.programs.events import Media
+from thunderagent.programs.model.events import Media
 
 _MARK = re.compile(
     rb'"(?:url|image_url|audio_url|video_url|file_url|file_data)"\s*:\s*"data:(?P<mime>[\w.+-]{0,64}/?)[^",]{0,120};base64,'

@@ -17,7 +17,7 @@ from itertools import chain
 import msgspec
 from msgspec import Raw
 
-from thunderagent.programs.events import PrefixCut
+from thunderagent.programs.model.events import PrefixCut
 from thunderagent.proxy.reading.media import media_of
 from thunderagent.proxy.reading.outline import Outline
 

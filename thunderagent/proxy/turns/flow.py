@@ -46,7 +46,7 @@ from thunderagent.proxy.turns.patience import patience_of
 from thunderagent.proxy.turns.record import Record, ask_for
 from thunderagent.proxy.turns.relay import Relay
 from thunderagent.proxy.turns.retry_budget import DEFAULT_RETRIES, RetryBudget, RetrySettings
-from thunderagent.proxy.watch.metrics import TurnMetrics
+from thunderagent.proxy.watch.turn_metrics import TurnMetrics
 from thunderagent.proxy.wire.exchange import Exchange, done
 from thunderagent.proxy.wire.headers import identity_headers, tell_with_error
 from thunderagent.proxy.wire.request_id import REQUEST_ID
@@ -115,7 +115,7 @@ class Turns:
         self._forwarding = Forwarding(
             client, replicas, watcher, self._budget, metrics, names_programs=settings.names_programs
         )
-        self._relay = Relay(client, self._forwarding, made, self._inference)
+        self._relay = Relay(client, self._forwarding, made, self._inference, metrics)
         self._log = log.bind()
         self._loop: asyncio.AbstractEventLoop | None = None
         """Kept, because to ask for it costs a system call."""
@@ -132,7 +132,9 @@ class Turns:
         )
         turn = self._of_program(exchange, turn, prompt)
         target = exchange.target
-        record = Record(turn, target, dialect_of(target.spelt), arrived_s, exchange.body, prompt, chosen_id)
+        record = Record(
+            turn, exchange.method, target, dialect_of(target.spelt), arrived_s, exchange.body, prompt, chosen_id
+        )
         del prompt  # as large as the body, and of no more use
         if turn.previous_response_id:
             record.maker_id = self._made.maker(turn.previous_response_id)
@@ -212,7 +214,7 @@ class Turns:
                     except ReplicaError as error:
                         lives = self._lives(record)
                         self._forwarding.failed(lease, error)
-                        if not lives or not self._may_retry(record, attempt, error):
+                        if not lives or not self._forwarding.may_retry(record, attempt, error, self._leases.now_s()):
                             raise
                         avoid_replica_id = error.replica_id
                         continue
@@ -285,9 +287,6 @@ class Turns:
             return None
         return self._leases.now_s() + patience.patience_s
 
-    def _may_retry(self, record: Record, attempt: Attempt, error: ReplicaError) -> bool:
-        return self._forwarding.may_retry(record, error, self._leases.now_s(), attempt.patience.retry_count)
-
     def _lives(self, record: Record) -> bool:
         """Say whether the program of a turn with a lease did not end since: another of the same id is another."""
         return record.turn.program_id is None or self._leases.lives(record.turn.program_id, record.generation)
@@ -318,7 +317,10 @@ class Turns:
             self._judge.turn_seen(turn.program_id, turn.body)
 
     def _write_line(self, record: Record) -> None:
-        """Write the turn's canonical line."""
+        """Write the turn's canonical line, and count how long it was with us."""
+        duration_s = monotonic() - record.arrived_s
+        is_there = record.replica_id is not None and self._leases.replicas.get(record.replica_id) is not None
+        self._metrics.turn_ended(record.replica_id if is_there else None, record.status, duration_s)
         prompt_tokens, output_tokens, cached_tokens = record.usage
         self._log.info(
             "turn",
@@ -328,7 +330,7 @@ class Turns:
             status=record.status,
             reason=record.reason,
             held_s=round(record.held_s, 4),
-            duration_s=round(monotonic() - record.arrived_s, 4),
+            duration_s=round(duration_s, 4),
             tries_count=record.tries_count,
             prompt_tokens=prompt_tokens,
             output_tokens=output_tokens,

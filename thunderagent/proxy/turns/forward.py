@@ -25,10 +25,11 @@ from thunderagent.leases import Lease, OpenLease
 from thunderagent.proxy.fleet.client import ReplicaClient
 from thunderagent.proxy.fleet.replicas import Replicas, Watcher
 from thunderagent.proxy.reading.large_bodies import read_aside
+from thunderagent.proxy.turns.attempts import Attempt
 from thunderagent.proxy.turns.record import Record
 from thunderagent.proxy.turns.retry_budget import RetryBudget
 from thunderagent.proxy.turns.side_calls import look_at
-from thunderagent.proxy.watch.metrics import TurnMetrics
+from thunderagent.proxy.watch.turn_metrics import TurnMetrics
 from thunderagent.proxy.wire.exchange import Exchange
 from thunderagent.proxy.wire.headers import forwarded_request_headers
 from thunderagent.proxy.wire.http11.answers import Answer
@@ -112,14 +113,14 @@ class Forwarding:
             return await self._client.send(
                 lease.replica_id,
                 lease.url,
-                "POST",
+                record.method,
                 record.target.sent,
                 headers,
                 body,
                 may_repeat=not record.turn.is_unknown,
             )
 
-    def may_retry(self, record: Record, error: ReplicaError, now_s: float, client_retries_count: int) -> bool:
+    def may_retry(self, record: Record, attempt: Attempt, error: ReplicaError, now_s: float) -> bool:
         """Say whether a turn may be tried again that failed before its first byte."""
         if error.replica_id in (record.chosen_id, record.maker_id):
             return False  # elsewhere it would only be refused
@@ -128,7 +129,7 @@ class Forwarding:
         if isinstance(error, ReplicaTimeoutError) and not isinstance(error, FirstByteTimeoutError):
             return False
         refused_before = self._budget.refused_count
-        may_retry = self._budget.may_retry(now_s, record.tries_count, client_retries_count)
+        may_retry = self._budget.may_retry(now_s, record.tries_count, attempt.patience.retry_count)
         if may_retry:
             self._metrics.count_retry("made")
         elif self._budget.refused_count > refused_before:

@@ -30,6 +30,7 @@ class Record:
         "held_s",
         "held_stream",
         "maker_id",
+        "method",
         "outcome",
         "prompt_bytes",
         "reason",
@@ -45,6 +46,7 @@ class Record:
     def __init__(
         self,
         turn: TurnRequest,
+        method: str,
         target: Target,
         dialect: Dialect,
         arrived_s: float,
@@ -54,6 +56,7 @@ class Record:
     ) -> None:
         """Begin with a turn that has no lease yet. What is answered is read if its `prompt` was."""
         self.turn = turn
+        self.method = method
         self.target = target
         self.dialect = dialect
         self.arrived_s = arrived_s

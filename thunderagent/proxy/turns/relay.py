@@ -24,6 +24,7 @@ from thunderagent.proxy.reading.tool_calls import StreamToolCalls
 from thunderagent.proxy.reading.usage import StreamUsage
 from thunderagent.proxy.turns.forward import Forwarding
 from thunderagent.proxy.turns.record import Record
+from thunderagent.proxy.watch.turn_metrics import TurnMetrics
 from thunderagent.proxy.wire.exchange import Exchange, Wait, done
 from thunderagent.proxy.wire.headers import forwarded_response_headers, lead_back
 from thunderagent.proxy.wire.http11.answers import Answer
@@ -36,13 +37,19 @@ class Relay:
     """Relay answers, and end the leases of their turns."""
 
     def __init__(
-        self, client: ReplicaClient, forwarding: Forwarding, made: MadeAnswers, inference: Inference | None
+        self,
+        client: ReplicaClient,
+        forwarding: Forwarding,
+        made: MadeAnswers,
+        inference: Inference | None,
+        metrics: TurnMetrics,
     ) -> None:
         """Read with `client`; `made` keeps who made which answer, `inference` how prompts go on, if it is on."""
         self._client = client
         self._forwarding = forwarding
         self._made = made
         self._inference = inference
+        self._metrics = metrics
 
     async def relay(self, exchange: Exchange, record: Record, lease: OpenLease, upstream: Answer) -> None:
         """Relay an answer whose head has come. Raises `ReplicaError` if it breaks off before its client heard of it."""
@@ -91,6 +98,7 @@ class Relay:
             return
         if rest := streamed.events.rest():
             await done(exchange.write(rest))
+        streamed.count(self._metrics)
         record.usage = streamed.events.usage
         record.tool = streamed.tool_calls.key()
         self._end_lease(record, lease)
@@ -120,7 +128,18 @@ class Relay:
 class _Streamed:
     """One stream: takes what comes, and has the client get it."""
 
-    __slots__ = ("_exchange", "_lease", "_progress_at_s", "_promised", "_record", "_relay", "events", "tool_calls")
+    __slots__ = (
+        "_exchange",
+        "_first_s",
+        "_last_s",
+        "_lease",
+        "_progress_at_s",
+        "_promised",
+        "_record",
+        "_relay",
+        "events",
+        "tool_calls",
+    )
 
     def __init__(self, relay: Relay, exchange: Exchange, record: Record, lease: OpenLease, upstream: Answer) -> None:
         self._relay = relay
@@ -129,7 +148,7 @@ class _Streamed:
         self._lease = lease
         encoding = upstream.headers.get("Content-Encoding")
         self._promised = "identity" if exchange.begun else encoding or "identity"
-        self._progress_at_s = 0.0
+        self._progress_at_s = self._first_s = self._last_s = 0.0
         self.tool_calls = StreamToolCalls()
         self.events = StreamUsage(
             take_out=record.turn.usage_added,
@@ -140,8 +159,9 @@ class _Streamed:
 
     def take(self, piece: bytes) -> Wait:
         """Take the next bytes that came."""
-        now_s = monotonic()
+        now_s = self._last_s = monotonic()
         if not self._progress_at_s:
+            self._first_s = now_s
             self._lease.started()
             self._progress_at_s = now_s + PROGRESS_PERIOD_S
         elif now_s > self._progress_at_s:
@@ -150,6 +170,14 @@ class _Streamed:
         if self.events.pending_bytes + len(piece) > LARGE_BODY_BYTES:
             return self._take_aside(piece)
         return self._hand_on(self.events.feed(piece))
+
+    def count(self, metrics: TurnMetrics) -> None:
+        """Count how quick the stream was, when it is whole."""
+        record = self._record
+        if self._first_s and record.replica_id is not None and record.status is not None:
+            gaps_count = self.events.events_count - 1
+            between_s = (self._last_s - self._first_s) / gaps_count if gaps_count > 0 else None
+            metrics.turn_streamed(record.replica_id, record.status, self._first_s - record.arrived_s, between_s)
 
     async def break_off(self, error: ReplicaError) -> None:
         """Tell the client of a stream that broke, as an event, and cut the connection: the answer is not whole."""

@@ -25,13 +25,10 @@ from typing import Any, NamedTuple, get_args
 import msgspec
 
 from thunderagent.errors import RequestError, TooManyListenersError
-from thunderagent.programs.decisions import Decision, Reject
-from thunderagent.programs.events import (
-    EncodesPolled,
+from thunderagent.programs.model.decisions import Decision, Reject
+from thunderagent.programs.model.events import (
     Event,
     ProgramsReleased,
-    ReplicaPolled,
-    ResidencyReported,
     SandboxesMeasured,
     Tick,
     TurnAbandoned,
@@ -40,7 +37,8 @@ from thunderagent.programs.events import (
     TurnFinished,
     TurnProgressed,
 )
-from thunderagent.programs.signals import GpuFirstToken, Signal
+from thunderagent.programs.model.fleet_events import EncodesPolled, ReplicaPolled, ResidencyReported
+from thunderagent.programs.model.signals import GpuFirstToken, Signal
 from thunderagent.proxy.reading.sse import server_sent
 from thunderagent.runtime import Runtime
 

@@ -17,15 +17,18 @@ from math import isfinite
 
 from pydantic import Field
 
+from thunderagent.programs.model.decisions import Grant, Reason
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.gate.bodies import Report
-from thunderagent.proxy.watch.metrics import HOLD_BUCKETS_S
+from thunderagent.proxy.watch.turn_metrics import HOLD_BUCKETS_S
 from thunderagent.runtime import Runtime
 
 INTERVAL_S = 1.0
 KEPT_COUNT = 900
 WINDOW_S = 60.0
 """Rates and percentiles are over so long."""
+FEW_TURNS_COUNT = 10
+"""Of so few turns nobody says that most of them name no program."""
 
 
 class Sample(Report):
@@ -39,6 +42,8 @@ class Sample(Report):
     turns_in_flight_count: int
     turns_held_count: int
     turns_finished_total: int
+    turns_granted_total: int
+    anonymous_turns_total: int = Field(description="of the granted ones, those that named no program")
     prompt_tokens_total: int
     output_tokens_total: int
     cache_query_tokens_total: int
@@ -59,6 +64,8 @@ class Rates(Report):
     prompt_tokens_per_s: float
     output_tokens_per_s: float
     hit_ratio: float | None
+    anonymous_ratio: float | None = Field(description="part of the turns that named no program; null without turns")
+    mostly_anonymous: bool = Field(description="most turns named no program, and there were more than a few")
     held_p50_s: float | None
     held_p90_s: float | None
     held_p99_s: float | None
@@ -107,12 +114,16 @@ class History:
         elapsed_s = max(1e-3, sample.at_s - before.at_s)
         queries = sample.cache_query_tokens_total - before.cache_query_tokens_total
         hits = sample.cache_hit_tokens_total - before.cache_hit_tokens_total
+        granted_count = sample.turns_granted_total - before.turns_granted_total
+        anonymous_count = sample.anonymous_turns_total - before.anonymous_turns_total
         rates = Rates(
             window_s=round(elapsed_s, 1),
             turns_per_min=_per(sample.turns_finished_total - before.turns_finished_total, elapsed_s / 60),
             prompt_tokens_per_s=_per(sample.prompt_tokens_total - before.prompt_tokens_total, elapsed_s),
             output_tokens_per_s=_per(sample.output_tokens_total - before.output_tokens_total, elapsed_s),
             hit_ratio=round(min(1.0, hits / queries), 4) if queries else None,
+            anonymous_ratio=round(anonymous_count / granted_count, 4) if granted_count else None,
+            mostly_anonymous=granted_count > FEW_TURNS_COUNT and 2 * anonymous_count > granted_count,
             held_p50_s=sample.held_p50_s,
             held_p90_s=sample.held_p90_s,
             held_p99_s=sample.held_p99_s,
@@ -141,9 +152,9 @@ class History:
         limit_tokens = 0.0
         for replica in scheduler.replicas.values():
             account = replica.account
-            scheduler.ledger.settle(account, now_s)
+            scheduler.ledger.accrue(account, now_s)
             reasoning_count += account.reasoning_count
-            acting_count += account.acting_count
+            acting_count += account.acting.count
             turn_count += account.turn_count
             demand_tokens += account.demand_tokens
             if replica.open_to_programs:
@@ -156,10 +167,14 @@ class History:
             active_reasoning_count=reasoning_count,
             active_acting_count=acting_count,
             paused_reasoning_count=paused_reasoning_count,
-            paused_acting_count=len(scheduler.table) - scheduler.active_count - paused_reasoning_count,
+            paused_acting_count=len(scheduler.programs) - scheduler.book.active_count - paused_reasoning_count,
             turns_in_flight_count=turn_count,
-            turns_held_count=scheduler.ledger.waiting_count,
+            turns_held_count=self._runtime.held_count,
             turns_finished_total=runtime.outcome_counts["finished"],
+            turns_granted_total=sum(
+                number for (decision, _), number in runtime.decision_counts.items() if decision is Grant
+            ),
+            anonymous_turns_total=runtime.decision_counts[Grant, Reason.ANONYMOUS],
             prompt_tokens_total=runtime.prompt_tokens_total,
             output_tokens_total=runtime.output_tokens_total,
             cache_query_tokens_total=int(self._cache_totals.query_tokens),

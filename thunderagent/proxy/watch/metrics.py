@@ -2,101 +2,26 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
-from itertools import accumulate
-from math import inf, isfinite
-from time import time
+from math import isfinite
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client import Counter as CounterMetric
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.utils import floatToGoString
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from thunderagent.programs.lifecycle import Phase, Status
-from thunderagent.programs.tenants import Tenants
-from thunderagent.programs.verdicts import FAILURE, OUTCOMES, SUCCESS, TURN_EDGES_COUNT, Level
+from thunderagent.programs.learned.judge_record import TURN_EDGES_COUNT
+from thunderagent.programs.model.places import Phase, Status
+from thunderagent.programs.model.verdicts import FAILURE, OUTCOMES, SUCCESS, Level
+from thunderagent.programs.rules.tenants import Tenants
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.watch.event_feed import KIND_OF
 from thunderagent.runtime import Runtime
-
-HOLD_BUCKETS_S = (0.001, 0.01, 0.1, 0.5, 1, 2, 5, 10, 20, 40, 60, 120, 300, 600, 1800)
-ADDED_BUCKETS_S = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 1)
 
 NAMED_TENANTS_COUNT = 100
 """Tenants with a series of their own: those that had most."""
 
 OTHER_TENANTS = "(others)"
-
-
-class Histogram:
-    """A histogram as `prometheus_client` has it, for one event loop: its own takes two locks for each value."""
-
-    def __init__(self, name: str, documentation: str, buckets: Sequence[float], registry: CollectorRegistry) -> None:
-        """Register it, with `buckets` and one for what is above them."""
-        self._name = name
-        self._documentation = documentation
-        self._buckets = (*map(float, buckets), inf)
-        self._counts = [0] * len(self._buckets)
-        self._sum = 0.0
-        self._created_s = time()
-        registry.register(self)
-
-    def observe(self, value: float) -> None:
-        """Count a value."""
-        self._counts[bisect_left(self._buckets, value)] += 1
-        self._sum += value
-
-    def counts_up_to(self) -> tuple[int, ...]:
-        """Return how many values were up to the bound of each bucket, at last of all."""
-        return tuple(accumulate(self._counts))
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield the family."""
-        named = [*zip(map(floatToGoString, self._buckets), self.counts_up_to(), strict=True)]
-        family = HistogramMetricFamily(self._name, self._documentation, buckets=named, sum_value=self._sum)
-        family.add_sample(f"{self._name}_created", {}, self._created_s)
-        yield family
-
-
-class TurnMetrics:
-    """Histograms and counters that the hot path fills."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        """Register them."""
-        hold = Histogram(
-            "thunderagent_hold_seconds",
-            "Time that a turn waited for its lease.",
-            HOLD_BUCKETS_S,
-            registry,
-        )
-        added = Histogram(
-            "thunderagent_added_latency_seconds",
-            "Time from a turn's arrival to its forwarding, without its hold: reading, identifying, deciding.",
-            ADDED_BUCKETS_S,
-            registry,
-        )
-        self._retries = CounterMetric(
-            "thunderagent_retries",
-            "Turns that were tried on another replica, or were not because too many others were.",
-            ["outcome"],
-            registry=registry,
-        )
-        for outcome in ("made", "over_budget"):
-            self._retries.labels(outcome)
-        self._hold = hold
-        self.observe_hold = hold.observe
-        self.observe_added = added.observe
-
-    def hold_counts(self) -> tuple[int, ...]:
-        """Return how many turns were held up to each of `HOLD_BUCKETS_S`, and in all."""
-        return self._hold.counts_up_to()
-
-    def count_retry(self, outcome: str) -> None:
-        """Count a retry that was `made`, or was `over_budget`."""
-        self._retries.labels(outcome).inc()
 
 
 class StateCollector:
@@ -121,7 +46,7 @@ class StateCollector:
         programs = GaugeMetricFamily(
             "thunderagent_programs", "Live programs by status and phase.", labels=["status", "phase"]
         )
-        counts = Counter((program.status, program.phase) for program in self._runtime.scheduler.table)
+        counts = Counter((program.status, program.phase) for program in self._runtime.scheduler.programs.values())
         for status in (Status.ACTIVE, Status.PAUSED):
             for phase in Phase:
                 programs.add_metric([status, phase], counts[status, phase])
@@ -129,9 +54,7 @@ class StateCollector:
 
     def _counts(self) -> Iterator[Metric]:
         runtime = self._runtime
-        yield GaugeMetricFamily(
-            "thunderagent_turns_held", "Turns that wait for a lease.", runtime.scheduler.ledger.waiting_count
-        )
+        yield GaugeMetricFamily("thunderagent_turns_held", "Turns that wait for a lease.", runtime.held_count)
         yield GaugeMetricFamily(
             "thunderagent_leases_active", "Turns that hold a lease and were not ended.", runtime.leases_count
         )
@@ -222,7 +145,7 @@ class StateCollector:
                 gauges["up"].add_metric([replica_id], 0)
                 continue
             account = replica.account
-            scheduler.ledger.settle(account, self._runtime.now_s())
+            scheduler.ledger.accrue(account, self._runtime.now_s())
             gauges["up"].add_metric([replica_id], int(replica.open_to_programs))
             gauges["suspended"].add_metric([replica_id], int(bool(replica.suspended_for)))
             gauges["demand"].add_metric([replica_id], account.demand_tokens)
@@ -293,7 +216,7 @@ class StateCollector:
         )
         for replica_id, account in scheduler.ledger.accounts.items():
             if account.capacity_tokens is not None:
-                break_even.add_metric([replica_id], scheduler.break_even_s(replica_id))
+                break_even.add_metric([replica_id], scheduler.view.break_even_s(replica_id))
         yield break_even
         yield GaugeMetricFamily(
             "thunderagent_prefill_seconds_per_token",
@@ -313,7 +236,7 @@ class StateCollector:
         programs = GaugeMetricFamily(
             "thunderagent_programs_by_level", "Live programs by the level that verdicts gave them.", labels=["level"]
         )
-        counts = Counter(program.level for program in scheduler.table)
+        counts = Counter(program.level for program in scheduler.programs.values())
         for level in Level:
             programs.add_metric([level.name.lower()], counts[level])
         yield programs

@@ -36,8 +36,15 @@ from opentelemetry.trace.propagation import get_current_span
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from thunderagent import __version__
-from thunderagent.programs.decisions import Decision, Grant, Release
-from thunderagent.programs.events import Event, TurnAbandoned, TurnArrived, TurnFailed, TurnFinished, TurnStarted
+from thunderagent.programs.model.decisions import Decision, Grant, Release
+from thunderagent.programs.model.events import (
+    Event,
+    TurnAbandoned,
+    TurnArrived,
+    TurnFailed,
+    TurnFinished,
+    TurnStarted,
+)
 from thunderagent.proxy.wire.aiohttp_request import told_path
 from thunderagent.proxy.wire.request_id import REQUEST_ID
 

@@ -60,10 +60,12 @@ class Front:
         tell: Callable[[Target, Exception], Told],
         decorate: Callable[[Asked, CIMultiDict[str]], None] | None = None,
         tracing: Tracing | None = None,
+        around: Callable[[Handler], Handler] | None = None,
     ) -> None:
-        """Have what `let_in` lets pass answered by `answer`; `decorate` adds to the heads of all answers.
+        """Have what `let_in` lets pass answered by `answer`.
 
-        `let_in` and `answer` raise what `tell` has words for.
+        `decorate` adds to the heads of all answers, and `around` wraps each of those who answer. What `let_in` and
+        `answer` raise `tell` has words for.
         """
         self._is_turn = is_turn
         self._let_in = let_in
@@ -71,6 +73,7 @@ class Front:
         self._tell = tell
         self._more = decorate
         self._tracing = tracing
+        self._around = around
 
     def handler_of(self, head: RequestHead) -> Handler | None:
         """Return who answers a turn; None for all else, of which a target that is refused is a part."""
@@ -83,7 +86,8 @@ class Front:
         if not self._is_turn(target):
             return None
         answer = self._answer if self._tracing is None else partial(self._traced, self._tracing)
-        return partial(answer, target.plainly())
+        handler: Handler = partial(answer, target.plainly())
+        return handler if self._around is None else self._around(handler)
 
     async def _traced(self, tracing: Tracing, target: Target, asked: Asked) -> None:
         with tracing.request(asked.headers, unquote(target.path)) as trace:

@@ -6,9 +6,9 @@ import pytest
 
 from tests.builders import Driver, of_kind, restored_on
 from thunderagent.errors import ConfigurationError
-from thunderagent.programs.decisions import Grant, Hold, Mark, Pause, Reason, Restore, Unmark
+from thunderagent.programs.model.decisions import Grant, Hold, Mark, Pause, Reason, Restore, Unmark
+from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.policies.breakeven import BreakEven
-from thunderagent.programs.scheduler import SchedulerSettings
 
 PREFILL_TOKEN_S = 5e-5
 """What the scheduler guesses until it learns better: 1,000 tokens are computed in 50 ms. Short turns teach nothing."""
@@ -555,7 +555,7 @@ def test_a_program_waits_for_its_home_for_as_long_as_to_compute_its_history_agai
     assert driver.granted_on[busy] == "r0"
     turn = driver.arrives("a", 500)
     assert driver.decisions == [Hold(turn, "a", Reason.HOME_SOON)]
-    resident_tokens = driver.scheduler.resident_tokens(driver.program("a"), "r0")
+    resident_tokens = driver.scheduler.book.resident_tokens(driver.program("a"), driver.scheduler.replicas["r0"])
     wait_s = 100.0 * resident_tokens * PREFILL_TOKEN_S
     assert wait_s == pytest.approx(2.0)
     assert driver.ticks(wait_s - 0.01) == []

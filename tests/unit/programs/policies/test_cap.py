@@ -6,9 +6,9 @@ import pytest
 
 from tests.builders import Driver
 from thunderagent.errors import ConfigurationError
-from thunderagent.programs.decisions import Hold, Reason
+from thunderagent.programs.model.decisions import Hold, Reason
+from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.policies.cap import Cap
-from thunderagent.programs.scheduler import SchedulerSettings
 
 
 def capped(n: int, **replicas: int | None) -> Driver:

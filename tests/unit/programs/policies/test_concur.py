@@ -9,12 +9,12 @@ import pytest
 from tests.builders import Driver
 from thunderagent.errors import ConfigurationError
 from thunderagent.policy_loader import load_policy
-from thunderagent.programs.events import ReplicaPolled
-from thunderagent.programs.lifecycle import Status
+from thunderagent.programs.model.fleet_events import ReplicaPolled
+from thunderagent.programs.model.places import Status
+from thunderagent.programs.model.signals import Signal, WindowUpdate
+from thunderagent.programs.policies.composed import Composed
 from thunderagent.programs.policies.concur import Concur
-from thunderagent.programs.policies.parts import Composed
 from thunderagent.programs.policies.passthrough import Passthrough
-from thunderagent.programs.signals import Signal, WindowUpdate
 
 
 class Congested:
@@ -108,9 +108,9 @@ def test_a_turn_that_ends_over_the_window_is_the_programs_last_for_now() -> None
     driver = world.driver
     turns = [driver.arrives(f"p{number}", 10) for number in range(2)]
     assert world.is_looked_at(0.9, 0.0) == 1
-    assert driver.scheduler.admitted_count == 2
+    assert driver.scheduler.book.admitted_count == 2
     driver.finishes(turns[0], 10, tool="make")
-    assert driver.scheduler.admitted_count == 1
+    assert driver.scheduler.book.admitted_count == 1
     assert driver.held(driver.arrives("p0", 20))
 
 

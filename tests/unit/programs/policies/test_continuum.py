@@ -9,7 +9,7 @@ import pytest
 from tests.builders import Driver, of_kind
 from thunderagent.errors import ConfigurationError
 from thunderagent.policy_loader import load_policy
-from thunderagent.programs.decisions import Grant, Pause, Reason
+from thunderagent.programs.model.decisions import Grant, Pause, Reason
 from thunderagent.programs.policies.continuum import (
     DELAYS_COUNT,
     DURATIONS_COUNT,
@@ -153,7 +153,7 @@ def test_the_delay_of_who_lost_its_memory_is_worth_holding_for() -> None:
     driver.passes(3.0)
     waiting = driver.arrives("a", 600)
     assert driver.held(waiting)
-    view = driver.scheduler._view
+    view = driver.scheduler.view
     assert policy.benefit_s(view, driver.program("a")) == pytest.approx(600 * PREFILL_TOKEN_S)
     driver.passes(8.0)
     driver.finishes(blocker, 900)

@@ -7,9 +7,18 @@ import pytest
 from tests.builders import Driver, of_kind, restored_on
 from thunderagent.errors import ConfigurationError
 from thunderagent.policy_loader import load_policy
-from thunderagent.programs.decisions import EndReplica, Grant, Mark, Pause, Provision, Reason, Restore, SetRoute
-from thunderagent.programs.events import ReplicaKilled
-from thunderagent.programs.scheduler import SchedulerSettings
+from thunderagent.programs.model.decisions import (
+    EndReplica,
+    Grant,
+    Mark,
+    Pause,
+    Provision,
+    Reason,
+    Restore,
+    SetRoute,
+)
+from thunderagent.programs.model.fleet_events import ReplicaKilled
+from thunderagent.programs.model.settings import SchedulerSettings
 
 
 def driven(
@@ -108,7 +117,7 @@ def test_migrate_moves_who_waits_for_its_history() -> None:
     )
     driver = Driver(policy, replicas={"r0": 10_000, "r1": 8_000})
     driver.takes_turn("a", 5_000)
-    driver.scheduler.pause(driver.program("a"), Reason.IDLE)
+    driver.scheduler.core.pause(driver.program("a"), Reason.IDLE)
     driver.routes("all", "", r0=1)
     driver.arrives("b", 9_000)
     driver.routes("all", "")
@@ -210,7 +219,7 @@ def test_several_are_asked_each_in_its_own_period() -> None:
     )
     assert policy.control.name == "balance+migrate"  # type: ignore[attr-defined]
     assert policy.control.period_s == 3.0  # type: ignore[attr-defined]
-    assert repr(policy.control) == "<Several balance+migrate>"  # type: ignore[attr-defined]
+    assert repr(policy.control) == "<ControlChain balance+migrate>"  # type: ignore[attr-defined]
     assert policy.name == "ttl+control=balance+migrate"
 
 
@@ -238,6 +247,6 @@ def test_nothing_moves_that_has_a_turn_in_flight_before_it_ends() -> None:
     turn_id = driver.arrives("a", 500)
     view = driver.scheduler.view
     assert view.propose_migrate(driver.program("a"), view.replicas[1])
-    assert [type(d) for d in driver.scheduler._decisions][-1] is Mark
+    assert [type(d) for d in driver.scheduler.book.decisions][-1] is Mark
     driver.finishes(turn_id, 500)
     assert driver.home("a") == "r1"

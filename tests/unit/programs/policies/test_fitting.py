@@ -7,17 +7,12 @@ from dataclasses import dataclass
 from math import inf
 
 from tests.builders import Driver, of_kind
-from thunderagent.programs.decisions import Pause
-from thunderagent.programs.policies.base import (
-    ClaimRules,
-    Moment,
-    Placement,
-    ProgramView,
-    ReplicaView,
-    View,
-    restore_waiting,
-)
+from thunderagent.programs.model.decisions import Pause
+from thunderagent.programs.model.policy import ClaimRules, Moment, Placement
+from thunderagent.programs.model.view import View
+from thunderagent.programs.model.views import ProgramView, ReplicaView
 from thunderagent.programs.policies.fitting import Fitting
+from thunderagent.programs.policies.helpers import restore_waiting
 
 PLAIN = ClaimRules()
 

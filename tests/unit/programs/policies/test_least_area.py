@@ -10,13 +10,13 @@ from tests.builders import Driver
 from thunderagent.errors import ConfigurationError
 from thunderagent.policy_loader import load_policy
 from thunderagent.programs.policies.cap import Cap
+from thunderagent.programs.policies.composed import Composed
 from thunderagent.programs.policies.least_area import (
     FIRST_GROWTH_TOKENS,
     NOT_OVERDUE_RANK,
     REMEMBERED_COUNT,
     LeastArea,
 )
-from thunderagent.programs.policies.parts import Composed
 from thunderagent.programs.policies.passthrough import Passthrough
 
 
@@ -121,7 +121,7 @@ def test_a_rank_stays_while_a_program_waits_whatever_is_learned() -> None:
     driver.arrives("holder", 10)
     driver.arrives("a", 5000)
     driver.arrives("b", 500)
-    waiting = list(driver.scheduler.queue.reasoning)
+    waiting = list(driver.scheduler.queue.waiting.order)
     before = [order.restore_rank(program) for program in waiting]
     order._ended[0] += 500
     order._grown_tokens *= 100

@@ -7,9 +7,9 @@ import pytest
 from tests.builders import Driver, of_kind
 from thunderagent.errors import ConfigurationError
 from thunderagent.policy_loader import load_policy
-from thunderagent.programs.decisions import Grant, Mark, Pause, Reason
+from thunderagent.programs.model.decisions import Grant, Mark, Pause, Reason
+from thunderagent.programs.model.signals import Signal, WindowUpdate
 from thunderagent.programs.policies.mars import Mars
-from thunderagent.programs.signals import Signal, WindowUpdate
 
 
 def driver_with(capacity_tokens: int | None = 100_000, **settings: float) -> Driver:

@@ -7,10 +7,10 @@ import pytest
 from tests.builders import Driver
 from thunderagent.errors import ConfigurationError
 from thunderagent.policy_loader import load_policy
-from thunderagent.programs.decisions import Grant
-from thunderagent.programs.events import ToolStarted
+from thunderagent.programs.model.decisions import Grant
+from thunderagent.programs.model.events import ToolStarted
+from thunderagent.programs.model.signals import Signal, WindowUpdate
 from thunderagent.programs.policies.mars_admission import MarsAdmission
-from thunderagent.programs.signals import Signal, WindowUpdate
 
 FEW_LONG = "mars-few-long"
 
@@ -134,7 +134,7 @@ def test_tool_cpus_bound_the_window() -> None:
     driver = driver_with(tool_cpu_count=2)
     for number in range(8):
         driver.arrives(f"p{number}", 100)
-    assert driver.scheduler.admitted_count == 5
+    assert driver.scheduler.book.admitted_count == 5
 
 
 def test_the_largest_window_is_learned_from_the_size_of_programs() -> None:
@@ -147,7 +147,7 @@ def test_the_largest_window_is_learned_from_the_size_of_programs() -> None:
     unknown = driver_with(None)
     for number in range(40):
         unknown.arrives(f"p{number}", 10_000)
-    assert unknown.scheduler.admitted_count == 30
+    assert unknown.scheduler.book.admitted_count == 30
 
 
 @pytest.mark.parametrize(

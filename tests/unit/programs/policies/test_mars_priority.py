@@ -7,7 +7,7 @@ import pytest
 from tests.builders import Driver
 from thunderagent.errors import ConfigurationError
 from thunderagent.policy_loader import load_policy
-from thunderagent.programs.decisions import Grant
+from thunderagent.programs.model.decisions import Grant
 from thunderagent.programs.policies.mars_priority import MarsOrder, MarsPriority, level_of
 
 
@@ -95,11 +95,11 @@ def test_the_order_is_the_begin_of_the_wait_and_a_time_for_each_level() -> None:
     large = driver.arrives("large", 50_000)
     driver.passes(20.0)
     small = driver.arrives("small", 2000)
-    waiting = [program.program_id for program in driver.scheduler.queue.reasoning]
+    waiting = [program.program_id for program in driver.scheduler.queue.waiting.order]
     assert waiting == ["small", "large"]
     driver.passes(75.0)
     late = driver.arrives("late", 2000)
-    assert [program.program_id for program in driver.scheduler.queue.reasoning] == ["small", "large", "late"]
+    assert [program.program_id for program in driver.scheduler.queue.waiting.order] == ["small", "large", "late"]
     driver.releases("first")
     assert all(turn_id in driver.granted_on for turn_id in (large, small, late))
 

@@ -7,7 +7,7 @@ import pytest
 from tests.builders import Driver
 from thunderagent.errors import ConfigurationError
 from thunderagent.policy_loader import load_policy
-from thunderagent.programs.decisions import Grant
+from thunderagent.programs.model.decisions import Grant
 from thunderagent.programs.policies.orbit import MAX_LENGTH_TOKENS, MAX_LEVEL_COUNT, OrbitStep
 
 STEP = 1 << 16
@@ -99,9 +99,9 @@ def test_a_verdict_moves_who_waits() -> None:
     driver.takes_turn("holder", 10)
     first, second = driver.arrives("doubtful", 10), driver.arrives("other", 10)
     assert not {first, second} & set(driver.granted_on)
-    assert [program.program_id for program in driver.scheduler.queue.reasoning] == ["doubtful", "other"]
+    assert [program.program_id for program in driver.scheduler.queue.waiting.order] == ["doubtful", "other"]
     driver.is_judged("doubtful", will_succeed=False)
-    assert [program.program_id for program in driver.scheduler.queue.reasoning] == ["other", "doubtful"]
+    assert [program.program_id for program in driver.scheduler.queue.waiting.order] == ["other", "doubtful"]
     driver.releases("holder")
     assert second in driver.granted_on
 

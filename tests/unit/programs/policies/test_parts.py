@@ -7,11 +7,10 @@ import pytest
 from tests.builders import Driver
 from thunderagent.errors import ConfigurationError
 from thunderagent.policy_loader import load_policy
-from thunderagent.programs.decisions import Grant, Reason
-from thunderagent.programs.lifecycle import Status
-from thunderagent.programs.policies.parts import Composed
-from thunderagent.programs.scheduler import SchedulerSettings
-from thunderagent.programs.signals import (
+from thunderagent.programs.model.decisions import Grant, Reason
+from thunderagent.programs.model.places import Status
+from thunderagent.programs.model.settings import SchedulerSettings
+from thunderagent.programs.model.signals import (
     GpuEnd,
     GpuFirstToken,
     GpuSubmit,
@@ -21,6 +20,7 @@ from thunderagent.programs.signals import (
     ToolNum,
     ToolStart,
 )
+from thunderagent.programs.policies.composed import Composed
 
 
 def test_a_policy_is_named_by_its_parts() -> None:
@@ -66,7 +66,7 @@ def test_who_is_not_admitted_waits_outside() -> None:
     assert set(driver.granted_on) == {first, second, beside}
     driver.releases("b")
     assert third in driver.granted_on
-    assert driver.scheduler.admitted_count == 1
+    assert driver.scheduler.book.admitted_count == 1
 
 
 def test_who_is_admitted_may_still_wait_for_room() -> None:
@@ -133,7 +133,7 @@ def test_a_child_of_who_is_in_is_let_in() -> None:
     assert impatient not in driver.granted_on
     driver.ticks(4.5)
     assert impatient in driver.granted_on
-    assert driver.scheduler.admitted_count == 3
+    assert driver.scheduler.book.admitted_count == 3
 
 
 def test_who_is_dismissed_loses_its_claim_and_waits_outside() -> None:
@@ -143,7 +143,7 @@ def test_who_is_dismissed_loses_its_claim_and_waits_outside() -> None:
     driver.arrives("a", 10)
     turn_id = driver.arrives("b", 10)
     driver.finishes(turn_id, 10, tool="make")
-    program = driver.scheduler.table.get("b")
+    program = driver.scheduler.programs.get("b")
     assert program is not None
     assert (program.status, program.admitted) == (Status.PAUSED, False)
     assert driver.arrives("b", 10) in driver.granted_on  # no tool runs any more: three may be in
@@ -163,7 +163,7 @@ def test_orders_victims_and_priorities_are_asked() -> None:
     granted = [decision for decision in decisions if isinstance(decision, Grant)]
     assert [grant.turn_id for grant in granted] == [small, middle]
     assert [grant.engine_priority for grant in granted] == [1010, 1010]
-    assert driver.scheduler.policy.pause_rank(driver.scheduler.table.get("small")) == -20  # type: ignore[arg-type]
+    assert driver.scheduler.policy.pause_rank(driver.scheduler.programs.get("small")) == -20  # type: ignore[arg-type]
 
 
 def test_a_client_that_says_when_its_tool_runs_is_believed() -> None:
@@ -175,7 +175,7 @@ def test_a_client_that_says_when_its_tool_runs_is_believed() -> None:
     driver.passes(8.0)
     driver.tool_starts("a", "make")
     driver.ticks(8.0)  # longer than the time to live after the turn, not after the begin of the tool
-    program = driver.scheduler.table.get("a")
+    program = driver.scheduler.programs.get("a")
     assert program is not None
     assert program.status is Status.ACTIVE
     driver.tool_ends("a")

@@ -7,9 +7,9 @@ import pytest
 from tests.builders import Driver
 from thunderagent.errors import ConfigurationError
 from thunderagent.policy_loader import load_policy
-from thunderagent.programs.decisions import Decision, Grant
+from thunderagent.programs.model.decisions import Decision, Grant
 from thunderagent.programs.policies.autellix import Autellix
-from thunderagent.programs.policies.parts import Composed
+from thunderagent.programs.policies.composed import Composed
 from thunderagent.programs.policies.passthrough import Passthrough
 from thunderagent.programs.policies.plas import Atlas, Plas
 from thunderagent.programs.policies.ttl import Ttl

@@ -13,7 +13,9 @@ from thunderagent.backends import backend_of
 from thunderagent.policy_loader import load_policy
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.proxy.admin.admin import Admin
+from thunderagent.proxy.admin.configuration import ConfigurationHandlers
 from thunderagent.proxy.admin.dashboard import Dashboard
+from thunderagent.proxy.admin.keys import KeyHandlers
 from thunderagent.proxy.admin.live import Live
 from thunderagent.proxy.admin.openapi import OPERATIONS, UNDESCRIBED, OpenApi, Operation, documented_path
 from thunderagent.proxy.admin.primitives import Primitives
@@ -28,11 +30,12 @@ from thunderagent.proxy.gate.access import access_of_route, is_engines
 from thunderagent.proxy.gate.guard import GuardSettings
 from thunderagent.proxy.gate.held import NO_LIMITS, HeldTurns
 from thunderagent.proxy.gate.keys import Keyring
+from thunderagent.proxy.gate.keys.quotas import Quotas
 from thunderagent.proxy.gate.login import Login, Logins
 from thunderagent.proxy.gate.tenancy import Tenancy
 from thunderagent.proxy.turns.flow import TurnSettings
 from thunderagent.proxy.watch.history import History
-from thunderagent.proxy.watch.metrics import TurnMetrics
+from thunderagent.proxy.watch.turn_metrics import TurnMetrics
 from thunderagent.runtime import Runtime
 
 if TYPE_CHECKING:
@@ -100,6 +103,8 @@ def handlers() -> dict[tuple[str, str], object]:
         *Admin(runtime, replicas, registry, tenancy).routes(),
         *Dashboard().routes(),
         *Leases(runtime, replicas, tenancy, HeldTurns(NO_LIMITS, registry), limit_s=1.0).routes(),
+        *KeyHandlers(Keyring(), None, Quotas(registry, lambda _: False, lambda _: 1)).routes(),
+        *ConfigurationHandlers(None).routes(),
         *Live(runtime, replicas, history, sandboxes_on=True, simulated=False).routes(),
         *Login(Keyring(), Logins()).routes(),
         *OpenApi([]).routes(),

@@ -8,10 +8,11 @@ import pytest
 
 from tests.builders import Driver
 from thunderagent.policy_loader import load_policy
-from thunderagent.programs.decisions import Reason
-from thunderagent.programs.events import ProgramReleased, ReplicaDown, TurnArrived, TurnFinished
+from thunderagent.programs.model.decisions import Reason
+from thunderagent.programs.model.events import ProgramReleased, TurnArrived, TurnFinished
+from thunderagent.programs.model.fleet_events import ReplicaDown
+from thunderagent.programs.model.policy import Policy
 from thunderagent.programs.policies import POLICIES
-from thunderagent.programs.policies.base import Policy
 from thunderagent.programs.policies.breakeven import BreakEven
 from thunderagent.programs.policies.cap import Cap
 from thunderagent.programs.policies.ttl import Ttl
@@ -181,9 +182,9 @@ def test_who_is_not_admitted_must_be_while_anything_grants() -> None:
     driver.arrives("bound", 100, program_class="to-r0")
     assert waiting_of(driver, "bound").what_must_happen.startswith(PLACE)
     assert waiting_of(driver, "bound").reason == "admission"
-    driver.scheduler.admitted_count += 1  # several are said as several
+    driver.scheduler.book.admitted_count += 1  # several are said as several
     assert waiting_of(driver, "bound").what_must_happen.startswith("a place must become free: 2 programs are admitted")
-    driver.scheduler.admitted_count -= 1
+    driver.scheduler.book.admitted_count -= 1
     driver.suspends("sleep", "r1")
     assert waiting_of(driver, "bound").what_must_happen.endswith("suspended for: weights, sleep")
 
@@ -255,7 +256,7 @@ def test_every_policy_s_programs_are_told_of(name: str, capacity_tokens: int | N
     for event in (None, ReplicaDown(driver.now_s, "r0")):
         if event is not None:
             driver.send(event)
-        for program in driver.scheduler.table:
+        for program in driver.scheduler.programs.values():
             report = story_of(driver, program.program_id)
             assert (report.waiting is not None) == bool(program.held)
             assert (report.holding is not None) == ((report.status, report.phase) == ("active", "acting"))

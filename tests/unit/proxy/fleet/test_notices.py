@@ -15,8 +15,8 @@ from tests.loopback import on_loopback
 from thunderagent.backends import backend_of
 from thunderagent.backends.base import Notice
 from thunderagent.backends.poller import ReplicaEndpoint
-from thunderagent.programs.decisions import Hold, Reason, Release
-from thunderagent.programs.events import Tick
+from thunderagent.programs.model.decisions import Hold, Reason, Release
+from thunderagent.programs.model.events import Tick
 from thunderagent.proxy.fleet.client import ClientSettings, open_client
 from thunderagent.proxy.fleet.notices import SENDERS_COUNT, NoticeSender, TaggedPrograms
 

@@ -164,10 +164,14 @@ def test_what_engines_do_for_programs_takes_a_data_key(method: str, path: str) -
         ("POST", "/v1/embeddings/", Use.SIDE_CALL),
         ("POST", "/v1/responses/resp_1/cancel", Use.SIDE_CALL),
         ("POST", "/v1/messages/count_tokens", Use.SIDE_CALL),
+        ("PUT", "/generate", Use.TURN),
+        ("PATCH", "/something/new", Use.GENERATE),
+        ("PUT", "/tokenize", Use.SIDE_CALL),
         ("GET", "/v1/chat/completions", Use.SIDE_CALL),
+        ("DELETE", "/v1/responses/resp_1", Use.SIDE_CALL),
         ("POST", "/v1/pause", Use.CONTROL),
     ],
 )
-def test_every_post_that_can_generate_takes_a_lease(method: str, path: str, use: Use) -> None:
+def test_every_request_that_can_generate_takes_a_lease(method: str, path: str, use: Use) -> None:
     """All but those that are known to generate nothing, in whatever spelling an engine may understand."""
     assert use_of(Target.parse(path), method) is use

@@ -7,10 +7,15 @@ from prometheus_client import CollectorRegistry
 
 from thunderagent.errors import KeyHeldLimitError, TooManyHeldError
 from thunderagent.proxy.gate.held import HeldLimits, HeldTurns, KeptBody
+from thunderagent.proxy.gate.keys import Key, KeyLimits
 
 
 def held_turns(**limits: int) -> HeldTurns:
     return HeldTurns(HeldLimits(**limits), CollectorRegistry())
+
+
+def key(name: str, **limits: int) -> Key:
+    return Key(name, b"", is_admin=False, limits=KeyLimits(**limits))
 
 
 def test_a_body_that_comes_in_pieces_is_counted_as_it_comes() -> None:
@@ -39,15 +44,58 @@ def test_one_body_is_kept_however_large_it_is() -> None:
 def test_a_key_has_half_of_all_if_nothing_else_is_said() -> None:
     held = held_turns(turns_count=4, body_bytes=100)
     for _ in range(2):
-        held.take("red", 1, 10)
+        held.take(key("red"), 1, 10)
     with pytest.raises(KeyHeldLimitError):
-        held.take("red", 1, 10)
+        held.take(key("red"), 1, 10)
     for _ in range(2):
-        held.take("blue", 1, 10)
+        held.take(key("blue"), 1, 10)
     with pytest.raises(TooManyHeldError):
-        held.take("green", 1, 10)
-    held.give_back("red", 1, 10)
-    held.take("green", 1, 10)
+        held.take(key("green"), 1, 10)
+    held.give_back(key("red"), 1, 10)
+    held.take(key("green"), 1, 10)
+
+
+def test_a_key_may_have_a_limit_of_its_own() -> None:
+    """In place of that of all keys, more or less."""
+    held = held_turns(turns_count=10, key_turns_count=2)
+    few, many = key("few", held_turns_count=1), key("many", held_turns_count=3)
+    held.take(few, 1, 10)
+    with pytest.raises(KeyHeldLimitError, match="1 turns of this key are held"):
+        held.take(few, 1, 10)
+    for _ in range(3):
+        held.take(many, 1, 10)
+    with pytest.raises(KeyHeldLimitError):
+        held.take(many, 1, 10)
+
+
+def test_keys_of_a_tenant_share_its_limits() -> None:
+    """Those whose names begin alike up to a slash; what is given back is room for each of them."""
+    held = held_turns(turns_count=10, body_bytes=1000, tenant_turns_count=2, tenant_body_bytes=60)
+    held.take(key("acme/ci"), 1, 10)
+    held.take(key("acme/dev"), 1, 10)
+    with pytest.raises(KeyHeldLimitError, match="2 turns of this tenant are held"):
+        held.take(key("acme/prod"), 1, 10)
+    held.take(key("other"), 1, 10)
+    held.give_back(key("acme/ci"), 1, 10)
+    with pytest.raises(KeyHeldLimitError, match="bodies of 10 bytes of this tenant are kept"):
+        held.take(key("acme/prod"), 1, 51)
+    held.take(key("acme/prod"), 1, 50)
+    for name in ("acme/dev", "other"):
+        held.give_back(key(name), 1, 10)
+    held.give_back(key("acme/prod"), 1, 50)
+    assert repr(held) == "<HeldTurns: 0 turns, 0 bytes>"
+    assert held._of_owners == {}
+
+
+def test_limits_can_be_set_while_turns_are_held() -> None:
+    """What is held stays; what comes goes by the new ones."""
+    held = held_turns(turns_count=4)
+    held.take(None, 1, 10)
+    held.set(HeldLimits(turns_count=1))
+    with pytest.raises(TooManyHeldError):
+        held.take(None, 1, 10)
+    held.give_back(None, 1, 10)
+    held.take(None, 1, 10)
 
 
 def test_a_body_that_is_only_announced_takes_nothing_from_others() -> None:

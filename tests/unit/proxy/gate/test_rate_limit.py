@@ -63,4 +63,4 @@ def test_callers_are_forgotten_when_there_are_too_many() -> None:
     ours = limits(1, 1, clock=lambda: 0.0)
     for number in range(MAX_CALLERS + 10):
         ours.check(str(number))
-    assert len(ours._buckets) == MAX_CALLERS
+    assert len(ours._lines) == MAX_CALLERS

@@ -11,7 +11,7 @@ import pytest
 
 from tests.builders import Driver
 from thunderagent.errors import ConfigurationError
-from thunderagent.programs.verdicts import Level
+from thunderagent.programs.model.verdicts import Level
 from thunderagent.proxy.judge import DEFAULT_PROMPT, Judge, JudgeCollector, JudgeSettings, read_prompt
 from thunderagent.proxy.judge.answer import READ_CHARS, Answered, Failure, Opinion, opinion_of, read_answer
 from thunderagent.proxy.judge.judge import MAX_BODY_BYTES, MAX_WAITING_COUNT
@@ -411,7 +411,7 @@ async def test_a_verdict_on_who_ended_meanwhile_is_nobody_s() -> None:
         court.oracle.may_answer.set()
         return bool(court.judge.verdict_counts["failure"])
 
-    await court.sits_until(lambda: court.driver.scheduler.table.get("a") is not None and asked())
+    await court.sits_until(lambda: court.driver.scheduler.programs.get("a") is not None and asked())
     assert court.driver.program("a").level is None
 
 

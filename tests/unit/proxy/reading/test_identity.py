@@ -307,6 +307,16 @@ def test_a_wrong_id_is_refused_whatever_its_source(source: str, body: bytes) -> 
 # --- The prompt
 
 
+def test_where_nobody_wants_to_know_no_prefix_is_digested() -> None:
+    """Everything else about a turn is read as ever."""
+    body = json.dumps({"model": "m", "program_id": "p", "messages": [{"role": "user", "content": "x" * 500}]}).encode()
+    headers = CIMultiDictProxy(CIMultiDict())
+    with_it, without = (identify(None, headers, body, IdentityRules(reads_prefixes=reads)) for reads in (True, False))
+    assert with_it is not None
+    assert with_it.prefix
+    assert without == with_it._replace(prefix=())
+
+
 def test_a_body_that_goes_on_from_a_response_has_no_prefix_of_its_own() -> None:
     """Its prompt begins with what the engine remembers; by its size nothing can be estimated."""
     rest = b'"input":"' + b"x" * 5000 + b'"}'

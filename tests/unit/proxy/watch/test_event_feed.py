@@ -12,18 +12,17 @@ import pytest
 from tests.builders import asked
 from thunderagent.errors import ProgramHopelessError, ProgramReleasedError, RequestError, TooManyListenersError
 from thunderagent.policy_loader import load_policy
-from thunderagent.programs.events import (
+from thunderagent.programs.model.events import (
     Event,
     ProgramReleased,
     ProgramsReleased,
-    ReplicaPolled,
-    ReplicaUp,
     Tick,
     TurnArrived,
     TurnFinished,
     TurnProgressed,
     TurnStarted,
 )
+from thunderagent.programs.model.fleet_events import ReplicaPolled, ReplicaUp
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.proxy.watch.event_feed import KINDS, MAX_LISTENERS_COUNT, EventFeed, Listener
 from thunderagent.runtime import Runtime

@@ -8,10 +8,11 @@ from tests.builders import Driver
 from thunderagent.backends.base import ReplicaReading
 from thunderagent.backends.poller import ReplicaEndpoint
 from thunderagent.backends.vllm import VllmBackend
+from thunderagent.programs.model.decisions import Grant, Hold, Reason
 from thunderagent.programs.policies.cap import Cap
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.watch.history import KEPT_COUNT, History, quantile_s
-from thunderagent.proxy.watch.metrics import HOLD_BUCKETS_S
+from thunderagent.proxy.watch.turn_metrics import HOLD_BUCKETS_S
 from thunderagent.runtime import Runtime
 
 
@@ -84,7 +85,7 @@ def test_programs_are_counted_by_status_and_phase() -> None:
     world.driver.arrives("a", 100)
     world.driver.arrives("b", 100)
     sample, _ = world.history.now()
-    assert (sample.active_reasoning_count, sample.paused_reasoning_count, sample.turns_held_count) == (1, 1, 1)
+    assert (sample.active_reasoning_count, sample.paused_reasoning_count) == (1, 1)
     world.driver.finishes("a", 100)
     sample, _ = world.history.now()
     counts = (
@@ -93,7 +94,7 @@ def test_programs_are_counted_by_status_and_phase() -> None:
         sample.paused_reasoning_count,
         sample.paused_acting_count,
     )
-    assert sum(counts) == len(world.driver.scheduler.table) == 2
+    assert sum(counts) == len(world.driver.scheduler.programs) == 2
 
 
 def test_hits_are_what_grew_whatever_engine_began_anew() -> None:
@@ -111,6 +112,26 @@ def test_hits_are_what_grew_whatever_engine_began_anew() -> None:
     sample, rates = world.history.now()
     assert (sample.cache_query_tokens_total, sample.cache_hit_tokens_total) == (200, 150)
     assert rates.hit_ratio == 0.75
+
+
+def test_most_turns_are_anonymous_once_there_were_a_few() -> None:
+    """A part is told of any number; that it is most of them only of more than a few, and only of the last minute."""
+    world = World()
+    counts = world.runtime.decision_counts
+    counts[Grant, Reason.ANONYMOUS] += 3
+    _, rates = world.history.now()
+    assert (rates.anonymous_ratio, rates.mostly_anonymous) == (1.0, False)
+    counts[Grant, Reason.ANONYMOUS] += 30
+    counts[Grant, Reason.HOME] += 7
+    counts[Hold, Reason.NO_ROOM] += 100
+    sample, rates = world.history.now()
+    assert (sample.turns_granted_total, sample.anonymous_turns_total) == (40, 33)
+    assert (rates.anonymous_ratio, rates.mostly_anonymous) == (0.825, True)
+    counts[Grant, Reason.FITS] += 26
+    assert world.history.now()[1].mostly_anonymous is False
+    world.samples(70)
+    _, rates = world.history.now()
+    assert (rates.anonymous_ratio, rates.mostly_anonymous) == (None, False)
 
 
 def test_nothing_is_known_where_nothing_was_looked_up_or_held() -> None:

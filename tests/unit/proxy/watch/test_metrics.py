@@ -7,10 +7,11 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from thunderagent.policy_loader import load_policy
-from thunderagent.programs.decisions import Reason, SetRoute
+from thunderagent.programs.model.decisions import Reason, SetRoute
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.proxy.fleet.replicas import Replicas
-from thunderagent.proxy.watch.metrics import ADDED_BUCKETS_S, HOLD_BUCKETS_S, Histogram, StateCollector
+from thunderagent.proxy.watch.metrics import StateCollector
+from thunderagent.proxy.watch.turn_metrics import ADDED_BUCKETS_S, HOLD_BUCKETS_S, Histogram
 from thunderagent.runtime import Runtime
 
 VALUES = (0, 0.0001, 0.00015, 0.5, 1, 3, 1800, 2000, 1e-9)
@@ -29,10 +30,10 @@ def test_a_histogram_is_exposed_as_the_librarys_is(buckets: tuple[float, ...], v
     our_histogram = Histogram("x_seconds", "What it is.", buckets, ours)
     for value in values:
         their_histogram.observe(value)
-        our_histogram.observe(value)
+        our_histogram.of().observe(value)
     assert without_time(generate_latest(ours)) == without_time(generate_latest(theirs))
     assert len(generate_latest(ours).splitlines()) == len(generate_latest(theirs).splitlines())
-    assert our_histogram.counts_up_to()[-1] == len(values)
+    assert our_histogram.of().counts_up_to()[-1] == len(values)
 
 
 def test_a_decision_of_two_words_is_called_what_logs_and_events_call_it() -> None:

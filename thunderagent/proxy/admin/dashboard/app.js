@@ -158,6 +158,7 @@ async function loop() {
     const summary = await ask();
     failures = 0;
     byId("simulated").hidden = !summary.engines_are_simulated;
+    byId("anonymous").hidden = !summary.rates.mostly_anonymous;
     trouble(summary.closing ? "The proxy is shutting down: turns in flight may end, new ones are refused." : "");
   } catch (error) {
     if (error instanceof Unauthorized) {

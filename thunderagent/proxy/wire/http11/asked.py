@@ -94,6 +94,7 @@ class Asked:
         "is_over",
         "is_whole",
         "kept",
+        "sent_bytes",
         "status",
         "target",
     )
@@ -110,6 +111,8 @@ class Asked:
         self.kept: KeptBody | None = None
         self.status = 0
         """Of the answer, once it was begun."""
+        self.sent_bytes = 0
+        """Of the answer's body."""
         self.decorate: Callable[[Asked, CIMultiDict[str]], None] | None = None
         """Adds to the head of the answer what all answers have."""
         self._chunks = Chunks() if head.length == CHUNKED else None
@@ -209,6 +212,7 @@ class Asked:
             headers["Content-Length"] = str(len(body))
         head = self._head(status, reason, headers)
         self.begun = True
+        self.sent_bytes = len(body)
         if transport is not None:
             if self.head.method == "HEAD" or not body:
                 transport.write(head)
@@ -234,6 +238,7 @@ class Asked:
     def write(self, data: bytes) -> Wait:
         """Write a piece of the body; to a client that left, nothing."""
         transport = self._line.transport
+        self.sent_bytes += len(data)
         if transport is not None and data and self.head.method != "HEAD":
             if not self._is_chunked:
                 transport.write(data)

@@ -40,9 +40,12 @@ class Due(Protocol):
 
     begun: bool
     """Whether something of it was written."""
-    is_over: bool
-    """Whether it was written to its end, or never will be."""
     head: RequestHead
+    """Of the request."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it was written to its end, or never will be."""
 
 
 class Waiting:

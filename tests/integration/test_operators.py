@@ -1,0 +1,324 @@
+"""What operators do while the proxy runs: keys come and go, the configuration is read again, requests are logged."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import structlog
+from structlog.testing import capture_logs
+
+from tests.integration.support import (
+    Answer,
+    FakeReplica,
+    Gate,
+    ask,
+    cap,
+    exchange,
+    fake_replica,
+    get,
+    metrics_of,
+    post,
+    running_proxy,
+    serve,
+    turn,
+    until,
+)
+from thunderagent.cli import main
+from thunderagent.config import ServeConfig
+from thunderagent.proxy.gate.keys import mint_key
+from thunderagent.proxy.gate.keys.file import KeyLimitsEntry, add_key
+from thunderagent.reloading import difference
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+NONE = KeyLimitsEntry()
+ADMIN_KEY, ADMIN_LINE = mint_key("ops")
+
+
+def bearer(key: str) -> tuple[str, str]:
+    return "Authorization", f"Bearer {key}"
+
+
+async def turn_with(url: str, key: str, program_id: str = "p") -> Answer:
+    return await post(url, "/v1/chat/completions", turn(program_id), bearer(key))
+
+
+async def admin(url: str, method: str, path: str, body: object = None) -> Answer:
+    content = b"" if body is None else json.dumps(body).encode()
+    return await exchange(url, method, path, [bearer(ADMIN_KEY), ("Content-Type", "application/json")], content)
+
+
+@pytest.fixture
+def keys_file(tmp_path: Path) -> Path:
+    path = tmp_path / "keys.json"
+    path.write_text('{"keys": []}')
+    return path
+
+
+# --- keys
+
+
+async def test_a_key_is_made_used_and_revoked_over_the_api(replica: FakeReplica, keys_file: Path) -> None:
+    """Without a restart, and for the next start too; only who has an admin key may."""
+    async with running_proxy(replica.url, keys_file=keys_file, admin_keys=(ADMIN_LINE,)) as proxy:
+        made = await admin(proxy.url, "POST", "/keys", {"name": "acme/ci", "programs_count": 1})
+        key = made.json()["key"]
+        assert (made.status, made.json()["name"]) == (200, "acme/ci")
+        assert (await turn_with(proxy.url, key)).status == 200
+        assert proxy.runtime.scheduler.programs.get("p").tenant == "acme"  # type: ignore[union-attr]
+        listed = {each["name"]: each for each in (await admin(proxy.url, "GET", "/keys")).json()["keys"]}
+        assert key not in json.dumps(listed)
+        assert (listed["ops"]["admin"], listed["ops"]["revocable"]) == (True, False)
+        assert (listed["acme/ci"]["live_programs_count"], listed["acme/ci"]["revocable"]) == (1, True)
+        assert (await admin(proxy.url, "POST", "/keys", {"name": "acme/ci"})).error["code"] == "key_exists"
+        assert (await post(proxy.url, "/keys", {"name": "x"}, bearer(key))).status == 403
+        assert (await admin(proxy.url, "POST", "/keys", {"name": "a b"})).status == 400
+        assert json.loads(keys_file.read_text())["keys"][0]["name"] == "acme/ci"
+        assert (await admin(proxy.url, "DELETE", "/keys/acme/ci")).json() == {"name": "acme/ci", "revoked": True}
+        assert (await turn_with(proxy.url, key)).status == 401
+        assert (await admin(proxy.url, "DELETE", "/keys/acme/ci")).status == 404
+        assert (await admin(proxy.url, "DELETE", "/keys/ops")).status == 404
+        await post(proxy.url, "/programs/release", {"all": True}, bearer(ADMIN_KEY))
+
+
+async def test_a_file_that_cannot_be_changed_is_told_of(replica: FakeReplica, keys_file: Path) -> None:
+    """The keys that there are stay."""
+    key = add_key(keys_file, "ci", admin=False, expires=None, limits=NONE)
+    async with running_proxy(replica.url, keys_file=keys_file, admin_keys=(ADMIN_LINE,)) as proxy:
+        keys_file.unlink()
+        keys_file.mkdir()
+        for method, path, body in (("POST", "/keys", {"name": "x"}), ("DELETE", "/keys/ci", None)):
+            refused = await admin(proxy.url, method, path, body)
+            assert (refused.status, refused.error["code"]) == (409, "keys_not_changed")
+        assert (await turn_with(proxy.url, key)).status == 200
+        await post(proxy.url, "/programs/release", {"all": True}, bearer(ADMIN_KEY))
+
+
+async def test_without_a_file_keys_stay_as_they_are(replica: FakeReplica) -> None:
+    """They stand in the configuration, and can be listed."""
+    async with running_proxy(replica.url, admin_keys=(ADMIN_LINE,)) as proxy:
+        assert [each["name"] for each in (await admin(proxy.url, "GET", "/keys")).json()["keys"]] == ["ops"]
+        refused = await admin(proxy.url, "POST", "/keys", {"name": "ci"})
+        assert (refused.status, "there is a keys_file" in refused.error["message"]) == (400, True)
+
+
+async def test_a_key_that_is_put_into_the_file_lets_in(replica: FakeReplica, keys_file: Path) -> None:
+    """As `thunderagent key NAME --keys-file FILE` does on the machine; one that expires is out at that time."""
+    async with running_proxy(replica.url, keys_file=keys_file, admin_keys=(ADMIN_LINE,)) as proxy:
+        late = add_key(keys_file, "late", admin=False, expires=datetime.now(UTC) - timedelta(seconds=1), limits=NONE)
+        key = add_key(keys_file, "ci", admin=False, expires=None, limits=NONE)
+        async with asyncio.timeout(10):
+            while (await turn_with(proxy.url, key)).status != 200:
+                await asyncio.sleep(0.05)
+        refused = await turn_with(proxy.url, late)
+        assert (refused.status, "has expired" in refused.error["message"]) == (401, True)
+        await post(proxy.url, "/programs/release", {"all": True}, bearer(ADMIN_KEY))
+
+
+async def test_turns_wait_for_their_keys_share_and_programs_are_refused(replica: FakeReplica, keys_file: Path) -> None:
+    """What is no turn does not count; a key without limits does not wait for one that has."""
+    limits = KeyLimitsEntry(turns_per_min=1, programs_count=1)
+    key = add_key(keys_file, "few", admin=False, expires=None, limits=limits)
+    free = add_key(keys_file, "free", admin=False, expires=None, limits=NONE)
+    async with running_proxy(replica.url, keys_file=keys_file, admin_keys=(ADMIN_LINE,)) as proxy:
+        assert (await turn_with(proxy.url, key, "one")).status == 200
+        refused = await post(proxy.url, "/programs", {"program_id": "two"}, bearer(key))
+        assert (refused.status, refused.error["code"]) == (429, "key_programs_limit")
+        waiting = asyncio.create_task(turn_with(proxy.url, key, "one"))
+        for _ in range(3):
+            assert (await turn_with(proxy.url, free, "other")).status == 200
+            assert (await post(proxy.url, "/programs/release", {"program_id": "none"}, bearer(key))).status == 200
+        assert not waiting.done()
+        waiting.cancel()
+        samples = (await metrics_of(proxy.url))["thunderagent_key_limited_total"]
+        assert samples == {("programs",): 1.0, ("tokens",): 0.0, ("turns",): 1.0}
+        await post(proxy.url, "/programs/release", {"all": True}, bearer(ADMIN_KEY))
+
+
+async def test_tokens_count_whose_turns_took_them(replica: FakeReplica, keys_file: Path) -> None:
+    """The replica says 10 and 3 for each turn: after two of them 20 a minute are overdrawn."""
+    key = add_key(keys_file, "ci", admin=False, expires=None, limits=KeyLimitsEntry(tokens_per_min=20))
+    async with running_proxy(replica.url, keys_file=keys_file, admin_keys=(ADMIN_LINE,)) as proxy:
+        for _ in range(2):
+            assert (await turn_with(proxy.url, key)).status == 200
+        waiting = asyncio.create_task(turn_with(proxy.url, key))
+        await until(lambda: proxy.runtime.scheduler.programs.get("p") is not None)
+        async with asyncio.timeout(5):
+            while (await metrics_of(proxy.url))["thunderagent_key_limited_total"]["tokens",] != 1.0:
+                await asyncio.sleep(0.01)
+        assert not waiting.done()
+        waiting.cancel()
+        await post(proxy.url, "/programs/release", {"all": True}, bearer(ADMIN_KEY))
+
+
+async def test_keys_of_a_tenant_hold_so_many_turns_together(replica: FakeReplica, keys_file: Path) -> None:
+    """One turn too many of any of its keys gets 429; another tenant's is held."""
+    names = ("acme/a", "acme/b", "other")
+    keys = {name: add_key(keys_file, name, admin=False, expires=None, limits=NONE) for name in names}
+    config: dict[str, Any] = {**cap(1), "tenant_max_held_turns_count": 1}
+    async with running_proxy(replica.url, keys_file=keys_file, admin_keys=(ADMIN_LINE,), **config) as proxy:
+        gate = replica.behaviour = Gate()
+        tasks = [asyncio.create_task(turn_with(proxy.url, keys["acme/a"], "first"))]
+        await replica.call(0)
+        tasks.append(asyncio.create_task(turn_with(proxy.url, keys["acme/a"], "held")))
+        await until(lambda: proxy.runtime.held_count == 1)
+        refused = await turn_with(proxy.url, keys["acme/b"], "refused")
+        assert (refused.status, refused.error["code"]) == (429, "key_held_limit")
+        tasks.append(asyncio.create_task(turn_with(proxy.url, keys["other"], "others")))
+        await until(lambda: proxy.runtime.held_count == 2)
+        gate.open()
+        await post(proxy.url, "/programs/release", {"program_id": "first"}, bearer(ADMIN_KEY))
+        await tasks[0]
+        await post(proxy.url, "/programs/release", {"all": True}, bearer(ADMIN_KEY))
+        await asyncio.gather(*tasks)
+
+
+def test_a_key_is_made_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Into the file, with its expiry and limits; a line of the configuration has none."""
+    path = tmp_path / "keys.json"
+    limited = ["--keys-file", str(path), "--expires", "30d", "--turns-per-min", "60", "--programs-count", "8"]
+    assert main(["key", "ci", *limited]) == 0
+    assert "tak_" in capsys.readouterr().out
+    (entry,) = json.loads(path.read_text())["keys"]
+    assert (entry["name"], entry["turns_per_min"], entry["programs_count"]) == ("ci", 60, 8)
+    assert main(["key", "ci", "--turns-per-min", "60"]) == 2
+    assert "go with --keys-file" in capsys.readouterr().err
+    assert main(["key", "other", "--keys-file", str(path), "--programs-count", "0.5"]) == 2
+    assert "programs_count: " in capsys.readouterr().err
+
+
+# --- the configuration read again
+
+
+async def test_what_a_signal_changes_and_what_needs_a_restart(replica: FakeReplica, tmp_path: Path) -> None:
+    """Keys, replicas and limits hold at once, and the log has the difference; a policy needs a restart."""
+    (first_key, first), (second_key, second) = mint_key("first"), mint_key("second")
+    file = tmp_path / "thunderagent.toml"
+    head = f'backends = ["{replica.url}"]\nadmin_keys = ["{ADMIN_LINE}"]\nlog_format = "json"\n'
+    file.write_text(f'{head}api_keys = ["{first}"]\n')
+    async with serve("--config", str(file)) as process:
+        await process.ready()
+        assert (await turn_with(process.url, first_key)).status == 200
+        file.write_text(f'{head}api_keys = ["{second}"]\npolicy = "passthrough"\nmax_held_turns_count = 7\n')
+        process.process.send_signal(signal.SIGHUP)
+        async with asyncio.timeout(20):
+            while (await turn_with(process.url, second_key, "q")).status != 200:
+                await asyncio.sleep(0.02)
+        assert (await turn_with(process.url, first_key)).status == 401
+        await until(lambda: '"config_reloaded"' in process.log)
+        lines = [json.loads(line) for line in process.log.splitlines() if '"config_reloaded"' in line]
+        assert lines[0]["applied"] == {"api_keys": "+second, -first", "max_held_turns_count": "20000 -> 7"}
+        assert lines[0]["needs_restart"] == {"policy": "breakeven -> passthrough"}
+        again = await admin(process.url, "POST", "/config/reload")
+        assert again.json() == {"applied": {}, "needs_restart": {"policy": "breakeven -> passthrough"}}
+        file.write_text("polcy = 1\n")
+        wrong = await admin(process.url, "POST", "/config/reload")
+        assert (wrong.status, "nothing has changed" in wrong.error["message"]) == (400, True)
+        assert (await turn_with(process.url, second_key, "q")).status == 200
+        await until(lambda: '"config_not_reloaded"' in process.log)
+
+
+async def test_replicas_and_rates_are_taken_over(replica: FakeReplica) -> None:
+    """A replica that is no longer named leaves, a new one comes; a rate that there was may change, not begin."""
+    async with fake_replica() as twin:
+        wanted: dict[str, Any] = {"backends": (replica.url,), "rate_limit_per_s": 10.0}
+        async with running_proxy(replica.url, rate_limit_per_s=10.0, load=wanted) as proxy:
+            wanted |= {"backends": (twin.url,), "rate_limit_per_s": 1000.0, "rate_limit_burst_count": 2000}
+            applied = (await post(proxy.url, "/config/reload")).json()["applied"]
+            assert applied["backends"] == f"{replica.url} -> {twin.url}"
+            assert (applied["rate_limit_per_s"], applied["rate_limit_burst_count"]) == ("10.0 -> 1000.0", "100 -> 2000")
+            await until(
+                lambda: [each.replica_id for each in proxy.runtime.scheduler.open_replicas] == [twin.replica_id]
+            )
+            answers = await asyncio.gather(*(ask(proxy.url, f"p{number}") for number in range(150)))
+            assert {answer.status for answer in answers} == {200}
+            wanted["rate_limit_per_s"] = None
+            assert (await post(proxy.url, "/config/reload")).json()["needs_restart"] == {
+                "rate_limit_per_s": "1000.0 -> None"
+            }
+            await post(proxy.url, "/programs/release", {"all": True})
+
+
+async def test_whether_keys_are_asked_for_takes_a_restart(replica: FakeReplica) -> None:
+    """Half a proxy that asks for keys would be worse than none."""
+    wanted: dict[str, Any] = {"backends": (replica.url,)}
+    async with running_proxy(replica.url, load=wanted) as proxy:
+        wanted["api_keys"] = (mint_key("ci")[1],)
+        answer = (await post(proxy.url, "/config/reload")).json()
+        assert answer == {"applied": {}, "needs_restart": {"api_keys": "+ci"}}
+        assert (await ask(proxy.url, "p")).status == 200
+        os.kill(os.getpid(), signal.SIGHUP)
+        await asyncio.sleep(0)
+        assert (await get(proxy.url, "/health")).status == 200
+
+
+def test_secrets_are_not_in_a_difference() -> None:
+    """Keys by their names, other secrets as stars, URLs without passwords."""
+    before = ServeConfig(backends=("http://u:pw@a:1",), backend_api_key="k1", sandbox_callback_token="t1")  # type: ignore[arg-type]
+    after = ServeConfig(backends=("http://a:1", "http://b:2"), api_keys=(mint_key("x")[1],))
+    assert difference("backends", before, after) == "http://a:1 -> http://a:1, http://b:2"
+    assert difference("backend_api_key", before, after) == "*** -> None"
+    assert difference("sandbox_callback_token", before, after) == "*** -> none"
+    assert difference("api_keys", before, after) == "+x"
+
+
+# --- the log
+
+
+async def test_each_request_has_a_line_where_that_is_wanted(replica: FakeReplica) -> None:
+    """Of turns, of the admin API, and of what is refused; none by default."""
+    structlog.reset_defaults()
+    async with running_proxy(replica.url) as proxy:
+        with capture_logs() as logs:
+            await get(proxy.url, "/health")
+        assert [line for line in logs if line["event"] == "request"] == []
+    async with running_proxy(replica.url, access_log=True, admin_keys=(ADMIN_LINE,)) as proxy:
+        with capture_logs() as logs:
+            await get(proxy.url, "/health")
+            await get(proxy.url, "/queue")
+            await admin(proxy.url, "GET", "/queue?limit=1")
+            await ask(proxy.url, "p")
+        lines = [line for line in logs if line["event"] == "request"]
+        told = [(line["method"], line["path"], line["status"], line["key"]) for line in lines]
+        assert told == [
+            ("GET", "/health", 200, None),
+            ("GET", "/queue", 401, None),
+            ("GET", "/queue", 200, "ops"),
+            ("POST", "/v1/chat/completions", 200, None),
+        ]
+        assert all(line["duration_s"] > 0 and line["sent_bytes"] > 0 and line["request_id"] for line in lines)
+        assert lines[3]["request_bytes"] > 0
+
+
+# --- top
+
+
+async def test_top_shows_rates_memory_and_programs(replica: FakeReplica, capsys: pytest.CaptureFixture[str]) -> None:
+    """Once, where the output is no terminal; programs in the order that is asked for."""
+    async with running_proxy(replica.url) as proxy:
+        for number in range(12):
+            await ask(proxy.url, "named" if number < 2 else None)
+        await ask(proxy.url, "large")
+        assert await asyncio.to_thread(main, ["top", "--url", proxy.url, "--programs", "5", "--sort", "turns"]) == 0
+        out = " ".join(capsys.readouterr().out.split())
+        for said in (
+            "turns/min",
+            "prefix hits",
+            "replicas up 1 of 1",
+            f"{replica.replica_id} [",
+            "claimed or waited for",
+        ):
+            assert said in out
+        assert "Most turns name no program: see thunderagent doctor." in out
+        assert out.index("named") < out.index("large")
+        assert await asyncio.to_thread(main, ["top", "--url", proxy.url, "--sort", "id"]) == 0
+        out = capsys.readouterr().out
+        assert out.index("large") < out.index("named")
+    assert await asyncio.to_thread(main, ["top", "--url", "http://127.0.0.1:9"]) == 1

@@ -1,0 +1,57 @@
+"""`thunderagent doctor` on real vLLM engines: no fault in two sound ones, and those of another."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from benchmarks.real_engine import RealEngine, RealEngineConfig
+from tests.real.conftest import HIDDEN_SIZE, LAYERS, free_ports
+from thunderagent.cli import build_parser
+from thunderagent.doctor.command import examine
+from thunderagent.doctor.findings import Finding, Level
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+MAX_MODEL_LEN = 2048
+
+
+async def found(*argv: str) -> dict[str, Finding]:
+    """Return what is not as it should be, by what was examined."""
+    findings = await examine(build_parser().parse_args(["doctor", *argv]))
+    assert {"engine_reachable", "second_turn_hit", "identity"} <= {finding.check for finding in findings}
+    return {finding.check: finding for finding in findings if finding.level is not Level.OK}
+
+
+@pytest.fixture
+async def unsound(vllm: None) -> AsyncIterator[RealEngine]:
+    """Run an engine without prefix caching, which tells nothing of cached tokens."""
+    (port,) = free_ports(1)
+    config = RealEngineConfig(
+        hidden_size=HIDDEN_SIZE,
+        layers=LAYERS,
+        pool_blocks=80,
+        max_model_len=MAX_MODEL_LEN,
+        port=port,
+        core=None,
+        tells_cached=False,
+        extra_args=("--no-enable-prefix-caching",),
+    )
+    async with RealEngine(config) as engine:
+        yield engine
+
+
+async def test_two_sound_engines_have_no_fault(engines: tuple[RealEngine, RealEngine]) -> None:
+    """By what they say of themselves, and by what three prompts and two turns show."""
+    assert await found("--backends", ",".join(engine.url for engine in engines)) == {}
+
+
+@pytest.mark.timeout(300)
+async def test_what_is_wrong_with_an_engine_is_found(unsound: RealEngine) -> None:
+    """As vLLM itself says it."""
+    findings = await found("--backends", unsound.url)
+    assert findings["prefix_caching"].level is Level.FAULT
+    assert "--enable-prefix-caching" in findings["prefix_caching"].remedy
+    assert "--enable-prompt-tokens-details" in findings["second_turn_hit"].remedy

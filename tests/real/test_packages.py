@@ -1,0 +1,151 @@
+"""What `scripts/build` makes: whole metadata, all files, and in an empty environment the README's example runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import urllib.request
+import zipfile
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from packaging.metadata import Metadata
+from packaging.utils import parse_wheel_filename
+
+import thunderagent
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from typing import NoReturn
+
+ROOT = Path(__file__).parents[2]
+MINORS = (11, 12, 13, 14)
+TURN = """client.chat.completions.create(
+        model="simulated", messages=[{"role": "user", "content": "hello"}], max_tokens=4
+    )"""
+pytestmark = pytest.mark.timeout(600)
+
+
+def interpreters(minor: int) -> Iterator[str]:
+    """Yield what may be a Python of this version: on the path, or in pyenv's folder."""
+    yield from filter(None, (shutil.which(f"python3.{minor}"),))
+    folder = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions")
+    yield from (str(path) for path in sorted(folder.glob(f"3.{minor}.*/bin/python")))
+
+
+def python_of(minor: int) -> str:
+    """Return an interpreter of this version that runs. Skips the test where there is none."""
+    says = f"import sys; sys.exit(sys.version_info[:2] != (3, {minor}))"
+    for found in interpreters(minor):
+        if subprocess.run([found, "-c", says], capture_output=True, check=False).returncode == 0:
+            return found
+    pytest.skip(f"there is no Python 3.{minor} here")
+
+
+@pytest.fixture(scope="module")
+def built(require_real: Callable[[str], NoReturn]) -> Path:
+    """Build everything."""
+    done = subprocess.run([str(ROOT / "scripts/build")], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        require_real(f"scripts/build fails: {(done.stdout + done.stderr)[-1500:]}")
+    return ROOT / "out/dist"
+
+
+def wheel(built: Path, name: str) -> Path:
+    (found,) = [path for path in built.glob("*-none-any.whl") if parse_wheel_filename(path.name)[0] == name]
+    return found
+
+
+def metadata(path: Path) -> Metadata:
+    """Return a wheel's metadata. Raises what is wrong with it."""
+    with zipfile.ZipFile(path) as archive:
+        (name,) = [each for each in archive.namelist() if each.endswith(".dist-info/METADATA")]
+        return Metadata.from_email(archive.read(name), validate=True)
+
+
+def names(path: Path) -> set[str]:
+    with zipfile.ZipFile(path) as archive:
+        return {name for name in archive.namelist() if ".dist-info/" not in name}
+
+
+@pytest.mark.parametrize("name", ["thunderagent", "thunderagent-client"])
+def test_the_metadata_is_whole(built: Path, name: str) -> None:
+    """What an index shows: one version, a page, a licence, who may use it; and there is a source archive."""
+    said = metadata(wheel(built, name))
+    assert str(said.version) == thunderagent.__version__
+    assert said.summary
+    assert said.description
+    assert said.description_content_type == "text/markdown"
+    assert said.license_expression == "Apache-2.0"
+    assert said.license_files == ["LICENSE"]
+    assert said.author
+    assert said.keywords
+    assert "Typing :: Typed" in (said.classifiers or [])
+    assert str(said.requires_python) == ">=3.11"
+    assert [path.name for path in built.glob(f"{name.replace('-', '_')}-{said.version}.tar.gz")]
+
+
+def test_the_wheel_has_every_file_of_the_package_and_no_other(built: Path) -> None:
+    """Modules, and what they read: profiles, the dashboard, the judge's prompt."""
+    here = ROOT / "thunderagent"
+    unshipped = {".pyc", ".md"}
+    own = {str(path.relative_to(ROOT)) for path in here.rglob("*") if path.is_file() and path.suffix not in unshipped}
+    assert names(wheel(built, "thunderagent")) == own - {"thunderagent/client/pyproject.toml"}
+
+
+def test_the_clients_wheel_is_the_client_alone(built: Path) -> None:
+    """It needs nothing, and claims no name of the proxy's."""
+    path = wheel(built, "thunderagent-client")
+    modules = {f"thunderagent/client/{each.name}" for each in (ROOT / "thunderagent/client").glob("*.py")}
+    assert names(path) == {*modules, "thunderagent/client/py.typed"}
+    assert not metadata(path).requires_dist
+
+
+def environment(folder: Path, python: str, *packages: str) -> Path:
+    """Make an empty environment with these packages, and return its folder of commands."""
+    subprocess.run([python, "-m", "venv", str(folder)], check=True)
+    pip = [str(folder / "bin/python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *packages]
+    done = subprocess.run(pip, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-1500:]
+    return folder / "bin"
+
+
+@contextmanager
+def serving(commands: Path, folder: Path) -> Iterator[str]:
+    """Run `thunderagent serve` from an environment, with two simulated engines, and yield its URL."""
+    command = [str(commands / "thunderagent"), "serve", "--port", "0"]
+    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        try:
+            assert process.stdout is not None
+            (url,) = re.findall(r"http://[\w.:]+\d", process.stdout.readline())
+            yield url
+        finally:
+            process.terminate()
+
+
+@pytest.mark.parametrize("minor", MINORS)
+def test_the_readmes_example_runs_in_an_empty_environment(built: Path, tmp_path: Path, minor: int) -> None:
+    """The proxy from its wheel, and on the agent's side the client from its own, on every Python that is there."""
+    python = python_of(minor)
+    proxy = environment(tmp_path / "proxy", python, str(wheel(built, "thunderagent")))
+    agent = environment(tmp_path / "agent", python, str(wheel(built, "thunderagent-client")), "openai>=1.66")
+    (example,) = re.findall(
+        r"^```python\n(from thunderagent\.client.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE
+    )
+    script = tmp_path / "agent.py"
+    script.write_text(example.replace("...", TURN, 1))
+    with serving(proxy, tmp_path) as url:
+        env = {"PATH": os.environ["PATH"], "THUNDERAGENT_PROXY": url}
+        done = subprocess.run([agent / "python", script], cwd=tmp_path, env=env, capture_output=True, check=False)
+        assert done.returncode == 0, done.stderr
+        with urllib.request.urlopen(f"{url}/programs", timeout=10) as answer:
+            assert json.load(answer)["total"] == 0  # it was released
+        with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
+            assert b'thunderagent_turns_total{outcome="finished"} 1.0' in answer.read()
+        looked = [str(proxy / "thunderagent"), "doctor", "--url", url, "--json"]
+        assert json.loads(subprocess.run(looked, capture_output=True, check=True, cwd=tmp_path).stdout)

@@ -1,0 +1,146 @@
+"""What is made of answers: of two turns of a program, of a proxy's replicas, of clocks and of what is no answer."""
+
+from __future__ import annotations
+
+import json
+from email.utils import formatdate
+from typing import Any
+
+import httpx2
+import pytest
+
+from thunderagent.doctor import program, proxies
+from thunderagent.doctor.asking import Answer, Asker
+from thunderagent.doctor.command import _as_seen_from_here
+from thunderagent.doctor.findings import Finding, Level, fault, ok
+
+HEALTHY: dict[str, Any] = {
+    "replica_id": "r0",
+    "up": True,
+    "why_down": "",
+    "breaker": "closed",
+    "suspended_for": [],
+}
+
+
+def turn(replica_id: str = "r0", named: str = "doctor-1", cached: int | None = 90, prompt: int = 100) -> Answer:
+    """Return the answer to a turn."""
+    details = None if cached is None else {"cached_tokens": cached}
+    body = {
+        "choices": [{"message": {"content": "word"}}],
+        "usage": {"prompt_tokens": prompt, "prompt_tokens_details": details},
+    }
+    said = {"X-Program-ID": named, "X-Program-ID-Source": "x-program-id"} if named else {}
+    return Answer(200, json.dumps(body), {**said, "X-Replica-ID": replica_id})
+
+
+def findings(
+    first: Answer, second: Answer, *, by_path: Answer | None = None, released: bool = True
+) -> dict[str, Finding]:
+    answer = Answer(200, json.dumps({"released": released}))
+    trial = program.Trial("doctor-1", "X-Program-ID", first, second, by_path, answer)
+    return {finding.check: finding for finding in program.findings_of(trial)}
+
+
+def test_two_turns_as_they_should_be() -> None:
+    assert {finding.level for finding in findings(turn(), turn()).values()} == {Level.OK}
+
+
+def test_a_second_turn_elsewhere_is_told_with_both_places() -> None:
+    """It may be meant, so it is a warning; the miss is a fault."""
+    found = findings(turn("r0"), turn("r1", cached=0))
+    assert found["same_replica"].level is Level.WARNING
+    assert found["same_replica"].text == "The first ran on r0, the second on r1."
+    assert found["second_turn_hit"].level is Level.FAULT
+    assert found["second_turn_hit"].text.startswith("The second missed on r1: 0 of its 100 prompt tokens")
+
+
+def test_an_engine_that_does_not_say_what_it_cached_leaves_the_hit_open() -> None:
+    found = findings(turn(cached=None), turn(cached=None))
+    assert found["second_turn_hit"].level is Level.WARNING
+    assert "is not known" in found["second_turn_hit"].text
+
+
+def test_half_of_the_first_prompt_is_a_hit() -> None:
+    """Whole blocks alone are cached, and the second prompt may be much longer."""
+    assert findings(turn(), turn(cached=50, prompt=900))["second_turn_hit"].level is Level.OK
+    assert findings(turn(), turn(cached=49, prompt=60))["second_turn_hit"].level is Level.FAULT
+
+
+def test_turns_of_another_program_are_told_with_its_name() -> None:
+    """As where another header, or a body, names it first."""
+    found = findings(turn(), turn(named="other"), by_path=turn(named="other"))
+    assert "they were counted as program other, by x-program-id" in found["identity"].text
+    assert "this address is not the proxy's" in found["identity"].remedy
+
+
+def test_a_failed_turn_ends_the_examination() -> None:
+    found = findings(turn(), Answer(503, "no replica"))
+    assert list(found) == ["turns_answered"]
+    assert "The second turn through the proxy failed: 503 no replica" in found["turns_answered"].text
+
+
+def test_a_program_that_is_not_released_is_told_of() -> None:
+    assert findings(turn(), turn(), released=False)["release"].level is Level.WARNING
+
+
+@pytest.mark.parametrize(
+    ("change", "level", "text"),
+    [
+        ({}, None, ""),
+        ({"up": False, "why_down": "connection refused"}, Level.FAULT, "it is down: connection refused."),
+        ({"breaker": "open"}, Level.WARNING, "failed turn after turn"),
+        ({"suspended_for": ["weight_sync"]}, Level.WARNING, "Nothing is granted there: weight_sync."),
+    ],
+)
+def test_a_replica_is_judged_by_what_the_proxy_says(change: dict[str, Any], level: Level | None, text: str) -> None:
+    """Each with what to do."""
+    proxy = proxies.Proxy("p", has_key=True, health=Answer(200), ready=Answer(200, '{"ready": true}'))
+    proxy.listed = Answer(200, json.dumps({"replicas": [{**HEALTHY, **change}]}))
+    found = [each for each in proxies.findings_of(proxy, "http://p", is_own=True) if each.check == "replica_up"]
+    assert [each.level for each in found] == ([] if level is None else [level])
+    assert all(text in each.text and each.remedy for each in found)
+
+
+def test_an_engine_that_only_the_proxy_reaches_is_no_fault() -> None:
+    """Nor is one of whose ranks one is up; one that is down to both is."""
+    proxy = proxies.Proxy("p", has_key=True)
+    listed = [{**HEALTHY, "replica_id": "a:1/0"}, {**HEALTHY, "replica_id": "b:1", "up": False}]
+    proxy.listed = Answer(200, json.dumps({"replicas": listed}))
+    gone = {name: fault("engine_reachable", name, "It cannot be reached.", "start it") for name in ("a:1", "b:1")}
+    assert _as_seen_from_here(gone["a:1"], proxy).level is Level.WARNING
+    assert _as_seen_from_here(gone["b:1"], proxy) is gone["b:1"]
+    fine = ok("clock", "a:1", "Its clock agrees.")
+    assert _as_seen_from_here(fine, proxy) is fine
+
+
+@pytest.mark.parametrize(
+    ("told_s", "skew_s"),
+    [(1000.0, 0.0), (1001.0, 0.0), (999.0, -0.5), (1100.0, 98.5), (900.0, -99.5)],
+)
+async def test_a_clock_is_off_by_what_the_way_does_not_explain(told_s: float, skew_s: float) -> None:
+    """A header has whole seconds, and the answer was made some time between the request and its arrival."""
+    times = iter([1000.5, 1001.5])
+    transport = httpx2.MockTransport(lambda _: httpx2.Response(200, headers={"Date": formatdate(told_s, usegmt=True)}))
+    async with httpx2.AsyncClient(base_url="http://e", transport=transport) as http:
+        answer = await Asker(http, timeout_s=1, wall_clock=lambda: next(times)).get("/health")
+    assert answer.skew_s == pytest.approx(skew_s)
+
+
+async def test_what_is_no_answer_is_kept_as_such() -> None:
+    """Nothing is raised: neither by the way there nor by a body that is no JSON, or no object."""
+
+    def fail(request: httpx2.Request) -> httpx2.Response:
+        if request.url.path == "/silent":
+            raise httpx2.ReadTimeout("late", request=request)
+        if request.url.path == "/gone":
+            raise httpx2.ConnectError("refused", request=request)
+        return httpx2.Response(200, text=request.url.path.removeprefix("/"))
+
+    async with httpx2.AsyncClient(base_url="http://e", transport=httpx2.MockTransport(fail)) as http:
+        asker = Asker(http, timeout_s=3)
+        assert (await asker.post("/silent", {})).why == "no answer within 3 s"
+        assert (await asker.get("/gone")).told() == "refused"
+        for text in ("nonsense", "[]"):
+            answer = await asker.get(f"/{text}")
+            assert (answer.json(), answer.skew_s) == ({}, None)

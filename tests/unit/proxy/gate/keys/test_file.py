@@ -1,0 +1,150 @@
+"""The file of keys: what it holds, how it is changed, and that a wrong one changes nothing."""
+
+from __future__ import annotations
+
+import json
+import stat
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+import pytest
+from structlog.testing import capture_logs
+
+from thunderagent.errors import ConfigurationError, KeyExistsError, NotFoundError
+from thunderagent.proxy.gate.keys import KeyLimits, Keyring, mint_key
+from thunderagent.proxy.gate.keys.file import KeyLimitsEntry, KeysFile, add_key, expires_of, read_keys
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+NONE = KeyLimitsEntry()
+
+
+def test_a_key_is_added_with_its_expiry_and_limits(tmp_path: Path) -> None:
+    """The file is made, is its owner's alone, and has no key in it, only what knows it again."""
+    path = tmp_path / "keys.json"
+    until = datetime(2027, 1, 1, tzinfo=UTC)
+    key = add_key(
+        path, "acme/ci", admin=False, expires=until, limits=KeyLimitsEntry(turns_per_min=60, programs_count=8)
+    )
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert key not in path.read_text()
+    (entry,) = read_keys(path)
+    assert entry.key().limits == KeyLimits(turns_per_min=60, programs_count=8)
+    assert entry.key().expires_s == until.timestamp()
+    keyring = Keyring(has_file=True, wall_clock=lambda: until.timestamp() - 1)
+    keyring.set_filed([entry.key()])
+    found = keyring.find(key)
+    assert found is not None
+    assert found.tenant == "acme"
+    with pytest.raises(KeyExistsError):
+        add_key(path, "acme/ci", admin=True, expires=None, limits=NONE)
+
+
+def test_a_key_lets_nobody_in_once_it_has_expired(tmp_path: Path) -> None:
+    """From that second on, with no reload."""
+    path, now_s = tmp_path / "keys.json", 1_000_000.0
+    key = add_key(path, "ci", admin=False, expires=datetime.fromtimestamp(now_s + 10, UTC), limits=NONE)
+    keyring = Keyring(has_file=True, wall_clock=lambda: now_s)
+    KeysFile(path, keyring)
+    held = keyring.find(key)
+    assert held is not None
+    assert keyring.still(held) is held
+    now_s += 10
+    assert keyring.find(key) is None
+    assert keyring.still(held) is None
+
+
+def test_an_empty_file_lets_nobody_in(tmp_path: Path) -> None:
+    """Where keys come from a file they are asked for, whatever is in it."""
+    path = tmp_path / "keys.json"
+    path.write_text('{"keys": []}')
+    keyring = Keyring(has_file=True)
+    KeysFile(path, keyring)
+    assert (bool(keyring), keyring.has_data_keys, keyring.has_admin_keys) == (True, True, False)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "Invalid JSON"),
+        ("[]", "Input should be an object"),
+        ('{"keys": [{"name": "a b", "sha256": "%s"}]}' % ("0" * 64), "keys.0.name"),
+        ('{"keys": [{"name": "a", "sha256": "12"}]}', "keys.0.sha256"),
+        ('{"keys": [{"name": "a", "sha256": "%s", "turns": 1}]}' % ("0" * 64), "keys.0.turns"),
+        ('{"keys": [{"name": "a", "sha256": "%s", "turns_per_min": 0}]}' % ("0" * 64), "keys.0.turns_per_min"),
+        ('{"keys": [{"name": "a", "sha256": "%s", "expires": "2027-01-01T00:00:00"}]}' % ("0" * 64), "timezone"),
+        (json.dumps({"keys": [{"name": "a", "sha256": "0" * 64}] * 2}), "two keys have the same name"),
+    ],
+)
+def test_a_file_that_is_wrong_is_refused(text: str, why: str, tmp_path: Path) -> None:
+    """With the place, and without what stands there: it may be a key, by mistake."""
+    path = tmp_path / "keys.json"
+    path.write_text(text)
+    with pytest.raises(ConfigurationError, match="keys_file: ") as refused:
+        read_keys(path)
+    assert why in refused.value.message
+
+
+async def test_what_changes_in_the_file_is_taken_over_and_told(tmp_path: Path) -> None:
+    """Added, revoked, given other limits; a wrong file leaves all as it was, and so does none."""
+    path, keyring = tmp_path / "keys.json", Keyring([mint_key("lined")[1]], has_file=True)
+    gone = add_key(path, "gone", admin=False, expires=None, limits=NONE)
+    kept = add_key(path, "kept", admin=False, expires=None, limits=NONE)
+    file = KeysFile(path, keyring)
+    entries = json.loads(path.read_text())["keys"]
+    path.write_text(json.dumps({"keys": [{**entries[1], "turns_per_min": 6}]}))
+    added = add_key(path, "new", admin=True, expires=None, limits=NONE)
+    with capture_logs() as logs:
+        await file.reload()
+    (line,) = logs
+    told = line["event"], line["added"], line["revoked"], line["changed"]
+    assert told == ("keys_reloaded", ["new"], ["gone"], ["kept"])
+    found = keyring.find(kept)
+    assert (keyring.find(gone), keyring.has_admin_keys) == (None, True)
+    assert found is not None
+    assert found.limits.turns_per_min == 6
+    for spoil in (lambda: path.write_text("{"), path.unlink):
+        spoil()
+        with capture_logs() as logs:
+            await file.reload()
+        assert [each["event"] for each in logs] == ["keys_not_reloaded"]
+        assert keyring.find(added) is not None
+
+
+async def test_keys_are_added_and_removed_at_once(tmp_path: Path) -> None:
+    """In the file and in memory; a name of the configuration is taken, and cannot be removed."""
+    path, keyring = tmp_path / "keys.json", Keyring([mint_key("lined")[1]], has_file=True)
+    path.write_text('{"keys": []}')
+    file = KeysFile(path, keyring)
+    key = await file.add("ci", admin=False, expires=None, limits=NONE)
+    assert keyring.find(key) is not None
+    for name in ("ci", "lined"):
+        with pytest.raises(KeyExistsError):
+            await file.add(name, admin=False, expires=None, limits=NONE)
+    await file.remove("ci")
+    assert keyring.find(key) is None
+    assert read_keys(path) == []
+    for name in ("ci", "lined"):
+        with pytest.raises(NotFoundError):
+            await file.remove(name)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("text", "expires"),
+    [
+        ("30d", "2026-01-31T00:00:00+00:00"),
+        ("12h", "2026-01-01T12:00:00+00:00"),
+        ("2027-01-01", "2027-01-01T00:00:00+00:00"),
+        ("2027-01-01T08:00:00+02:00", "2027-01-01T08:00:00+02:00"),
+    ],
+)
+def test_an_expiry_is_a_time_or_how_long_from_now(text: str, expires: str) -> None:
+    assert expires_of(text, datetime(2026, 1, 1, tzinfo=UTC)).isoformat() == expires
+
+
+@pytest.mark.parametrize("text", ["", "d", "soon", "-3d", "1.5h", "2027-13-01"])
+def test_what_is_no_expiry_is_refused(text: str) -> None:
+    with pytest.raises(ConfigurationError, match="is no time, such as"):
+        expires_of(text)

@@ -1,0 +1,142 @@
+"""What a key may use: turns and tokens wait for their minute, a program too many is refused."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from thunderagent.errors import KeyHeldLimitError, KeyProgramsLimitError
+from thunderagent.programs.model.events import TurnAbandoned, TurnArrived, TurnFinished
+from thunderagent.proxy.gate.keys import Key, KeyLimits, Keyring, check_key
+from thunderagent.proxy.gate.keys.quotas import Quotas
+
+
+class World:
+    """Quotas on a clock that a test moves, and the programs that live."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.live: set[str] = set()
+        self.registry = CollectorRegistry()
+        self.quotas = Quotas(
+            self.registry,
+            self.live.__contains__,
+            lambda key: key.limits.held_turns_count or 100,
+            clock=lambda: self.now_s,
+        )
+
+    def limited(self, limit: str) -> float:
+        return self.registry.get_sample_value("thunderagent_key_limited_total", {"limit": limit}) or 0.0
+
+    async def begins(self, key: Key) -> bool:
+        """Begin a turn; say whether it may at once."""
+        waiting = asyncio.create_task(self.quotas.wait(key))
+        await asyncio.sleep(0)
+        begun = waiting.done()
+        waiting.cancel()
+        return begun
+
+    def opens(self, key: Key, program_id: str) -> None:
+        check_key(key, Keyring(), for_admin=False)  # as the guard does for the request
+        self.quotas.open_program(program_id)
+        self.live.add(program_id)
+
+
+def key(name: str = "ci", **limits: float) -> Key:
+    return Key(name, b"", is_admin=False, limits=KeyLimits(**limits))  # type: ignore[arg-type]
+
+
+async def test_turns_of_a_minute_begin_at_once_and_then_one_after_the_other() -> None:
+    """Another key has turns of its own, and who gives up leaves no debt."""
+    world, ours = World(), key(turns_per_min=6)
+    assert [await world.begins(ours) for _ in range(8)] == [True] * 6 + [False] * 2
+    assert await world.begins(key("other", turns_per_min=6))
+    assert world.limited("turns") == 2
+    world.now_s += 9.9
+    assert not await world.begins(ours)
+    world.now_s += 0.2
+    assert [await world.begins(ours), await world.begins(ours)] == [True, False]
+
+
+async def test_waiting_turns_go_on_in_the_order_in_which_they_came() -> None:
+    """By a real clock: 1,200 a minute are one each 50 ms."""
+    quotas, order = Quotas(CollectorRegistry(), lambda _: False, lambda _: 100), []
+    ours = key(turns_per_min=1200)
+    for _ in range(1200):
+        await quotas.wait(ours)
+
+    async def begin(number: int) -> None:
+        await quotas.wait(ours)
+        order.append(number)
+
+    await asyncio.gather(*(begin(number) for number in range(3)))
+    assert order == [0, 1, 2]
+
+
+async def test_only_so_many_turns_of_a_key_wait() -> None:
+    """Whoever may hold so many turns may have no more in line; who leaves makes room."""
+    world, ours = World(), key(turns_per_min=1, held_turns_count=2)
+    assert await world.begins(ours)
+    waiting = [asyncio.create_task(world.quotas.wait(ours)) for _ in range(2)]
+    await asyncio.sleep(0)
+    with pytest.raises(KeyHeldLimitError, match="2 turns of this key wait"):
+        await world.quotas.wait(ours)
+    waiting[1].cancel()
+    await asyncio.gather(waiting[1], return_exceptions=True)
+    assert not await world.begins(ours)
+    waiting[0].cancel()
+    await asyncio.gather(waiting[0], return_exceptions=True)
+
+
+async def test_tokens_are_counted_at_the_end_of_a_turn_and_may_be_overdrawn() -> None:
+    """The next turn waits until they have come in again; a turn that was abandoned took none."""
+    world, ours = World(), key(tokens_per_min=600)
+    check_key(ours, Keyring(), for_admin=False)
+    assert await world.begins(ours)
+    for turn_id in (1, 2):
+        world.quotas.heard(TurnArrived(0.0, turn_id, "p"), [])
+    world.quotas.heard(TurnFinished(0.0, 1, 700, 200), [])
+    world.quotas.heard(TurnAbandoned(0.0, 2), [])
+    assert world.quotas._by_turn == {}
+    assert not await world.begins(ours)
+    assert world.limited("tokens") == 1
+    world.now_s += 30.0  # 300 tokens, which the bucket owed
+    assert not await world.begins(ours)
+    world.now_s += 0.2
+    assert await world.begins(ours)
+
+
+async def test_a_program_too_many_is_refused_until_another_has_ended() -> None:
+    """One that is known goes on, whoever began it; one of another key does not count."""
+    world, ours = World(), key(programs_count=2)
+    world.opens(ours, "a")
+    world.opens(key("other", programs_count=2), "x")
+    world.opens(ours, "b")
+    world.opens(ours, "a")
+    with pytest.raises(KeyProgramsLimitError, match="this key has 2 programs"):
+        world.opens(ours, "c")
+    assert world.limited("programs") == 1
+    assert world.quotas.programs_count("ci") == 2
+    world.opens(ours, "x")
+    world.live.remove("a")
+    world.opens(ours, "c")
+    assert world.quotas.programs_count("ci") == 2
+
+
+async def test_other_limits_hold_from_the_next_turn_on() -> None:
+    """As when the file of keys was changed; programs stay counted."""
+    world = World()
+    world.opens(key(programs_count=1), "a")
+    assert await world.begins(key(turns_per_min=6))
+    assert [await world.begins(key(turns_per_min=60)) for _ in range(20)] == [True] * 20
+    with pytest.raises(KeyProgramsLimitError):
+        world.opens(key(programs_count=1), "b")
+
+
+async def test_a_key_without_limits_is_never_asked() -> None:
+    world = World()
+    for number in range(100):
+        world.opens(key(), f"p{number}")
+    assert world.quotas._accounts == {}

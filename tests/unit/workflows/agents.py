@@ -1,0 +1,166 @@
+"""Agents of the tests: plain classes, which know nothing of workflows except where they use managed state."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+from thunderagent.workflows import Preempted, checkpoint, managed_dict, managed_list, stubs
+
+
+class Echo:
+    """Says what it was told."""
+
+    async def say(self, text: Any) -> Any:
+        return text
+
+    async def fail(self, text: str) -> None:
+        raise ValueError(text)
+
+    async def through(self, text: str) -> Any:
+        """Ask another agent, and return its future."""
+        return [stubs.call("blocking", "fail", (text,))]
+
+
+class Blocking:
+    """Plain methods; `gate` keeps a call until a test opens it."""
+
+    gates: dict[str, threading.Event] = {}  # noqa: RUF012 - the test's, across instances
+
+    def say(self, text: Any) -> Any:
+        return (text, threading.current_thread().name)
+
+    def fail(self, text: str) -> None:
+        raise KeyError(text)
+
+    def gate(self, name: str) -> str:
+        self.gates.setdefault(name, threading.Event()).wait(30)
+        return name
+
+    def ask_myself(self, text: str) -> Any:
+        return stubs.call("blocking", "say", (text,)).value()
+
+    def measure(self, values: list[int]) -> int:
+        return len(values)
+
+
+class Patient:
+    """Coroutines that wait until a test lets them go."""
+
+    gates: dict[str, asyncio.Event] = {}  # noqa: RUF012
+
+    async def wait(self, name: str) -> str:
+        await self.gates.setdefault(name, asyncio.Event()).wait()
+        return name
+
+    async def count(self, name: str) -> tuple[str, Any]:
+        before = checkpoint()
+        if before is None:
+            await self.gates.setdefault(name, asyncio.Event()).wait()
+        return name, before
+
+    def checkpoint(self) -> str:
+        return "half"
+
+
+class Stoppable:
+    """A plain method that looks now and then whether it is to stop."""
+
+    def __init__(self) -> None:
+        self.stop = threading.Event()
+
+    def work(self, name: str) -> tuple[str, Any]:
+        before = checkpoint()
+        if name == "long" and before is None:
+            self.stop.wait(30)
+            raise Preempted(7)
+        return name, before
+
+    def checkpoint(self) -> None:
+        self.stop.set()
+
+
+class Rememberer:
+    """Keeps what a session said."""
+
+    said = managed_list("said")
+    counts = managed_dict("counts")
+
+    async def hear(self, text: str) -> list[str]:
+        self.said.append(text)
+        self.counts[text] = self.counts.get(text, 0) + 1
+        return list(self.said)
+
+
+class Counter:
+    """State of its own, which only the same instance has."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, list[int]] = {}
+
+    async def add(self, session: str, number: int) -> list[int]:
+        await asyncio.sleep(0)
+        self.seen.setdefault(session, []).append(number)
+        return list(self.seen[session])
+
+
+class Batcher:
+    """Takes lists."""
+
+    async def double(self, number: list[int]) -> list[tuple[int, int]]:
+        return [(each * 2, len(number)) for each in number]
+
+    async def short(self, number: list[int]) -> list[int]:
+        return []
+
+
+class Broken:
+    """Cannot be made."""
+
+    def __init__(self) -> None:
+        raise RuntimeError("no licence")
+
+    def say(self) -> None: ...
+
+
+HERE = "tests.unit.workflows.agents"
+AGENTS: dict[str, Any] = {
+    "echo": {
+        "class": f"{HERE}:Echo",
+        "methods": {"say": {"text": "Any"}, "fail": {"text": "str"}, "through": {"text": "str"}},
+    },
+    "blocking": {
+        "class": f"{HERE}:Blocking",
+        "methods": {
+            "say": {"text": "Any"},
+            "fail": {"text": "str"},
+            "gate": {"name": "str"},
+            "ask_myself": {"text": "str"},
+            "measure": {"values": "list[int]"},
+        },
+    },
+    "patient": {
+        "class": f"{HERE}:Patient",
+        "methods": {"wait": {"name": "str"}, "count": {"name": "str"}},
+        "preemptable": True,
+    },
+    "stoppable": {"class": f"{HERE}:Stoppable", "methods": {"work": {"name": "str"}}, "preemptable": "checkpoint"},
+    "rememberer": {"class": f"{HERE}:Rememberer", "methods": {"hear": {"text": "str"}}, "min_instances": 2},
+    "counter": {
+        "class": f"{HERE}:Counter",
+        "methods": {"add": {"session": "str", "number": "int"}},
+        "stateful": True,
+        "min_instances": 3,
+    },
+    "batcher": {
+        "class": f"{HERE}:Batcher",
+        "methods": {"double": {"number": "int"}, "short": {"number": "int"}},
+        "batchable": True,
+        "max_batch": 4,
+    },
+}
+
+
+def only(*names: str, **directives: Any) -> dict[str, Any]:
+    return {name: {**AGENTS[name], **directives} for name in names}

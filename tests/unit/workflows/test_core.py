@@ -1,0 +1,46 @@
+"""The pure core of the workflows under random interleavings, and at each step of a move."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.workflows.model import Model
+
+STEPS_COUNT = 60
+
+
+def interleave(seed: int, *, may_crash: bool, steps_count: int = STEPS_COUNT) -> Model:
+    rng = random.Random(seed)
+    agents = tuple(rng.sample(("plain", "managed", "stateful", "both", "batch", "soft", "soft-managed"), 3))
+    model = Model(rng.randrange, agents, instances=rng.randrange(1, 4))
+    for _ in range(steps_count):
+        model.step(may_crash=may_crash)
+    model.settle()
+    model.check_settled()
+    return model
+
+
+@pytest.mark.parametrize("may_crash", [False, True], ids=["whole", "crashes"])
+def test_random_interleavings(may_crash: bool) -> None:
+    base = random.randrange(10**9)
+    for seed in range(base, base + 500):
+        try:
+            interleave(seed, may_crash=may_crash)
+        except BaseException as error:
+            error.add_note(f"seed {seed}")
+            raise
+
+
+@settings(max_examples=60)
+@given(st.data(), st.booleans())
+def test_interleavings_that_hypothesis_finds(data: st.DataObject, may_crash: bool) -> None:
+    """The same, but a failure is shrunk to its smallest."""
+    model = Model(lambda n: data.draw(st.integers(0, n - 1)) if n > 1 else 0, ("managed", "stateful", "plain"))
+    for _ in range(data.draw(st.integers(0, 30))):
+        model.step(may_crash=may_crash)
+    model.settle()
+    model.check_settled()

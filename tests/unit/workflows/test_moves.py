@@ -1,0 +1,130 @@
+"""A move of a session, stopped at each of its six steps: nothing is lost or run twice, whatever happens there."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.unit.workflows.model import Model
+from thunderagent.workflows.core import messages as m
+from thunderagent.workflows.errors import LostError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+STEPS = (m.Migrate, m.Retarget, m.Retargeted, m.ExecutorChanged, m.Transfer, m.Activated)
+"""What is under way at each step of the paper's, 1 to 6."""
+
+
+def moving(step: type) -> Model:
+    """Return a session of a managed agent whose move has come to a step, with calls that wait for a value."""
+    model = Model(lambda _: 0, ("plain", "managed"), instances=2)
+    first = model.call("managed", "s0")
+    model.deliver_all()
+    model.finish("managed/0", first.call)
+    producer = model.call("plain", "s0")
+    for _ in range(3):
+        model.call("managed", "s0", needs=(producer,))
+    model.call("managed", "s0")
+    model.deliver_all()
+    model.channels["global", "managed/0"].append(m.Migrate("s0", "managed/1"))
+    running = model.machines["managed/0"].running
+    if step is not m.Migrate:
+        model.finish("managed/0", *running.values())
+    while not any(isinstance(message, step) for messages in model.channels.values() for message in messages):
+        channel = model.waiting_channels()[0]
+        model.deliver(channel)
+    return model
+
+
+def finish(model: Model) -> None:
+    model.settle()
+    model.check_settled()
+    assert sum(record.outcome is not None for record in model.records) == len(model.records)
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
+def test_a_move_loses_and_doubles_nothing_at_any_step(step: type) -> None:
+    model = moving(step)
+    finish(model)
+    assert [model.ran[record.call.call_id] for record in model.records] == [1] * len(model.records)
+    assert [moved.why_not for moved in model.moves] == [""]
+    assert model.machines["managed/1"].states["s0"] == model.order["managed", "s0"]
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
+@pytest.mark.parametrize("event", ["value comes", "another call comes", "it moves back", "the aim retires"])
+def test_whatever_comes_in_between_changes_nothing(step: type, event: str) -> None:
+    model = moving(step)
+    events: dict[str, Callable[[], object]] = {
+        "value comes": lambda: model.finish("plain/0", model.records[1].call),
+        "another call comes": lambda: model.call("managed", "s0", node="n1"),
+        "it moves back": lambda: model.handle("managed/1", m.Migrate("s0", "managed/0")),
+        "the aim retires": lambda: model.retire("managed/1"),
+    }
+    events[event]()
+    finish(model)
+    assert [model.ran[record.call.call_id] for record in model.records] == [1] * len(model.records)
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
+@pytest.mark.parametrize("lost", ["managed/0", "managed/1", "plain/0", "n1"])
+def test_every_call_is_over_when_something_is_lost_in_between(step: type, lost: str) -> None:
+    """What was there fails, with where it was; everything else has its value; nothing runs twice."""
+    model = moving(step)
+    if lost == "n1":
+        model.call("managed", "s0", node="n1")
+    model.crash([lost])
+    model.settle()
+    model.check_settled()
+    for record in model.records:
+        if record.call.origin not in model.machines:
+            continue
+        assert record.outcome is not None
+        assert model.ran[record.call.call_id] <= 1
+        if record.outcome.error is not None:
+            assert isinstance(record.outcome.error, LostError)
+            assert record.outcome.error.instance == lost
+
+
+def test_a_stateful_session_is_not_moved() -> None:
+    model = Model(lambda _: 0, ("stateful",), instances=2)
+    for _ in range(3):
+        model.call("stateful", "s0")
+    model.deliver_all()
+    model.handle("stateful/0", m.Migrate("s0", "stateful/1"))
+    assert [moved.why_not for moved in model.moves] == ["a stateful session stays where it is"]
+    finish(model)
+    assert model.places["stateful", "s0"] == {"stateful/0"}
+
+
+def test_a_call_of_higher_priority_interrupts_one_that_can_be() -> None:
+    """The checkpoint of what was interrupted is there when it runs again."""
+    model = Model(lambda _: 0, ("soft",), instances=1)
+    low = model.call("soft", "low")
+    model.deliver_all()
+    model.handle("soft/0", m.SetPriorities({"high": 2.0}))
+    high = model.call("soft", "high")
+    model.deliver_all()
+    assert model.interrupting["soft/0"] == {low.call.call_id}
+    model.interrupt("soft/0", *model.machines["soft/0"].running.values())
+    (running,) = model.machines["soft/0"].running.values()
+    assert running.call_id == high.call.call_id
+    model.finish("soft/0", running)
+    (again,) = model.machines["soft/0"].running.values()
+    assert again.checkpoint == ("checkpoint", low.call.call_id)
+    finish(model)
+
+
+def test_a_batch_is_of_one_method_and_no_larger_than_it_may_be() -> None:
+    model = Model(lambda _: 0, ("batch",), instances=1)
+    for number in range(8):
+        model.call("batch", f"s{number % 3}")
+    model.deliver_all()
+    sizes = []
+    while running := list(model.machines["batch/0"].running.values()):
+        sizes.append(len(running))
+        for call in running:
+            model.finish("batch/0", call)
+    assert sizes == [1, 3, 3, 1]

@@ -1,0 +1,390 @@
+"""The embedded runtime: futures, sessions, state, batches, interruption, and what becomes of it all at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import threading
+from typing import Any
+
+import pytest
+
+from tests.unit.workflows.agents import AGENTS, HERE, Blocking, Patient, only
+from thunderagent.workflows import (
+    CallError,
+    DeadlockError,
+    Deployment,
+    Future,
+    LostError,
+    SessionEndedError,
+    StateError,
+    WorkflowError,
+    deploy,
+    managed_dict,
+    settle,
+    settle_async,
+    stubs,
+)
+
+CALM = {"policies": (), "period_s": 0.01}
+
+
+def call(agent: str, method: str, *args: Any) -> Any:
+    return stubs.call(agent, method, args)
+
+
+@pytest.fixture(autouse=True)
+def _gates_are_shut() -> None:
+    Blocking.gates.clear()
+    Patient.gates.clear()
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+# --- futures
+
+
+def test_a_future_is_its_value_where_python_allows() -> None:
+    def main() -> None:
+        found = call("echo", "say", ["a", "b"])
+        assert len(found) == 2
+        assert found == ["a", "b"]
+        assert [*found] == ["a", "b"]
+        first, second = call("echo", "say", ("x", "y"))
+        assert f"{first}{second}" == "xy"
+        assert isinstance(found, list)
+        assert ["c"] + found == ["c", "a", "b"]  # noqa: RUF005 - `+` is what is tested
+        with pytest.raises(TypeError):
+            json.dumps(found)
+        assert json.dumps(found.value()) == '["a", "b"]'
+        assert found.available
+        assert found.available()
+        assert "echo.say #1: done at echo/0" in repr(found)
+
+    with deploy(only("echo"), **CALM) as app:
+        app.run(main)
+
+
+def test_a_future_knows_where_it_stands() -> None:
+    def main() -> None:
+        held = call("blocking", "gate", "g")
+        behind = call("blocking", "say", held)
+        last = call("echo", "say", [behind, {"k": held}])
+        with pytest.raises(TimeoutError, match=r"blocking.gate #1 is not there after 0.05 s"):
+            held.value(timeout=0.05)
+        assert held.metadata["state"] == "running"
+        assert behind.metadata["dependencies"] == [(held.metadata["call_id"], "blocking/0")]
+        assert (behind.metadata["creator"], behind.metadata["stage"]) == ("driver", 2)
+        assert last.metadata["state"] == "queued"
+        assert held.metadata["consumers"] == ["blocking/0", "echo/0"]
+        Blocking.gates["g"].set()
+        assert last.value(10)[1] == {"k": "g"}
+        assert last.metadata["state"] == "done"
+        assert "driver" in last.metadata["consumers"]
+
+    with deploy(only("echo", "blocking"), **CALM) as app:
+        app.run(main)
+
+
+async def test_an_async_driver_awaits() -> None:
+    async def main() -> Any:
+        parts = call("echo", "say", [1, 2, 3])
+        with pytest.raises(DeadlockError, match="await"):
+            len(parts)
+        size = call("blocking", "measure", parts)
+        assert await size == 3
+        assert await settle_async([size, parts]) == [size, parts]
+        return call("echo", "say", "returned")
+
+    async with deploy(only("echo", "blocking"), **CALM) as app:
+        assert await app.run_async(main) == "returned"
+        assert await app.run_async(lambda: call("echo", "say", "from a thread").value()) == "from a thread"
+
+
+def test_agents_see_plain_values_only() -> None:
+    """Futures among arguments, nested too, are resolved first; what a method returns is, too."""
+
+    def main() -> Any:
+        nested = call("echo", "say", {"a": [call("echo", "say", 1), (call("echo", "say", 2),)], "b": "c"})
+        return nested.value()
+
+    with deploy(only("echo"), **CALM) as app:
+        assert app.run(main) == {"a": [1, (2,)], "b": "c"}
+
+
+def test_settle_sleeps_until_one_more_is_there() -> None:
+    def main() -> None:
+        done = call("echo", "say", 1)
+        done.value()
+        held = [call("blocking", "gate", "one"), call("echo", "say", "x")]
+        assert settle([done, *held], any=True, timeout=10) == [done, held[1]]
+        assert settle(held, timeout=0.01) == [held[1]]
+        Blocking.gates["one"].set()
+        assert settle(held, timeout=10) == held
+
+    with deploy(only("echo", "blocking"), **CALM) as app:
+        app.run(main)
+
+
+# --- errors
+
+
+def test_an_error_says_where_it_was_and_brings_the_traceback() -> None:
+    """Through another agent, and to whoever depends on it."""
+
+    def main() -> None:
+        failed = call("echo", "through", "why")
+        depends = call("echo", "say", [failed])
+        with pytest.raises(CallError) as caught:
+            depends.value(10)
+        error = caught.value
+        assert error.path == ("echo/0",)
+        assert error.instance == "echo/0"
+        assert error.agent == "echo"
+        assert isinstance(error.__cause__, CallError)
+        assert error.__cause__.path == ("echo/0", "blocking/0")
+        assert isinstance(error.__cause__.__cause__, KeyError)
+        assert "raise KeyError(text)" in str(error)
+        assert failed.metadata["state"] == "failed"
+
+    with deploy(only("echo", "blocking"), **CALM) as app:
+        app.run(main)
+
+
+def test_a_call_outside_of_a_session_or_of_nobody_is_refused() -> None:
+    with pytest.raises(WorkflowError, match="needs a session"):
+        call("echo", "say", 1)
+    with deploy(only("echo"), **CALM) as app, pytest.raises(WorkflowError, match="no agent 'nobody' is deployed"):
+        app.run(lambda: call("nobody", "say", 1))
+
+
+def test_a_call_that_waits_for_itself_fails() -> None:
+    with deploy(only("blocking"), **CALM) as app, pytest.raises(CallError, match="waits at blocking/0 for a call"):
+        app.run(lambda: call("blocking", "ask_myself", "x").value(20))
+
+
+def test_a_call_may_ask_another_instance_of_its_agent() -> None:
+    with deploy(only("blocking", min_instances=2), **CALM) as app:
+        assert app.run(lambda: call("blocking", "ask_myself", "x").value(20))[0] == "x"
+
+
+def test_what_is_on_a_lost_instance_fails_and_another_takes_its_place() -> None:
+    async def main(app: Deployment) -> None:
+        held, behind = call("patient", "wait", "a"), call("patient", "wait", "b")
+        depends = call("echo", "say", [behind])
+        await until(lambda: held.metadata["state"] == "running")
+        app.lose("patient/0")
+        for future in (held, behind, depends):
+            with pytest.raises(LostError) as caught:
+                await future
+            assert caught.value.path == ("patient/0",)
+        again = call("patient", "wait", "c")
+        await until(lambda: again.metadata["state"] == "running")
+        assert again.metadata["executor"] == "patient/1"
+        Patient.gates["c"].set()
+        assert await again == "c"
+
+    with deploy(only("patient", "echo"), **CALM) as app:
+        app.run(main, app)
+
+
+def test_an_agent_that_cannot_be_made_stops_the_deployment() -> None:
+    before = threading.active_count()
+    broken = {"broken": {"class": f"{HERE}:Broken", "methods": {"say": {}}}}
+    with pytest.raises(RuntimeError, match="no licence"), deploy(broken):
+        pass
+    assert threading.active_count() == before
+
+
+# --- sessions
+
+
+def test_stateful_calls_run_in_order_on_one_instance() -> None:
+    async def main(name: str) -> list[int]:
+        futures = [call("counter", "add", name, number) for number in range(50)]
+        return (await settle_async(futures))[-1].value()
+
+    async def together(app: Deployment) -> list[Any]:
+        return await asyncio.gather(*(app.run_async(main, f"s{i}", session=f"s{i}") for i in range(6)))
+
+    with deploy(only("counter"), **CALM) as app:
+        for found in asyncio.run_coroutine_threadsafe(together(app), app._loop).result(20):
+            assert found == list(range(50))
+        seen = [instance._object.seen for instance in app.node.instances.values()]
+        assert sum(len(each) for each in seen) == 6
+
+
+def test_managed_state_goes_where_its_session_goes() -> None:
+    """A migration between two calls changes nothing that the session sees; another session sees nothing of it."""
+
+    def say(*texts: str) -> Any:
+        for text in texts:
+            found = call("rememberer", "hear", text).value(10)
+        return found
+
+    with deploy(only("rememberer"), **CALM) as app:
+        assert app.run(say, "a", "b", session="s") == ["a", "b"]
+        assert app.run(say, "z", session="t") == ["z"]
+        home = app.session_log("s").log[-1][4]
+        other = ({"rememberer/0", "rememberer/1"} - {home}).pop()
+        assert app.act(lambda act: act.migrate("s", home, other)) == []
+        assert app.run(say, "c", session="s") == ["a", "b", "c"]
+        assert app.session_log("s").log[-1][4] == other
+        app.end_session("s")
+        assert app.run(say, "d", session="s") == ["d"]
+
+
+def test_a_driver_s_state_belongs_to_its_session() -> None:
+    seen = managed_dict("seen")
+
+    def main(key: str) -> dict[str, int]:
+        seen[key] = seen.get(key, 0) + 1
+        return dict(seen)
+
+    with deploy(only("echo"), **CALM) as app:
+        assert app.run(main, "a", session="s") == {"a": 1}
+        assert app.run(main, "a", session="s") == {"a": 2}
+        assert app.run(main, "a", session="t") == {"a": 1}
+        assert app.run(main, "a") == {"a": 1}
+    with pytest.raises(WorkflowError, match="needs a session"):
+        seen["x"] = 1
+
+
+def test_state_of_an_agent_that_is_not_managed_is_refused() -> None:
+    agents = only("rememberer")
+
+    def main() -> None:
+        with pytest.raises(CallError) as caught:
+            call("rememberer", "hear", "a").value(10)
+        assert isinstance(caught.value.__cause__, StateError)
+
+    app = deploy(agents, **CALM)
+    app.agents = {"rememberer": app.agents["rememberer"].with_directives(managed=False)}
+    with app:
+        app.run(main)
+
+
+def test_a_session_that_ends_fails_its_calls() -> None:
+    async def main(app: Deployment) -> None:
+        held = call("patient", "wait", "never")
+        await app.end_session_async("s")
+        with pytest.raises(SessionEndedError):
+            await held
+
+    with deploy(only("patient"), **CALM) as app:
+        app.run(main, app, session="s")
+
+
+# --- directives
+
+
+def test_a_batch_is_one_run_of_calls_that_wait() -> None:
+    async def main() -> list[Any]:
+        return [future.value() for future in await settle_async([call("batcher", "double", n) for n in range(9)])]
+
+    with deploy(only("batcher"), **CALM) as app:
+        found = app.run(main)
+    assert [value for value, _ in found] == [n * 2 for n in range(9)]
+    assert [size for _, size in found] == [1, 4, 4, 4, 4, 4, 4, 4, 4]
+
+
+def test_a_batch_that_gives_too_little_fails_all_its_calls() -> None:
+    with deploy(only("batcher"), **CALM) as app, pytest.raises(CallError, match="as many values"):
+        app.run(lambda: call("batcher", "short", 1).value(10))
+
+
+@pytest.mark.parametrize("agent", ["patient", "stoppable"])
+def test_a_call_of_higher_priority_interrupts(agent: str) -> None:
+    """A coroutine is cancelled, a plain method asked; each goes on from what it left."""
+    method = {"patient": "count", "stoppable": "work"}[agent]
+
+    async def low() -> Any:
+        return await call(agent, method, "long")
+
+    async def high() -> Any:
+        if agent == "patient":
+            Patient.gates["short"] = asyncio.Event()
+            Patient.gates["short"].set()
+        return await call(agent, method, "short")
+
+    async def both(app: Deployment) -> None:
+        app.node.post(f"{agent}/0", _priorities({"vip": 5.0}))
+        slow = asyncio.create_task(app.run_async(low, session="normal"))
+        await until(lambda: app.node.controllers[f"{agent}/0"].running)
+        assert await app.run_async(high, session="vip") == ("short", None)
+        assert await slow == ("long", "half" if agent == "patient" else 7)
+
+    with deploy(only(agent), **CALM) as app:
+        asyncio.run_coroutine_threadsafe(both(app), app._loop).result(20)
+
+
+def _priorities(changes: dict[str, float]) -> Any:
+    from thunderagent.workflows.core.messages import SetPriorities  # noqa: PLC0415
+
+    return SetPriorities(changes)
+
+
+def test_instances_come_and_go_as_they_are_asked_for() -> None:
+    async def main(app: Deployment) -> None:
+        held = [call("patient", "wait", f"{n}") for n in range(4)]
+        assert await app.act_async(lambda act: act.provision("patient")) == []
+        await until(lambda: "patient/1" in app.node.controllers)
+        assert (await app.act_async(lambda act: act.provision("patient")))[0].startswith("provision patient")
+        assert await app.act_async(lambda act: act.kill("patient/0")) == []
+        for n in range(4):
+            Patient.gates.setdefault(f"{n}", asyncio.Event()).set()
+        assert [await each for each in held] == ["0", "1", "2", "3"]
+        await until(lambda: "patient/0" not in app.node.controllers)
+        refused = await app.act_async(lambda act: act.kill("patient/1"))
+        assert refused == ["kill patient/1: patient keeps at least so many"]
+
+    with deploy(only("patient", max_instances=2), **CALM) as app:
+        app.run(main, app)
+
+
+def test_an_agent_without_instances_gets_one_when_it_is_called() -> None:
+    with deploy(only("echo", min_instances=0), **CALM) as app:
+        assert app.node.controllers == {}
+        assert app.run(lambda: call("echo", "say", 1).value(10)) == 1
+
+
+# --- the end
+
+
+def test_nothing_is_left_after_a_deployment() -> None:
+    """No thread, no task, and calls that were left over fail."""
+    before = set(threading.enumerate())
+    with deploy(AGENTS, **CALM) as app:
+        left: list[Future] = []
+        app.run(lambda: left.extend([call("patient", "wait", "x"), call("blocking", "say", 1)]), session="s")
+        loop = app._loop
+    assert set(threading.enumerate()) == before
+    assert loop.is_closed()
+    with pytest.raises(WorkflowError):
+        left[0].value(1)
+
+
+async def test_no_task_is_left_on_the_loop_of_others() -> None:
+    before = asyncio.all_tasks()
+    async with deploy(AGENTS, **CALM) as app:
+        await app.run_async(lambda: call("echo", "say", 1).value())
+        assert len(asyncio.all_tasks()) > len(before)
+    assert asyncio.all_tasks() == before
+
+
+async def test_calls_that_are_over_are_forgotten() -> None:
+    async def main() -> None:
+        for number in range(20):
+            await call("echo", "say", [call("echo", "say", number)])
+
+    async with deploy(only("echo"), **CALM) as app:
+        await app.run_async(main)
+        assert app.node.origin.records == {}
+        gc.collect()
+        assert sum(isinstance(each, Future) for each in gc.get_objects() if type(each) is Future) == 0
+        assert app.node.waiting == {}

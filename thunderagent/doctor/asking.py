@@ -1,0 +1,102 @@
+"""Ask an engine or a proxy over HTTP, and keep whatever came of it: here no answer is an answer, too."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+import httpx2
+
+LOOK_TIMEOUT_S = 10.0
+"""For what an engine says of itself. SGLang answers for its health with a token that it generates."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What came of a request. `status` 0: nothing came, and `why` says why.
+
+    `skew_s` is how far the other side's clock is ahead of ours beyond what the way and the header's whole seconds
+    explain; None if it said no time.
+    """
+
+    status: int
+    text: str = ""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    why: str = ""
+    skew_s: float | None = None
+
+    @property
+    def is_good(self) -> bool:
+        """Whether the other side did what it was asked."""
+        return self.status == 200
+
+    @property
+    def wants_key(self) -> bool:
+        """Whether the other side refuses who has no key."""
+        return self.status in (401, 403)
+
+    def json(self) -> dict[str, Any]:
+        """Return the body's object; empty if it is none."""
+        try:
+            said = json.loads(self.text)
+        except (ValueError, RecursionError):
+            return {}
+        return said if isinstance(said, dict) else {}
+
+    def told(self) -> str:
+        """Return what came, in a few words."""
+        return f"{self.status} {' '.join(self.text.split())[:200]}".strip() if self.status else self.why
+
+
+NO_ANSWER = Answer(0, why="it was not asked")
+
+
+class Asker:
+    """Sends requests to one base URL."""
+
+    def __init__(
+        self, http: httpx2.AsyncClient, *, timeout_s: float, wall_clock: Callable[[], float] = time.time
+    ) -> None:
+        """Use `http`, whose base URL is the other side's; `timeout_s` is for requests that generate."""
+        self._http = http
+        self._timeout_s = timeout_s
+        self._wall_clock = wall_clock
+
+    async def get(self, path: str, headers: Mapping[str, str] | None = None) -> Answer:
+        """Ask for what the other side says of itself; never raise."""
+        return await self._ask("GET", path, headers, None, LOOK_TIMEOUT_S)
+
+    async def post(self, path: str, body: object, headers: Mapping[str, str] | None = None) -> Answer:
+        """Have the other side do something; never raise."""
+        content = json.dumps(body).encode()
+        return await self._ask(
+            "POST", path, {"Content-Type": "application/json", **(headers or {})}, content, self._timeout_s
+        )
+
+    async def _ask(
+        self, method: str, path: str, headers: Mapping[str, str] | None, body: bytes | None, timeout_s: float
+    ) -> Answer:
+        asked_s = self._wall_clock()
+        try:
+            answer = await self._http.request(method, path, headers=headers, content=body, timeout=timeout_s)
+        except httpx2.TimeoutException:
+            return Answer(0, why=f"no answer within {timeout_s:g} s")
+        except (httpx2.HTTPError, httpx2.InvalidURL, OSError) as error:
+            return Answer(0, why=str(error) or type(error).__name__)
+        skew_s = _skew_s(answer.headers.get("Date", ""), asked_s, self._wall_clock())
+        return Answer(answer.status_code, answer.text, answer.headers, skew_s=skew_s)
+
+
+def _skew_s(date: str, asked_s: float, answered_s: float) -> float | None:
+    """Return how far a header `Date` lies outside of the time in which its answer was made; it has whole seconds."""
+    try:
+        told_s = parsedate_to_datetime(date).timestamp()
+    except ValueError:
+        return None
+    if told_s > answered_s:
+        return told_s - answered_s
+    return min(0.0, told_s + 1.0 - asked_s)

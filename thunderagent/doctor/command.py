@@ -1,0 +1,206 @@
+"""`thunderagent doctor`: what it is told, and the order in which it looks."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx2
+from rich.console import Console
+
+from thunderagent.backends import backend_of
+from thunderagent.backends.discovery.base import replica_id_of, shown_url
+from thunderagent.config import ENVIRONMENT_PREFIX, ServeConfig
+from thunderagent.doctor import engines, program, proxies
+from thunderagent.doctor.asking import Asker
+from thunderagent.doctor.findings import Finding, as_json, exit_status, show, warning
+from thunderagent.errors import ConfigurationError
+from thunderagent.security import backend_api_key, backend_ssl_context
+from thunderagent.serving import build_runtime, proxy
+
+DESCRIPTION = """\
+Find what is wrong, and say what to do.
+
+Without options it examines the proxy on this machine and the engines behind it. With --backends, or --config with
+a file that names replicas, it examines these before there is a proxy, and starts one of its own in the meantime.
+
+It asks engines for their health, metrics and models, sends each three small prompts, and sends two turns of one
+program through the proxy. --no-turns leaves all prompts out.
+
+Exit status: 0 if nothing is wrong, 1 if something is, 2 if it was asked wrongly.
+
+Examples:
+  thunderagent doctor --backends http://10.0.0.1:8000,http://10.0.0.2:8000
+  thunderagent doctor --url http://127.0.0.1:8300
+  thunderagent doctor --program-header X-Trace-Session --json
+"""
+
+DEFAULT_PORT = 8300
+FIRST_POLLS_S = 5.0
+"""An own proxy gets so long to find all of its replicas up: two polls that are answered late."""
+
+OF_THE_TRIAL = (
+    *("backends", "backends_file", "kubernetes_replicas", "kubernetes_config", "kubernetes_url"),
+    *("data_parallel_ranks", "backend_type", "capacity_tokens", "policy", "policy_args", "priority"),
+    *("program_headers", "user_names_program", "infer_programs"),
+    *("backend_api_key", "backend_api_key_file", "backend_ca_file"),
+)
+"""Settings that a proxy of the doctor's own takes over. It writes no files, starts no sandboxes and asks no judge."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    target = parser.add_mutually_exclusive_group()
+    target.add_argument("--backends", metavar="A,B", help="base URLs of engines, as `serve --backends` takes them")
+    target.add_argument("--url", metavar="URL", help=f"where a proxy runs (default: this machine, port {DEFAULT_PORT})")
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="a proxy's configuration: its engines are examined, and its address"
+    )
+    parser.add_argument(
+        "--program-header",
+        default=program.DEFAULT_HEADER,
+        metavar="NAME",
+        help="header in which your clients name the program (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--key",
+        default=os.environ.get(f"{ENVIRONMENT_PREFIX}KEY", ""),
+        help=f"an admin key of the proxy; better in the environment [{ENVIRONMENT_PREFIX}KEY]",
+    )
+    parser.add_argument("--ca-file", type=Path, metavar="FILE", help="certificates to trust for an https --url, PEM")
+    parser.add_argument(
+        "--timeout-s", type=float, default=120.0, metavar="S", help="for the answer to a prompt (default: %(default)g)"
+    )
+    parser.add_argument("--no-turns", action="store_true", help="only look; send no prompts")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Examine, print the findings, return the exit status. Raises `ConfigurationError`."""
+    findings = asyncio.run(examine(args))
+    if args.json:
+        print(as_json(findings))
+    else:
+        show(findings, Console(markup=False, emoji=False, highlight=False))
+    return exit_status(findings)
+
+
+async def examine(args: argparse.Namespace) -> list[Finding]:
+    """Examine a running proxy, or engines through a proxy of our own. Raises `ConfigurationError`."""
+    given = {"backends": args.backends} if args.backends else {}
+    config = ServeConfig.load(args.config, **given)
+    if args.url is None and (args.backends or args.config) and config.has_replica_source:
+        findings = list(proxies.configuration_findings(config))
+        async with _own_proxy(config) as url:
+            return findings + await _examine_through(url, args, config, is_own=True)
+    url = args.url or f"http://127.0.0.1:{config.port or DEFAULT_PORT}"
+    return await _examine_through(url, args, config, is_own=False)
+
+
+async def _examine_through(url: str, args: argparse.Namespace, config: ServeConfig, *, is_own: bool) -> list[Finding]:
+    """Examine the proxy at `url`, the engines behind it, and the way through it."""
+    key = {proxies.KEY_HEADER: args.key} if args.key and not is_own else {}
+    async with _asker(url, args.timeout_s, verify=_trusted(args.ca_file)) as asker:
+        looked = await proxies.look_at(asker, "the proxy" if is_own else urlsplit(url).netloc, key)
+        if is_own:
+            looked = await _settled(asker, looked)
+        findings = list(proxies.findings_of(looked, url, is_own=is_own))
+        behind = await _look_at_engines(looked, args, config)
+        wants_priorities = bool(config.priority)
+        for engine in behind:
+            findings += engines.findings_of(
+                engine, wants_priorities=wants_priorities, capacity_override_tokens=config.capacity_tokens
+            )
+        findings += engines.findings_among(behind)
+        if not is_own and any(not engine.health.status for engine in behind):
+            findings = [_as_seen_from_here(each, looked) for each in findings]
+        if not args.no_turns and looked.model_ids:
+            limits = [limit for engine in behind if (limit := engine.context_limit_tokens) is not None]
+            trial = await program.try_program(
+                asker, looked.model_ids[0], min(limits, default=None), args.program_header, key
+            )
+            findings += program.findings_of(trial)
+    return findings
+
+
+def _as_seen_from_here(finding: Finding, looked: proxies.Proxy) -> Finding:
+    """Return a finding that an engine is out of reach as a warning, where the proxy reaches it."""
+    up_ids = {str(replica["replica_id"]).partition("/")[0] for replica in looked.replicas if replica["up"]}
+    if finding.check == "engine_reachable" and finding.subject in up_ids:
+        text = "It cannot be reached from this machine, but from the proxy; it was not examined."
+        return warning(finding.check, finding.subject, text, "run doctor where the proxy runs")
+    return finding
+
+
+async def _look_at_engines(
+    looked: proxies.Proxy, args: argparse.Namespace, config: ServeConfig
+) -> list[engines.Engine]:
+    """Look at the engines that a proxy names, all at once: those that are ranks of one URL once."""
+    kinds = {str(replica["url"]): str(replica["kind"]) for replica in looked.replicas}
+    with_password = {shown_url(url.partition("#")[0]): url.partition("#")[0] for url in config.backends}
+    key = backend_api_key(config)
+    ssl_context = backend_ssl_context(config)
+
+    async def look(url: str) -> engines.Engine:
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        async with _asker(with_password.get(url, url), args.timeout_s, verify=ssl_context, headers=headers) as asker:
+            return await engines.look_at(
+                asker, replica_id_of(url), backend_of(config.backend_type), sends_turns=not args.no_turns
+            )
+
+    return await asyncio.gather(*map(look, kinds))
+
+
+async def _settled(asker: Asker, looked: proxies.Proxy) -> proxies.Proxy:
+    """Look again until all of the proxy's replicas are up, or long enough."""
+    looks = partial(proxies.look_at, asker, looked.name, {})
+    try:
+        async with asyncio.timeout(FIRST_POLLS_S):
+            while not looked.replicas or not all(each["up"] for each in looked.replicas):
+                await asyncio.sleep(0.1)
+                looked = await looks()
+    except TimeoutError:
+        pass
+    return await looks()
+
+
+@asynccontextmanager
+async def _own_proxy(config: ServeConfig) -> AsyncIterator[str]:
+    """Run a proxy on loopback in front of the configured replicas, and yield its URL."""
+    kept = {name: getattr(config, name) for name in OF_THE_TRIAL}
+    trial = ServeConfig.model_construct(**kept, port=0, poll_interval_s=0.2, grace_s=0.0, no_replica_limit_s=5.0)
+    runtime, _ = build_runtime(trial)
+    async with proxy(trial, runtime, trial.backends) as url:
+        yield url
+
+
+@asynccontextmanager
+async def _asker(
+    url: str,
+    timeout_s: float,
+    *,
+    verify: ssl.SSLContext | None = None,
+    headers: dict[str, str] | None = None,
+) -> AsyncIterator[Asker]:
+    try:
+        client = httpx2.AsyncClient(base_url=url, trust_env=False, verify=verify or True, headers=headers)
+    except httpx2.InvalidURL as error:
+        raise ConfigurationError(f"{shown_url(url)!r} is no URL: {error}") from error
+    async with client as http:
+        yield Asker(http, timeout_s=timeout_s)
+
+
+def _trusted(ca_file: Path | None) -> ssl.SSLContext | None:
+    if ca_file is None:
+        return None
+    try:
+        return ssl.create_default_context(cafile=ca_file)
+    except OSError as error:  # ssl.SSLError is one
+        raise ConfigurationError(f"--ca-file: cannot use {ca_file}: {error}") from error

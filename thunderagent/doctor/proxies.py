@@ -1,0 +1,206 @@
+"""What is wrong with a proxy: who may reach it, whom it knows, and whose its turns are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from thunderagent.config import ServeConfig
+from thunderagent.doctor.asking import NO_ANSWER, Answer, Asker
+from thunderagent.doctor.engines import clock
+from thunderagent.doctor.findings import Finding, fault, ok, warning
+from thunderagent.errors import ConfigurationError
+from thunderagent.security import check_security, is_loopback
+
+KEY_HEADER = "X-ThunderAgent-Key"
+CLOSED_REMEDY = "make one with `thunderagent key NAME --admin` and give it to doctor in THUNDERAGENT_KEY"
+
+
+@dataclass(slots=True)
+class Proxy:
+    """What a proxy said of itself: with the key that we were given, and to whoever has none."""
+
+    name: str
+    has_key: bool
+    health: Answer = NO_ANSWER
+    ready: Answer = NO_ANSWER
+    summary: Answer = NO_ANSWER
+    listed: Answer = NO_ANSWER
+    listed_without_key: Answer = NO_ANSWER
+    models: Answer = NO_ANSWER
+    models_without_key: Answer = NO_ANSWER
+
+    @property
+    def is_proxy(self) -> bool:
+        """Whether it is one of ours: an engine answers at some of the same paths."""
+        return "ready" in self.ready.json()
+
+    @property
+    def replicas(self) -> list[dict[str, Any]]:
+        """What it says of its replicas; none to whoever may not know."""
+        replicas = self.listed.json().get("replicas")
+        return replicas if isinstance(replicas, list) else []
+
+    @property
+    def model_ids(self) -> list[str]:
+        """The models of all its replicas."""
+        data = self.models.json().get("data")
+        return [str(each["id"]) for each in data if "id" in each] if isinstance(data, list) else []
+
+    @property
+    def has_usable_replica(self) -> bool:
+        """Whether a turn would be served."""
+        return self.ready.is_good
+
+
+async def look_at(asker: Asker, name: str, key: dict[str, str]) -> Proxy:
+    """Ask a proxy what it is and which replicas it has; `key` is the header with the key, if there is one."""
+    proxy = Proxy(name, bool(key), health=await asker.get("/health"))
+    if not proxy.health.status:
+        return proxy
+    proxy.ready = await asker.get("/ready")
+    if not proxy.is_proxy:
+        return proxy
+    proxy.listed_without_key = await asker.get("/replicas")
+    proxy.listed = await asker.get("/replicas", key) if key else proxy.listed_without_key
+    proxy.summary = await asker.get("/summary", key)
+    if proxy.has_usable_replica:
+        proxy.models_without_key = await asker.get("/v1/models")
+        proxy.models = await asker.get("/v1/models", key) if key else proxy.models_without_key
+    return proxy
+
+
+def findings_of(proxy: Proxy, url: str, *, is_own: bool) -> Iterator[Finding]:
+    """Yield what is to be said of a proxy; `is_own`: it was started for the examination, in front of the engines."""
+    if not proxy.health.status:
+        yield fault(
+            "proxy_reachable",
+            proxy.name,
+            f"No proxy can be reached: {proxy.health.why}.",
+            "start one (thunderagent serve), or give its address with --url",
+        )
+        return
+    if not proxy.is_proxy:
+        yield fault(
+            "proxy_reachable",
+            proxy.name,
+            "What answers here is no thunderagent.",
+            "give the proxy's address with --url; an engine's goes with --backends",
+        )
+        return
+    if not is_own:
+        yield ok("proxy_reachable", proxy.name, f"It answers: thunderagent {_version(proxy)}".rstrip() + ".")
+        yield from clock(proxy.name, proxy.health)
+        yield from _who_may(proxy, url)
+        yield from _summary(proxy)
+    yield from _replicas(proxy)
+
+
+def _version(proxy: Proxy) -> str:
+    return str(proxy.summary.json().get("version", ""))
+
+
+def _who_may(proxy: Proxy, url: str) -> Iterator[Finding]:
+    if proxy.listed.wants_key:
+        told = "The key is not one of its admin keys" if proxy.has_key else "It wants an admin key"
+        yield fault("proxy_key", proxy.name, f"{told}, so its replicas cannot be listed.", CLOSED_REMEDY)
+    host = urlsplit(url).hostname or ""
+    is_local = is_loopback(host)
+    if proxy.models_without_key.is_good and not is_local:
+        yield fault(
+            "bind",
+            proxy.name,
+            f"Whoever reaches {host} may send turns: it asks for no key.",
+            "set api_keys (`thunderagent key NAME` makes one), or have the proxy listen on loopback (--host 127.0.0.1)",
+        )
+    if proxy.listed_without_key.is_good and not is_local:
+        yield fault(
+            "keys",
+            proxy.name,
+            f"Whoever reaches {host} may control the engines and release programs.",
+            "set admin_keys (`thunderagent key NAME --admin` makes one), or admin_port and a network policy",
+        )
+    if proxy.listed_without_key.is_good and is_local:
+        yield ok("keys", proxy.name, "It asks for no key, and is examined on loopback.")
+    elif not proxy.listed_without_key.is_good and not proxy.listed.wants_key:
+        yield ok("keys", proxy.name, "It asks for keys, and takes this one.")
+
+
+def _summary(proxy: Proxy) -> Iterator[Finding]:
+    said = proxy.summary.json()
+    if said.get("engines_are_simulated"):
+        yield warning(
+            "simulated",
+            proxy.name,
+            "Its engines are simulated: answers are made-up words.",
+            "name real ones: thunderagent serve --backends http://HOST:8000",
+        )
+
+    if said.get("rates", {}).get("mostly_anonymous"):
+        yield fault(
+            "anonymous",
+            proxy.name,
+            f"Of the turns of the last minute {said['rates']['anonymous_ratio']:.0%} named no program, so nothing is "
+            "scheduled for them.",
+            "have clients send X-Program-ID, or the id in the base URL (/p/ID/v1); try the header that they send with "
+            "doctor --program-header NAME",
+        )
+
+
+def _replicas(proxy: Proxy) -> Iterator[Finding]:
+    if not proxy.has_usable_replica:
+        why = proxy.ready.json().get("why", proxy.ready.told())
+        yield fault("ready", proxy.name, f"It serves no turn: {why}.", "see what is said of its engines")
+    for replica in proxy.replicas:
+        subject = f"{replica['replica_id']}"
+        if not replica["up"]:
+            yield fault(
+                "replica_up",
+                subject,
+                f"To the proxy it is down: {replica['why_down']}.",
+                "let the machine of the proxy reach it, with the same address",
+            )
+        elif replica["breaker"] != "closed":
+            yield warning(
+                "replica_up",
+                subject,
+                "It failed turn after turn, so the proxy sends it none for a while.",
+                "see its log; it is tried again by itself",
+            )
+        elif replica["suspended_for"]:
+            yield warning(
+                "replica_up",
+                subject,
+                f"Nothing is granted there: {', '.join(replica['suspended_for'])}.",
+                "end what suspends it (POST /resume, POST /weight_sync/end), or wait",
+            )
+
+
+def configuration_findings(config: ServeConfig) -> Iterator[Finding]:
+    """Yield what `thunderagent serve` would refuse of a configuration, or take though it is open to strangers."""
+    subject = f"{config.host}:{config.port}"
+    try:
+        check_security(config)
+    except ConfigurationError as error:
+        yield fault("bind", subject, f"thunderagent serve would not start: {error.message}.", "change that setting")
+        return
+    if is_loopback(config.host):
+        yield ok("bind", subject, "Only this machine would reach the proxy.")
+    elif not config.has_keys:
+        yield warning(
+            "bind",
+            subject,
+            "Whoever reaches this address may use the proxy: allow_open is set, and there are no api_keys.",
+            "set api_keys (`thunderagent key NAME` makes one)",
+        )
+    elif not (config.admin_keys or config.keys_file):
+        yield warning(
+            "keys",
+            subject,
+            "There is no admin key, so nobody may list replicas, release all programs or use the dashboard.",
+            "set admin_keys (`thunderagent key NAME --admin` makes one)",
+        )
+    else:
+        yield ok("bind", subject, "Other machines reach the proxy, and need a key.")

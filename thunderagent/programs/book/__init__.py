@@ -1,0 +1,1 @@
+"""Who is where, and holds what: the one mutable table and its sums."""

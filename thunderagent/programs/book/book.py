@@ -1,0 +1,257 @@
+"""The book: who is where and holds what. `move` and `resize` alone write down where programs stand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import inf
+
+from thunderagent.programs.book.accounts import Account, Ledger
+from thunderagent.programs.book.paused_queue import PausedQueue, RankOf, TenantShares
+from thunderagent.programs.book.prefixes import SharedPrefixes
+from thunderagent.programs.book.replica import Replica
+from thunderagent.programs.model.decisions import Decision, Mark, Pause, Reason, Release, Restore, Unmark
+from thunderagent.programs.model.places import ALLOWED, Kind, Place, not_allowed
+from thunderagent.programs.model.program import Group, Program
+from thunderagent.programs.model.turn import Turn
+from thunderagent.programs.model.views import SandboxSums
+
+
+class Book:
+    """Programs, turns, replicas and the paused queue, with all sums.
+
+    Generations are drawn from one counter, so that the generation of an id that was forgotten long ago never comes
+    back, and no memory is kept for ids that are gone.
+    """
+
+    def __init__(
+        self,
+        queue: PausedQueue,
+        measure: Callable[[Program], None],
+        pause_rank: RankOf,
+        half_life_s: float = inf,
+        shares: TenantShares | None = None,
+    ) -> None:
+        """Begin with no replica and no program; `measure` says what a program claims."""
+        self.queue = queue
+        self._measure = measure
+        self._pause_rank = pause_rank
+        self._shares = shares
+        self.now_s = 0.0
+        self.programs: dict[str, Program] = {}
+        """Live programs by id."""
+        self.turns: dict[int, Turn] = {}
+        """Every turn that was not ended, by its id."""
+        self.anonymous_held: dict[int, Turn] = {}
+        self.groups: dict[tuple[str, str], Group] = {}
+        """By tenant and id."""
+        self.ledger = Ledger(half_life_s)
+        self.prefixes = SharedPrefixes()
+        self.replicas: dict[str, Replica] = {}
+        self.open_replicas: list[Replica] = []
+        """On which a program may get a claim, now or when grants go on."""
+        self.granting_replicas: list[Replica] = []
+        """Those of them on which grants are not suspended: what a policy sees."""
+        self.changed_replicas: dict[str, Replica] = {}
+        """On which programs came, went or changed in size since the policy was asked to balance."""
+        self.suspended_for: dict[str, None] = {}
+        """Causes for which nothing is granted on any replica; each replica sees them, and has its own beside them."""
+        self.active_count = 0
+        self.decisions: list[Decision] = []
+        """Those on this event."""
+        self.sandboxes = SandboxSums()
+        """As last measured."""
+        self._generation = 0
+        admits_all = queue.unadmitted.admitted
+        self.announced = Place(Kind.AWAY, admitted=admits_all)
+        """Who had no turn yet."""
+        self.dismissed = Place(Kind.AWAY, admitted=admits_all)
+        """Who must be admitted first, with its next turn."""
+        self.idle = Place(Kind.AWAY)
+        """Who gave its claim up at the idle limit, or has nothing that could be restored."""
+        self.bound = Place(Kind.AWAY)
+        """Who goes to a certain replica with its next turn."""
+        self.asking = Place(Kind.ASKING)
+        self.ended = Place(Kind.ENDED)
+
+    @property
+    def admitted_count(self) -> int:
+        """Programs that may begin, or began: all, where the policy has no admission."""
+        if self.dismissed.admitted:
+            return len(self.programs)
+        return len(self.programs) - self.announced.count - self.dismissed.count - self.queue.unadmitted.count
+
+    # --- programs ---------------------------------------------------------------------------------------------------
+
+    def open(self, program_id: str, tenant: str) -> Program:
+        """Open a new incarnation of an id that has no live program."""
+        assert program_id not in self.programs, f"{program_id} is opened twice"
+        self._generation += 1
+        program = Program(program_id, self._generation, self.now_s, self.announced)
+        program.tenant = tenant
+        self.programs[program_id] = program
+        self.announced.enter(program, self.now_s)
+        return program
+
+    def move(self, program: Program, to: Place, why: Reason | None = None) -> None:
+        """Move a program: its sums, the orders it stands in, its story, and the decision that says so, if one does.
+
+        Raises `LifecycleError` with the story where the table has no such move. `why` is the decision's reason.
+        """
+        place, now_s = program.place, self.now_s
+        if to.kind not in ALLOWED[place.kind]:
+            raise not_allowed(program, to.kind)
+        replica_id = place.replica_id if place.active else to.replica_id if to.active else None
+        account = None
+        if replica_id is not None:
+            account = self.changes(self.replicas[replica_id])
+        place.leave(program, now_s)
+        program.place = to
+        if place.active != to.active and account is not None:
+            self._claims(program, account, replica_id or "", why, gets_one=to.active)
+        elif why is not None and Kind.LEAVING in (to.kind, place.kind):
+            decision = Mark if to.kind is Kind.LEAVING else Unmark
+            program.note(now_s, decision.__name__.lower(), why, replica_id)
+            self.decisions.append(decision(program.program_id, replica_id or "", why))
+        if self._shares is not None and place.claims != to.claims:
+            self._shares.claims(program.tenant, program.claim_tokens if to.claims else -program.claim_tokens)
+        to.enter(program, now_s)
+        self.queue.tidy(place)
+        if to is self.ended and why is not None:
+            del self.programs[program.program_id]
+            program.note(now_s, "release", why, program.replica_id)
+            self.decisions.append(Release(program.program_id, program.generation, why))
+
+    def _claims(
+        self, program: Program, account: Account, replica_id: str, why: Reason | None, *, gets_one: bool
+    ) -> None:
+        """Write down that a program got a claim on a replica, or lost it."""
+        replica = self.replicas[replica_id]
+        if gets_one:
+            program.replica_id = replica_id
+            replica.programs[program.program_id] = program
+            self.active_count += 1
+            self.prefixes.enter(program, account)
+        else:
+            self.prefixes.leave(program, account)
+            program.leaves_for.clear()
+            del replica.programs[program.program_id]
+            replica.let_in.discard(program)
+            self.active_count -= 1
+        if why is not None and program.place is not self.ended:
+            decision = Restore if gets_one else Pause
+            program.note(self.now_s, decision.__name__.lower(), why, replica_id)
+            self.decisions.append(decision(program.program_id, replica_id, why))
+
+    def resize(self, program: Program) -> None:
+        """Measure what a program claims, and book that; one that has no claim is not ranked anew."""
+        place, now_s = program.place, self.now_s
+        if place.active and place.replica_id is not None:
+            self.changes(self.replicas[place.replica_id])
+        claim_tokens, growth_tokens = program.claim_tokens, program.growth_tokens
+        self._measure(program)
+        place.resize(program, claim_tokens, growth_tokens, now_s)
+        if self._shares is not None and place.claims and program.claim_tokens != claim_tokens:
+            self._shares.claims(program.tenant, program.claim_tokens - claim_tokens)
+
+    def act_anew(self, program: Program, since_s: float, hold_until_s: float) -> None:
+        """Take in since when the tool of a program runs, and until when its claim is worth holding."""
+        place = program.place
+        if place.active:
+            self.changes(self.replicas[place.replica_id or ""])
+        place.leave(program, self.now_s)
+        program.acting_since_s, program.hold_until_s = since_s, hold_until_s
+        place.enter(program, self.now_s)
+
+    def rank_anew(self, program: Program) -> None:
+        """Ask the policy again where a program stands in the order of its place, or which place that is."""
+        place = program.place
+        if place.active:
+            self.changes(self.replicas[place.replica_id or ""])
+            place.rank(program)
+        elif (to := self.paused_place(program)) is not place:
+            self.move(program, to)
+        else:
+            place.rank(program)
+
+    def paused_place(self, program: Program) -> Place:
+        """Return where a program stands that has no claim, by its turns, its route and where it is to go."""
+        place = program.place
+        if program.held:
+            if not place.admitted:
+                return self.queue.unadmitted
+            return self.queue.waiting if program.routed_to is None else self.queue.place_at(program.routed_to)
+        if place is self.announced or place is self.idle:
+            return place
+        if not place.admitted:
+            return self.dismissed
+        if program.destination is not None or program.routed_to is not None:
+            return self.bound
+        return self.queue.resting
+
+    def changes(self, replica: Replica) -> Account:
+        """Note that programs come, go or change on a replica; what it spent until now is accrued."""
+        self.changed_replicas[replica.replica_id] = replica
+        account = replica.account
+        if account.updated_s < self.now_s:
+            self.ledger.accrue(account, self.now_s)
+        return account
+
+    # --- groups -----------------------------------------------------------------------------------------------------
+
+    def join_group(self, program: Program, group_id: str) -> None:
+        """Make a program one of a group, if it names one."""
+        if not group_id:
+            return
+        group = program.group = self.groups.setdefault((program.tenant, group_id), Group(program.tenant, group_id))
+        last = group.last
+        group.programs[program.program_id] = program
+        if last is not None and last.place.active:
+            self.rank_anew(last)
+
+    def leave_group(self, program: Program) -> None:
+        """Take a program out of its group; who is left alone of it may stand elsewhere in an order."""
+        group = program.group
+        if group is None:
+            return
+        del group.programs[program.program_id]
+        group.some_ended = True
+        if not group.programs:
+            del self.groups[group.tenant, group.group_id]
+        elif group.last is not None and group.last.place.active:
+            self.rank_anew(group.last)
+
+    # --- replicas ---------------------------------------------------------------------------------------------------
+
+    def open_replica(self, replica_id: str) -> Replica:
+        """Make a replica known that is not up yet."""
+        account = self.ledger.open(replica_id, self.now_s)
+        replica = self.replicas[replica_id] = Replica(replica_id, account, self.suspended_for, self._pause_rank)
+        return replica
+
+    def resident_tokens(self, program: Program, replica: Replica) -> int:
+        """Return how many tokens of a program are expected to lie in a replica's memory."""
+        own_tokens = replica.residency.resident_tokens(program.generation)
+        return own_tokens + self.prefixes.tokens_on(program, replica.replica_id)
+
+    def note_residency(self, program: Program, replica: Replica) -> None:
+        """Note what of a program its turns in flight have in memory; its claim must have been measured with them."""
+        replica.residency.use(program.generation, self.prefixes.own_tokens(program, program.claim_tokens))
+
+    def meant(self, replica_id: str | None) -> list[Replica]:
+        """Return the replica of that id if it is known, or all for None."""
+        if replica_id is None:
+            return list(self.replicas.values())
+        return [self.replicas[replica_id]] if replica_id in self.replicas else []
+
+    def set_usable(self, replica: Replica) -> None:
+        """Note from when on a replica's memory can be had, or no longer."""
+        self.ledger.accrue(replica.account, self.now_s)
+        replica.account.usable = replica.grants
+
+    def capacity_tokens_of(self, replica_id: str | None) -> int:
+        """Return what a replica's memory holds; where that is not known, what the largest open one's does."""
+        accounts: Mapping[str, Account] = self.ledger.accounts
+        account = accounts.get(replica_id) if replica_id is not None else None
+        if account is not None and account.capacity_tokens is not None:
+            return account.capacity_tokens
+        return max((replica.account.capacity_tokens or 0 for replica in self.open_replicas), default=0)

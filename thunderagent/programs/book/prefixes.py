@@ -1,0 +1,162 @@
+"""What programs have in common: a tree of prompts' prefixes, and for each replica how often a part of it is claimed.
+
+Theory of operation
+===================
+A prompt comes with a chain of cuts (`TurnArrived.prefix`); two programs whose chains have the same digest at a cut have
+the same prompt up to there. A cut stands for the tokens between it and the one before. Each chain that is
+active on a replica counts on every cut of it. A cut that n chains count on lies in memory once, but is in the claims
+of n programs: (n - 1) times its tokens are claimed too much, and the sum of that over all cuts is the replica's
+`shared_tokens`. A cut that no chain counts on is dropped, so the tree is as large as what is active.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from thunderagent.programs.book.accounts import Account
+from thunderagent.programs.model.events import PrefixCut
+from thunderagent.programs.model.program import Program
+from thunderagent.programs.model.turn import Branch, Chain
+
+SIZE_SLACK_RATIO = 0.2
+"""Sizes of a cut that differ by less are taken for the same: each program estimates them from its own prompts."""
+
+
+class _Cut:
+    __slots__ = ("counts", "own_tokens")
+
+    def __init__(self, own_tokens: int) -> None:
+        self.own_tokens = own_tokens
+        self.counts: dict[str, int] = {}
+
+
+class PrefixTree:
+    """Count chains on replicas. Cost of everything: O(cuts of a chain)."""
+
+    __slots__ = ("cuts",)
+
+    def __init__(self) -> None:
+        """Begin empty."""
+        self.cuts: dict[int, _Cut] = {}
+
+    def __len__(self) -> int:
+        return len(self.cuts)
+
+    def enter(self, chain: Chain, replica_id: str) -> int:
+        """Count a chain on a replica; return how many tokens of it others claim there already."""
+        shared_tokens = previous_tokens = 0
+        for digest, tokens in chain:
+            cut = self.cuts.get(digest)
+            if cut is None:
+                cut = self.cuts[digest] = _Cut(max(0, tokens - previous_tokens))
+            previous_tokens = tokens
+            count = cut.counts.get(replica_id, 0)
+            if count:
+                shared_tokens += cut.own_tokens
+            cut.counts[replica_id] = count + 1
+        return shared_tokens
+
+    def leave(self, chain: Chain, replica_id: str) -> int:
+        """Take back what `enter` did with the same arguments; return the tokens that others go on to claim there."""
+        shared_tokens = 0
+        for digest, _ in chain:
+            cut = self.cuts[digest]
+            count = cut.counts[replica_id] - 1
+            if count:
+                cut.counts[replica_id] = count
+                shared_tokens += cut.own_tokens
+            else:
+                del cut.counts[replica_id]
+                if not cut.counts:
+                    del self.cuts[digest]
+        return shared_tokens
+
+    def resize(self, chain: Chain) -> dict[str, int]:
+        """Give a chain's cuts the sizes that it has now; return by how much each replica's shared tokens grow."""
+        grown: dict[str, int] = {}
+        previous_tokens = 0
+        for digest, tokens in chain:
+            cut = self.cuts.get(digest)
+            own_tokens = max(0, tokens - previous_tokens)
+            previous_tokens = tokens
+            if cut is None or abs(cut.own_tokens - own_tokens) <= SIZE_SLACK_RATIO * own_tokens:
+                continue
+            for replica_id, count in cut.counts.items():
+                grown[replica_id] = grown.get(replica_id, 0) + (own_tokens - cut.own_tokens) * (count - 1)
+            cut.own_tokens = own_tokens
+        return grown
+
+    def sized(self, chain: Chain) -> Chain:
+        """Return a chain that is counted somewhere with the sizes that its cuts have here."""
+        sizes_tokens = accumulate(self.cuts[digest].own_tokens for digest, _ in chain)
+        return tuple((digest, tokens) for (digest, _), tokens in zip(chain, sizes_tokens, strict=True))
+
+    def shared_tokens(self, chain: Chain, replica_id: str, *, with_count: int = 1) -> int:
+        """Return how many tokens of a chain at least `with_count` chains claim on a replica."""
+        shared_tokens = 0
+        for digest, _ in chain:
+            cut = self.cuts.get(digest)
+            if cut is None or cut.counts.get(replica_id, 0) < with_count:
+                break
+            shared_tokens += cut.own_tokens
+        return shared_tokens
+
+
+def chain_of(cuts: Sequence[tuple[int, int]], tokens_per_byte_ratio: float) -> Chain:
+    """Return the cuts of a prompt in tokens."""
+    return tuple((digest, int(size_bytes * tokens_per_byte_ratio)) for digest, size_bytes in cuts)
+
+
+class SharedPrefixes:
+    """Keeps `Account.shared_tokens`; what the account spent must be accrued before."""
+
+    __slots__ = ("tree",)
+
+    def __init__(self) -> None:
+        """Begin with nobody active."""
+        self.tree = PrefixTree()
+
+    def set_prefix(
+        self,
+        program: Program,
+        branch: Branch,
+        cuts: Sequence[PrefixCut],
+        tokens_per_byte_ratio: float,
+        account: Account | None,
+    ) -> None:
+        """Take in where a branch's prompt may part from others; `account` is where its program is active."""
+        chain = chain_of(cuts, tokens_per_byte_ratio)
+        if account is not None:
+            replica_id = program.replica_id or ""
+            account.share(-self.tree.leave(branch.prefix, replica_id))
+            account.share(self.tree.enter(chain, replica_id))
+        branch.prefix = chain
+
+    def enter(self, program: Program, account: Account) -> None:
+        """Count a program on the replica where it becomes active."""
+        for branch in program.branches.values():
+            if branch.prefix:
+                account.share(self.tree.enter(branch.prefix, program.replica_id or ""))
+
+    def leave(self, program: Program, account: Account, branches: Sequence[Branch] | None = None) -> None:
+        """Count a program no longer that is paused or ends, or some of its branches that end."""
+        for branch in program.branches.values() if branches is None else branches:
+            if branch.prefix:
+                account.share(-self.tree.leave(branch.prefix, program.replica_id or ""))
+
+    def tokens_on(self, program: Program, replica_id: str) -> int:
+        """Return how many tokens of a program lie on a replica because others claim them there."""
+        if not self.tree.cuts:
+            return 0
+        counted_itself = program.place.active and program.replica_id == replica_id
+        with_count = 2 if counted_itself else 1
+        tokens = 0
+        for branch in program.branches.values():
+            if branch.prefix:
+                tokens += self.tree.shared_tokens(branch.prefix, replica_id, with_count=with_count)
+        return tokens
+
+    def own_tokens(self, program: Program, tokens: int) -> int:
+        """Return `tokens` of a program without what it has in common with others on its replica."""
+        return max(0, tokens - self.tokens_on(program, program.replica_id or ""))

@@ -1,0 +1,239 @@
+"""A replica as the scheduler sees it: whether it is usable, its account, and the places where its programs are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import inf
+
+from thunderagent.programs.book.accounts import Account
+from thunderagent.programs.book.residency import Residency
+from thunderagent.programs.model.places import Kind, Place
+from thunderagent.programs.model.program import Program
+from thunderagent.programs.model.ranked_set import Rank, RankedSet
+
+RankOf = Callable[[Program], Rank]
+
+
+class ReplicaPlace(Place):
+    """A place where programs claim memory of a replica: its account grows and shrinks with it.
+
+    Who is there is put into an order once the policy asks for it, by the policy's rank; until then none is kept.
+    """
+
+    __slots__ = ("_account", "_order", "_programs", "_rank_of")
+
+    def __init__(
+        self, kind: Kind, replica_id: str, account: Account, programs: Mapping[str, Program], rank_of: RankOf
+    ) -> None:
+        """Make an empty one; `programs` are all that are active on the replica."""
+        super().__init__(kind, replica_id)
+        self._account = account
+        self._programs = programs
+        self._rank_of = rank_of
+        self._order: RankedSet[Program] | None = None
+
+    def enter(self, program: Program, now_s: float) -> None:  # noqa: ARG002
+        """Take a program in."""
+        account, tokens = self._account, program.claim_tokens
+        self.count += 1
+        self.tokens += tokens
+        account.active_count += 1
+        account.demand_tokens += tokens
+        account.growth_tokens += program.growth_tokens
+        if self._order is not None:
+            self._order.add(program, self._rank_of(program))
+
+    def leave(self, program: Program, now_s: float) -> None:  # noqa: ARG002
+        """Let a program go that is here."""
+        account, tokens = self._account, program.claim_tokens
+        self.count -= 1
+        self.tokens -= tokens
+        account.active_count -= 1
+        account.demand_tokens -= tokens
+        account.growth_tokens -= program.growth_tokens
+        if self._order is not None:
+            self._order.discard(program)
+
+    def resize(self, program: Program, claim_tokens: int, growth_tokens: int, now_s: float) -> None:  # noqa: ARG002
+        """Take in that a program that is here has another size than these."""
+        more_tokens = program.claim_tokens - claim_tokens
+        self.tokens += more_tokens
+        self._account.demand_tokens += more_tokens
+        self._account.growth_tokens += program.growth_tokens - growth_tokens
+        if self._order is not None:
+            self.rank(program)
+
+    def rank(self, program: Program) -> None:
+        """Put a program that is here where its rank says, if anybody asks for that."""
+        if self._order is not None:
+            self._order.add(program, self._rank_of(program))
+
+    @property
+    def order(self) -> RankedSet[Program]:
+        """Who is here by rank, the lowest first; from now on that is kept."""
+        if self._order is None:
+            self._order = RankedSet()
+            for program in self._programs.values():
+                if program.place is self:
+                    self.rank(program)
+        return self._order
+
+
+class LeavingPlace(ReplicaPlace):
+    """Where programs leave: only those that the policy marked stand in the order, the last to be marked first."""
+
+    __slots__ = ()
+
+    def enter(self, program: Program, now_s: float) -> None:
+        """Take a program in."""
+        super().enter(program, now_s)
+        self.rank(program)
+
+    def rank(self, program: Program) -> None:
+        """Put a program that is here where its rank says, or out of the order if it leaves whatever the policy says."""
+        if self._order is None:
+            return
+        if program.marked_by_policy:
+            self._order.add(program, -self._rank_of(program))
+        else:
+            self._order.discard(program)
+
+
+class ActingPlace(ReplicaPlace):
+    """Where tools run: the sum of the claims may fade with time, and who is held too long is found."""
+
+    __slots__ = ("_expiring",)
+
+    def __init__(
+        self, kind: Kind, replica_id: str, account: Account, programs: Mapping[str, Program], rank_of: RankOf
+    ) -> None:
+        """Make an empty one."""
+        super().__init__(kind, replica_id, account, programs, rank_of)
+        self._expiring: RankedSet[Program] | None = None
+
+    def enter(self, program: Program, now_s: float) -> None:
+        """Take a program in."""
+        super().enter(program, now_s)
+        if self._account.decayed is not None:
+            self._account.decayed.add(program.claim_tokens, program.acting_since_s, now_s)
+        if self._expiring is not None and program.hold_until_s < inf:
+            self._expiring.add(program, program.hold_until_s)
+
+    def leave(self, program: Program, now_s: float) -> None:
+        """Let a program go that is here."""
+        super().leave(program, now_s)
+        if self._account.decayed is not None:
+            self._account.decayed.remove(program.claim_tokens, program.acting_since_s, now_s)
+        if self._expiring is not None:
+            self._expiring.discard(program)
+
+    def resize(self, program: Program, claim_tokens: int, growth_tokens: int, now_s: float) -> None:
+        """Take in that a program that is here has another size than these."""
+        super().resize(program, claim_tokens, growth_tokens, now_s)
+        if self._account.decayed is not None:
+            self._account.decayed.remove(claim_tokens, program.acting_since_s, now_s)
+            self._account.decayed.add(program.claim_tokens, program.acting_since_s, now_s)
+
+    @property
+    def expiring(self) -> RankedSet[Program]:
+        """Who is here by the time until which it is worth holding, if there is one; from now on that is kept."""
+        if self._expiring is None:
+            self._expiring = RankedSet()
+            for program in self._programs.values():
+                if program.place is self and program.hold_until_s < inf:
+                    self._expiring.add(program, program.hold_until_s)
+        return self._expiring
+
+
+class Replica:
+    """One running engine, or one data-parallel rank of it."""
+
+    __slots__ = (
+        "account",
+        "acting",
+        "asking",
+        "draining",
+        "flushed_s",
+        "leaving",
+        "let_in",
+        "own_causes",
+        "programs",
+        "replica_id",
+        "residency",
+        "stalled",
+        "suspended_everywhere_for",
+        "tells_cached",
+        "tripped",
+        "up",
+        "working",
+    )
+
+    def __init__(
+        self, replica_id: str, account: Account, suspended_everywhere_for: Mapping[str, None], pause_rank: RankOf
+    ) -> None:
+        """Begin with a replica that is not up yet, and see the causes for which nothing is granted on any."""
+        self.replica_id = replica_id
+        self.account = account
+        self.up = False
+        self.draining = False
+        self.suspended_everywhere_for = suspended_everywhere_for
+        self.own_causes: dict[str, None] = {}
+        """Causes for which nothing is granted on this one alone, in the order in which they came."""
+        self.flushed_s = -inf
+        """When what it kept for later turns was thrown away last."""
+        self.tripped = False
+        self.programs: dict[str, Program] = {}
+        """Who is active here."""
+        self.let_in: set[Program] = set()
+        """Of these, those that got their claims whether there was room or not."""
+        told = replica_id, account, self.programs, pause_rank
+        self.asking = Place(Kind.ASKING, replica_id)
+        self.working = ReplicaPlace(Kind.WORKING, *told)
+        self.leaving = LeavingPlace(Kind.LEAVING, *told)
+        self.stalled = ReplicaPlace(Kind.STALLED, *told)
+        self.acting = ActingPlace(Kind.ACTING, *told)
+        account.working, account.leaving, account.stalled, account.acting = (
+            self.working,
+            self.leaving,
+            self.stalled,
+            self.acting,
+        )
+        self.residency = Residency()
+        self.tells_cached = False
+        """Whether the engine says of each turn what was cached."""
+
+    def __repr__(self) -> str:
+        account = self.account
+        health = "draining" if self.draining else "tripped" if self.tripped else "up" if self.up else "down"
+        if self.suspended_for:
+            health += f", suspended for {', '.join(self.suspended_for)}"
+        return (
+            f"<Replica {self.replica_id} {health}: {account.demand_tokens}/{account.capacity_tokens} tokens, "
+            f"{account.reasoning_count} reasoning, {account.acting.count} acting>"
+        )
+
+    def may_overdraw(self, claim_tokens: int, overdraft_ratio: float) -> bool:
+        """Say whether one more program may be let in here whether there is room or not.
+
+        One always may, so that nobody waits for ever; beyond that they overdraw at most so much of the limit together.
+        """
+        demand_tokens, limit_tokens = self.account.demand_tokens, self.account.limit_tokens
+        if demand_tokens <= limit_tokens or not self.let_in:
+            return True
+        return demand_tokens + claim_tokens <= limit_tokens * (1.0 + overdraft_ratio)
+
+    @property
+    def suspended_for(self) -> Mapping[str, None]:
+        """Causes for which nothing is granted here: on no replica, then on this one."""
+        everywhere, own = self.suspended_everywhere_for, self.own_causes
+        return {**everywhere, **own} if everywhere and own else everywhere or own
+
+    @property
+    def open_to_programs(self) -> bool:
+        """Whether programs may get claims here: now, or when grants go on."""
+        return self.up and not self.draining and not self.tripped
+
+    @property
+    def grants(self) -> bool:
+        """Whether a program may get a claim here now."""
+        return self.open_to_programs and not self.own_causes and not self.suspended_everywhere_for

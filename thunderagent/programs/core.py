@@ -1,0 +1,337 @@
+"""The verbs: what is done to programs and turns, whoever asks for it. Who checks whether it may be done asks first."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from thunderagent.programs.book.book import Book
+from thunderagent.programs.book.replica import Replica
+from thunderagent.programs.learned.knowledge import Knowledge
+from thunderagent.programs.leases import Leases
+from thunderagent.programs.model.decisions import Reason, Reject
+from thunderagent.programs.model.places import Kind, Place
+from thunderagent.programs.model.policy import Admission, Moment, Placement, Policy
+from thunderagent.programs.model.program import Program
+from thunderagent.programs.model.turn import Turn
+from thunderagent.programs.placing import Placing
+from thunderagent.programs.rules.families import Families
+from thunderagent.programs.rules.limits import Limits
+from thunderagent.programs.rules.patience import Deadlines
+from thunderagent.programs.rules.routes import Routing
+from thunderagent.programs.stream import Stream
+from thunderagent.programs.turn_ends import TurnEnds
+
+if TYPE_CHECKING:
+    from thunderagent.programs.global_policy import GlobalPolicies
+    from thunderagent.programs.model.view import View
+
+
+class Core:
+    """What the handlers and the view have done. It has no state but that of its parts."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        view: View,
+        *,
+        book: Book,
+        knowledge: Knowledge,
+        families: Families,
+        deadlines: Deadlines,
+        limits: Limits,
+        placing: Placing,
+        global_policies: GlobalPolicies,
+        stream: Stream,
+    ) -> None:
+        """Work on these parts for `policy`."""
+        self.policy = policy
+        self.view = view
+        self.book = book
+        self.knowledge = knowledge
+        self.families = families
+        self.deadlines = deadlines
+        self.limits = limits
+        self.placing = placing
+        self.routing = Routing(book)
+        self.global_policies = global_policies
+        self.stream = stream
+        self.claim_rules = policy.claim_rules
+        self.admission: Admission | None = getattr(policy, "admission", None)
+        self.leases = Leases(book, deadlines, stream, view, getattr(policy, "priority", None))
+        self.turn_ends = TurnEnds(self)
+        self.active_before_count = 0
+        """Active programs before this event."""
+
+    # --- claims -----------------------------------------------------------------------------------------------------
+
+    def take_destination(self, program: Program) -> tuple[Replica | None, Reason]:
+        """Return where a program is to go to, if it still can; it is on its way no longer."""
+        destination, reason = self.placing.destination_of(program)
+        program.destination = None
+        return destination, reason
+
+    def leave(self, program: Program, to: Place, reason: Reason) -> None:
+        """Take the claim of an active program; what is held of it waits for room from now on."""
+        book = self.book
+        book.move(program, to, reason)
+        for turn in program.held.values():
+            self.deadlines.add(turn)
+            book.ledger.wait_begins(book.now_s)
+        if program.held:
+            program.hold_reason = reason
+            self.global_policies.begins_to_wait(program)
+        self.families.lost_claim(program)
+
+    def pause(self, program: Program, reason: Reason) -> None:
+        """Take the claim of an active program without a turn in flight."""
+        self.limits.look_away(program)
+        self.knowledge.tool_censored(program, self.book.now_s)
+        self.leave(program, self.book.paused_place(program), reason)
+        self.watch_paused(program)
+
+    def idle(self, program: Program) -> None:
+        """Take from a program without a turn what it has until its next one: its claim, and its admission."""
+        to = self.book.idle if self.admission is None else self.book.dismissed
+        if program.place.active:
+            self.knowledge.tool_censored(program, self.book.now_s)
+            self.leave(program, to, Reason.IDLE)
+        elif program.place is not to:
+            self.book.move(program, to)
+
+    def lose_replica(self, program: Program, reason: Reason) -> None:
+        """Take a program off a replica that is gone; its turns in flight there are lost."""
+        book = self.book
+        was_reasoning = program.place.kind is not Kind.ACTING
+        self.limits.look_away(program)
+        if self.stream.flows:
+            for turn in program.in_flight.values():
+                self.stream.lost(turn)
+        program.lost.update(program.in_flight)
+        program.in_flight.clear()
+        self.leave(program, book.paused_place(program), reason)
+        if not program.held and was_reasoning:
+            program.acting_since_s = book.now_s
+            self.limits.hear_of(program)
+        book.resize(program)
+        program.place.rank(program)
+        self.watch_paused(program)
+        if program.held and program.destination is not None:  # it was on its way, and nothing keeps it any more
+            destination, reason = self.take_destination(program)
+            if destination is not None:
+                self.restore(program, destination, reason)
+
+    def restore(self, program: Program, replica: Replica, reason: Reason) -> None:
+        """Give a paused program a claim on a replica, and a lease to each of its held turns.
+
+        Where one of them goes on from what another replica alone has, it is restored there, whether there is room or
+        not: elsewhere the turn would only fail.
+        """
+        book = self.book
+        replica = self.placing.wanted_by(program) or replica
+        program.destination = None
+        if program.held and next(iter(program.held.values())).arrived_s < book.now_s:  # not one that was tried again
+            self.knowledge.restore_pace.restored()
+        self.leases.end_waits(program)
+        book.move(program, replica.working if program.held else replica.acting, reason)
+        if reason in (Reason.PATIENCE, Reason.PARENT):
+            replica.let_in.add(program)
+        if program.held:
+            self.leases.grant_held(program, replica, reason)
+        else:
+            program.hold_reason = ""
+            self.limits.watch(program)
+        self.families.got_claim(program)
+
+    def restore_beyond_limit(self, program: Program, reason: Reason) -> bool:
+        """Restore a program where that costs least, whether there is room or not; False where that may be nowhere."""
+        replica = self.placing.beyond_limit(program, self.placing.open_to(program))
+        if replica is not None:
+            self.restore(program, replica, reason)
+        return replica is not None
+
+    def parent_claims(self, program: Program) -> bool:
+        """Say whether a program must be let in because its parent may wait for it."""
+        return self.placing.parent_claims(program)
+
+    def asked(self, program: Program, replica: Replica) -> Placement:
+        """Ask the policy whether a program may be active on that replica now."""
+        return self.policy.place(self.view, program, [replica])
+
+    def go_on(self, program: Program, replica: Replica) -> None:
+        """Grant what is held of a program where it stalled, because grants go on there."""
+        self.book.move(program, replica.working)
+        self.leases.end_waits(program)
+        self.leases.grant_held(program, replica, Reason.HOME)
+        self.book.resize(program)
+
+    def stand(self, program: Program) -> None:
+        """Put a paused program where it stands now, at the end of its equals."""
+        to, place = self.book.paused_place(program), program.place
+        if to is place:
+            place.leave(program, self.book.now_s)
+            place.enter(program, self.book.now_s)
+        else:
+            self.book.move(program, to)
+
+    def watch_paused(self, program: Program) -> None:
+        """Look at the idle limit of one that has no claim, but whose admission keeps others from beginning."""
+        place = program.place
+        if self.admission is not None and place.admitted and place.kind in (Kind.RESTING, Kind.AWAY):
+            self.limits.watch(program)
+
+    def tool_began(self, program: Program) -> None:
+        """Note that a program is at a tool from now on."""
+        self.knowledge.tool_began(program)
+        if self.stream.flows:
+            self.stream.tool_began(program)
+
+    def reject(self, turn: Turn, reason: Reason) -> None:
+        """End a held turn that will never get a lease."""
+        self.turn_ends.reject(turn, reason)
+
+    # --- marks ------------------------------------------------------------------------------------------------------
+
+    def mark(self, program: Program, reason: Reason, *, cause: Reason | None = None) -> None:
+        """Have a program with turns in flight leave when these end, for one more cause.
+
+        Turns that come until then are held.
+        """
+        book, cause = self.book, cause or reason
+        if cause in program.leaves_for:
+            return
+        program.leaves_for[cause] = None
+        if program.place.kind is Kind.LEAVING:
+            book.rank_anew(program)
+            program.note(book.now_s, "mark", reason, program.replica_id)
+            return
+        book.move(program, book.replicas[program.replica_id or ""].leaving, reason)
+        for turn in program.held.values():  # until grants go on there
+            self.deadlines.add(turn)
+
+    def unmark(self, program: Program, reason: Reason, *, cause: Reason | None = None) -> None:
+        """End one cause for which a program is marked, or all; after the last it stays.
+
+        The turns that were held, because it was to leave, are granted then.
+        """
+        book, replica = self.book, self.book.replicas[program.replica_id or ""]
+        if cause is not None:
+            del program.leaves_for[cause]
+        else:
+            program.leaves_for.clear()
+        if program.leaves_for:
+            book.rank_anew(program)
+            return
+        suspended = bool(program.held and replica.suspended_for)
+        book.move(program, replica.stalled if suspended else replica.working, reason)
+        if suspended:
+            for turn in program.held.values():
+                self.deadlines.discard(turn)
+            program.hold_reason = Reason.SUSPENDED
+        else:
+            self.leases.end_waits(program)
+            self.leases.grant_held(program, replica, Reason.HOME)
+
+    def reconsider(self, program: Program) -> None:
+        """End what of a program's mark is over: it has nowhere to go, or nothing that must."""
+        failed = any(self.placing.can_avoid(program, turn.avoid_replica_id) for turn in program.held.values())
+        if Reason.TURN_FAILED in program.leaves_for and not failed:
+            self.unmark(program, Reason.STAYS, cause=Reason.TURN_FAILED)
+        destination = program.destination
+        if Reason.MOVED in program.leaves_for and not (destination and self.routing.is_open(destination[0])):
+            program.destination = None
+            self.unmark(program, Reason.STAYS, cause=Reason.MOVED)
+
+    # --- who may begin ----------------------------------------------------------------------------------------------
+
+    def balance(self, moment: Moment) -> None:
+        """Let in who is admitted, who waits for one replica, and whom the policy restores, where there may be room."""
+        book = self.book
+        self.admit(moment)
+        if book.queue.routed:
+            place_is_free = book.active_count < self.active_before_count  # room that all replicas share
+            self.routing.let_in(self, everywhere=moment is not Moment.TURN_ENDED or place_is_free)
+        self.policy.balance(self.view, moment)
+        book.changed_replicas.clear()
+
+    def admit(self, moment: Moment) -> None:
+        """Let begin whom the admission lets, and place them."""
+        if self.admission is None:
+            return
+        book = self.book
+        while (admitted := self.admission.next(self.view, moment)) is not None and book.granting_replicas:
+            program = book.programs.get(admitted.program_id)
+            if program is None or program.place is not book.queue.unadmitted:
+                return
+            program.note(book.now_s, "admitted", self.admission.name, None)
+            routed_to = program.routed_to
+            book.move(program, book.queue.waiting if routed_to is None else book.queue.place_at(routed_to))
+            target, reason = self.placing.find(program, None)
+            if target is None:
+                program.hold_reason = reason
+                self.global_policies.begins_to_wait(program)
+            else:
+                self.restore(program, target, reason)
+
+    def dismiss(self, program: Program, reason: Reason) -> None:
+        """Have a program without a turn in flight wait to be admitted, from its next turn on."""
+        book = self.book
+        if program.place.active:
+            self.pause(program, reason)
+        self.limits.look_away(program)
+        book.move(program, book.queue.unadmitted if program.held else book.dismissed)
+        if program.held:
+            program.hold_reason = Reason.ADMISSION
+
+    def explain_hold(self, program: Program) -> None:
+        """Say anew why a program waits that was held because nothing granted.
+
+        One that is not admitted waits for that, if any replica grants; one that a route sends to a replica waits for
+        that one, whatever grants beside it.
+        """
+        book = self.book
+        if program.hold_reason not in (Reason.SUSPENDED, Reason.NO_REPLICA):
+            return
+        if not book.open_replicas:
+            program.hold_reason = Reason.NO_REPLICA
+        elif not (self.placing.candidates(None, program) if program.admitted else book.granting_replicas):
+            program.hold_reason = Reason.SUSPENDED
+        else:
+            program.hold_reason = Reason.NO_ROOM if program.admitted else Reason.ADMISSION
+
+    # --- the end of a program ---------------------------------------------------------------------------------------
+
+    def end(self, program: Program, reason: Reason) -> None:
+        """End a program: reject its held turns, and let those in flight end as turns without a program."""
+        book, place = self.book, program.place
+        replica = book.replicas[place.replica_id or ""] if place.active else None
+        if self.stream.flows:
+            for turn in program.in_flight.values():
+                self.stream.lost(turn)
+        tool_ran = program.tool_runs
+        self.knowledge.program_ended(program, book.now_s)
+        if self.stream.flows:
+            if tool_ran:
+                self.stream.tools_changed()
+            self.stream.program_ended(program)
+        book.leave_group(program)
+        self.families.leave(program)
+        self.global_policies.program_ended(program)
+        self.routing.routes.program_ended(program)
+        for turn in program.held.values():
+            del book.turns[turn.turn_id]
+            self.leases.wait_ends(program, turn)
+            book.decisions.append(Reject(turn.turn_id, program.program_id, reason))
+        program.held.clear()
+        if replica is not None:
+            replica.residency.leave(program.generation, program.context_tokens)
+            self.families.lost_claim(program)
+        self.limits.ended(program)
+        book.move(program, book.ended, reason)
+        if replica is not None and program.in_flight:
+            first = next(iter(program.in_flight.values()))  # it stands for all: they share their prefix
+            first.claim_tokens = program.claim_tokens
+            replica.account.claim_other(first.claim_tokens)
+        for turn in (*program.in_flight.values(), *program.lost.values()):
+            turn.program = None
+        program.in_flight.clear()
+        program.lost.clear()

@@ -1,0 +1,99 @@
+"""Asks the global policies, each once in its period, what should be changed; and keeps what they are yet to hear.
+
+What one is told in a period is bounded, so that no event waits for long until it has decided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+
+from thunderagent.programs.book.book import Book
+from thunderagent.programs.model.policy import GlobalPolicy, Policy
+from thunderagent.programs.model.program import Program
+from thunderagent.programs.model.view import View
+
+NEWLY_WAITING_COUNT = 8192
+"""Of so many programs that began to wait a global policy hears in one period at most; of the others in the next ones.
+
+No event is handled while it decides, so it is not to look at a burst in one go. A second's turns are fewer."""
+
+
+class GlobalPolicies:
+    """The global policies of one scheduler; mostly there is none."""
+
+    __slots__ = ("_asked", "_book", "_view", "changes_count", "name", "newly_waiting")
+
+    def __init__(self, policy: Policy, book: Book, view: View) -> None:
+        """Have what `policy` has as its control asked at the next tick."""
+        control: GlobalPolicy | None = getattr(policy, "control", None)
+        self.name = None if control is None else control.name
+        """The word for them; None without one."""
+        chained: Sequence[GlobalPolicy] = getattr(control, "policies", () if control is None else (control,))
+        self._asked = [_Asked(each) for each in chained]
+        self._book = book
+        self._view = view
+        self.changes_count = 0
+        """What was changed so far, by them or by an operator."""
+        self.newly_waiting: Sequence[Program] = ()
+        """Of whom one hears, while it is asked."""
+
+    @property
+    def unseen_count(self) -> int:
+        """Programs of which one is still to hear that they began to wait; some may wait no longer."""
+        return max((len(asked.unseen) for asked in self._asked), default=0)
+
+    def decide(self) -> bool:
+        """Ask those whose time has come; return whether they changed anything."""
+        before_count, now_s = self.changes_count, self._book.now_s
+        for asked in self._asked:
+            if now_s >= asked.due_s:
+                asked.due_s = next_due_s(asked.due_s, now_s, asked.policy.period_s)
+                self.newly_waiting = asked.take_unseen()
+                asked.policy.decide(self._view)
+                self.newly_waiting = ()
+        return self.changes_count != before_count
+
+    def begins_to_wait(self, program: Program) -> None:
+        """Note that a program's turn is held, for them to hear."""
+        for asked in self._asked:
+            asked.unseen[program] = None
+
+    def program_ended(self, program: Program) -> None:
+        """Forget a program."""
+        for asked in self._asked:
+            asked.unseen.pop(program, None)
+
+
+class _Asked:
+    """A global policy, when it is asked next, and of whom it is still to hear."""
+
+    __slots__ = ("due_s", "policy", "unseen")
+
+    def __init__(self, policy: GlobalPolicy) -> None:
+        """Have `policy` asked at the next tick."""
+        self.policy = policy
+        self.due_s = -inf
+        self.unseen: dict[Program, None] = {}
+        """Programs whose turns were held since it heard of them, if it ever did."""
+
+    def take_unseen(self) -> Sequence[Program]:
+        """Take out who began to wait first and waits still, at most `NEWLY_WAITING_COUNT`."""
+        told: list[Program] = []
+        for program in list(self.unseen):
+            if len(told) == NEWLY_WAITING_COUNT:
+                break
+            del self.unseen[program]
+            if waits(program):
+                told.append(program)
+        return told
+
+
+def waits(program: Program) -> bool:
+    """Say whether a program waits to be let in, with a turn."""
+    return bool(program.held) and not program.place.active
+
+
+def next_due_s(due_s: float, now_s: float, period_s: float) -> float:
+    """Return when what was due at `due_s` is due again: ticks come a little early or late, and may be missed."""
+    return now_s + period_s if due_s == -inf else max(due_s + period_s, now_s + period_s / 2)

@@ -1,0 +1,276 @@
+"""A turn arrives: its program is found or opened, and it is granted, or held with a reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from thunderagent.programs.book.replica import Replica
+from thunderagent.programs.core import Core
+from thunderagent.programs.handlers.lives import Lives
+from thunderagent.programs.model.decisions import Hold, Reason, Reject
+from thunderagent.programs.model.events import Media, PinnedTurnArrived, PrefixCut, TurnArrived
+from thunderagent.programs.model.places import Kind
+from thunderagent.programs.model.policy import Moment
+from thunderagent.programs.model.program import Program
+from thunderagent.programs.model.turn import MAIN_BRANCH, Branch, Turn
+
+
+class Arrivals:
+    """Takes in turns that want a lease.
+
+    A turn of a program that has one in flight is granted beside it, unless the program leaves: then it is held until
+    those end. An anonymous turn is granted on the least loaded replica. Where nothing is granted on its replica now, a
+    turn of an active program is held where that is, if no other replica grants or one of its turns is in flight: no
+    policy has a say in that, for nothing has changed.
+    """
+
+    def __init__(self, core: Core, lives: Lives) -> None:
+        """Work on the parts of `core`."""
+        self._core = core
+        self._lives = lives
+
+    def handlers(self) -> dict[type[Any], Callable[[Any], None]]:
+        """Return what takes in each event."""
+        return {TurnArrived: self._turn_arrived, PinnedTurnArrived: self._pinned_turn_arrived}
+
+    def _turn_arrived(self, event: TurnArrived) -> None:
+        turns, turn_ends = self._core.book.turns, self._core.turn_ends
+        assert event.turn_id not in turns, f"turn {event.turn_id} arrives twice"
+        earlier = turns.get(event.supersedes_id) if event.supersedes_id is not None else None
+        if event.program_id is None:
+            self._anonymous_turn_arrived(event)
+        else:
+            if earlier is not None and self._keeps_its_program(earlier, event):
+                turn_ends.drop(earlier, "superseded")
+            self._turn_of_program_arrived(event, event.program_id, earlier)
+        if earlier is not None and earlier.turn_id in turns:  # so late that its program gives nothing up before
+            turn_ends.drop(earlier, "superseded")
+
+    def _keeps_its_program(self, earlier: Turn, event: TurnArrived) -> bool:
+        """Say whether an attempt is in flight where its program, whose next attempt comes, is not to stay."""
+        program = earlier.program
+        if program is None or program.program_id != event.program_id or earlier.turn_id not in program.in_flight:
+            return False
+        return program.marked or self._core.placing.can_avoid(program, event.avoid_replica_id)
+
+    def _turn_of_program_arrived(self, event: TurnArrived, program_id: str, earlier: Turn | None) -> None:
+        core, book, lives = self._core, self._core.book, self._lives
+        program = book.programs.get(program_id)
+        if program is None:
+            if program_id in lives.hopeless_ids:
+                book.decisions.append(Reject(event.turn_id, program_id, Reason.HOPELESS))
+                return
+            if not lives.has_place(event.tenant):
+                book.decisions.append(Reject(event.turn_id, program_id, Reason.TOO_MANY_PROGRAMS))
+                return
+            program = lives.open(event, program_id)
+        elif program.place is book.announced:
+            if event.tenant and not program.tenant and not lives.has_place(event.tenant, opens=False):
+                book.decisions.append(Reject(event.turn_id, program_id, Reason.TOO_MANY_PROGRAMS))
+                return
+            lives.announced_begins(program, event)
+        elif program.tool_runs:
+            lives.tool_returned(program)
+        if core.routing.routes:
+            core.routing.send(program)
+        turn = self._new_turn(event, program, earlier)
+        tokens_per_byte_ratio = core.knowledge.tokens_per_byte_ratio
+        turn.prompt_tokens = program.estimate_prompt_tokens(turn, tokens_per_byte_ratio)
+        book.turns[turn.turn_id] = turn
+        branch = program.branch_of(turn, event.parent_branch_id)
+        if event.prefix and core.claim_rules.share_prefixes:
+            self._set_prefix(program, branch, event.prefix, tokens_per_byte_ratio)
+        self._place_turn(program, turn, earlier)
+
+    def _new_turn(self, event: TurnArrived, program: Program, earlier: Turn | None) -> Turn:
+        """Return the turn that arrived, with the age of the attempt that it takes the place of."""
+        now_s, knowledge = self._core.book.now_s, self._core.knowledge
+        turn = Turn(event.turn_id, program, event.branch_id, event.prompt_bytes, now_s)
+        turn.wanted_replica_id = event.wanted_replica_id
+        turn.avoid_replica_id = event.avoid_replica_id
+        turn.role = event.role or event.branch_id
+        turn.expected_output_tokens = knowledge.role_outputs.expected_tokens(turn.role)
+        if event.deadline_s is not None:
+            turn.deadline_s = event.deadline_s
+        if event.media:
+            self._measure_media(turn, event.media)
+        if event.supersedes_id is not None and event.supersedes_id in program.lost_turn_ids:
+            program.lost_turn_ids.remove(event.supersedes_id)
+            program.turn_count -= 1  # both are one turn
+        elif earlier is not None and earlier.program is program:
+            program.turn_count -= earlier.account_id is not None or earlier.turn_id in program.lost
+        if earlier is not None and earlier.program is program:
+            turn.waiting_since_s = earlier.waiting_since_s
+        elif event.waiting_since_s is not None:
+            turn.waiting_since_s = min(event.waiting_since_s, now_s)
+        return turn
+
+    def _measure_media(self, turn: Turn, media: Media) -> None:
+        turn.media, turn.media_tokens = media, self._core.knowledge.media_sizes.tokens(media)
+
+    def _set_prefix(self, program: Program, branch: Branch, cuts: Sequence[PrefixCut], first_ratio: float) -> None:
+        book, account = self._core.book, None
+        if program.place.active:
+            account = book.replicas[program.replica_id or ""].account
+            book.ledger.accrue(account, book.now_s)
+        book.prefixes.set_prefix(program, branch, cuts, branch.tokens_per_byte_ratio or first_ratio, account)
+        if branch.tokens_per_byte_ratio is not None:  # the size of what is shared was a guess before
+            for replica_id, tokens in book.prefixes.tree.resize(branch.prefix).items():
+                account = book.replicas[replica_id].account
+                book.ledger.accrue(account, book.now_s)
+                account.share(tokens)
+
+    def _place_turn(self, program: Program, turn: Turn, earlier: Turn | None) -> None:
+        """Grant a turn where its program has others in flight, place its program anew, or hold it where that is."""
+        core, place = self._core, program.place
+        if not place.active:
+            self._ask(program, turn, earlier)
+            return
+        wanted_here = turn.wanted_replica_id is not None and turn.wanted_replica_id == program.replica_id
+        if program.in_flight and not wanted_here and core.placing.can_avoid(program, turn.avoid_replica_id):
+            core.mark(program, Reason.TURN_FAILED)
+        if program.place.kind is Kind.LEAVING:
+            self._hold_in_place(program, turn, Reason.LEAVING)
+            return
+        suspended = bool(core.book.replicas[place.replica_id or ""].suspended_for)
+        if suspended and (program.in_flight or wanted_here or not core.book.granting_replicas):
+            self._hold_in_place(program, turn, Reason.SUSPENDED)
+        elif program.in_flight:
+            self._grant_beside(program, turn)
+        else:
+            self._ask(program, turn, earlier)
+
+    def _ask(self, program: Program, turn: Turn, earlier: Turn | None) -> None:
+        """Ask the policy where a program may go on whose first turn in a while has come, and grant or hold it."""
+        book = self._core.book
+        self._core.limits.turn_came(program)
+        program.held[turn.turn_id] = turn
+        if earlier is not None and program.held.pop(earlier.turn_id, None) is not None:
+            del book.turns[earlier.turn_id]  # else it would be granted with the one that takes its place
+            self._core.leases.wait_ends(program, earlier)
+        if not program.place.admitted and not self._core.placing.parent_claims(program):
+            self._hold_unadmitted(program, turn)
+            return
+        place = program.place
+        home = book.replicas[place.replica_id or ""] if place.active else None
+        if home is not None:
+            book.move(program, home.asking)
+        elif place.kind is not Kind.WAITING:
+            book.move(program, book.asking)
+        book.resize(program)
+        destination, reason = self._core.take_destination(program)
+        if destination is not None:
+            self._give_up_home(program, turn, reason)
+            self._core.restore(program, destination, reason)
+            return
+        target, reason = self._core.placing.find(program, turn.avoid_replica_id)
+        if target is None:
+            self._hold(program, turn, reason)
+        elif target is home:
+            self._grant_at_home(program, turn, target, reason)
+        else:
+            self._give_up_home(program, turn, Reason.MOVED)
+            self._core.restore(program, target, reason)
+
+    def _grant_at_home(self, program: Program, turn: Turn, home: Replica, reason: Reason) -> None:
+        del program.held[turn.turn_id]
+        self._core.book.move(program, home.working)
+        self._core.leases.begin_flight(program, turn, home)
+        self._core.book.note_residency(program, home)
+        if program.acting_since_s > home.flushed_s:
+            turn.kept_since_s = program.acting_since_s
+            turn.kept_tokens = min(turn.prompt_tokens, program.branches[turn.branch_id].prompt_tokens)
+        self._core.leases.grant(program, turn, reason)
+
+    def _give_up_home(self, program: Program, turn: Turn, reason: Reason) -> None:
+        """Take the claim of a program that asks, if it has one; the turn that came waits with those that were held."""
+        if program.place.active:
+            self._core.leave(program, self._core.book.asking, reason)
+        else:
+            self._core.book.ledger.wait_begins(turn.arrived_s)
+
+    def _hold(self, program: Program, turn: Turn, reason: Reason) -> None:
+        book = self._core.book
+        self._give_up_home(program, turn, reason)
+        self._core.stand(program)
+        program.hold_reason = reason
+        self._core.deadlines.add(turn)
+        self._core.global_policies.begins_to_wait(program)
+        program.note(book.now_s, "hold", reason, None)
+        book.decisions.append(Hold(turn.turn_id, program.program_id, reason))
+
+    def _hold_unadmitted(self, program: Program, turn: Turn) -> None:
+        """Let a turn wait whose program is not admitted, unless it is now."""
+        book = self._core.book
+        book.ledger.wait_begins(turn.arrived_s)
+        book.resize(program)
+        self._core.stand(program)
+        program.hold_reason = Reason.ADMISSION
+        self._core.deadlines.add(turn)
+        self._core.admit(Moment.TURN_ARRIVED)
+        if turn.turn_id not in program.held:
+            return
+        if not book.granting_replicas:
+            program.hold_reason = Reason.SUSPENDED if book.open_replicas else Reason.NO_REPLICA
+        program.note(book.now_s, "hold", program.hold_reason, None)
+        book.decisions.append(Hold(turn.turn_id, program.program_id, Reason(program.hold_reason)))
+
+    def _hold_in_place(self, program: Program, turn: Turn, reason: Reason) -> None:
+        """Hold a turn of an active program where that is: it leaves, or nothing is granted there at the moment."""
+        book = self._core.book
+        program.held[turn.turn_id] = turn
+        self._core.limits.turn_came(program)
+        if program.place.kind in (Kind.ACTING, Kind.WORKING):
+            book.move(program, book.replicas[program.replica_id or ""].stalled)
+        book.resize(program)
+        program.hold_reason = reason
+        if reason is Reason.LEAVING:
+            self._core.deadlines.add(turn)
+        program.note(book.now_s, "hold", reason, program.replica_id)
+        book.decisions.append(Hold(turn.turn_id, program.program_id, reason))
+
+    def _grant_beside(self, program: Program, turn: Turn) -> None:
+        """Grant a turn of a program that has one in flight, where that one is."""
+        replica = self._core.book.replicas[program.replica_id or ""]
+        self._core.book.changes(replica)
+        self._core.leases.begin_flight(program, turn, replica)
+        self._core.book.resize(program)
+        self._core.book.note_residency(program, replica)
+        self._core.leases.grant(program, turn, Reason.HOME)
+
+    # --- turns without a program ------------------------------------------------------------------------------------
+
+    def _anonymous_turn_arrived(self, event: TurnArrived) -> None:
+        turn = Turn(event.turn_id, None, MAIN_BRANCH, event.prompt_bytes, self._core.book.now_s)
+        if event.media:
+            self._measure_media(turn, event.media)
+        wanted = self._core.book.replicas.get(event.wanted_replica_id or "")
+        if wanted is not None and wanted.open_to_programs:
+            turn.pinned_replica_id = wanted.replica_id
+            self._place_anonymous(turn, [] if wanted.suspended_for else [wanted])
+            return
+        self._place_anonymous(turn, self._core.placing.candidates(event.avoid_replica_id))
+
+    def _pinned_turn_arrived(self, event: PinnedTurnArrived) -> None:
+        replica = self._core.book.replicas.get(event.replica_id)
+        if replica is None or not replica.up:
+            self._core.book.decisions.append(Reject(event.turn_id, None, Reason.NO_REPLICA))
+            return
+        turn = Turn(event.turn_id, None, MAIN_BRANCH, event.prompt_bytes, self._core.book.now_s)
+        if event.media:
+            self._measure_media(turn, event.media)
+        turn.pinned_replica_id = event.replica_id
+        self._place_anonymous(turn, [] if replica.suspended_for else [replica])
+
+    def _place_anonymous(self, turn: Turn, candidates: Sequence[Replica]) -> None:
+        book = self._core.book
+        turn.claim_tokens = int(turn.prompt_bytes * self._core.knowledge.tokens_per_byte_ratio) + turn.media_tokens
+        book.turns[turn.turn_id] = turn
+        if candidates:
+            self._core.leases.grant_anonymous(turn, candidates)
+        else:
+            book.anonymous_held[turn.turn_id] = turn
+            book.ledger.wait_begins(book.now_s)
+            suspended = bool(book.open_replicas or turn.pinned_replica_id)
+            book.decisions.append(Hold(turn.turn_id, None, Reason.SUSPENDED if suspended else Reason.NO_REPLICA))

@@ -1,0 +1,306 @@
+"""Replicas come, go, fail, are polled, and grant nothing for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from thunderagent.programs.book.replica import Replica
+from thunderagent.programs.core import Core
+from thunderagent.programs.model.decisions import Reason
+from thunderagent.programs.model.fleet_events import (
+    EncodesPolled,
+    GrantsContinued,
+    GrantsSuspended,
+    ReplicaDown,
+    ReplicaDraining,
+    ReplicaFlushed,
+    ReplicaPolled,
+    ReplicaRemoved,
+    ReplicaTripped,
+    ReplicaUp,
+    ResidencyReported,
+)
+from thunderagent.programs.model.places import Kind
+from thunderagent.programs.model.policy import Moment
+from thunderagent.programs.rules.tenants import Tenants
+
+REMOVED_COUNT = 1000
+"""So many replicas that were removed are remembered."""
+
+
+class Fleet:
+    """Takes in what is heard of replicas.
+
+    Programs leave a replica that is down at once, and one that drains or is tripped at the end of their turns in
+    flight. While grants are suspended on a replica - its engine is paused, sleeps, or gets new weights - no policy sees
+    it and no limit takes anything there; turns that were held where their programs are get their leases when grants go
+    on.
+    """
+
+    def __init__(self, core: Core, tenants: Tenants | None) -> None:
+        """Work on the parts of `core`."""
+        self._core = core
+        self._tenants = tenants
+        self._removed_ids: dict[str, None] = {}  # those removed last: what comes late of one does not bring it back
+
+    def handlers(self) -> dict[type[Any], Callable[[Any], None]]:
+        """Return what takes in each event."""
+        return {
+            ReplicaUp: self._replica_up,
+            ReplicaDown: self._replica_down,
+            ReplicaDraining: self._replica_draining,
+            ReplicaRemoved: self._replica_removed,
+            GrantsSuspended: self._grants_suspended,
+            GrantsContinued: self._grants_continued,
+            ReplicaFlushed: self._replica_flushed,
+            ReplicaTripped: self._replica_tripped,
+            ReplicaPolled: self._replica_polled,
+            EncodesPolled: self._encodes_polled,
+            ResidencyReported: self._residency_reported,
+        }
+
+    def _known_or_new(self, replica_id: str) -> Replica | None:
+        """Return a replica, a new one if there is none; None if it was removed: then its news are late."""
+        book = self._core.book
+        replica = book.replicas.get(replica_id)
+        if replica is None and replica_id not in self._removed_ids:
+            replica = book.open_replica(replica_id)
+            self._core.knowledge.replica_opened(replica_id, book.now_s)
+        return replica
+
+    def _replicas_changed(self) -> None:
+        core, book = self._core, self._core.book
+        before = book.open_replicas, book.granting_replicas
+        book.open_replicas = [replica for replica in book.replicas.values() if replica.open_to_programs]
+        book.granting_replicas = [replica for replica in book.open_replicas if replica.grants]
+        if self._tenants is not None:
+            self._tenants.set_granting(replica.replica_id for replica in book.granting_replicas)
+        core.routing.replicas_changed(core)
+        core.limits.replicas_changed()
+        self._grant_anonymous_held()
+        if book.granting_replicas:
+            core.families.look_at_all()
+        others = (book.open_replicas, book.granting_replicas) != before
+        if others:
+            self._reconsider_marks()
+        core.balance(Moment.REPLICAS_CHANGED)
+        if others:
+            for program in book.queue.with_turns():
+                core.explain_hold(program)
+
+    def _grant_anonymous_held(self) -> None:
+        book = self._core.book
+        for turn in list(book.anonymous_held.values()):
+            pinned = book.replicas.get(turn.pinned_replica_id or "")
+            candidates = book.granting_replicas if pinned is None else [pinned]
+            if candidates and (pinned is None or not pinned.suspended_for):
+                del book.anonymous_held[turn.turn_id]
+                book.ledger.wait_ends(book.now_s)
+                self._core.leases.grant_anonymous(turn, candidates)
+
+    def _reconsider_marks(self) -> None:
+        """Let programs stay that have nowhere else to go to any more. Cost: O(active programs)."""
+        replicas = self._core.book.replicas.values()
+        for program in [program for replica in replicas for program in replica.programs.values()]:
+            if program.place.kind is Kind.LEAVING:
+                self._core.reconsider(program)
+
+    def _set_health(self, replica: Replica, *, up: bool, draining: bool) -> None:
+        replica.up, replica.draining = up, draining
+        self._core.book.set_usable(replica)
+
+    # --- up and down ------------------------------------------------------------------------------------------------
+
+    def _replica_up(self, event: ReplicaUp) -> None:
+        self._removed_ids.pop(event.replica_id, None)
+        replica = self._known_or_new(event.replica_id)
+        assert replica is not None, "one that is up was not removed"
+        grown = event.capacity_tokens not in (None, replica.account.capacity_tokens)
+        if event.capacity_tokens is not None and grown:
+            self._set_capacity(replica, event.capacity_tokens)
+        if grown or not replica.up or replica.draining:
+            self._set_health(replica, up=True, draining=False)
+            self._end_marks(replica, Reason.REPLICA_DRAINING)
+            self._replicas_changed()
+
+    def _replica_down(self, event: ReplicaDown) -> None:
+        replica = self._known_or_new(event.replica_id)
+        if replica is not None:
+            self._empty(replica, Reason.REPLICA_DOWN)
+            self._replicas_changed()
+
+    def _replica_removed(self, event: ReplicaRemoved) -> None:
+        book = self._core.book
+        replica = book.replicas.get(event.replica_id)
+        if replica is not None:
+            self._empty(replica, Reason.REPLICA_REMOVED)
+            del book.replicas[event.replica_id]
+            book.changed_replicas.pop(event.replica_id, None)
+            self._core.knowledge.replica_removed(event.replica_id)
+        book.ledger.close(event.replica_id)
+        self._removed_ids[event.replica_id] = None
+        if len(self._removed_ids) > REMOVED_COUNT:
+            del self._removed_ids[next(iter(self._removed_ids))]
+        if replica is not None:
+            self._replicas_changed()
+
+    def _empty(self, replica: Replica, reason: Reason) -> None:
+        """Take everything off a replica that is gone."""
+        core, book = self._core, self._core.book
+        replica.tripped = False
+        self._set_health(replica, up=False, draining=False)
+        for program in list(replica.programs.values()):
+            core.lose_replica(program, reason)
+        account = replica.account
+        for turn in [turn for turn in book.turns.values() if turn.account_id == replica.replica_id]:
+            turn.account_id = None
+        account.claim_other(-account.other_tokens)
+        account.turn_count = 0
+        account.pending_encode_count = None  # what starts again has none; it says so
+        replica.residency.clear()
+        replica.own_causes.clear()  # an engine that starts again is paused no longer
+        for turn in [turn for turn in book.anonymous_held.values() if turn.pinned_replica_id == replica.replica_id]:
+            core.reject(turn, Reason.NO_REPLICA)
+
+    def _replica_draining(self, event: ReplicaDraining) -> None:
+        replica = self._known_or_new(event.replica_id)
+        if replica is not None:
+            self._set_health(replica, up=replica.up, draining=True)
+            self._send_away(replica, Reason.REPLICA_DRAINING)
+            self._replicas_changed()
+
+    def _replica_tripped(self, event: ReplicaTripped) -> None:
+        replica = self._core.book.replicas.get(event.replica_id)
+        if replica is None or not replica.up or replica.tripped == event.tripped:
+            return
+        replica.tripped = event.tripped
+        self._set_health(replica, up=replica.up, draining=replica.draining)
+        if replica.tripped:
+            self._send_away(replica, Reason.REPLICA_TRIPPED)
+        else:
+            self._end_marks(replica, Reason.REPLICA_TRIPPED)
+        self._replicas_changed()
+
+    def _send_away(self, replica: Replica, reason: Reason) -> None:
+        """Pause the programs of a replica that gets nothing new, each once it has no turn in flight."""
+        for program in list(replica.programs.values()):
+            if program.in_flight:
+                self._core.mark(program, reason)
+            else:
+                self._core.pause(program, reason)
+
+    def _end_marks(self, replica: Replica, cause: Reason) -> None:
+        """Let the programs of a replica stay that were to leave it for a cause that is over."""
+        for program in list(replica.programs.values()):
+            if cause in program.leaves_for:
+                self._core.unmark(program, Reason.STAYS, cause=cause)
+
+    # --- suspended --------------------------------------------------------------------------------------------------
+
+    def _grants_suspended(self, event: GrantsSuspended) -> None:
+        book = self._core.book
+        replica = self._known_or_new(event.replica_id) if event.replica_id is not None else None
+        if replica is not None:
+            replica.own_causes[event.cause] = None
+        elif event.replica_id is None:
+            book.suspended_for[event.cause] = None
+        for each in book.meant(event.replica_id):
+            book.set_usable(each)
+            self._learn_nothing(each)
+        self._replicas_changed()
+
+    def _grants_continued(self, event: GrantsContinued) -> None:
+        """End a cause on all replicas or on one: a cause of one stands when the same one ends for all."""
+        book = self._core.book
+        suspended = [replica for replica in book.meant(event.replica_id) if replica.suspended_for]
+        if event.replica_id is None:
+            book.suspended_for.pop(event.cause, None)
+        for replica in suspended if event.replica_id is not None else ():
+            replica.own_causes.pop(event.cause, None)
+        for replica in suspended:
+            if not replica.suspended_for:
+                book.set_usable(replica)
+                self._continue_programs(replica)
+        self._replicas_changed()
+
+    def _continue_programs(self, replica: Replica) -> None:
+        """Grant what was held in place on a replica, who waits longest first, and let the idle limit run again."""
+        held = [program for program in replica.programs.values() if program.held]
+        for program in sorted(held, key=lambda program: program.waiting_since_s):
+            if program.place.kind is Kind.LEAVING:
+                program.hold_reason = Reason.LEAVING
+                self._core.book.resize(program)
+            else:
+                self._core.go_on(program, replica)
+        for program in replica.programs.values():
+            if program.place.kind is Kind.ACTING:
+                self._core.limits.go_on(program)
+
+    def _replica_flushed(self, event: ReplicaFlushed) -> None:
+        replica = self._core.book.replicas.get(event.replica_id)
+        if replica is None:  # removed while it was told to
+            return
+        replica.residency.clear_idle()
+        replica.flushed_s = self._core.book.now_s
+        self._learn_nothing(replica)
+
+    def _learn_nothing(self, replica: Replica) -> None:
+        """Learn nothing from the turns in flight there: their times and hits are not the engine's usual ones."""
+        for program in replica.programs.values():
+            for turn in program.in_flight.values():
+                turn.unrepresentative = True
+
+    # --- polled -----------------------------------------------------------------------------------------------------
+
+    def _replica_polled(self, event: ReplicaPolled) -> None:
+        replica = self._known_or_new(event.replica_id)
+        if replica is None:
+            return
+        account = replica.account
+        if event.kv_used_ratio is not None:
+            account.kv_used_ratio = event.kv_used_ratio
+        if event.engine_waiting_count is not None:
+            account.engine_waiting_count = event.engine_waiting_count
+        if event.hit_ratio is not None:
+            account.hit_ratio = event.hit_ratio
+        if self._core.claim_rules.adapt_capacity:
+            self._learn_from_poll(replica, event)
+        if event.capacity_tokens is not None and event.capacity_tokens != account.capacity_tokens:
+            self._set_capacity(replica, event.capacity_tokens)
+            if replica.open_to_programs:
+                self._replicas_changed()
+
+    def _learn_from_poll(self, replica: Replica, event: ReplicaPolled) -> None:
+        """Take in what a poll tells of lost memory."""
+        account, now_s = replica.account, self._core.book.now_s
+        correction = self._core.knowledge.correction(replica.replica_id)
+        if event.query_tokens is None or (event.query_tokens and event.hit_ratio is None):
+            correction.polled(None, asked_s=now_s - event.age_s, now_s=now_s)
+        elif not replica.tells_cached:
+            hit_tokens = int((event.hit_ratio or 0.0) * event.query_tokens)
+            correction.polled(hit_tokens, asked_s=now_s - event.age_s, now_s=now_s)
+            correction.computed(event.query_tokens - hit_tokens)
+        if event.preemption_count:
+            mean_tokens = account.reasoning_tokens // max(1, account.reasoning_count)
+            correction.preempted(event.preemption_count * mean_tokens)
+
+    def _set_capacity(self, replica: Replica, capacity_tokens: int) -> None:
+        self._core.book.ledger.accrue(replica.account, self._core.book.now_s)
+        replica.account.set_limit(capacity_tokens, replica.account.capacity_ratio)
+        replica.residency.capacity_tokens = capacity_tokens
+
+    def _encodes_polled(self, event: EncodesPolled) -> None:
+        replica = self._known_or_new(event.replica_id)
+        if replica is not None:
+            self._core.placing.some_encode = True
+            replica.account.pending_encode_count = event.pending_encode_count
+
+    def _residency_reported(self, event: ResidencyReported) -> None:
+        replica = self._core.book.replicas.get(event.replica_id)
+        if replica is None:  # removed: a report of it may be late
+            return
+        for program_id, tokens in event.resident_tokens:
+            program = self._core.book.programs.get(program_id)
+            if program is not None:
+                replica.residency.report(program.generation, tokens)

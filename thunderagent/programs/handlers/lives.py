@@ -1,0 +1,219 @@
+"""Programs begin and end, their tools and sandboxes do, and judges speak of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf
+from typing import Any
+
+from thunderagent.programs.core import Core
+from thunderagent.programs.model.decisions import Reason
+from thunderagent.programs.model.events import (
+    ProgramJudged,
+    ProgramOpened,
+    ProgramReleased,
+    ProgramsReleased,
+    SandboxesMeasured,
+    SandboxFailed,
+    SandboxReady,
+    ToolEnded,
+    ToolStarted,
+    TurnArrived,
+)
+from thunderagent.programs.model.places import Kind, Phase
+from thunderagent.programs.model.policy import Moment
+from thunderagent.programs.model.program import Program
+from thunderagent.programs.model.settings import SchedulerSettings
+from thunderagent.programs.model.verdicts import OUTCOMES, Level, Verdict
+from thunderagent.programs.model.views import SandboxSums
+
+MAX_HOPELESS_COUNT = 10_000
+"""So many ids of programs that were ended as hopeless are remembered, the oldest forgotten first."""
+
+
+class Lives:
+    """Takes in what a program is told of outside its turns."""
+
+    def __init__(self, core: Core, settings: SchedulerSettings) -> None:
+        """Work on the parts of `core`."""
+        self._core = core
+        self._settings = settings
+        self.hopeless_ids: dict[str, None] = {}
+        """Programs that were ended because they were judged hopeless: turns of these are rejected."""
+
+    def handlers(self) -> dict[type[Any], Callable[[Any], None]]:
+        """Return what takes in each event."""
+        return {
+            ProgramOpened: self._program_opened,
+            ProgramReleased: self._program_released,
+            ProgramsReleased: self._programs_released,
+            ProgramJudged: self._program_judged,
+            ToolStarted: self._tool_started,
+            ToolEnded: self._tool_ended,
+            SandboxReady: self._sandbox_ready,
+            SandboxFailed: self._sandbox_failed,
+            SandboxesMeasured: self._sandboxes_measured,
+        }
+
+    # --- begin ------------------------------------------------------------------------------------------------------
+
+    def has_place(self, tenant: str, *, opens: bool = True) -> bool:
+        """Say whether a tenant may have one more program, where the oldest without a turn was forgotten if need be.
+
+        A tenant that has as many as it may forgets its own; where all have, the one with most does. One that does not
+        open lives already, and nobody's until now.
+        """
+        limits = self._core.limits
+        if not limits.is_full(tenant, opens=opens):
+            return True
+        oldest = limits.whom_to_forget(tenant)
+        if oldest is None:
+            return False
+        self._core.end(oldest, Reason.FORGOTTEN)
+        self._core.balance(Moment.PROGRAM_ENDED)
+        return True
+
+    def open(self, event: TurnArrived | ProgramOpened, program_id: str) -> Program:
+        """Open a program, of which no turn is placed yet."""
+        program = self._core.book.open(program_id, event.tenant)
+        self._core.limits.opened(program)
+        self._core.book.join_group(program, event.group_id)
+        self._core.families.join(program, event.parent_id)
+        program.program_class = event.program_class
+        return program
+
+    def announced_begins(self, program: Program, event: TurnArrived) -> None:
+        """Take in what the first turn of a program says that was announced without it."""
+        book, families = self._core.book, self._core.families
+        program.opened_s = book.now_s
+        if event.tenant and not program.tenant:
+            group = program.group
+            families.leave(program)
+            book.leave_group(program)
+            self._core.limits.name_tenant(program, event.tenant)
+            families.join(program, program.parent_id)
+            program.group = None
+            if group is not None:
+                book.join_group(program, group.group_id)
+        if program.group is None:
+            book.join_group(program, event.group_id)
+        if not program.parent_id:
+            families.join(program, event.parent_id)
+        program.program_class = program.program_class or event.program_class
+
+    def _program_opened(self, event: ProgramOpened) -> None:
+        core = self._core
+        self.hopeless_ids.pop(event.program_id, None)
+        if event.program_id in core.book.programs or not self.has_place(event.tenant):
+            return
+        program = self.open(event, event.program_id)
+        core.limits.hear_of(program)
+        if core.routing.routes:
+            core.routing.send(program)
+        core.book.resize(program)
+        program.note(core.book.now_s, "opened", "", None)
+
+    # --- tools ------------------------------------------------------------------------------------------------------
+
+    def tool_returned(self, program: Program) -> None:
+        """Learn how long a tool took that is through."""
+        self._core.knowledge.tool_returned(program, self._core.book.now_s)
+        if self._core.stream.flows:
+            self._core.stream.tool_ended(program)
+
+    def _tool_started(self, event: ToolStarted) -> None:
+        """Measure from now on, whatever was taken to have begun at the end of the turn."""
+        core, book = self._core, self._core.book
+        program = book.programs.get(event.program_id)
+        if program is None or program.place.phase is not Phase.ACTING or program.place is book.announced:
+            return
+        if program.tool_runs:
+            core.knowledge.tool_is_another(program)
+        if event.tool and not (event.inferred and program.tool_named):
+            program.tool, program.tool_named = event.tool, not event.inferred
+        core.limits.hear_of(program)
+        core.tool_began(program)
+        self._act_anew(program, book.now_s, core.policy.hold_s(core.view, program))
+
+    def _tool_ended(self, event: ToolEnded) -> None:
+        """Hold on to a program that will be back at once; where nobody said so, as long as at the begin of its tool."""
+        core, program = self._core, self._core.book.programs.get(event.program_id)
+        if program is None or not program.tool_runs:
+            return
+        core.limits.hear_of(program)
+        self.tool_returned(program)
+        hold_s = core.policy.hold_s(core.view, program) if event.inferred else inf
+        self._act_anew(program, program.acting_since_s, hold_s)
+
+    def _act_anew(self, program: Program, since_s: float, hold_s: float) -> None:
+        core = self._core
+        core.book.act_anew(program, since_s, core.book.now_s + hold_s)
+        if program.place.kind is Kind.ACTING:
+            core.limits.watch(program)
+        else:
+            core.watch_paused(program)
+
+    # --- judges -----------------------------------------------------------------------------------------------------
+
+    def _program_judged(self, event: ProgramJudged) -> None:
+        core, program = self._core, self._core.book.programs.get(event.program_id)
+        if program is None or event.generation != program.generation:
+            return
+        settings, verdicts = self._settings, program.verdicts
+        if not verdicts.add(
+            Verdict(event.turn_count, event.will_succeed, event.confidence_ratio),
+            fail_count=settings.judge_fail_count,
+            least_confidence_ratio=settings.judge_confidence_ratio,
+        ):
+            return
+        assert verdicts.level is not None, "a verdict makes a level"
+        core.knowledge.judge_record.level_counts[verdicts.level] += 1
+        prediction = "success" if event.will_succeed else "failure"
+        why = f"{prediction} by {event.confidence_ratio:.2f} at turn {event.turn_count}: {verdicts.level.name.lower()}"
+        program.note(core.book.now_s, "judged", why, program.replica_id)
+        if settings.judge_ends_hopeless and verdicts.level is Level.LOWEST:
+            self.hopeless_ids[program.program_id] = None
+            if len(self.hopeless_ids) > MAX_HOPELESS_COUNT:
+                del self.hopeless_ids[next(iter(self.hopeless_ids))]
+            core.end(program, Reason.HOPELESS)
+            core.balance(Moment.PROGRAM_ENDED)
+        else:
+            core.book.rank_anew(program)
+
+    # --- sandboxes --------------------------------------------------------------------------------------------------
+
+    def _sandbox_ready(self, event: SandboxReady) -> None:
+        program = self._core.book.programs.get(event.program_id)
+        if program is not None:
+            why = f"{event.sandbox_id} after {event.prepare_s:.1f} s"
+            program.note(self._core.book.now_s, "sandbox ready", why, program.replica_id)
+
+    def _sandbox_failed(self, event: SandboxFailed) -> None:
+        program = self._core.book.programs.get(event.program_id)
+        if program is not None:
+            why = f"{event.sandbox_id}: {event.why}"
+            program.note(self._core.book.now_s, "sandbox failed", why, program.replica_id)
+
+    def _sandboxes_measured(self, event: SandboxesMeasured) -> None:
+        self._core.book.sandboxes = SandboxSums(event.sandbox_count, event.disk_bytes, event.memory_bytes)
+
+    # --- end --------------------------------------------------------------------------------------------------------
+
+    def _program_released(self, event: ProgramReleased) -> None:
+        self.hopeless_ids.pop(event.program_id, None)
+        program = self._core.book.programs.get(event.program_id)
+        if program is None or event.generation not in (None, program.generation):
+            return
+        if event.outcome in OUTCOMES:
+            record = self._core.knowledge.judge_record
+            record.program_ended(event.outcome, program.verdicts.first_failure_turn_count)
+        self._core.end(program, Reason.RELEASED)
+        self._core.balance(Moment.PROGRAM_ENDED)
+
+    def _programs_released(self, event: ProgramsReleased) -> None:
+        for program_id in event.program_ids:
+            self.hopeless_ids.pop(program_id, None)
+            program = self._core.book.programs.get(program_id)
+            if program is not None:
+                self._core.end(program, Reason.RELEASED)
+        self._core.balance(Moment.PROGRAM_ENDED)

@@ -1,0 +1,71 @@
+"""What an operator says: each event has one operation carried out, if it can be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from thunderagent.programs.core import Core
+from thunderagent.programs.model.decisions import Reason
+from thunderagent.programs.model.fleet_events import (
+    MigrationAsked,
+    PrioritySet,
+    ProgramKilled,
+    ProvisionAsked,
+    ReplicaKilled,
+    RouteSet,
+)
+from thunderagent.programs.model.policy import Moment
+from thunderagent.programs.model.routes import Scope
+from thunderagent.programs.operations import Operations
+
+
+class Operator:
+    """Takes in what an operator says."""
+
+    def __init__(self, core: Core, operations: Operations) -> None:
+        """Have `operations` carried out."""
+        self._core = core
+        self._operations = operations
+
+    def handlers(self) -> dict[type[Any], Callable[[Any], None]]:
+        """Return what takes in each event."""
+        return {
+            RouteSet: self._route_set,
+            PrioritySet: self._priority_set,
+            MigrationAsked: self._migration_asked,
+            ProgramKilled: self._program_killed,
+            ReplicaKilled: self._replica_killed,
+            ProvisionAsked: self._provision_asked,
+        }
+
+    def _route_set(self, event: RouteSet) -> None:
+        if not self._operations.why_not_route(event.scope, event.name, event.targets):
+            self._operations.set_route(Scope(event.scope), event.name, event.targets, Reason.OPERATOR)
+            self._core.balance(Moment.TICK)
+
+    def _priority_set(self, event: PrioritySet) -> None:
+        program = self._core.book.programs.get(event.program_id)
+        why_not = self._operations.why_not_priority(event.program_id, event.priority, event.replica_id)
+        if program is not None and not why_not:
+            self._operations.set_priority(program, event.priority, event.replica_id, Reason.OPERATOR)
+            self._core.balance(Moment.TICK)
+
+    def _migration_asked(self, event: MigrationAsked) -> None:
+        program = self._core.book.programs.get(event.program_id)
+        if program is not None and not self._operations.why_not_migrate(event.program_id, event.replica_id):
+            self._operations.migrate(program, self._core.book.replicas[event.replica_id], Reason.OPERATOR)
+            self._core.balance(Moment.TICK)
+
+    def _program_killed(self, event: ProgramKilled) -> None:
+        program = self._core.book.programs.get(event.program_id)
+        if program is not None:
+            self._operations.kill(program)
+            self._core.balance(Moment.PROGRAM_ENDED)
+
+    def _replica_killed(self, event: ReplicaKilled) -> None:
+        if not self._operations.why_not_kill_replica(event.replica_id):
+            self._operations.kill_replica(event.replica_id, Reason.OPERATOR)
+
+    def _provision_asked(self, event: ProvisionAsked) -> None:  # noqa: ARG002 - its time was taken in already
+        self._operations.provision(Reason.OPERATOR)

@@ -1,0 +1,138 @@
+"""A turn goes on and ends: what it used is booked, what it tells is learned, and its room may be given to others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from thunderagent.programs.core import Core
+from thunderagent.programs.model.events import (
+    TurnAbandoned,
+    TurnFailed,
+    TurnFinished,
+    TurnProgressed,
+    TurnStarted,
+)
+from thunderagent.programs.model.policy import Moment
+from thunderagent.programs.model.turn import Branch, Turn
+
+
+class Turns:
+    """Takes in what becomes of turns that have a lease, or wait for one."""
+
+    def __init__(self, core: Core) -> None:
+        """Work on the parts of `core`."""
+        self._core = core
+
+    def handlers(self) -> dict[type[Any], Callable[[Any], None]]:
+        """Return what takes in each event."""
+        return {
+            TurnStarted: self._turn_started,
+            TurnProgressed: self._turn_progressed,
+            TurnFinished: self._turn_finished,
+            TurnFailed: self._turn_lost,
+            TurnAbandoned: self._turn_lost,
+        }
+
+    def _turn_started(self, event: TurnStarted) -> None:
+        core, turn = self._core, self._core.book.turns.get(event.turn_id)
+        if turn is not None and turn.account_id is not None and turn.started_s is None:
+            turn.started_s = core.book.now_s
+            self._engine_began(turn)
+            if core.stream.flows:
+                core.stream.began(turn)
+
+    def _engine_began(self, turn: Turn) -> None:
+        """Note what its engine should have found cached of a turn, when it began it."""
+        if self._core.claim_rules.adapt_capacity and not turn.unrepresentative:
+            self._core.knowledge.correction(turn.account_id or "").turn_seen(
+                turn.kept_tokens,
+                max(0, turn.resident_tokens - turn.kept_tokens),
+                granted_s=turn.granted_s,
+                kept_since_s=turn.kept_since_s,
+                now_s=self._core.book.now_s,
+            )
+
+    def _turn_progressed(self, event: TurnProgressed) -> None:
+        turn = self._core.book.turns.get(event.turn_id)
+        if turn is None or turn.program is None or turn.account_id is None:
+            return
+        turn.output_tokens = max(turn.output_tokens, event.output_tokens)
+        self._core.book.resize(turn.program)
+
+    def _turn_finished(self, event: TurnFinished) -> None:
+        core, book = self._core, self._core.book
+        turn = book.turns.pop(event.turn_id, None)
+        if turn is None:
+            return
+        prompt_tokens = turn.prompt_tokens if event.prompt_tokens is None else event.prompt_tokens
+        output_tokens = turn.output_tokens if event.output_tokens is None else event.output_tokens
+        program = turn.program
+        branch = program.branches.get(turn.branch_id) if program is not None else None
+        if turn.account_id is not None:
+            book.ledger.charge_turn(
+                book.replicas[turn.account_id].account,
+                turn,
+                book.now_s,
+                prompt_tokens=prompt_tokens,
+                output_tokens=output_tokens,
+                cached_tokens=event.cached_tokens,
+                known_tokens=min(prompt_tokens, branch.context_tokens) if branch is not None else 0,
+                prefill_token_s=core.knowledge.prefill_speed.learned_token_s,
+            )
+            if not turn.unrepresentative:
+                self._learn_from(turn, branch, prompt_tokens, output_tokens, event.cached_tokens)
+        if event.prompt_tokens is not None and turn.prompt_bytes:
+            core.knowledge.learn_size(turn, branch, event.prompt_tokens)
+        if program is None:
+            core.turn_ends.end_anonymous(turn)
+            core.balance(Moment.TURN_ENDED)
+            return
+        if core.stream.flows:
+            cached_tokens = turn.resident_tokens if event.cached_tokens is None else event.cached_tokens
+            whole_tokens = prompt_tokens + output_tokens
+            core.stream.ended(turn, whole_tokens, whole_tokens - min(prompt_tokens, cached_tokens), finished=True)
+        if branch is not None:
+            branch.learn(prompt_tokens, output_tokens)
+            branch.turn_finished(event.tool)
+        program.prompt_tokens_total += prompt_tokens
+        program.output_tokens_total += output_tokens
+        program.cached_tokens_total += event.cached_tokens or 0
+        program.tool, program.tool_named = event.tool, bool(event.tool)
+        core.turn_ends.end_turn(program, turn)
+        if len(program.branches) > 1:
+            core.turn_ends.forget_branches(program, turn, finished=True)
+        core.turn_ends.after_turn(program, turn, "finished", tool_begins=not turn.unrepresentative)
+        core.balance(Moment.TURN_ENDED)
+
+    def _learn_from(
+        self, turn: Turn, branch: Branch | None, prompt_tokens: int, output_tokens: int, cached_tokens: int | None
+    ) -> None:
+        """Learn from a turn in flight that finished, and what of it was lost."""
+        core = self._core
+        if cached_tokens is None:
+            cached_tokens = max(turn.resident_tokens, turn.kept_tokens)
+            if turn.started_s is None:
+                self._engine_began(turn)
+        elif core.claim_rules.adapt_capacity:
+            core.book.replicas[turn.account_id or ""].tells_cached = True
+            correction = core.knowledge.correction(turn.account_id or "")
+            correction.turn_ended(min(turn.kept_tokens, prompt_tokens), cached_tokens, turn.kept_since_s)
+            correction.computed(prompt_tokens - cached_tokens + output_tokens)
+        if branch is not None:
+            core.knowledge.turn_finished(
+                turn,
+                branch,
+                core.book.now_s,
+                prompt_tokens=prompt_tokens,
+                output_tokens=output_tokens,
+                cached_tokens=cached_tokens,
+            )
+
+    def _turn_lost(self, event: TurnFailed | TurnAbandoned) -> None:
+        """End a turn from which nothing is learned: held or in flight, failed or left by its client."""
+        turn = self._core.book.turns.get(event.turn_id)
+        if turn is not None:
+            how = "abandoned" if isinstance(event, TurnAbandoned) else "refused" if event.refused else "failed"
+            self._core.turn_ends.drop(turn, how)
+            self._core.balance(Moment.TURN_ENDED)

@@ -1,0 +1,288 @@
+"""How many tokens a replica really holds: what it says of itself, corrected by what is lost and by what is not.
+
+Theory of operation
+===================
+A program that keeps its claim should find its history cached at its next turn. If parts of it are gone, more was let in
+than fits: because the capacity was told wrong, because blocks of programs that ended lie there longer than those of
+programs whose tools run, or because programs grew. If nothing is lost while others wait, there may be room for more.
+
+So the part of the told capacity that is used goes down fast, in proportion to what was lost, and up slowly, and not
+before the memory was once full. Between two steps every program must have had its turns, and what a program may have
+lost before a step down is not counted after it: else each overshoot is followed by a slump that lasts for hours.
+
+What was lost is told by the usage of each turn, where the engine says what was cached.
+
+**Counters.** Other engines only count how many prompt tokens they found cached, and a poll reads that count. It says
+nothing of single turns, it is read late, and now and then it is not read at all. So counts and turns are compared over
+a window of several polls, and a turn is in it only if the engine looked it up in it for certain: it was granted after
+the window's first reading came, and its first token was seen before the last one was asked for. What the engine found
+for any other turn only adds to the count. So a loss that the window shows is a loss. One that it does not show may be
+there all the same: before more is tried, what others may have found is taken off. A window that shows neither goes on.
+
+**Idleness.** A control that believes noise must undo itself. An engine that is without a turn while turns wait for room
+has its memory kept for nothing: then what was taken from the capacity comes back, in proportion to that time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from math import inf
+from typing import NamedTuple
+
+LOWEST_RATIO = 0.2
+LOWEST_COUNTED_RATIO = 0.5
+"""The same where counters tell: they say less."""
+
+HIGHEST_RATIO = 3.0
+
+LOSS_SLACK_RATIO = 0.10
+"""Part of what should be cached that may be lost without a reaction: ends of blocks, and programs that were edited."""
+
+STEP_DOWN_RATIO = 0.5
+"""Of the part that was lost, so much goes from the capacity at once."""
+
+LARGEST_STEP_RATIO = 0.25
+"""The capacity goes down by at most that at once."""
+
+STEP_UP_RATIO = 0.004
+"""While others wait and nothing is lost the capacity goes up: by that at first, and each time by twice as much."""
+
+LARGEST_STEP_UP_RATIO = 0.05
+"""But never by more than that at once."""
+
+CEILING_RATIO = 0.95
+"""Nearer than that to where much was lost the last time, the capacity goes up slowly."""
+
+NEAR_CEILING_STEP_RATIO = 0.0005
+
+BLOCK_TOKENS = 64
+"""An engine caches whole blocks: a turn may miss so much of a block without having lost any."""
+
+WINDOW_S = 5.0
+"""Time between two steps, at least."""
+
+WINDOW_TURNS_COUNT = 20
+"""Turns that tell between two steps, at least: what a single one lost says little."""
+
+WINDOW_TURNS_RATIO = 2.0
+"""And so many of each active program: before, most have not noticed the last step."""
+
+LOSS_FREE_RATIO = 0.005
+"""So little is lost that more may be tried."""
+
+LONGEST_WINDOW_RATIO = 4.0
+"""A window of counters that shows nothing goes on for so many times the turns that it needs, at most."""
+
+IDLE_SLACK_RATIO = 0.02
+"""For so much of the time an engine may be idle while turns wait: all its programs may be at their tools."""
+
+IDLE_STEP_RATIO = 2.0
+"""Of the time that it is idle beyond that, so much comes back at once, but no more than goes down at once."""
+
+
+class _SeenTurn(NamedTuple):
+    """A turn that an engine has begun; `other_tokens` may be cached of it though its program had kept nothing."""
+
+    seen_s: float
+    granted_s: float
+    expected_tokens: int
+    other_tokens: int
+
+
+MOST_SEEN_COUNT = 10_000
+"""Of an engine whose counters stay away for long, the oldest turns are forgotten."""
+
+
+class _Window:
+    """The counters of an engine that does not tell of each turn, between two readings."""
+
+    __slots__ = ("_from_s", "_read_s", "_seen", "expected_tokens", "hit_tokens", "other_tokens", "turn_count")
+
+    def __init__(self) -> None:
+        self._seen: deque[_SeenTurn] = deque(maxlen=MOST_SEEN_COUNT)
+        self._read_s = -inf
+        self._from_s = inf
+        """When the first reading came; until then nothing counts."""
+        self.turn_count = self.expected_tokens = self.hit_tokens = self.other_tokens = 0
+
+    def begin(self) -> None:
+        """Begin anew with the last reading."""
+        self._from_s = self._read_s
+        self.turn_count = self.expected_tokens = self.hit_tokens = self.other_tokens = 0
+
+    def add(self, turn: _SeenTurn) -> None:
+        if self._read_s > -inf:  # what came before the first reading counts for none
+            self._seen.append(turn)
+
+    def read(self, hit_tokens: int | None, asked_s: float, now_s: float) -> None:
+        """Take in a reading; None is a count that began anew."""
+        first = hit_tokens is None or self._read_s == -inf
+        self._read_s = now_s
+        if first:
+            self._seen.clear()
+            self.begin()
+            return
+        self.hit_tokens += hit_tokens or 0
+        while self._seen and self._seen[0].seen_s <= asked_s:
+            turn = self._seen.popleft()
+            if turn.granted_s > self._from_s:
+                self.turn_count += 1
+                self.expected_tokens += turn.expected_tokens
+                self.other_tokens += turn.other_tokens
+            else:
+                self.other_tokens += turn.expected_tokens + turn.other_tokens
+
+    def clear(self) -> None:
+        self._seen.clear()
+        self.begin()
+
+    @property
+    def lost_tokens(self) -> int:
+        """What was lost for certain."""
+        return max(0, self.expected_tokens - self.hit_tokens - BLOCK_TOKENS * self.turn_count)
+
+    @property
+    def lost_at_most_tokens(self) -> int:
+        """What may have been lost: others may have found some of what was."""
+        hit_tokens = self.hit_tokens - self.other_tokens
+        return max(0, self.expected_tokens - hit_tokens - BLOCK_TOKENS * self.turn_count)
+
+
+class CapacityCorrection:
+    """The part of the told capacity of one replica that may be claimed."""
+
+    __slots__ = (
+        "_ceiling_ratio",
+        "_down_s",
+        "_expected_tokens",
+        "_idle_s",
+        "_idle_since_s",
+        "_lost_tokens",
+        "_step_s",
+        "_tells_cached",
+        "_turn_count",
+        "_up_ratio",
+        "_window",
+        "computed_tokens",
+        "ratio",
+    )
+
+    def __init__(self, now_s: float) -> None:
+        """Begin by believing what is told."""
+        self.ratio = 1.0
+        self.computed_tokens = 0
+        """Put into its memory so far: before it was once full, that nothing is lost says nothing."""
+        self._step_s = self._idle_since_s = now_s
+        self._idle_s = 0.0
+        self._down_s = -inf
+        self._tells_cached = False
+        self._turn_count = 0
+        self._ceiling_ratio = HIGHEST_RATIO
+        self._up_ratio = STEP_UP_RATIO
+        self._expected_tokens = 0.0
+        self._lost_tokens = 0.0
+        self._window = _Window()
+
+    def computed(self, tokens: int) -> None:
+        """Note that so many tokens were put into its memory."""
+        self.computed_tokens += tokens
+
+    def turn_seen(
+        self, expected_tokens: int, other_tokens: int, *, granted_s: float, kept_since_s: float, now_s: float
+    ) -> None:
+        """Note that the engine has begun a turn: its first token came, or all of it. Only counters need it.
+
+        `expected_tokens` should be cached there, because its program had kept its claim since then; `other_tokens` may
+        be. What may have been lost before the last step down is not expected again.
+        """
+        if self._tells_cached:
+            return
+        if kept_since_s < self._down_s:
+            expected_tokens, other_tokens = 0, expected_tokens + other_tokens
+        self._window.add(_SeenTurn(now_s, granted_s, expected_tokens, other_tokens))
+
+    def turn_ended(self, expected_tokens: int, cached_tokens: int, kept_since_s: float) -> None:
+        """Note what was cached of a turn of a program that had kept its claim since then.
+
+        What may have been lost before the last step down is not counted again.
+        """
+        if not self._tells_cached:
+            self._tells_cached = True
+            self._window.clear()
+        if not expected_tokens or kept_since_s < self._down_s:
+            return
+        self._turn_count += 1
+        self._expected_tokens += expected_tokens
+        self._lost_tokens += max(0, expected_tokens - cached_tokens - BLOCK_TOKENS)
+
+    def polled(self, hit_tokens: int | None, *, asked_s: float, now_s: float) -> None:
+        """Note how many prompt tokens were cached in all since the poll before; None if the engine began to count anew.
+
+        The engine was asked at `asked_s`.
+        """
+        if not self._tells_cached:
+            self._window.read(hit_tokens, asked_s, now_s)
+
+    def preempted(self, tokens: int) -> None:
+        """Note that running requests lost so many tokens."""
+        self._expected_tokens += tokens
+        self._lost_tokens += tokens
+
+    def step(self, now_s: float, *, active_count: int, wanted: bool, idle_s: float = 0.0) -> bool:
+        """Correct the ratio if it is time; say whether it changed.
+
+        `wanted`: others wait, what may be claimed is, and the memory was once full. `idle_s`: for so long in all the
+        engine had no turn while turns waited.
+        """
+        before = self.ratio
+        if self._undo(now_s, idle_s):
+            self._begin_anew(now_s)
+            return self.ratio != before
+        turns_count = max(WINDOW_TURNS_COUNT, WINDOW_TURNS_RATIO * active_count)
+        seen_count = self._turn_count + self._window.turn_count
+        if now_s - self._step_s < WINDOW_S or seen_count < turns_count:
+            return False
+        expected_tokens = self._expected_tokens + self._window.expected_tokens
+        lost_ratio = lost_at_most_ratio = 0.0
+        if expected_tokens:
+            lost_ratio = (self._lost_tokens + self._window.lost_tokens) / expected_tokens
+            lost_at_most_ratio = (self._lost_tokens + self._window.lost_at_most_tokens) / expected_tokens
+        if lost_ratio > LOSS_SLACK_RATIO:
+            self._step_down(now_s, lost_ratio)
+        elif wanted and expected_tokens and lost_at_most_ratio < LOSS_FREE_RATIO:
+            up_ratio = self._up_ratio if self.ratio < self._ceiling_ratio else NEAR_CEILING_STEP_RATIO
+            self.ratio = min(HIGHEST_RATIO, self.ratio * (1.0 + up_ratio))
+            self._up_ratio = min(LARGEST_STEP_UP_RATIO, 2 * self._up_ratio)
+        elif self._window.turn_count and seen_count < LONGEST_WINDOW_RATIO * turns_count:
+            return False
+        else:
+            self._up_ratio = STEP_UP_RATIO
+        self._begin_anew(now_s)
+        return self.ratio != before
+
+    def _step_down(self, now_s: float, lost_ratio: float) -> None:
+        down_ratio = min(LARGEST_STEP_RATIO, STEP_DOWN_RATIO * lost_ratio)
+        lowest_ratio = LOWEST_RATIO if self._tells_cached else LOWEST_COUNTED_RATIO
+        self._up_ratio = STEP_UP_RATIO
+        self._ceiling_ratio = CEILING_RATIO * self.ratio
+        self.ratio = max(lowest_ratio, self.ratio * (1.0 - down_ratio))
+        self._down_s = now_s
+
+    def _undo(self, now_s: float, idle_s: float) -> bool:
+        """Give back of what was taken if the engine is idle while turns wait; say whether it is."""
+        elapsed_s = now_s - self._idle_since_s
+        if elapsed_s < WINDOW_S:
+            return False
+        idle_ratio = (idle_s - self._idle_s) / elapsed_s
+        self._idle_s, self._idle_since_s = idle_s, now_s
+        if self.ratio >= 1.0 or idle_ratio <= IDLE_SLACK_RATIO:
+            return False
+        up_ratio = min(LARGEST_STEP_RATIO, IDLE_STEP_RATIO * (idle_ratio - IDLE_SLACK_RATIO))
+        self.ratio = min(1.0, self.ratio * (1.0 + up_ratio))
+        return True
+
+    def _begin_anew(self, now_s: float) -> None:
+        self._step_s = now_s
+        self._turn_count = 0
+        self._expected_tokens = self._lost_tokens = 0.0
+        self._window.begin()

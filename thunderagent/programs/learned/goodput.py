@@ -1,0 +1,99 @@
+"""Goodput: turns and programs that took no longer than some times what they would take alone (MARS, arXiv 2604.26963).
+
+A turn's ideal time is that of an idle engine that has all of its program's history in its cache: to prefill what is new
+in the prompt, and to generate the answer, each at the speed that was seen where turns waited least for others. A
+program's is that of its turns, and of its tools as long as they took. It ends with its last turn; turns of it that ran
+side by side count one after the other. A server can only learn these speeds, and on an engine that is never idle it
+learns them too slow: there goodput looks better than it is, but for all policies alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from thunderagent.programs.learned.growth import TOKEN_S_EDGES
+from thunderagent.programs.learned.histogram import LogHistogram
+
+ALPHA_RATIOS = (1.0, 2.0, 3.0)
+"""How many times its ideal time a turn or a program may take to be in time."""
+
+IDLE_RATIO = 0.1
+"""Turns that shared their engine with fewest others."""
+
+REFRESH_COUNT = 16
+"""The speed is looked up again after so many turns: it costs more than all the rest."""
+
+ENOUGH_TOKENS = 8
+"""Answers that are shorter tell little of how fast tokens are generated."""
+
+
+class Goodput:
+    """How many turns and programs were in time, of how many that were judged."""
+
+    __slots__ = ("_decode_s", "_decode_token_s", "_since_refresh", "program_count", "programs", "turn_count", "turns")
+
+    def __init__(self) -> None:
+        """Begin with nothing seen: no turn is judged before the speed of an answer was."""
+        self._decode_s = LogHistogram(TOKEN_S_EDGES)
+        self._decode_token_s = 0.0
+        self._since_refresh = 0
+        self.turn_count = self.program_count = 0
+        """Those that were judged."""
+        self.turns = dict.fromkeys(ALPHA_RATIOS, 0)
+        """Those of them in time, by how many times its ideal time each may take."""
+        self.programs = dict.fromkeys(ALPHA_RATIOS, 0)
+
+    @property
+    def decode_token_s(self) -> float:
+        """Seconds to generate a token on an engine with little else to do, as learned; 0 before the first answer."""
+        return self._decode_token_s
+
+    def learn(self, first_token_s: float | None, duration_s: float, output_tokens: int) -> None:
+        """Take in how long an answer took; None is a first token that was not seen apart from the end."""
+        if output_tokens < ENOUGH_TOKENS:
+            return
+        generating_s = duration_s - (first_token_s or 0.0)
+        self._decode_s.add(max(0.0, generating_s) / output_tokens)
+        self._since_refresh += 1
+        if self._since_refresh >= REFRESH_COUNT or not self._decode_token_s:
+            self._decode_token_s = self._decode_s.quantile(IDLE_RATIO, 0.0)
+            self._since_refresh = 0
+
+    def ideal_s(self, new_tokens: int, output_tokens: int, prefill_token_s: float) -> float:
+        """Return how long a turn takes alone whose prompt has so many tokens that no engine can have cached."""
+        return new_tokens * prefill_token_s + output_tokens * self._decode_token_s
+
+    def turn_ended(self, took_s: float, ideal_s: float) -> None:
+        """Judge a turn by how long its client waited for it, in all."""
+        if self._decode_token_s:
+            self.turn_count += 1
+            _count(self.turns, took_s, ideal_s)
+
+    def program_ended(self, took_s: float, ideal_s: float) -> None:
+        """Judge a program by the time from its first turn's arrival to the end of its last."""
+        if ideal_s > 0:
+            self.program_count += 1
+            _count(self.programs, took_s, ideal_s)
+
+    @property
+    def words(self) -> str:
+        """Return for a report how many of how many were in time, by how many times their ideal time."""
+        alphas = "/".join(f"{alpha_ratio:g}" for alpha_ratio in ALPHA_RATIOS)
+        turns, programs = (
+            f"{in_time(number / (count or 1) for number in counts.values())} of {count} {kind}"
+            for kind, counts, count in (
+                ("turns", self.turns, self.turn_count),
+                ("programs", self.programs, self.program_count),
+            )
+        )
+        return f"within {alphas} times their ideal time: {turns}, {programs}"
+
+
+def in_time(ratios: Iterable[float]) -> str:
+    """Return the parts that were in time, by how many times the ideal time, as one cell of a table: `71/93/98 %`."""
+    return "/".join(f"{ratio * 100:.0f}" for ratio in ratios) + " %"
+
+
+def _count(counts: dict[float, int], took_s: float, ideal_s: float) -> None:
+    for alpha_ratio in ALPHA_RATIOS:
+        counts[alpha_ratio] += took_s <= alpha_ratio * ideal_s

@@ -1,0 +1,130 @@
+"""What the scheduler learns of programs as they run: growth, residence, and the speed of prefill."""
+
+from __future__ import annotations
+
+from math import inf
+
+from thunderagent.programs.learned.histogram import LogHistogram, geometric_edges
+
+TOKEN_EDGES = geometric_edges(8.0, 2**0.5, 36)
+"""8 tokens to 1.5 million."""
+
+RESIDENCE_EDGES_S = geometric_edges(0.5, 2**0.5, 38)
+"""Half a second to two days."""
+
+FIRST_PREFILL_TOKEN_S = 5e-5
+"""Seconds to prefill a token until it is learned: an H100 with a model of some 30 billion active parameters."""
+
+TOKEN_S_EDGES = geometric_edges(1e-7, 2**0.25, 110)
+"""A tenth of a microsecond to 20 seconds."""
+
+MANY_TOKENS = 512
+"""So many prompt tokens take much longer than the overhead of an iteration."""
+
+FEW_TOKENS = 128
+"""So few take next to nothing beside a generated answer."""
+
+LOW_RATIO = 0.25
+"""Turns that waited least for others."""
+
+ENOUGH_TURNS_COUNT = 8
+ENOUGH_PROGRAMS_COUNT = 5
+"""Until so many were seen, what they tell of growth is not believed."""
+
+FORGETTING_RATIO = 0.999
+"""Weight of a turn over that of the next one."""
+
+
+class Growth:
+    """How many tokens a turn adds to its program's context, and how many of them it generates."""
+
+    __slots__ = (
+        "_cycle_s",
+        "_grown_tokens",
+        "_growths",
+        "_outputs",
+        "_program_count",
+        "_turn_count",
+        "_whole_tokens",
+    )
+
+    def __init__(self) -> None:
+        """Begin with nothing seen."""
+        self._growths = LogHistogram(TOKEN_EDGES)
+        self._outputs = LogHistogram(TOKEN_EDGES)
+        self._program_count = 0
+        self._turn_count = self._whole_tokens = 0.0
+        self._grown_tokens = self._cycle_s = 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """How fast a program grows while it is not paused; infinite until some turns were seen."""
+        enough = self._growths.total >= ENOUGH_TURNS_COUNT and self._cycle_s > 0
+        return self._grown_tokens / self._cycle_s if enough else inf
+
+    @property
+    def whole_tokens(self) -> float:
+        """How much larger a program is than its first prompt, in the mean over its turns; infinite until some ended."""
+        return self._whole_tokens / self._turn_count if self._program_count >= ENOUGH_PROGRAMS_COUNT else inf
+
+    def turn_finished(self, grown_tokens: int | None, output_tokens: int, cycle_s: float) -> None:
+        """Take in a finished turn: what it added (None for a first one, which does not tell), and in what time."""
+        if grown_tokens is not None and grown_tokens > 0:
+            self._growths.add(grown_tokens)
+            self._grown_tokens = self._grown_tokens * FORGETTING_RATIO + grown_tokens
+            self._cycle_s = self._cycle_s * FORGETTING_RATIO + cycle_s
+        self._outputs.add(output_tokens)
+
+    def program_ended(self, larger_tokens: int, turn_count: int) -> None:
+        """Take in a program that ended: by how much it was larger than its first prompt, summed over its turns."""
+        self._program_count += 1
+        self._turn_count = self._turn_count * FORGETTING_RATIO**turn_count + turn_count
+        self._whole_tokens = self._whole_tokens * FORGETTING_RATIO**turn_count + larger_tokens
+
+    def turn_tokens(self, ratio: float, default_tokens: int) -> int:
+        """Return what a turn adds at most in `ratio` of all cases, prompt and answer."""
+        return int(self._growths.quantile(ratio, default_tokens))
+
+    def output_tokens(self, ratio: float, default_tokens: int) -> int:
+        """Return how many tokens a turn generates at most in `ratio` of all cases."""
+        return int(self._outputs.quantile(ratio, default_tokens))
+
+
+class PrefillSpeed:
+    """Seconds for each prompt token that is not cached.
+
+    A turn with many such tokens takes at least their prefill until its first token, and more where it has to wait for
+    others: a low quantile of the time for each token is near the truth, and above it where the engine is never without
+    a queue. (To err on that side is safe: programs are held for longer, less is computed twice, and the queue gets
+    shorter.) Where the first token cannot be seen, because the answer comes as a whole, the time that generating took
+    is taken off: the median time for a token of turns whose prompt was cached.
+    """
+
+    __slots__ = ("_decode_s", "_prefill_s")
+
+    def __init__(self) -> None:
+        """Begin with the first guess."""
+        self._prefill_s = LogHistogram(TOKEN_S_EDGES)
+        self._decode_s = LogHistogram(TOKEN_S_EDGES)
+
+    def learn(
+        self, first_token_s: float | None, duration_s: float, uncached_tokens: int, generated_tokens: int
+    ) -> None:
+        """Take in a finished turn; `first_token_s` is None where that was not seen. Cost: O(log bins)."""
+        if uncached_tokens >= MANY_TOKENS:
+            if first_token_s is None:
+                decode_token_s = self._decode_s.quantile(0.5, 0.0)
+                first_token_s = duration_s - decode_token_s * generated_tokens
+            self._prefill_s.add(max(0.0, first_token_s) / uncached_tokens)
+        elif uncached_tokens <= FEW_TOKENS and generated_tokens and first_token_s is None:
+            self._decode_s.add(duration_s / generated_tokens)
+
+    @property
+    def learned_token_s(self) -> float | None:
+        """The same as `token_s`; None until a turn told it."""
+        return self.token_s if self._prefill_s.total else None
+
+    @property
+    def token_s(self) -> float:
+        """Seconds for each uncached prompt token."""
+        return self._prefill_s.quantile(LOW_RATIO, FIRST_PREFILL_TOKEN_S)

@@ -1,0 +1,77 @@
+"""A histogram on a logarithmic scale that forgets slowly: quantiles of what was seen lately, in constant memory."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+
+REMEMBERED_COUNT = 2000.0
+"""Values that count: beyond, all counts are halved, so that the newest half weighs as much as all before."""
+
+
+class _Quantile:
+    """Where a quantile lies: its bin, and how many values are below that. It moves a bin or two as values come."""
+
+    __slots__ = ("below", "index", "ratio")
+
+    def __init__(self, ratio: float) -> None:
+        self.ratio = ratio
+        self.index = 0
+        self.below = 0.0
+
+
+class LogHistogram:
+    """Counts of values between edges that grow by a constant factor; values below the first edge are one bin."""
+
+    __slots__ = ("_counts", "_edges", "_quantiles", "total")
+
+    def __init__(self, edges: Sequence[float]) -> None:
+        """Begin empty; `edges` ascend. Bin 0 is below the first edge, the last is above the last edge."""
+        self._edges = edges
+        self._counts = [0.0] * (len(edges) + 1)
+        self.total = 0.0
+        """Values that count."""
+        self._quantiles: list[_Quantile] = []
+        """Those that were asked for."""
+
+    def add(self, value: float) -> None:
+        """Count a value. Cost: O(log bins)."""
+        index = bisect_right(self._edges, value)
+        self._counts[index] += 1.0
+        self.total += 1.0
+        for each in self._quantiles:
+            if index < each.index:
+                each.below += 1.0
+        if self.total > REMEMBERED_COUNT:
+            self._counts = [count / 2 for count in self._counts]
+            self.total /= 2
+            self._quantiles.clear()
+
+    def quantile(self, ratio: float, default: float) -> float:
+        """Return the value that `ratio` of all are below, between edges in proportion; `default` without values."""
+        if not self.total:
+            return default
+        for each in self._quantiles:
+            if each.ratio == ratio:
+                break
+        else:
+            each = _Quantile(ratio)
+            self._quantiles.append(each)
+        counts, index, below, wanted = self._counts, each.index, each.below, ratio * self.total
+        while index and wanted <= below:
+            index -= 1
+            below -= counts[index]
+        while not counts[index] or wanted - below > counts[index]:
+            if index == len(self._edges):
+                return self._edges[-1]
+            below += counts[index]
+            index += 1
+        each.index, each.below = index, below
+        low = self._edges[index - 1] if index else 0.0
+        high = self._edges[min(index, len(self._edges) - 1)]
+        return low + (high - low) * (wanted - below) / counts[index]
+
+
+def geometric_edges(first: float, step_ratio: float, count: int) -> tuple[float, ...]:
+    """Return `count` edges from `first` on, each `step_ratio` times the one before."""
+    return tuple(first * step_ratio**index for index in range(count))

@@ -1,0 +1,222 @@
+"""What the scheduler learns from what happens: how long tools run, how programs grow, how fast prefill is."""
+
+from __future__ import annotations
+
+from math import inf
+
+from thunderagent.programs.learned.capacity import CapacityCorrection
+from thunderagent.programs.learned.goodput import Goodput
+from thunderagent.programs.learned.growth import RESIDENCE_EDGES_S, Growth, PrefillSpeed
+from thunderagent.programs.learned.histogram import LogHistogram
+from thunderagent.programs.learned.judge_record import JudgeRecord
+from thunderagent.programs.learned.media_sizes import MediaSizes
+from thunderagent.programs.learned.restore_pace import RestorePace
+from thunderagent.programs.learned.roles import RoleOutputs
+from thunderagent.programs.learned.tool_times import ToolTimes
+from thunderagent.programs.model.policy import ClaimRules
+from thunderagent.programs.model.program import Program
+from thunderagent.programs.model.turn import Branch, Turn
+
+FIRST_TOKENS_PER_BYTE_RATIO = 0.25
+"""English text in a common tokenizer: four bytes a token. Used until the first usage says better."""
+
+MOST_TOKENS_PER_BYTE_RATIO = 1.0
+LEAST_TOKENS_PER_BYTE_RATIO = 1 / 16
+"""A token of a text has a byte at least, and few have sixteen. What is beyond is learned of its own program alone: its
+client may have made its usage up, or filled its bodies up with what is no prompt."""
+
+LEARNING_RATIO = 0.05
+"""Weight of the newest turn in the learned tokens per byte of programs that are seen for the first time."""
+
+UNKNOWN_GROWTH_RATIO = 3.0
+"""Until some programs ended, one is expected to become larger than its first prompt by so much of it."""
+
+LEAST_IDLE_LIMIT_S = 300.0
+"""However quick its tool is, a program may take so long: a person may have been asked, or a network is slow."""
+
+LATE_RETURNS_RATIO = 0.99
+"""Of a tool's returns so many count as usual; the idle limit is `IDLE_LIMIT_FACTOR` times what these take."""
+
+IDLE_LIMIT_FACTOR = 2.0
+
+TOOL_LEARNING_RATIO = 0.05
+"""Weight of the newest tool's time in the mean."""
+
+
+class Knowledge:
+    """Everything that is learned, over all programs and replicas."""
+
+    __slots__ = (
+        "_corrections",
+        "_residences_s",
+        "_rules",
+        "goodput",
+        "growth",
+        "judge_record",
+        "mean_tool_s",
+        "media_sizes",
+        "prefill_speed",
+        "restore_pace",
+        "role_outputs",
+        "tokens_per_byte_ratio",
+        "tool_times",
+        "tools_running_count",
+    )
+
+    def __init__(self, rules: ClaimRules | None = None) -> None:
+        """Begin with first guesses; `rules` say how claims are measured."""
+        self._rules = rules or ClaimRules()
+        self.tool_times = ToolTimes()
+        self.prefill_speed = PrefillSpeed()
+        self.growth = Growth()
+        self.media_sizes = MediaSizes()
+        self.goodput = Goodput()
+        self.restore_pace = RestorePace()
+        self.role_outputs = RoleOutputs()
+        self.judge_record = JudgeRecord()
+        self.tools_running_count = 0
+        """Programs whose tool runs."""
+        self.mean_tool_s = 0.0
+        """How long tools took lately, the last one weighing `TOOL_LEARNING_RATIO`; 0 until one came back."""
+        self.tokens_per_byte_ratio = FIRST_TOKENS_PER_BYTE_RATIO
+        """Of programs that are seen for the first time."""
+        self._residences_s = LogHistogram(RESIDENCE_EDGES_S)
+        self._corrections: dict[str, CapacityCorrection] = {}
+
+    def correction(self, replica_id: str) -> CapacityCorrection:
+        """Return how much of a replica's capacity may be claimed."""
+        return self._corrections[replica_id]
+
+    def replica_opened(self, replica_id: str, now_s: float) -> None:
+        """Begin to learn of a replica."""
+        self._corrections[replica_id] = CapacityCorrection(now_s)
+
+    def replica_removed(self, replica_id: str) -> None:
+        """Forget a replica."""
+        self._corrections.pop(replica_id, None)
+
+    def learn_size(self, turn: Turn, branch: Branch | None, prompt_tokens: int) -> None:
+        """Learn how many tokens the bytes of a prompt are, or, where it has media, what these are beside its text."""
+        if turn.media:
+            known_ratio = branch.tokens_per_byte_ratio if branch is not None else None
+            text_tokens = turn.prompt_bytes * (known_ratio or self.tokens_per_byte_ratio)
+            self.media_sizes.learn(turn.media, prompt_tokens - text_tokens)
+            return
+        ratio = prompt_tokens / turn.prompt_bytes
+        usual_ratio = max(LEAST_TOKENS_PER_BYTE_RATIO, min(ratio, MOST_TOKENS_PER_BYTE_RATIO))
+        self.tokens_per_byte_ratio += LEARNING_RATIO * (usual_ratio - self.tokens_per_byte_ratio)
+        if branch is not None:
+            branch.tokens_per_byte_ratio = ratio
+
+    def break_even_s(self, capacity_tokens: int) -> float:
+        """Return how long a replica takes to prefill its whole memory.
+
+        It pays to hold tokens at most for so long rather than to compute them again: memory of C tokens that takes b·C
+        seconds to fill does nothing else meanwhile.
+        """
+        return self.prefill_speed.token_s * capacity_tokens
+
+    @property
+    def median_residence_s(self) -> float:
+        """Median time between a program's first turn and the end of its last; infinite until one ended.
+
+        When a program is released, or forgotten because nobody did, says nothing of how long it took.
+        """
+        return self._residences_s.quantile(0.5, inf)
+
+    def idle_limit_s(self, tool: str) -> float:
+        """Return after how long in a tool a program will most likely not come back any more. Cost: O(intervals)."""
+        usual_s = self.tool_times.returned_within_s(tool, LATE_RETURNS_RATIO)
+        return max(LEAST_IDLE_LIMIT_S, IDLE_LIMIT_FACTOR * usual_s)
+
+    def turn_finished(
+        self,
+        turn: Turn,
+        branch: Branch,
+        now_s: float,
+        *,
+        prompt_tokens: int,
+        output_tokens: int,
+        cached_tokens: int,
+    ) -> None:
+        """Learn from a turn in flight that finished; its branch is as it was before."""
+        program = turn.program
+        assert program is not None
+        duration_s = now_s - turn.granted_s
+        if not program.first_prompt_tokens:
+            program.first_prompt_tokens = prompt_tokens
+        context_tokens = prompt_tokens + output_tokens
+        program.larger_tokens_total += max(0, context_tokens - program.first_prompt_tokens)
+        grown_tokens = context_tokens - branch.context_tokens if branch.context_tokens else None
+        self.growth.turn_finished(grown_tokens, output_tokens, duration_s + program.away_s)
+        self.role_outputs.learn(turn.role, output_tokens)
+        uncached_tokens = max(0, prompt_tokens - cached_tokens)
+        first_token_s = turn.first_token_s(now_s)
+        self.prefill_speed.learn(first_token_s, duration_s, uncached_tokens, output_tokens)
+        self.goodput.learn(first_token_s, duration_s, output_tokens)
+        new_tokens = min(uncached_tokens, max(0, prompt_tokens - branch.context_tokens))
+        ideal_s = self.goodput.ideal_s(new_tokens, output_tokens, self.prefill_speed.token_s)
+        self.goodput.turn_ended(now_s - turn.waiting_since_s, ideal_s)
+        program.ideal_s_total += ideal_s
+        program.last_ended_s = now_s
+
+    def tool_began(self, program: Program) -> None:
+        """Note that a program is at a tool from now on."""
+        program.tool_runs = True
+        program.censored_after_s = None
+        self.tools_running_count += 1
+
+    def tool_returned(self, program: Program, now_s: float) -> None:
+        """Learn how long a program was away, whose turn arrives."""
+        program.away_s = now_s - program.acting_since_s
+        self.tools_running_count -= 1
+        program.ideal_s_total += program.away_s
+        learning_ratio = TOOL_LEARNING_RATIO if self.mean_tool_s else 1.0
+        self.mean_tool_s += learning_ratio * (program.away_s - self.mean_tool_s)
+        if program.censored_after_s is None:
+            self.tool_times.returned(program.tool, program.away_s)
+        else:
+            self.tool_times.came_back_late(program.tool, program.censored_after_s, program.away_s)
+        program.tool_runs = False
+
+    def tool_is_another(self, program: Program) -> None:
+        """Learn nothing from a tool that turned out to be another one, or to have begun later."""
+        program.tool_runs = False
+        self.tools_running_count -= 1
+
+    def tool_censored(self, program: Program, now_s: float) -> None:
+        """Learn that a program, whose claim goes, is not back yet."""
+        if program.tool_runs and program.censored_after_s is None:
+            program.censored_after_s = now_s - program.acting_since_s
+            self.tool_times.censored(program.tool, program.censored_after_s)
+
+    def program_ended(self, program: Program, now_s: float) -> None:
+        """Learn how long a program was there."""
+        self.tool_censored(program, now_s)
+        self.tools_running_count -= program.tool_runs
+        program.tool_runs = False
+        if program.turn_count:
+            if program.last_ended_s is not None:
+                self._residences_s.add(program.last_ended_s - program.opened_s)
+                self.goodput.program_ended(program.last_ended_s - program.opened_s, program.ideal_s_total)
+            self.growth.program_ended(program.larger_tokens_total, program.turn_count)
+
+    def measure_claim(self, program: Program) -> None:
+        """Measure what a program claims: its context, what its next turn adds, and apart its further growth."""
+        program.reserve_tokens = self._reserve_tokens(program)
+        program.claim_tokens = program.measure_claim() + program.reserve_tokens
+        first_tokens = program.first_prompt_tokens or program.claim_tokens
+        whole_tokens = self.growth.whole_tokens
+        if whole_tokens == inf:
+            whole_tokens = UNKNOWN_GROWTH_RATIO * first_tokens
+        program.growth_tokens = max(0, int(first_tokens + whole_tokens - program.claim_tokens))
+
+    def _reserve_tokens(self, program: Program) -> int:
+        rules = self._rules
+        if not rules.growth_quantile:
+            return rules.reserve_tokens
+        turns = program.in_flight or program.held
+        if not turns:
+            return self.growth.turn_tokens(rules.growth_quantile, rules.reserve_tokens)
+        generated_tokens = max(turn.output_tokens for turn in turns.values())
+        return max(0, self.growth.output_tokens(rules.growth_quantile, rules.reserve_tokens) - generated_tokens)

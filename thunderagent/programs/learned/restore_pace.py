@@ -1,0 +1,49 @@
+"""When is a program that waits admitted? Learned from how fast the paused queue moved lately.
+
+Time in which nobody waits whom the policy could restore says nothing about that, so only waiting time counts. Both the
+restores and the time are forgotten at the same pace: what is left of them, divided, is the time between two restores.
+"""
+
+from __future__ import annotations
+
+HALF_LIFE_S = 120.0
+"""Waiting time after which a restore counts half: a few turns of every program."""
+
+LONGEST_INTERVAL_S = 3600.0
+"""Nobody is told to expect more: after so long without a restore, how long it takes is not known any more."""
+
+LEAST_RESTORES_COUNT = 1e-6
+"""So much is never forgotten: that a restore was seen."""
+
+
+class RestorePace:
+    """The pace of the paused queue."""
+
+    __slots__ = ("_accrued_s", "_restore_count", "_waited_s", "_waiting")
+
+    def __init__(self) -> None:
+        """Begin with nothing seen."""
+        self._restore_count = 0.0
+        self._waited_s = 0.0
+        self._waiting = False
+        self._accrued_s = 0.0
+
+    @property
+    def interval_s(self) -> float:
+        """Time between two restores while somebody waits; 0 until one was seen."""
+        return min(LONGEST_INTERVAL_S, self._waited_s / self._restore_count) if self._restore_count else 0.0
+
+    def accrue(self, now_s: float, *, waiting: bool) -> None:
+        """Count the time since the last call, if somebody waited in it; `waiting` says whether somebody does now."""
+        if self._waiting and now_s > self._accrued_s:
+            passed_s = now_s - self._accrued_s
+            kept_ratio = 0.5 ** (passed_s / HALF_LIFE_S)
+            if self._restore_count:
+                self._restore_count = max(LEAST_RESTORES_COUNT, self._restore_count * kept_ratio)
+            self._waited_s = self._waited_s * kept_ratio + passed_s
+        self._accrued_s = now_s
+        self._waiting = waiting
+
+    def restored(self) -> None:
+        """Count a restore of a program that had waited."""
+        self._restore_count += 1.0

@@ -1,0 +1,196 @@
+"""How long tools run, learned for each tool, and how long it pays to hold a program's memory while one does.
+
+Theory of operation
+===================
+When a turn ends nobody knows how long the tool will run; but tools of one name are alike. For each name, and for all
+together, a life table on a logarithmic scale counts how many programs were *at risk* of coming back in each interval
+and how many *returned* in it (Kaplan and Meier: a program that is let go, or ends, before it returns was at risk until
+then, and says nothing of later). A name that was seen seldom is drawn towards all tools together, and these towards a
+heavy-tailed guess.
+
+Holding c tokens for t seconds costs c·t of memory; letting them go costs their recomputation, which is worth holding
+them for some threshold of T seconds, the same for every size, because recomputation is linear in tokens, too. Whoever
+holds on until time u, or the return if that is sooner, pays E[min(return, u)] and saves T·P(return <= u). The best u of
+all gives the *return rate*
+
+    G(t) = max over u of P(t < return <= u) / E[min(return, u) - t],
+
+given that the tool has run for t seconds already: the Gittins index of the tool. To hold pays as long as G(t)·T > 1.
+For tools whose hazard falls with time, as most do, G is the hazard itself.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import OrderedDict
+from itertools import accumulate
+from math import inf
+
+from thunderagent.programs.learned.histogram import geometric_edges
+
+EDGES_S = geometric_edges(0.05, 2**0.5, 34)
+"""Ends of the intervals: 50 ms to 77 min."""
+
+_STARTS_S = (0.0, *EDGES_S)
+_LENGTHS_S = (*(end - start for start, end in zip(_STARTS_S, EDGES_S, strict=False)), EDGES_S[-1])
+
+RETURN_RATIO = 0.22
+"""First guess: how many of those still away return in an interval. 0.22 is a Pareto tail with exponent 0.7."""
+
+GUESS_WEIGHT = 2.0
+"""What the first guess weighs, in programs at risk."""
+
+ALL_TOOLS_WEIGHT = 8.0
+"""What all tools together weigh against one name, in programs at risk."""
+
+REMEMBERED_COUNT = 1000.0
+"""Returns that count of one tool; beyond, what was seen before is halved."""
+
+NAMES_COUNT = 256
+"""Names that are remembered; of more, the one that was not seen for longest is forgotten."""
+
+SEEN_COUNT = 10.0
+"""Returns of a tool from which on it is believed how late they come."""
+
+REFRESH_AFTER_COUNT = 16
+"""Rates are computed anew after so many new observations: sooner while there are few, after each fourth part more, and
+later while there are many, after each eighth part more."""
+
+
+class _LifeTable:
+    """How many left in each interval: by returning, or otherwise (`away`)."""
+
+    __slots__ = ("away", "count", "lowest", "rates", "refresh_at_count", "returned")
+
+    def __init__(self) -> None:
+        self.returned = [0.0] * len(_STARTS_S)
+        self.away = [0.0] * len(_STARTS_S)
+        self.count = 0.0
+        self.refresh_at_count = 0.0
+        self.rates: list[float] = []
+        self.lowest: list[float] = []
+        """Of each interval, the lowest rate up to there with its sign turned, so that they ascend."""
+
+    def add(self, leaves: list[float], away_s: float, count: float) -> None:
+        leaves[bisect_right(EDGES_S, away_s)] += count
+        self.count += count
+        if self.count > REMEMBERED_COUNT:
+            self.returned = [count / 2 for count in self.returned]
+            self.away = [count / 2 for count in self.away]
+            self.count /= 2
+            self.refresh_at_count = 0.0
+
+    def return_ratios(self, guess: list[float], guess_count: float) -> list[float]:
+        """Return, for each interval, which part of those still away at its start return in it."""
+        at_risk = 0.0
+        ratios = []
+        for index in range(len(_STARTS_S) - 1, -1, -1):
+            returned, away = self.returned[index], max(0.0, self.away[index])
+            # Who left in the interval without returning was at risk for half of it, in the mean.
+            exposed = at_risk + returned + away / 2
+            ratios.append((returned + guess_count * guess[index]) / (exposed + guess_count))
+            at_risk += returned + away
+        ratios.reverse()
+        return ratios
+
+
+class ToolTimes:
+    """Life tables of tools by name, and of all together. Not named (`""`) is a name like others."""
+
+    __slots__ = ("_all", "_by_name", "_guess")
+
+    def __init__(self) -> None:
+        """Begin with the first guess only."""
+        self._guess = [RETURN_RATIO] * len(_STARTS_S)
+        self._all = _LifeTable()
+        self._by_name: OrderedDict[str, _LifeTable] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    def returned(self, name: str, away_s: float) -> None:
+        """Learn that a program came back so long after its tool began."""
+        for table in (self._all, self._table(name)):
+            table.add(table.returned, away_s, 1.0)
+
+    def censored(self, name: str, away_s: float) -> None:
+        """Learn that a program was not back after so long, when its memory was given away or it ended."""
+        for table in (self._all, self._table(name)):
+            table.add(table.away, away_s, 1.0)
+
+    def came_back_late(self, name: str, censored_after_s: float, away_s: float) -> None:
+        """Learn that a program that was let go came back in the end: `censored` was not the last of it."""
+        for table in (self._all, self._table(name)):
+            table.add(table.away, censored_after_s, -1.0)
+            table.add(table.returned, away_s, 1.0)
+
+    def hold_s(self, name: str, threshold_s: float) -> float:
+        """Return how long after the begin of a tool it pays to hold: until G·threshold falls to 1.
+
+        `inf` if it never does. Cost: O(log intervals); now and then O(intervals) to compute the rates.
+        """
+        needed_per_s = 1.0 / threshold_s if threshold_s > 0 else inf
+        first_below = bisect_right(self._refreshed(name).lowest, -needed_per_s)
+        return _STARTS_S[first_below] if first_below < len(_STARTS_S) else inf
+
+    def return_rate_per_s(self, name: str, elapsed_s: float) -> float:
+        """Return G for a tool that has run for `elapsed_s`."""
+        return self._refreshed(name).rates[bisect_right(EDGES_S, elapsed_s)]
+
+    def returned_within_s(self, name: str, ratio: float) -> float:
+        """Return within what time so many of a tool's returns came; 0 where fewer than `SEEN_COUNT` were seen.
+
+        Who never came back does not count: it is about how late one comes who does. Cost: O(intervals).
+        """
+        table = self._by_name.get(name)
+        returned = list(accumulate(table.returned)) if table is not None else [0.0]
+        if returned[-1] < SEEN_COUNT:
+            return 0.0
+        index = next(index for index, count in enumerate(returned) if count >= ratio * returned[-1])
+        return EDGES_S[min(index, len(EDGES_S) - 1)]
+
+    def _table(self, name: str) -> _LifeTable:
+        table = self._by_name.get(name)
+        if table is None:
+            table = self._by_name[name] = _LifeTable()
+            if len(self._by_name) > NAMES_COUNT:
+                self._by_name.popitem(last=False)
+        else:
+            self._by_name.move_to_end(name)
+        return table
+
+    def _refreshed(self, name: str) -> _LifeTable:
+        """Return a tool's table, or that of all, with rates that are not too old."""
+        table = self._by_name.get(name, self._all)
+        if table.count >= table.refresh_at_count or not table.rates:
+            ratios = self._all.return_ratios(self._guess, GUESS_WEIGHT)
+            if table is not self._all:
+                ratios = table.return_ratios(ratios, ALL_TOOLS_WEIGHT)
+            table.rates = _return_rates(ratios)
+            table.lowest = [-rate_per_s for rate_per_s in accumulate(table.rates, min)]
+            pause_count = min(1 + table.count / 4, max(REFRESH_AFTER_COUNT, table.count / 8))
+            table.refresh_at_count = table.count + pause_count
+        return table
+
+
+def _return_rates(ratios: list[float]) -> list[float]:
+    """Return G at the start of each interval, within which who returns does so evenly. Cost: O(intervals).
+
+    From the last interval to the first: whoever holds on through one does so through what follows, too, if the rate is
+    higher there. So an interval becomes one stretch with those after it, as long as the next stretch has a higher rate.
+    """
+    rates: list[float] = []
+    ahead: list[tuple[float, float, float]] = []  # stretches, nearest last: rate, mean time away, part still away
+    for ratio, length_s in zip(reversed(ratios), reversed(_LENGTHS_S), strict=True):
+        away_s = length_s * (1 - ratio / 2)
+        still_away = 1 - ratio
+        rate_per_s = (1 - still_away) / away_s
+        while ahead and ahead[-1][0] > rate_per_s:
+            _, next_away_s, next_still_away = ahead.pop()
+            away_s += still_away * next_away_s
+            still_away *= next_still_away
+            rate_per_s = (1 - still_away) / away_s
+        ahead.append((rate_per_s, away_s, still_away))
+        rates.append(rate_per_s)
+    rates.reverse()
+    return rates

@@ -1,0 +1,98 @@
+"""Leases: how turns get them, and how their waits end. Where a program is to be by then is not decided here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from thunderagent.programs.book.book import Book
+from thunderagent.programs.book.replica import Replica
+from thunderagent.programs.model.decisions import Grant, Reason
+from thunderagent.programs.model.policy import EnginePriority, least_loaded
+from thunderagent.programs.model.program import Program
+from thunderagent.programs.model.turn import Turn
+from thunderagent.programs.model.view import View
+from thunderagent.programs.rules.patience import Deadlines
+from thunderagent.programs.stream import Stream
+
+PRIORITY_STEP = 2**32
+"""By so much one step of a program's priority outdoes what a policy gives engines, in the numbers that they get."""
+
+
+class Leases:
+    """Grants turns of active programs, and turns without a program."""
+
+    __slots__ = ("_book", "_deadlines", "_priority", "_stream", "_view")
+
+    def __init__(
+        self, book: Book, deadlines: Deadlines, stream: Stream, view: View, priority: EnginePriority | None
+    ) -> None:
+        """Grant what is in `book`; `priority` is what engines are told, if anything."""
+        self._book = book
+        self._deadlines = deadlines
+        self._stream = stream
+        self._view = view
+        self._priority = priority
+
+    def begin_flight(self, program: Program, turn: Turn, replica: Replica) -> None:
+        """Put a turn in flight on its program's replica; what the program claims may be stale after that."""
+        account = replica.account
+        turn.account_id = replica.replica_id
+        turn.granted_s, turn.granted_flight_s = self._book.now_s, account.flight_s
+        turn.resident_tokens = min(turn.prompt_tokens, self._book.resident_tokens(program, replica))
+        if self._stream.flows:
+            self._stream.submitted(program, turn)
+        program.in_flight[turn.turn_id] = turn
+        program.turn_count += 1
+        account.turn_granted()
+
+    def grant(self, program: Program, turn: Turn, reason: Reason) -> None:
+        """Say that a turn, which is in flight by now, has its lease."""
+        program.granted_output_tokens = turn.expected_output_tokens
+        priority = None if self._priority is None else self._priority.engine_priority(self._view, program)
+        replica_id = program.replica_id or ""
+        if program.priority or program.priority_by_replica is not None:
+            priority = engine_priority(program, replica_id, priority)
+        self._book.decisions.append(Grant(turn.turn_id, program.program_id, replica_id, reason, priority))
+
+    def grant_held(self, program: Program, replica: Replica, reason: Reason) -> None:
+        """Grant every held turn of an active program where it is."""
+        program.hold_reason = ""
+        held, program.held = program.held, {}
+        for turn in held.values():
+            self.begin_flight(program, turn, replica)
+        if held:
+            self._book.note_residency(program, replica)
+        for turn in held.values():
+            self.grant(program, turn, reason)
+
+    def end_waits(self, program: Program) -> None:
+        """Note that no turn of a program is held any longer."""
+        for turn in program.held.values():
+            self.wait_ends(program, turn)
+
+    def wait_ends(self, program: Program, turn: Turn) -> None:
+        """Note that a turn is held no longer; one that was held in place did not wait for room."""
+        program.held_s_total += self._book.now_s - turn.arrived_s
+        self._deadlines.discard(turn)
+        if not program.place.active:
+            self._book.ledger.wait_ends(self._book.now_s)
+
+    def grant_anonymous(self, turn: Turn, candidates: Sequence[Replica]) -> None:
+        """Grant a turn without a program on the least loaded replica."""
+        replica_id = least_loaded(candidates).replica_id
+        account = self._book.replicas[replica_id].account
+        self._book.ledger.accrue(account, self._book.now_s)
+        account.claim_other(turn.claim_tokens)
+        account.turn_granted()
+        turn.account_id = replica_id
+        turn.granted_s, turn.granted_flight_s = self._book.now_s, account.flight_s
+        self._book.decisions.append(Grant(turn.turn_id, None, replica_id, Reason.ANONYMOUS))
+
+
+def engine_priority(program: Program, replica_id: str, policy_priority: int | None) -> int | None:
+    """Return the number that an engine is given with a turn: a program's own priority before the policy's."""
+    by_replica = program.priority_by_replica
+    priority = program.priority if by_replica is None else by_replica.get(replica_id, program.priority)
+    if not priority or policy_priority is None:
+        return priority or policy_priority
+    return priority * PRIORITY_STEP + max(-PRIORITY_STEP // 2, min(PRIORITY_STEP // 2 - 1, policy_priority))

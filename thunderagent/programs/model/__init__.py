@@ -1,0 +1,1 @@
+"""What the core speaks of: events, decisions, programs and their places, and the seams for policies."""

@@ -1,0 +1,212 @@
+"""What the core answers. Each decision carries a reason from one enum, so that counts of them explain a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Reason(StrEnum):
+    """Why a decision was taken."""
+
+    # granted, restored
+    ANONYMOUS = "anonymous"
+    """The turn names no program."""
+    HOME = "home"
+    """The program is active there already."""
+    FITS = "fits"
+    """The program's claim fits beside the others."""
+    OVERSIZE = "oversize"
+    """The program is larger than every replica: the engine decides, at once."""
+    POLICY = "policy"
+    """The policy places by other things than memory."""
+    PATIENCE = "patience"
+    """Its client would give up before long: it is let in whether there is room or not."""
+    PARENT = "parent"
+    """Its parent holds a claim and may wait for it: it is let in whether there is room or not."""
+    # held
+    NO_ROOM = "no_room"
+    """No replica has room for the program's claim."""
+    QUEUE_AHEAD = "queue_ahead"
+    """Others come before it in the paused queue."""
+    HOME_SOON = "home_soon"
+    """Its history lies on a replica without room, and to wait for that is cheaper than to compute it elsewhere."""
+    NO_REPLICA = "no_replica"
+    """No replica is usable."""
+    SUSPENDED = "suspended"
+    """Nothing is granted while engines are paused, sleep, or get new weights."""
+    ADMISSION = "admission"
+    """The program is not admitted yet: enough others are."""
+    LEAVING = "leaving"
+    """The program leaves its replica: its turns in flight there must end first."""
+    # paused, marked
+    THRASHING = "thrashing"
+    """The programs claim more than the replica's memory."""
+    EXPIRED = "expired"
+    """The program's tool runs longer than its memory is worth holding for, and others need the room."""
+    MARKED = "marked"
+    """The turn of a marked program ended."""
+    IDLE = "idle"
+    """The program's tool runs longer than the idle limit."""
+    REPLICA_DOWN = "replica_down"
+    """Its replica is gone."""
+    REPLICA_DRAINING = "replica_draining"
+    """Its replica gets nothing new."""
+    REPLICA_REMOVED = "replica_removed"
+    """Its replica was taken out for good."""
+    REPLICA_TRIPPED = "replica_tripped"
+    """Its replica fails turn after turn."""
+    TURN_FAILED = "turn_failed"
+    """A turn of it failed there, and is tried on another replica."""
+    MOVED = "moved"
+    """The program goes to another replica."""
+    RELIEVED = "relieved"
+    """There is room again: the program keeps its claim after all."""
+    STAYS = "stays"
+    """What the program was to leave its replica for is over."""
+    # controlled
+    OPERATOR = "operator"
+    """Somebody who may control the proxy said so."""
+    CONTROL = "control"
+    """A global policy said so."""
+    IMBALANCE = "imbalance"
+    """Its replica is asked for much more than another one."""
+    LONG_TURN = "long_turn"
+    """It waits for a replica where a turn takes long, and another one has room."""
+    OVERLOAD = "overload"
+    """More waits than the replicas can take: another one is started, or moves to where they wait."""
+    SPARE = "spare"
+    """The others can do the work of that replica, too: it ends."""
+    # released, rejected
+    KILLED = "killed"
+    """An operator or a global policy ended the program."""
+    RELEASED = "released"
+    """The client released the program."""
+    FORGOTTEN = "forgotten"
+    """Nothing was heard of the program for longer than the forget limit."""
+    HOPELESS = "hopeless"
+    """Judges say again and again that the program will fail, and such are ended."""
+    OVERDRAWN = "overdrawn"
+    """Its client would give up before long, and no replica may take more than it has room for."""
+    TOO_MANY_PROGRAMS = "too_many_programs"
+    """There are as many programs as there may be, and all of them have turns."""
+
+
+@dataclass(slots=True)
+class Grant:
+    """The turn has its lease: it may run on that replica.
+
+    `engine_priority` is for engines with priorities, lower first; None leaves it to the client.
+    """
+
+    turn_id: int
+    program_id: str | None
+    replica_id: str
+    reason: Reason
+    engine_priority: int | None = None
+
+
+@dataclass(slots=True)
+class Hold:
+    """The turn waits; a `Grant` or a `Reject` will follow."""
+
+    turn_id: int
+    program_id: str | None
+    reason: Reason
+
+
+@dataclass(slots=True)
+class Reject:
+    """The turn will never get a lease."""
+
+    turn_id: int
+    program_id: str | None
+    reason: Reason
+
+
+@dataclass(slots=True)
+class Pause:
+    """The program's claim on the replica's memory is taken away."""
+
+    program_id: str
+    replica_id: str
+    reason: Reason
+
+
+@dataclass(slots=True)
+class Mark:
+    """The program pauses at the end of the turn in flight."""
+
+    program_id: str
+    replica_id: str
+    reason: Reason
+
+
+@dataclass(slots=True)
+class Unmark:
+    """The program will not pause at the end of the turn in flight, after all."""
+
+    program_id: str
+    replica_id: str
+    reason: Reason
+
+
+@dataclass(slots=True)
+class Restore:
+    """The program gets a claim on that replica's memory."""
+
+    program_id: str
+    replica_id: str
+    reason: Reason
+
+
+@dataclass(slots=True)
+class Release:
+    """The program is gone from the table; `generation` is the incarnation that ended."""
+
+    program_id: str
+    generation: int
+    reason: Reason
+
+
+@dataclass(slots=True)
+class SetPriority:
+    """The program goes before those with a higher number, in the paused queue and in engines.
+
+    With a `replica_id`, in the engine of that replica alone.
+    """
+
+    program_id: str
+    priority: int
+    replica_id: str | None
+    reason: Reason
+
+
+@dataclass(slots=True)
+class SetRoute:
+    """Programs of that scope go to these replicas, by their weights; to any, if there are none."""
+
+    scope: str
+    name: str
+    targets: tuple[tuple[str, float], ...]
+    reason: Reason
+
+
+@dataclass(slots=True)
+class Provision:
+    """One more replica should be started. Carried out outside the core, which hears of it when it is up."""
+
+    reason: Reason
+
+
+@dataclass(slots=True)
+class EndReplica:
+    """That replica should drain and end. Carried out outside the core, which hears that it drains."""
+
+    replica_id: str
+    reason: Reason
+
+
+Decision = (
+    Grant | Hold | Reject | Pause | Mark | Unmark | Restore | Release | SetPriority | SetRoute | Provision | EndReplica
+)

@@ -1,0 +1,291 @@
+"""What the core is told. Every event carries `now_s`, monotonic seconds, because the core has no clock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from thunderagent.programs.model.fleet_events import (
+    EncodesPolled,
+    GrantsContinued,
+    GrantsSuspended,
+    MigrationAsked,
+    PrioritySet,
+    ProgramKilled,
+    ProvisionAsked,
+    ReplicaDown,
+    ReplicaDraining,
+    ReplicaFlushed,
+    ReplicaKilled,
+    ReplicaPolled,
+    ReplicaRemoved,
+    ReplicaTripped,
+    ReplicaUp,
+    ResidencyReported,
+    RouteSet,
+)
+
+PrefixCut = tuple[int, int]
+"""A place in a prompt up to which others may have the same: a digest of all before it, and how many bytes that is."""
+
+Media = tuple[tuple[str, int], ...]
+"""Images, audio and files of a prompt: their classes (a model, a kind, a size), and a first guess of their tokens."""
+
+
+@dataclass(slots=True)
+class ProgramOpened:
+    """A program is announced before its first turn; one that lives already stays as it is."""
+
+    now_s: float
+    program_id: str
+    group_id: str = ""
+    parent_id: str = ""
+    tenant: str = ""
+    program_class: str = ""
+
+
+@dataclass(slots=True)
+class TurnArrived:
+    """A turn wants a lease.
+
+    `program_id` None is an anonymous turn: it is counted as load and never held for memory.
+    `prompt_bytes` is the size of the request's body without its `media`; the core learns tokens per byte from usage,
+    and how many tokens each class of media is.
+    `avoid_replica_id` names the replica that failed the previous attempt at this turn. `prefix` are places in the
+    prompt, in their order; programs whose prompts have the same digest at a place have the same prompt up to there.
+    Programs of one `group_id` finish together. A program's tenant, its class (a word of its client's for what it does)
+    and its parent, a program that waits for it, are those of its first turn. `parent_branch_id` is the branch that
+    waits for it; empty is the main branch. `role` is the agent whose turn it is; empty is the branch's name.
+
+    At `deadline_s`, in the same seconds as `now_s`, the client gives up; None is never. A client that tried again names
+    the turn that this one takes the place of (`supersedes_id`), and if that one ended already, since when it waits.
+    `wanted_replica_id` alone has the response that the turn goes on from.
+    """
+
+    now_s: float
+    turn_id: int
+    program_id: str | None
+    branch_id: str = ""
+    prompt_bytes: int = 0
+    avoid_replica_id: str | None = None
+    prefix: tuple[PrefixCut, ...] = ()
+    group_id: str = ""
+    deadline_s: float | None = None
+    supersedes_id: int | None = None
+    waiting_since_s: float | None = None
+    parent_id: str = ""
+    tenant: str = ""
+    wanted_replica_id: str | None = None
+    program_class: str = ""
+    role: str = ""
+    parent_branch_id: str = ""
+    media: Media = ()
+
+
+@dataclass(slots=True)
+class PinnedTurnArrived:
+    """An anonymous turn wants a lease on the replica that its client chose itself, and on no other."""
+
+    now_s: float
+    turn_id: int
+    replica_id: str
+    prompt_bytes: int = 0
+    media: Media = ()
+
+
+@dataclass(slots=True)
+class TurnStarted:
+    """The first byte of the answer came: prefill is over."""
+
+    now_s: float
+    turn_id: int
+
+
+@dataclass(slots=True)
+class TurnProgressed:
+    """A streamed turn has generated about `output_tokens` so far."""
+
+    now_s: float
+    turn_id: int
+    output_tokens: int
+
+
+@dataclass(slots=True)
+class TurnFinished:
+    """The answer is whole. A count is None where the engine did not say it.
+
+    `prompt_tokens` includes the cached ones, as in the `usage` object of the OpenAI API. `tool` names what the answer
+    calls, as far as it tells how long that will take: a tool's name, or a shell's with the first word of its command;
+    empty if it calls nothing, or nobody looked.
+    """
+
+    now_s: float
+    turn_id: int
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+    cached_tokens: int | None = None
+    tool: str = ""
+
+
+@dataclass(slots=True)
+class TurnFailed:
+    """The replica failed the turn, or `refused` it; the lease comes back and nothing is learned from it."""
+
+    now_s: float
+    turn_id: int
+    refused: bool = False
+
+
+@dataclass(slots=True)
+class TurnAbandoned:
+    """The client left while the turn was held or in flight."""
+
+    now_s: float
+    turn_id: int
+
+
+@dataclass(slots=True)
+class ProgramReleased:
+    """The client says that the program ended.
+
+    With a `generation`, only that incarnation of the id is meant: a late release does not end the next one. `outcome`
+    is `success` or `failure`; empty if the client does not say, or does not know.
+    """
+
+    now_s: float
+    program_id: str
+    generation: int | None = None
+    outcome: str = ""
+
+
+@dataclass(slots=True)
+class ProgramsReleased:
+    """The client says that several programs ended: all of them do before anybody gets their room."""
+
+    now_s: float
+    program_ids: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class ProgramJudged:
+    """A judge that read what a program did in its first `turn_count` turns says whether it will succeed.
+
+    `confidence_ratio` is how sure it is of that, 0 to 1. Only the incarnation of that `generation` is meant.
+    """
+
+    now_s: float
+    program_id: str
+    generation: int
+    turn_count: int
+    will_succeed: bool
+    confidence_ratio: float
+
+
+@dataclass(slots=True)
+class ToolStarted:
+    """A program's tool begins now: sharper than the end of the turn that called it.
+
+    Its client says so, or it is `inferred`, as from a command that began: then `tool` is a name only for want of a
+    better one, as that which the answer called.
+    """
+
+    now_s: float
+    program_id: str
+    tool: str = ""
+    inferred: bool = False
+
+
+@dataclass(slots=True)
+class ToolEnded:
+    """A program's tool is through.
+
+    Its client says so, and its next turn will come at once, or another tool begins. Where that is only `inferred`, as
+    from a command that ended, the client may do anything next.
+    """
+
+    now_s: float
+    program_id: str
+    inferred: bool = False
+
+
+@dataclass(slots=True)
+class SandboxReady:
+    """A sandbox of a program is usable; making it took `prepare_s`."""
+
+    now_s: float
+    program_id: str
+    sandbox_id: str
+    prepare_s: float
+
+
+@dataclass(slots=True)
+class SandboxFailed:
+    """A sandbox of a program could not be made, or ended by itself; `why` is a sentence for its story."""
+
+    now_s: float
+    program_id: str
+    sandbox_id: str
+    why: str
+
+
+@dataclass(slots=True)
+class SandboxesMeasured:
+    """What all sandboxes take. None is *not known*, never zero."""
+
+    now_s: float
+    sandbox_count: int
+    disk_bytes: int | None = None
+    memory_bytes: int | None = None
+
+
+@dataclass(slots=True)
+class TurnDue:
+    """A held turn must have its lease by now, for its client would give up: nothing else is looked at."""
+
+    now_s: float
+    turn_id: int
+
+
+@dataclass(slots=True)
+class Tick:
+    """Time passed. A safety net: whatever can be decided earlier is decided on the event itself."""
+
+    now_s: float
+
+
+Event = (
+    ProgramOpened
+    | TurnArrived
+    | PinnedTurnArrived
+    | TurnStarted
+    | TurnProgressed
+    | TurnFinished
+    | TurnFailed
+    | TurnAbandoned
+    | ProgramReleased
+    | ProgramsReleased
+    | ProgramJudged
+    | ReplicaUp
+    | ReplicaDown
+    | ReplicaDraining
+    | ReplicaRemoved
+    | GrantsSuspended
+    | GrantsContinued
+    | ReplicaFlushed
+    | ReplicaTripped
+    | ReplicaPolled
+    | EncodesPolled
+    | ResidencyReported
+    | ToolStarted
+    | ToolEnded
+    | SandboxReady
+    | SandboxFailed
+    | SandboxesMeasured
+    | RouteSet
+    | PrioritySet
+    | MigrationAsked
+    | ProgramKilled
+    | ReplicaKilled
+    | ProvisionAsked
+    | TurnDue
+    | Tick
+)

@@ -1,0 +1,321 @@
+"""A program: the record of one run of an agent."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from math import inf
+
+from thunderagent.programs.model.decisions import Reason
+from thunderagent.programs.model.places import Kind, Phase, Place, Status
+from thunderagent.programs.model.routes import Route
+from thunderagent.programs.model.turn import MAIN_BRANCH, Branch, Turn
+from thunderagent.programs.model.verdicts import Level, Verdicts
+
+STORY_ENTRIES = 48
+"""How many of its last happenings a program remembers."""
+
+LOST_TURNS_COUNT = 64
+"""How many turns without an answer a program remembers, for the one who tries again."""
+
+IDLE_BRANCHES_COUNT = 16
+"""How many side branches without a turn keep their claim; the rest, longest unused first, are taken for ended."""
+
+SCHEDULER_CAUSES = frozenset({Reason.REPLICA_DRAINING, Reason.REPLICA_TRIPPED, Reason.MOVED, Reason.TURN_FAILED})
+"""Why a program leaves its replica whatever its policy says."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoryEntry:
+    """One happening in the life of a program, in the scheduler's monotonic seconds."""
+
+    now_s: float
+    what: str
+    why: str
+    replica_id: str | None
+    tokens: int
+    began_s: float | None = None
+    """Of a turn that ended, when it was granted; None if it never was."""
+
+
+class Group:
+    """Programs that finish together, as the samples of one RL prompt."""
+
+    __slots__ = ("group_id", "programs", "some_ended", "tenant")
+
+    def __init__(self, tenant: str, group_id: str) -> None:
+        """Begin with nobody; all will be of one tenant."""
+        self.tenant = tenant
+        self.group_id = group_id
+        self.programs: dict[str, Program] = {}
+        """Those that did not end."""
+        self.some_ended = False
+
+    @property
+    def last(self) -> Program | None:
+        """The only one that did not end, if others did."""
+        return next(iter(self.programs.values())) if self.some_ended and len(self.programs) == 1 else None
+
+
+class Program:
+    """One run of an agent, from its first turn to its release.
+
+    Only the scheduler writes here; policies see it through the read-only `ProgramView`.
+    """
+
+    __slots__ = (
+        "acting_since_s",
+        "away_s",
+        "branches",
+        "cached_tokens_total",
+        "censored_after_s",
+        "claim_tokens",
+        "destination",
+        "first_prompt_tokens",
+        "generation",
+        "granted_output_tokens",
+        "group",
+        "growth_tokens",
+        "held",
+        "held_s_total",
+        "hold_reason",
+        "hold_until_s",
+        "ideal_s_total",
+        "idle_at_s",
+        "in_flight",
+        "larger_tokens_total",
+        "last_ended_s",
+        "leaves_for",
+        "limits_since_s",
+        "lost",
+        "lost_turn_ids",
+        "opened_s",
+        "output_tokens_total",
+        "parent_id",
+        "place",
+        "priority",
+        "priority_by_replica",
+        "program_class",
+        "program_id",
+        "prompt_tokens_total",
+        "replica_id",
+        "reserve_tokens",
+        "route",
+        "routed_to",
+        "story_entries",
+        "tenant",
+        "tool",
+        "tool_named",
+        "tool_runs",
+        "turn_count",
+        "verdicts",
+    )
+
+    def __init__(  # noqa: PLR0915 - one statement for each slot
+        self, program_id: str, generation: int, opened_s: float, place: Place | None = None
+    ) -> None:
+        """Open a program of which nothing is known."""
+        self.program_id = program_id
+        self.generation = generation
+        self.opened_s = opened_s
+        self.place = place or Place(Kind.AWAY)
+        """Where it stands. Only the book writes here."""
+        self.acting_since_s = opened_s
+        self.tool = ""
+        self.tool_named = False
+        """Whether its answer or its client called the tool so: a name that is inferred takes its place only if not."""
+        self.tool_runs = False
+        """Whether it acts because a turn of it finished: only then it is at a tool."""
+        self.away_s = 0.0
+        """How long the tool before its last turn ran."""
+        self.censored_after_s: float | None = None
+        """For how long its tool had run when its claim was taken: of the time after that less is known."""
+        self.hold_until_s = inf
+        self.group: Group | None = None
+        self.limits_since_s = 0.0
+        """When it was heard of last, on the clock of the limits, which stands still while nothing is granted."""
+        self.parent_id = ""
+        self.tenant = ""
+        self.program_class = ""
+        self.priority = 0
+        """As it was told: lower goes first, in the paused queue and in an engine, before what the policy says."""
+        self.priority_by_replica: dict[str, int] | None = None
+        """The same for the engine of one replica alone."""
+        self.route: Route | None = None
+        self.routed_to: str | None = None
+        """The replica that its route sends it to, while that is open."""
+        self.destination: tuple[str, Reason] | None = None
+        """Where it is to go when its turns in flight have ended, or its next one comes; and why."""
+        self.leaves_for: dict[Reason, None] = {}
+        """Why it is marked, in the order in which the causes came: it leaves its replica unless all of them end."""
+        self.idle_at_s = inf
+        """When, on the clock of the limits, it is to be looked at whether its idle limit is over."""
+        self.replica_id: str | None = None
+        """Where it is active, or was when it was paused."""
+        self.claim_tokens = 0
+        """c of the paper: what it claims while active, what it would claim if it were restored."""
+        self.first_prompt_tokens = 0
+        self.larger_tokens_total = 0
+        """By how much it was larger than its first prompt, summed over its turns."""
+        self.growth_tokens = 0
+        """What it is expected to grow by, beyond its claim, until it is as large as programs are in the mean."""
+        self.reserve_tokens = 0
+        """Of its claim, what it is expected to grow by."""
+        self.branches: dict[str, Branch] = {MAIN_BRANCH: Branch()}
+        self.held: dict[int, Turn] = {}
+        self.in_flight: dict[int, Turn] = {}
+        self.lost: dict[int, Turn] = {}
+        """In flight on a replica that went down: not ended yet, but no longer counted."""
+        self.lost_turn_ids: deque[int] = deque(maxlen=LOST_TURNS_COUNT)
+        """The last that had a lease and ended without an answer: who tries one of them again makes the same turn."""
+        self.hold_reason = ""
+        self.granted_output_tokens = 0
+        """What the turn that was granted last was expected to generate."""
+        self.verdicts = Verdicts()
+        self.turn_count = 0
+        self.prompt_tokens_total = self.output_tokens_total = self.cached_tokens_total = 0
+        self.held_s_total = 0.0
+        self.ideal_s_total = 0.0
+        """What its finished turns would have taken alone, and its tools as long as they took."""
+        self.last_ended_s: float | None = None
+        """When its last turn finished; None as long as none did."""
+        self.story_entries: deque[tuple[float, str, str, str | None, int, float | None]] = deque(maxlen=STORY_ENTRIES)
+
+    def __repr__(self) -> str:
+        return (
+            f"<Program {self.program_id!r} generation {self.generation}: {self.status}, {self.place.kind} "
+            f"at {self.replica_id}, {self.claim_tokens} tokens, {len(self.in_flight)} in flight, {len(self.held)} held>"
+        )
+
+    @property
+    def status(self) -> Status:
+        """Whether it holds a claim."""
+        return self.place.status
+
+    @property
+    def phase(self) -> Phase:
+        """Whether a turn of it is with us, or its tool runs."""
+        return self.place.phase
+
+    @property
+    def admitted(self) -> bool:
+        """Whether it may wait for room: always, where there is no admission."""
+        return self.place.admitted
+
+    @property
+    def marked(self) -> bool:
+        """Whether it leaves its replica when its turns in flight have ended."""
+        return self.place.kind is Kind.LEAVING
+
+    @property
+    def marked_by_policy(self) -> bool:
+        """Whether it is marked, and only for what its policy said."""
+        return self.place.kind is Kind.LEAVING and self.leaves_for.keys().isdisjoint(SCHEDULER_CAUSES)
+
+    @property
+    def is_last_of_group(self) -> bool:
+        """Whether it is in a group, all others of which ended."""
+        return self.group is not None and self.group.last is self
+
+    @property
+    def group_id(self) -> str:
+        """The group it is in; empty if in none."""
+        return self.group.group_id if self.group is not None else ""
+
+    @property
+    def expected_output_tokens(self) -> int:
+        """What its turn that waits first, or else was granted last, was expected to generate when it arrived."""
+        for turn in self.held.values():
+            return turn.expected_output_tokens
+        return self.granted_output_tokens
+
+    @property
+    def level(self) -> Level | None:
+        """How good a judge thinks its prospects are; None as long as there is no verdict."""
+        return self.verdicts.level
+
+    @property
+    def waiting_since_s(self) -> float:
+        """When the first of its held turns arrived, or the first attempt at it."""
+        return next(iter(self.held.values())).waiting_since_s
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens of all branches after their last finished turns."""
+        return sum(branch.context_tokens for branch in self.branches.values())
+
+    def note(self, now_s: float, what: str, why: str, replica_id: str | None, began_s: float | None = None) -> None:
+        """Remember a happening, and when that began if it took time."""
+        self.story_entries.append((now_s, what, why, replica_id, self.claim_tokens, began_s))
+
+    def story(self) -> list[StoryEntry]:
+        """Return what happened to it, oldest first; only the last `STORY_ENTRIES` are kept."""
+        return [StoryEntry(*entry) for entry in self.story_entries]
+
+    def estimate_prompt_tokens(self, turn: Turn, tokens_per_byte_ratio: float) -> int:
+        """Estimate a prompt: text by its branch's last usage, or the main branch's, or the given ratio; and media."""
+        branch = self.branches.get(turn.branch_id) or self.branches[MAIN_BRANCH]
+        return int(turn.prompt_bytes * (branch.tokens_per_byte_ratio or tokens_per_byte_ratio)) + turn.media_tokens
+
+    def branch_of(self, turn: Turn, parent_id: str) -> Branch:
+        """Return the branch of a turn that arrived, opened if there is none; the main one has no parent."""
+        branch = self.branches.get(turn.branch_id)
+        if branch is None:
+            branch = self.branches[turn.branch_id] = Branch()
+        branch.last_turn_id = turn.turn_id
+        if parent_id and turn.branch_id != MAIN_BRANCH:
+            branch.parent_id = parent_id
+        return branch
+
+    def measure_claim(self) -> int:
+        """Return what the program claims now: of each branch the longest chain, and what its turns have generated.
+
+        Turns of one branch share their prefix, so only the longest prompt of a branch counts. Held turns beside those
+        in flight count, too: they are granted together or go together. Cost: O(turns with us + branches).
+        """
+        turns = (*self.in_flight.values(), *self.held.values())
+        if len(self.branches) == 1:
+            context_tokens = self.branches[MAIN_BRANCH].context_tokens
+            output_tokens = 0
+            for turn in turns:
+                context_tokens = max(context_tokens, turn.prompt_tokens)
+                output_tokens += turn.output_tokens
+            return context_tokens + output_tokens
+        longest = {branch_id: branch.context_tokens for branch_id, branch in self.branches.items()}
+        output_tokens = 0
+        for turn in turns:
+            longest[turn.branch_id] = max(longest[turn.branch_id], turn.prompt_tokens)
+            output_tokens += turn.output_tokens
+        return sum(longest.values()) + output_tokens
+
+    def forget_ended_branches(self, ended: Turn, *, finished: bool = True) -> list[Branch]:
+        """Return and drop side branches that are not used again, after `ended`, a turn of this program.
+
+        When it finished: all that its branch waits for, or one of these, and that had no turn since it arrived, because
+        a parent goes on when its sub-agents are through; the main branch waits for all. Those whose tool runs are taken
+        for that only after `PARENT_TURNS_COUNT` such turns: a parent may also go on beside them. In any case all idle
+        ones but the `IDLE_BRANCHES_COUNT` last used, because a client may name every branch and have no main one.
+        """
+        busy = {turn.branch_id for turns in (self.in_flight, self.held) for turn in turns.values()}
+        idle = [name for name in self.branches if name != MAIN_BRANCH and name not in busy]
+        idle.sort(key=lambda name: self.branches[name].last_turn_id)
+        excess_count = len(idle) - IDLE_BRANCHES_COUNT
+        waiting = {name: self._who_waits_for(name) for name in idle} if finished else {}
+        forgotten = []
+        for position, name in enumerate(idle):
+            branch = self.branches[name]
+            done = finished and branch.last_turn_id < ended.turn_id and ended.branch_id in waiting[name]
+            if done and branch.parent_turns_count:
+                branch.parent_turns_count -= 1
+                done = False
+            if done or position < excess_count:
+                forgotten.append(self.branches.pop(name))
+        return forgotten
+
+    def _who_waits_for(self, branch_id: str) -> set[str]:
+        """Return the branches above one, the main branch with them; parents that name each other in a ring are few."""
+        above = {MAIN_BRANCH}
+        while (branch := self.branches.get(branch_id)) is not None and branch.parent_id not in above:
+            branch_id = branch.parent_id
+            above.add(branch_id)
+        return above

@@ -1,0 +1,68 @@
+"""A route: which replicas programs were told to go to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from thunderagent.programs.model.program import Program
+
+Targets = tuple[tuple[str, float], ...]
+"""Replicas by their ids, each with its weight."""
+
+
+class Scope(StrEnum):
+    """Whose programs a route is for, the narrowest first."""
+
+    PROGRAM = "program"
+    GROUP = "group"
+    CLASS = "class"
+    TENANT = "tenant"
+    ALL = "all"
+
+
+class Route:
+    """Replicas with weights, and in which order they get programs: evenly mixed, as the weights say."""
+
+    __slots__ = ("_credits", "programs", "targets")
+
+    def __init__(self, targets: Targets) -> None:
+        """Begin with nobody sent anywhere."""
+        self.targets = targets
+        self.programs: dict[Program, None] = {}
+        """Whose narrowest route it is."""
+        self._credits = dict.fromkeys((replica_id for replica_id, _ in targets), 0.0)
+
+    def __repr__(self) -> str:
+        return f"<Route to {', '.join(f'{replica_id} ({weight:g})' for replica_id, weight in self.targets)}>"
+
+    def next(self, is_open: Callable[[str], bool]) -> str | None:
+        """Return who of those that are open is next; None if none is.
+
+        Each gains its weight, the richest is taken and pays the sum: nobody is far from its part at any time.
+        """
+        targets = [(replica_id, weight) for replica_id, weight in self.targets if is_open(replica_id)]
+        if not targets:
+            return None
+        for replica_id, weight in targets:
+            self._credits[replica_id] += weight
+        chosen = max(targets, key=lambda target: self._credits[target[0]])[0]
+        self._credits[chosen] -= sum(weight for _, weight in targets)
+        return chosen
+
+    def names(self, replica_id: str) -> bool:
+        """Say whether a replica is one of its targets."""
+        return replica_id in self._credits
+
+
+def is_for(scope: Scope, name: str, program: Program) -> bool:
+    """Say whether a route of that scope and name is for a program."""
+    if scope is Scope.PROGRAM:
+        return program.program_id == name
+    if scope is Scope.GROUP:
+        return program.group_id == name
+    if scope is Scope.CLASS:
+        return program.program_class == name
+    return scope is Scope.ALL or program.tenant == name

@@ -1,0 +1,162 @@
+"""A turn, and a branch: one request of a program, and one context chain inside it."""
+
+from __future__ import annotations
+
+from math import inf
+from typing import TYPE_CHECKING
+
+from thunderagent.programs.model.events import Media
+
+if TYPE_CHECKING:
+    from thunderagent.programs.model.program import Program
+
+Chain = tuple[tuple[int, int], ...]
+"""Cuts of a prompt: digest of all before it, tokens before it."""
+
+SIDE_TURN_RATIO = 0.5
+"""A turn whose prompt is shorter than this part of its branch is taken for a side turn - until a second one follows."""
+
+PARENT_TURNS_COUNT = 8
+"""So many turns of the branch that waits for it may finish beside one whose tool runs; it was left, if there are more.
+
+As one is whose last answer calls the tool that hands in its result."""
+
+MAIN_BRANCH = ""
+
+
+class Turn:
+    """One inference request of a program, from its arrival to the end of its lease."""
+
+    __slots__ = (
+        "account_id",
+        "arrived_s",
+        "avoid_replica_id",
+        "branch_id",
+        "claim_tokens",
+        "deadline_s",
+        "expected_output_tokens",
+        "granted_flight_s",
+        "granted_s",
+        "kept_since_s",
+        "kept_tokens",
+        "media",
+        "media_tokens",
+        "output_tokens",
+        "pinned_replica_id",
+        "program",
+        "prompt_bytes",
+        "prompt_tokens",
+        "resident_tokens",
+        "role",
+        "started_s",
+        "turn_id",
+        "unrepresentative",
+        "waiting_since_s",
+        "wanted_replica_id",
+    )
+
+    def __init__(
+        self, turn_id: int, program: Program | None, branch_id: str, prompt_bytes: int, arrived_s: float
+    ) -> None:
+        """Begin a turn that holds no lease yet."""
+        self.turn_id = turn_id
+        self.program = program
+        self.branch_id = branch_id
+        self.prompt_bytes = prompt_bytes
+        self.arrived_s = arrived_s
+        self.role = branch_id
+        """The agent whose turn it is: its branch, if nothing else was said."""
+        self.expected_output_tokens = 0
+        """What turns of that role were seen to generate when it arrived."""
+        self.waiting_since_s = arrived_s
+        """When its first attempt arrived, if its client tried again."""
+        self.deadline_s = inf
+        """When its client gives up."""
+        self.prompt_tokens = 0
+        """Size of the prompt as estimated at arrival."""
+        self.media: Media = ()
+        self.media_tokens = 0
+        """Of that, its images, audio and files."""
+        self.output_tokens = 0
+        """Generated so far, as far as was seen."""
+        self.account_id: str | None = None
+        """The replica that it is in flight on; None while it is held, and once that replica is lost."""
+        self.claim_tokens = 0
+        """What it claims by itself: only of a turn in flight whose program is None."""
+        self.avoid_replica_id: str | None = None
+        """The replica that failed the attempt before it."""
+        self.pinned_replica_id: str | None = None
+        """The only replica that it may run on, if its client chose one."""
+        self.wanted_replica_id: str | None = None
+        """The replica that has what it goes on from: it runs there if its program may get a claim there."""
+        self.unrepresentative = False
+        """Its replica was suspended or flushed while it ran: its times and hits tell nothing, nor does its end."""
+        self.granted_s = 0.0
+        self.granted_flight_s = 0.0
+        """What its account's `flight_s` was then."""
+        self.started_s: float | None = None
+        self.resident_tokens = 0
+        """Of its prompt, what was expected to lie in the replica's memory when it was granted."""
+        self.kept_tokens = 0
+        """The same, where its program had kept its claim since its last turn: 0 where it had not."""
+        self.kept_since_s = 0.0
+        """When that last turn ended."""
+
+    def first_token_s(self, now_s: float) -> float | None:
+        """Return the time from its grant to its first token; None where that was not seen apart from its end, now."""
+        if self.started_s is None or self.started_s >= now_s:
+            return None
+        return self.started_s - self.granted_s
+
+    def __repr__(self) -> str:
+        where = f"on {self.account_id}" if self.account_id else "held"
+        return f"<Turn {self.turn_id} {where}, {self.prompt_tokens} prompt tokens>"
+
+
+class Branch:
+    """One context chain inside a program."""
+
+    __slots__ = (
+        "context_tokens",
+        "last_turn_id",
+        "parent_id",
+        "parent_turns_count",
+        "prefix",
+        "prompt_tokens",
+        "side_turn_count",
+        "tokens_per_byte_ratio",
+    )
+
+    def __init__(self) -> None:
+        """Begin a branch of which nothing is known."""
+        self.context_tokens = 0
+        """Exact from the last usage: prompt and output of its last turn."""
+        self.prompt_tokens = 0
+        """Of these, the prompt of the last turn: what an engine has for certain, for answers may come back edited."""
+        self.prefix: Chain = ()
+        """Where its prompt may part from those of others."""
+        self.tokens_per_byte_ratio: float | None = None
+        self.side_turn_count = 0
+        self.parent_turns_count = 0
+        """So many turns of who waits for it may still finish before it is taken for ended, as its tool runs."""
+        self.last_turn_id = -1
+        self.parent_id = MAIN_BRANCH
+        """The branch that waits for it, as far as its client says."""
+
+    def learn(self, prompt_tokens: int, output_tokens: int) -> None:
+        """Take the size of the branch from the usage of a turn.
+
+        A prompt much shorter than the branch is a side turn (a title, a summary) and changes nothing; when a second
+        one follows, the branch was really cut (a compaction) and its size is believed.
+        """
+        if prompt_tokens < SIDE_TURN_RATIO * self.context_tokens:
+            self.side_turn_count += 1
+            if self.side_turn_count < 2:
+                return
+        self.side_turn_count = 0
+        self.context_tokens = prompt_tokens + output_tokens
+        self.prompt_tokens = prompt_tokens
+
+    def turn_finished(self, tool: str) -> None:
+        """Note whether it goes on by itself: it does if its answer called a tool."""
+        self.parent_turns_count = PARENT_TURNS_COUNT if tool else 0

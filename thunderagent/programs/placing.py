@@ -1,0 +1,156 @@
+"""Where a program may go: which replicas come into question, what the policy says, and what must be let in all the same.
+
+It lets two kinds of turns in that the policy would hold, whether there is room or not, where that costs least: one
+whose client would give up before long (`rules/patience.py`), and one of a child whose parent holds a claim
+(`rules/families.py`). A parent waits for its children, so they are to it what its branches are: held behind a claim
+that is only given back when they are through, they would wait for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from thunderagent.programs.book.book import Book
+from thunderagent.programs.book.replica import Replica
+from thunderagent.programs.model.decisions import Reason
+from thunderagent.programs.model.policy import Policy
+from thunderagent.programs.model.program import Program
+from thunderagent.programs.model.view import View
+from thunderagent.programs.model.views import ReplicaView
+from thunderagent.programs.rules.families import Families, family_of
+
+
+class Placing:
+    """Says where programs may go. It changes nothing."""
+
+    __slots__ = ("_book", "_families", "_overdraft_ratio", "_policy", "some_encode", "view")
+
+    def __init__(self, book: Book, policy: Policy, families: Families, overdraft_ratio: float, view: View) -> None:
+        """Ask `policy` about what is in `book`."""
+        self._book = book
+        self._policy = policy
+        self._families = families
+        self._overdraft_ratio = overdraft_ratio
+        self.view = view
+        self.some_encode = False
+        """Whether any replica ever told how many images it has yet to encode."""
+
+    def open_to(self, program: Program) -> Sequence[Replica]:
+        """Return the replicas on which a program may get a claim now, whatever its route: that one's, if it can be."""
+        routed = self._book.replicas.get(program.routed_to) if program.routed_to is not None else None
+        return [routed] if routed is not None and routed.grants else self._book.granting_replicas
+
+    def candidates(self, avoid_replica_id: str | None, program: Program | None = None) -> Sequence[Replica]:
+        """Return the replicas that a turn may go to: without the one to be avoided, if another is left.
+
+        A program that its route sends to a replica may go there alone, but for a turn that just failed there.
+        """
+        granting = self._book.granting_replicas
+        if program is not None and program.routed_to not in (None, avoid_replica_id):
+            routed = self._book.replicas[program.routed_to or ""]
+            return [routed] if routed.grants else []
+        if avoid_replica_id is None:
+            return granting
+        return [replica for replica in granting if replica.replica_id != avoid_replica_id] or granting
+
+    def can_avoid(self, program: Program, replica_id: str | None) -> bool:
+        """Say whether that is the replica of an active program, which could go on elsewhere."""
+        if replica_id is None or replica_id != program.replica_id:
+            return False
+        return any(candidate.replica_id != replica_id for candidate in self.candidates(replica_id, program))
+
+    def wanted_by(self, program: Program) -> Replica | None:
+        """Return the replica that a held turn of a program needs, if it grants."""
+        for turn in program.held.values():
+            if turn.wanted_replica_id is not None:
+                wanted = self._book.replicas.get(turn.wanted_replica_id)
+                if wanted is not None and wanted.grants:
+                    return wanted
+        return None
+
+    def granting(self, proposed: ReplicaView | None) -> Replica | None:
+        """Return the replica that a policy named, if a program may get a claim there."""
+        replica = self._book.replicas.get(proposed.replica_id) if proposed is not None else None
+        return replica if replica is not None and replica.grants else None
+
+    def destination_of(self, program: Program) -> tuple[Replica | None, Reason]:
+        """Return where a program is to go, if it still can."""
+        if program.destination is None:
+            return None, Reason.CONTROL
+        replica_id, reason = program.destination
+        replica = self._book.replicas.get(replica_id)
+        return (replica if replica is not None and replica.grants else None), reason
+
+    def find(self, program: Program, avoid_replica_id: str | None) -> tuple[Replica | None, Reason]:
+        """Ask the policy where a program with a turn may be active now; if nowhere, return why not."""
+        wanted = self.wanted_by(program)
+        candidates = self.candidates(avoid_replica_id, program) if wanted is None else [wanted]
+        if not candidates and self.parent_claims(program):
+            candidates = self.open_to(program)
+        if not candidates:
+            return None, Reason.SUSPENDED if self._book.open_replicas else Reason.NO_REPLICA
+        target, reason = self._among(candidates, program)
+        if target is not None and program.routed_to is not None and target not in candidates:
+            target = candidates[0]
+        return target, reason
+
+    def _among(self, candidates: Sequence[Replica], program: Program) -> tuple[Replica | None, Reason]:
+        """Return where a program may be active now, or its parent's claim lets it in; if nowhere, why.
+
+        Of replicas where it fits, one with fewer images to encode comes first: they are encoded one after the other.
+        """
+        nearer = self._nearer_to_encode(candidates, program) if self.some_encode else ()
+        placement = self._policy.place(self.view, program, nearer or candidates)
+        if nearer and placement.reason is not Reason.FITS:
+            placement = self._policy.place(self.view, program, candidates)
+        target = self.granting(placement.replica)
+        if target is None and self.parent_claims(program):
+            beyond = self.beyond_limit(program, candidates)
+            if beyond is not None:
+                return beyond, Reason.PARENT
+            self._families.overdrawn[family_of(program)] = None
+        return target, placement.reason
+
+    def _nearer_to_encode(self, candidates: Sequence[Replica], program: Program) -> Sequence[Replica]:
+        """Return the candidates with the fewest images to encode, if they are not all, and the program's last one.
+
+        Only where the program fits beside what is claimed: nobody gives up memory for it.
+        """
+        if program.place.active:
+            return ()
+        counts = [replica.account.pending_encode_count or 0 for replica in candidates]
+        fewest = min(counts)
+        if fewest == max(counts):
+            return ()
+        return [
+            each
+            for each, count in zip(candidates, counts, strict=True)
+            if (count == fewest or each.replica_id == program.replica_id)
+            and each.account.demand_tokens + program.claim_tokens <= each.account.limit_tokens
+        ]
+
+    def parent_claims(self, program: Program) -> bool:
+        """Say whether a program must be let in because its parent, of the same tenant, may wait for it."""
+        if not program.parent_id:
+            return False
+        parent = self._book.programs.get(program.parent_id)
+        if parent is None or not parent.place.active or parent.tenant != program.tenant:
+            return False
+        return self._families.may_enter(program)
+
+    def beyond_limit(self, program: Program, candidates: Sequence[Replica]) -> Replica | None:
+        """Return where a program costs least that fits nowhere: most of it lies there, least is claimed in excess.
+
+        None where no replica may take it beyond its limit.
+        """
+        wanted = self.wanted_by(program)
+        able = candidates if wanted is None else [wanted]
+        willing = [replica for replica in able if replica.may_overdraw(program.claim_tokens, self._overdraft_ratio)]
+
+        def cost(replica: Replica) -> tuple[float, float, int, int]:
+            account = replica.account
+            resident_tokens = min(program.claim_tokens, self._book.resident_tokens(program, replica))
+            excess_tokens = max(0.0, account.demand_tokens + program.claim_tokens - account.limit_tokens)
+            return -resident_tokens, excess_tokens, account.turn_count, account.demand_tokens
+
+        return min(willing, key=cost, default=None)

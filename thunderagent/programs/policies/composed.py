@@ -1,0 +1,126 @@
+"""The parts that a policy can be put together from, each chosen apart.
+
+Theory of operation
+===================
+A policy (`model/policy.py`) says who may hold memory where. Some of its questions can be answered by a part instead:
+
+- **admission**: may this program begin at all? A program that is not admitted waits *unadmitted*, where the policy
+  does not see it. The part is asked for the next one to admit whenever something may have changed, until it
+  has none; a program stays admitted until it ends, until the idle limit takes its claim, or until the part proposes to
+  `propose_dismiss` it, which makes it wait unadmitted again from its next turn on.
+- **order**: who of the paused queue is restored first (`restore_rank`).
+- **victims**: who of those on a replica is paused or marked first (`pause_rank`).
+- **control**: once in a period, what of all this should be changed by the operations of `operations.py`: which
+  programs go where, which come first, which move, which replicas are started and ended. It is asked on a tick, after the policy
+  balanced; what it changes holds for every event that follows, and it is off their way.
+- **engine priority**: which number an engine with priorities is given with a turn when it is granted; lower goes first,
+  as in vLLM. Where an engine has the other polarity its backend converts.
+
+A part has a `name`, is made with its settings, and may keep state of its own, which belongs to one scheduler: the same
+events always make it hear the same. What it hears are signals (`signals.py`), by `observe`, where it only takes note:
+proposals are for `next` and `balance`. Ranks must not change while a program stays in its phase; a part that must
+change one calls `view.rank_anew` from there.
+
+A policy that needs parts that belong together, as MARS does, has an attribute for each itself. One that never holds a
+program for want of memory may say `holds_nobody = True`: no order and no victims have any effect with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from thunderagent.programs.model.policy import (
+    Admission,
+    ClaimRules,
+    EnginePriority,
+    GlobalPolicy,
+    Moment,
+    Observe,
+    Order,
+    Placement,
+    Policy,
+    Victims,
+)
+from thunderagent.programs.model.signals import Signal
+from thunderagent.programs.model.view import View
+from thunderagent.programs.model.views import ProgramView, ReplicaView
+
+
+def observers_of(*parts: object) -> Sequence[Observe]:
+    """Return how those of the parts hear signals that want to, each once."""
+    observing: list[object] = []
+    for part in parts:
+        if getattr(part, "observe", None) is not None and not any(part is other for other in observing):
+            observing.append(part)
+    return tuple(part.observe for part in observing)  # type: ignore[attr-defined]
+
+
+class ControlChain:
+    """Several global policies: each is asked in its own period, in the order in which they are named.
+
+    What one changed, those after it see.
+    """
+
+    def __init__(self, policies: Sequence[GlobalPolicy]) -> None:
+        """Have `policies` asked, of which there is at least one."""
+        self.policies = tuple(policies)
+        self.name = "+".join(policy.name for policy in self.policies)
+        self.period_s = min(policy.period_s for policy in self.policies)
+
+    def __repr__(self) -> str:
+        return f"<ControlChain {self.name}>"
+
+
+class Composed:
+    """A policy some of whose questions are answered by parts."""
+
+    def __init__(
+        self,
+        base: Policy,
+        *,
+        admission: Admission | None = None,
+        order: Order | None = None,
+        victims: Victims | None = None,
+        priority: EnginePriority | None = None,
+        control: GlobalPolicy | ControlChain | None = None,
+    ) -> None:
+        """Ask `base` what no part is for."""
+        self.base = base
+        self.admission: Admission | None = admission or getattr(base, "admission", None)
+        self.priority: EnginePriority | None = priority or getattr(base, "priority", None)
+        self.control: GlobalPolicy | ControlChain | None = control or getattr(base, "control", None)
+        given = {"admission": admission, "order": order, "victims": victims, "priority": priority, "control": control}
+        self.name = "+".join([base.name, *(f"{kind}={part.name}" for kind, part in given.items() if part is not None)])
+        self.restore_rank = base.restore_rank if order is None else order.restore_rank
+        self.pause_rank = base.pause_rank if victims is None else victims.pause_rank
+        self.hold_s = base.hold_s
+        self._observers = observers_of(base, *(part for part in given.values() if part is not None))
+        if self._observers:
+            self.observe = self._observe
+
+    def __repr__(self) -> str:
+        return f"<Composed {self.name}>"
+
+    @property
+    def claim_rules(self) -> ClaimRules:
+        """Return those of the base."""
+        return self.base.claim_rules
+
+    @property
+    def tick_s(self) -> float:
+        """Return the shortest of those of the base and its parts."""
+        parts = (self.base, self.admission, self.priority)
+        tick_s = min(float(getattr(part, "tick_s", self.base.tick_s)) for part in parts if part is not None)
+        return tick_s if self.control is None else min(tick_s, self.control.period_s)
+
+    def place(self, view: View, program: ProgramView, candidates: Sequence[ReplicaView]) -> Placement:
+        """Place as the base does."""
+        return self.base.place(view, program, candidates)
+
+    def balance(self, view: View, moment: Moment) -> None:
+        """Balance as the base does."""
+        self.base.balance(view, moment)
+
+    def _observe(self, view: View, signal: Signal) -> None:
+        for observe in self._observers:
+            observe(view, signal)

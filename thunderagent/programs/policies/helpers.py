@@ -1,0 +1,48 @@
+"""What many policies ask of the view, and how they restore who waits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+
+from thunderagent.programs.model.policy import Policy
+from thunderagent.programs.model.view import View
+from thunderagent.programs.model.views import ProgramView, ReplicaView
+
+
+def home_of(program: ProgramView, candidates: Sequence[ReplicaView]) -> ReplicaView | None:
+    """Return the candidate on which the program is active or was last."""
+    for replica in candidates:
+        if replica.replica_id == program.replica_id:
+            return replica
+    return None
+
+
+def largest_capacity_tokens(candidates: Sequence[ReplicaView]) -> float:
+    """Return the capacity of the largest replica; infinite where one's is not known."""
+    return max(
+        inf if replica.account.capacity_tokens is None else replica.account.capacity_tokens for replica in candidates
+    )
+
+
+def without_routed_before(view: View, program: ProgramView, candidates: Sequence[ReplicaView]) -> Sequence[ReplicaView]:
+    """Return the candidates but for those for which a program waits that is bound there and goes before this one."""
+    if not view.routed_count:
+        return candidates
+    return [replica for replica in candidates if view.first_routed_before(program, replica) is None]
+
+
+def restore_waiting_for(view: View, policy: Policy, replica: ReplicaView) -> None:
+    """Restore programs that wait for that replica alone, by restore rank, until `place` holds the first of them."""
+    while waiting := view.first_waiting_for(replica, 1):
+        placement = policy.place(view, waiting[0], [replica])
+        if placement.replica is None or not view.propose_restore(waiting[0], placement.replica, placement.reason):
+            return
+
+
+def restore_waiting(view: View, policy: Policy) -> None:
+    """Restore programs that have a turn, by restore rank, wherever `place` says, until it holds the first of them."""
+    while view.replicas and (program := view.first_waiting()) is not None:
+        placement = policy.place(view, program, view.replicas)
+        if placement.replica is None or not view.propose_restore(program, placement.replica, placement.reason):
+            return

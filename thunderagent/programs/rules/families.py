@@ -1,0 +1,110 @@
+"""Programs that other programs wait for: a parent and its children, which are its sub-agents under ids of their own."""
+
+from __future__ import annotations
+
+from thunderagent.programs.model.decisions import Reason
+from thunderagent.programs.model.program import Program
+from thunderagent.programs.rules.verbs import Verbs
+
+Family = tuple[str, str]
+"""A tenant, and the id of the parent: who names the program of another tenant is no child of it."""
+
+
+def family_of(program: Program) -> Family:
+    """Return the family that a program with a parent is a child of."""
+    return program.tenant, program.parent_id
+
+
+class Families:
+    """Live programs that named a parent, by that parent, whether it lives or not."""
+
+    __slots__ = ("_active_counts", "_children", "_one_each", "_to_settle", "overdrawn")
+
+    def __init__(self, *, one_each: bool = False) -> None:
+        """Begin with no family; `one_each` lets in one child of each parent at a time, because its siblings can wait.
+
+        Where tenants have shares: or else one that makes children without end would take everything.
+        """
+        self._one_each = one_each
+        self._to_settle: list[Family] = []
+        """Whose parent got a claim, or whose child lost one, in this event."""
+        self._children: dict[Family, dict[str, Program]] = {}
+        self._active_counts: dict[Family, int] = {}
+        self.overdrawn: dict[Family, None] = {}
+        """With a child that is held because more would be claimed than may be: looked at again at each tick."""
+
+    def __len__(self) -> int:
+        return len(self._children)
+
+    def join(self, program: Program, parent_id: str) -> None:
+        """Make a program that has none the child of `parent_id`; nobody is its own parent."""
+        if parent_id and parent_id != program.program_id:
+            program.parent_id = parent_id
+            self._children.setdefault(family_of(program), {})[program.program_id] = program
+
+    def leave(self, program: Program) -> None:
+        """Forget a program that ended."""
+        siblings = self._children.get(family_of(program))
+        if siblings is not None:
+            del siblings[program.program_id]
+            if not siblings:
+                del self._children[family_of(program)]
+
+    def got_claim(self, program: Program) -> None:
+        """Note that a program is active: its children may be let in."""
+        if program.parent_id:
+            family = family_of(program)
+            self._active_counts[family] = self._active_counts.get(family, 0) + 1
+        if self._children:
+            self._to_settle.append((program.tenant, program.program_id))
+
+    def lost_claim(self, program: Program) -> None:
+        """Note that a program is active no longer; where only one child is at a time, the next may be."""
+        if not program.parent_id:
+            return
+        family = family_of(program)
+        active_count = self._active_counts[family] - 1
+        if active_count:
+            self._active_counts[family] = active_count
+            return
+        del self._active_counts[family]
+        if self._one_each:
+            self._to_settle.append(family)
+
+    def look_again(self) -> None:
+        """Look at all children that are held because more would be claimed than may be."""
+        self._to_settle.extend(self.overdrawn)
+        self.overdrawn.clear()
+
+    def look_at_all(self) -> None:
+        """Look at all families: replicas changed."""
+        self._to_settle.extend(self._children)
+
+    def may_enter(self, program: Program) -> bool:
+        """Say whether a child may be let in beside its siblings."""
+        return not self._one_each or not self.active_count(family_of(program))
+
+    def settle(self, verbs: Verbs) -> None:
+        """Let in children whose turns are held although their parent holds a claim now, and their children."""
+        while self._to_settle:
+            family = self._to_settle.pop()
+            for child in self._first_held(family):
+                waits = not child.place.active and verbs.parent_claims(child)
+                if not (waits and verbs.book.granting_replicas):
+                    continue
+                if not verbs.restore_beyond_limit(child, Reason.PARENT):
+                    self.overdrawn[family] = None
+
+    def _first_held(self, family: Family) -> list[Program]:
+        """Return whom to look at of a family's children."""
+        held = self.held_children(family)
+        return [child for child in held if not child.place.active][:1] if self._one_each else held
+
+    def active_count(self, family: Family) -> int:
+        """Return how many children hold a claim."""
+        return self._active_counts.get(family, 0)
+
+    def held_children(self, family: Family) -> list[Program]:
+        """Return the children whose turns are held, in the order in which they came."""
+        children = self._children.get(family)
+        return [child for child in children.values() if child.held] if children is not None else []

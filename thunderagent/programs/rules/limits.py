@@ -1,0 +1,218 @@
+"""How long a program may be without a word of it, how many may live, and how long turns wait for a replica.
+
+Theory of operation
+===================
+A program whose tool runs is heard of at the end of its turn, and whenever its client speaks of it. For longer than the
+idle limit it keeps no claim, for longer than the forget limit it does not live. Both are measured on a clock that stands
+still while nothing is granted anywhere, and nothing is taken where nothing is granted now. Where no idle limit is set it
+is what was learned of the tool: long beyond the time in which nearly all return, but never more than half of the forget
+limit. Each tenant's programs are counted, and those whose tools run stand in an order of their own: so that one tenant
+that opens too many forgets its own.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from itertools import takewhile
+
+from thunderagent.programs.book.book import Book
+from thunderagent.programs.model.decisions import Reason
+from thunderagent.programs.model.program import Program
+from thunderagent.programs.model.ranked_set import RankedSet
+from thunderagent.programs.model.settings import SchedulerSettings
+from thunderagent.programs.rules.verbs import Verbs
+
+LEAST_IDLE_LIMIT_S = 300.0
+"""However quick its tool is, a program may take so long: a person may have been asked, or a network is slow."""
+
+
+class Limits:
+    """Programs without a turn, who was heard of longest ago first; and how many each tenant has."""
+
+    __slots__ = (
+        "_book",
+        "_by_count",
+        "_counts",
+        "_halted_s",
+        "_halted_since_s",
+        "_idle_limit_s",
+        "_no_replica_since_s",
+        "_quiet",
+        "_quiet_of",
+        "_settings",
+        "_watched",
+    )
+
+    def __init__(self, book: Book, settings: SchedulerSettings, idle_limit_s: Callable[[str], float]) -> None:
+        """Begin with nobody; `idle_limit_s` is what was learned of a tool."""
+        self._book = book
+        self._settings = settings
+        self._idle_limit_s = idle_limit_s
+        self._quiet: OrderedDict[Program, None] = OrderedDict()
+        self._quiet_of: dict[str, OrderedDict[Program, None]] = {}
+        self._watched: RankedSet[Program] = RankedSet()
+        """Who has something to lose at the idle limit, by when to look."""
+        self._counts: dict[str, int] = {}
+        self._by_count: RankedSet[str] = RankedSet()
+        """Tenants, the one with most programs first."""
+        self._halted_since_s: float | None = None
+        self._halted_s = 0.0
+        self._no_replica_since_s: float | None = None
+
+    # --- the clock --------------------------------------------------------------------------------------------------
+
+    @property
+    def clock_s(self) -> float:
+        """Seconds that passed while turns were granted, or would have been."""
+        return (self._book.now_s if self._halted_since_s is None else self._halted_since_s) - self._halted_s
+
+    def replicas_changed(self) -> None:
+        """Stop the clock while nothing is granted on any open replica; note since when none is open."""
+        book, halted_since_s = self._book, self._halted_since_s
+        halted = bool(book.open_replicas) and not book.granting_replicas
+        if halted and halted_since_s is None:
+            self._halted_since_s = book.now_s
+        elif not halted and halted_since_s is not None:
+            self._halted_s += book.now_s - halted_since_s
+            self._halted_since_s = None
+        if book.open_replicas:
+            self._no_replica_since_s = None
+        elif self._no_replica_since_s is None:
+            self._no_replica_since_s = book.now_s
+
+    # --- who is heard of --------------------------------------------------------------------------------------------
+
+    def hear_of(self, program: Program) -> None:
+        """Measure from now on, for a program without a turn."""
+        program.limits_since_s = self.clock_s
+        for quiet in (self._quiet, self._quiet_of.setdefault(program.tenant, OrderedDict())):
+            quiet[program] = None
+            quiet.move_to_end(program)
+
+    def turn_came(self, program: Program) -> None:
+        """Note that a turn of the program is with us again."""
+        if program in self._quiet:
+            del self._quiet[program]
+            del self._quiet_of[program.tenant][program]
+        self._watched.discard(program)
+
+    def watch(self, program: Program) -> None:
+        """Look at a program whose tool runs, and that has something to lose, when the idle limit may be over."""
+        limit_s = self._settings.idle_limit_s
+        if limit_s is None:
+            limit_s = min(LEAST_IDLE_LIMIT_S, self._most_idle_limit_s)
+        program.idle_at_s = program.limits_since_s + limit_s
+        self._watched.add(program, program.idle_at_s)
+
+    def look_away(self, program: Program) -> None:
+        """Forget that the idle limit is for a program."""
+        self._watched.discard(program)
+
+    def go_on(self, program: Program) -> None:
+        """Begin anew, where grants go on, for a program whose limit was over and passed it by."""
+        forgotten_before_s = self.clock_s - self._settings.forget_limit_s
+        if program not in self._watched or program.limits_since_s < forgotten_before_s:
+            self.hear_of(program)
+            self.watch(program)
+
+    @property
+    def _most_idle_limit_s(self) -> float:
+        """The longest idle limit that is learned: a claim is given back well before its program would be forgotten."""
+        return self._settings.forget_limit_s / 2
+
+    # --- how many live ----------------------------------------------------------------------------------------------
+
+    def opened(self, program: Program) -> None:
+        """Count a program for its tenant."""
+        self._count(program.tenant, 1)
+
+    def ended(self, program: Program) -> None:
+        """Count a program no longer."""
+        self.turn_came(program)
+        self._count(program.tenant, -1)
+
+    def name_tenant(self, program: Program, tenant: str) -> None:
+        """Let a program be a tenant's of which nobody had said whose it is."""
+        is_quiet = program in self._quiet
+        self.ended(program)
+        program.tenant = tenant
+        self.opened(program)
+        if is_quiet:
+            self._quiet[program] = None
+            self._quiet_of.setdefault(tenant, OrderedDict())[program] = None
+
+    def count_of(self, tenant: str) -> int:
+        """Return how many programs a tenant has."""
+        return self._counts.get(tenant, 0)
+
+    @property
+    def largest_tenant(self) -> str:
+        """The tenant that has most programs."""
+        return self._by_count.first() or ""
+
+    def longest_quiet(self, tenant: str) -> Program | None:
+        """Return the program of a tenant without a turn that was not heard of for longest."""
+        return next(iter(self._quiet_of.get(tenant, ())), None)
+
+    def is_full(self, tenant: str, *, opens: bool) -> bool:
+        """Say whether a tenant may have no program more; if it `opens` one, whether nobody may."""
+        if self.count_of(tenant) >= self._settings.tenant_max_programs_count:
+            return True
+        return opens and len(self._book.programs) >= self._settings.max_programs_count
+
+    def whom_to_forget(self, tenant: str) -> Program | None:
+        """Return who goes for one more program of a tenant: of its own, if it has as many as it may."""
+        if self.count_of(tenant) >= self._settings.tenant_max_programs_count:
+            return self.longest_quiet(tenant)
+        return self.longest_quiet(self.largest_tenant) or self.longest_quiet(tenant)
+
+    def _count(self, tenant: str, more_count: int) -> None:
+        count = self._counts.get(tenant, 0) + more_count
+        if count:
+            self._counts[tenant] = count
+            self._by_count.add(tenant, -count)
+        else:
+            del self._counts[tenant]
+            self._quiet_of.pop(tenant, None)
+            self._by_count.discard(tenant)
+
+    # --- what is over -----------------------------------------------------------------------------------------------
+
+    def enforce(self, verbs: Verbs) -> None:
+        """Take claims whose time is over, forget programs, and reject turns that no replica was there for."""
+        book = self._book
+        if self._halted_since_s is None:
+            self._enforce_idle_limit(verbs)
+            before_s = self.clock_s - self._settings.forget_limit_s
+            for program in list(takewhile(lambda program: program.limits_since_s < before_s, self._quiet)):
+                if not self._is_suspended(program):
+                    verbs.end(program, Reason.FORGOTTEN)
+        since_s = self._no_replica_since_s
+        if since_s is None and not book.open_replicas:
+            self._no_replica_since_s = book.now_s
+        elif since_s is not None and book.now_s - since_s > self._settings.no_replica_limit_s:
+            held = [turn for program in book.queue.with_turns() for turn in program.held.values()]
+            for turn in [*book.anonymous_held.values(), *held]:
+                if turn.arrived_s <= book.now_s - self._settings.no_replica_limit_s:
+                    verbs.reject(turn, Reason.NO_REPLICA)
+
+    def _enforce_idle_limit(self, verbs: Verbs) -> None:
+        clock_s, watched = self.clock_s, self._watched
+        while (program := watched.first()) is not None and clock_s > program.idle_at_s:
+            if self._is_suspended(program):
+                watched.discard(program)  # until grants go on there
+                continue
+            if self._settings.idle_limit_s is None:
+                learned_s = min(self._idle_limit_s(program.tool), self._most_idle_limit_s)
+                if program.limits_since_s + learned_s >= clock_s:
+                    program.idle_at_s = program.limits_since_s + learned_s
+                    watched.add(program, program.idle_at_s)
+                    continue
+            watched.discard(program)
+            verbs.idle(program)
+
+    def _is_suspended(self, program: Program) -> bool:
+        """Say whether a program is active where nothing is granted now."""
+        place = program.place
+        return place.active and bool(self._book.replicas[place.replica_id or ""].suspended_for)

@@ -1,0 +1,75 @@
+"""Held turns whose clients give up, by the time at which each must have its lease.
+
+A client that gives up while its turn is held comes again or fails; either way what it waited for was in vain. So its
+turn is let in before, whether there is room or not, early enough for an answer: of its patience, `ratio` is left for
+that, at least `margin_s`, but never more than half.
+"""
+
+from __future__ import annotations
+
+from math import inf
+
+from thunderagent.programs.model.decisions import Reason
+from thunderagent.programs.model.ranked_set import RankedSet
+from thunderagent.programs.model.turn import Turn
+from thunderagent.programs.rules.verbs import Verbs
+
+MOST_LEFT_RATIO = 0.5
+"""A turn is held for at least so much of its client's patience, however short that is."""
+
+
+class Deadlines:
+    """Held turns that have a deadline. Each method costs O(log turns), and nothing for a turn that has none."""
+
+    __slots__ = ("_margin_s", "_ratio", "_turns")
+
+    def __init__(self, margin_s: float, ratio: float) -> None:
+        """Begin empty."""
+        self._margin_s = margin_s
+        self._ratio = ratio
+        self._turns: RankedSet[Turn] = RankedSet()
+
+    def __len__(self) -> int:
+        return len(self._turns)
+
+    def __contains__(self, turn: Turn) -> bool:
+        return turn in self._turns
+
+    def add(self, turn: Turn) -> None:
+        """Take in a turn that is held from now on."""
+        if turn.deadline_s < inf:
+            self._turns.add(turn, self.due_s(turn))
+
+    def discard(self, turn: Turn) -> None:
+        """Forget a turn that is held no longer."""
+        if turn.deadline_s < inf:
+            self._turns.discard(turn)
+
+    def due_s(self, turn: Turn) -> float:
+        """Return when a turn must have its lease; infinite if its client never gives up."""
+        patience_s = turn.deadline_s - turn.arrived_s
+        if patience_s == inf:
+            return inf
+        left_s = min(max(self._margin_s, self._ratio * patience_s), MOST_LEFT_RATIO * patience_s)
+        return turn.deadline_s - max(0.0, left_s)
+
+    def first_due(self, now_s: float) -> Turn | None:
+        """Return the turn that must have its lease soonest, if it must by now."""
+        turn = self._turns.first()
+        return turn if turn is not None and self.due_s(turn) <= now_s else None
+
+    def settle(self, verbs: Verbs) -> None:
+        """Let in who is held and whose client would give up; where too much would be claimed, tell it so at once.
+
+        So it is told where its program leaves a replica: the turns in flight there may well outlast its client.
+        """
+        if not self._turns:
+            return
+        book = verbs.book
+        while book.granting_replicas and (turn := self.first_due(book.now_s)) is not None:
+            program = turn.program
+            assert program is not None, f"{turn} is held for its program"
+            leaving = program.place.active
+            if not leaving and verbs.restore_beyond_limit(program, Reason.PATIENCE):
+                continue
+            verbs.reject(turn, Reason.LEAVING if leaving else Reason.OVERDRAWN)

@@ -1,0 +1,100 @@
+"""Gives signals to the policy and to who listens; none is made that nobody wants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from thunderagent.programs.book.book import Book
+from thunderagent.programs.learned.knowledge import Knowledge
+from thunderagent.programs.model.policy import Observe
+from thunderagent.programs.model.program import Program
+from thunderagent.programs.model.signals import (
+    GpuEnd,
+    GpuFirstToken,
+    GpuSubmit,
+    ProgramEnd,
+    Signal,
+    ToolEnd,
+    ToolNum,
+    ToolStart,
+)
+from thunderagent.programs.model.turn import Turn
+from thunderagent.programs.model.view import View
+
+Listener = Callable[[Signal], None]
+
+
+class Stream:
+    """The information stream of one scheduler."""
+
+    __slots__ = ("_book", "_knowledge", "_listeners", "_observe", "_view", "flows")
+
+    def __init__(self, book: Book, knowledge: Knowledge, view: View, observe: Observe | None) -> None:
+        """Begin with nobody but the policy, that may `observe` through its `view`."""
+        self._book = book
+        self._knowledge = knowledge
+        self._observe = observe
+        self._listeners: tuple[Listener, ...] = ()
+        self._view = view
+        self.flows = observe is not None
+        """Whether anybody wants signals: ask before one is made."""
+
+    def listen(self, listener: Listener) -> Callable[[], None]:
+        """Have `listener` called with each signal as it is made; return what ends that."""
+        self._listeners = (*self._listeners, listener)
+        self.flows = True
+
+        def stop() -> None:
+            self._listeners = tuple(other for other in self._listeners if other is not listener)
+            self.flows = self._observe is not None or bool(self._listeners)
+
+        return stop
+
+    def send(self, signal: Signal) -> None:
+        """Give a signal to the policy and to who listens."""
+        if self._observe is not None:
+            self._observe(self._view, signal)
+        for listener in self._listeners:
+            listener(signal)
+
+    def submitted(self, program: Program, turn: Turn) -> None:
+        """Say that a turn goes to its replica."""
+        now_s, projected_tokens = self._book.now_s, turn.prompt_tokens + program.reserve_tokens
+        ids = program.program_id, turn.turn_id, turn.account_id or ""
+        self.send(GpuSubmit(now_s, *ids, projected_tokens, now_s - turn.arrived_s))
+
+    def began(self, turn: Turn) -> None:
+        """Say that the first token of a turn came."""
+        if turn.program is not None:
+            now_s, ids = self._book.now_s, (turn.program.program_id, turn.turn_id, turn.account_id or "")
+            self.send(GpuFirstToken(now_s, *ids, now_s - turn.granted_s))
+
+    def ended(self, turn: Turn, freed_tokens: int, computed_tokens: int, *, finished: bool) -> None:
+        """Say that a turn is over, if it was in flight."""
+        if turn.account_id is None or turn.program is None:
+            return
+        now_s, ids = self._book.now_s, (turn.program.program_id, turn.turn_id, turn.account_id)
+        self.send(GpuEnd(now_s, *ids, freed_tokens, computed_tokens, now_s - turn.granted_s, finished))
+
+    def lost(self, turn: Turn) -> None:
+        """Say that a turn is over that leaves no usage: what it computed is a guess."""
+        whole_tokens = turn.prompt_tokens + turn.output_tokens
+        self.ended(turn, whole_tokens, whole_tokens - turn.resident_tokens, finished=False)
+
+    def tool_began(self, program: Program) -> None:
+        """Say that a program is at a tool."""
+        self.send(ToolStart(self._book.now_s, program.program_id, program.tool))
+        self.tools_changed()
+
+    def tool_ended(self, program: Program) -> None:
+        """Say that a program's tool is through."""
+        self.send(ToolEnd(self._book.now_s, program.program_id, program.tool, program.away_s))
+        self.tools_changed()
+
+    def tools_changed(self) -> None:
+        """Say how many tools run."""
+        self.send(ToolNum(self._book.now_s, self._knowledge.tools_running_count, self._knowledge.mean_tool_s))
+
+    def program_ended(self, program: Program) -> None:
+        """Say that a program ended."""
+        self.send(ProgramEnd(self._book.now_s, program.program_id, program.turn_count))

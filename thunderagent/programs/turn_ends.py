@@ -1,0 +1,124 @@
+"""What follows from the end of a turn, however it ended."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from thunderagent.programs.model.decisions import Reason, Reject
+from thunderagent.programs.model.places import Kind, Phase
+from thunderagent.programs.model.program import Program
+from thunderagent.programs.model.turn import Turn
+
+if TYPE_CHECKING:
+    from thunderagent.programs.core import Core
+
+
+class TurnEnds:
+    """Takes ended turns out of their programs, and has these act, leave or go on."""
+
+    __slots__ = ("_core",)
+
+    def __init__(self, core: Core) -> None:
+        """Work on the parts of `core`."""
+        self._core = core
+
+    def reject(self, turn: Turn, reason: Reason) -> None:
+        """End a held turn that will never get a lease."""
+        program_id = turn.program.program_id if turn.program is not None else None
+        self._core.book.decisions.append(Reject(turn.turn_id, program_id, reason))
+        self.drop(turn, "rejected")
+
+    def drop(self, turn: Turn, outcome: str) -> None:
+        """End a turn that leaves no usage."""
+        del self._core.book.turns[turn.turn_id]
+        program = turn.program
+        if program is None:
+            self.end_anonymous(turn)
+            return
+        if self._core.stream.flows:
+            self._core.stream.lost(turn)
+        if outcome != "superseded" and turn.turn_id not in program.held:
+            program.lost_turn_ids.append(turn.turn_id)
+        self.end_turn(program, turn)
+        if len(program.branches) > 1:
+            self.forget_branches(program, turn, finished=False)
+        self.after_turn(program, turn, outcome)
+
+    def end_anonymous(self, turn: Turn) -> None:
+        """End a turn that has no program, or none any more."""
+        if self._core.book.anonymous_held.pop(turn.turn_id, None) is not None:
+            self._core.book.ledger.wait_ends(self._core.book.now_s)
+        elif turn.account_id is not None:
+            account = self._core.book.replicas[turn.account_id].account
+            self._core.book.ledger.accrue(account, self._core.book.now_s)
+            account.claim_other(-turn.claim_tokens)
+            account.turn_count -= 1
+
+    def end_turn(self, program: Program, turn: Turn) -> None:
+        """Take an ended turn out of its program, which stays where it stands."""
+        program.lost.pop(turn.turn_id, None)
+        if program.held.pop(turn.turn_id, None) is not None:
+            self._core.leases.wait_ends(program, turn)
+        elif program.in_flight.pop(turn.turn_id, None) is not None:
+            replica = self._core.book.replicas[turn.account_id or ""]
+            self._core.book.changes(replica)
+            replica.account.turn_count -= 1
+            if not program.in_flight:
+                left_tokens = self._core.book.prefixes.own_tokens(program, program.context_tokens)
+                replica.residency.leave(program.generation, left_tokens)
+
+    def forget_branches(self, program: Program, ended: Turn, *, finished: bool) -> None:
+        """Drop side branches of a program that are not used again."""
+        forgotten = program.forget_ended_branches(ended, finished=finished)
+        if forgotten and program.place.active:
+            account = self._core.book.changes(self._core.book.replicas[program.replica_id or ""])
+            self._core.book.prefixes.leave(program, account, forgotten)
+
+    def after_turn(self, program: Program, turn: Turn, outcome: str, *, tool_begins: bool = False) -> None:
+        """Move a program on after one of its turns ended; one that leaves does so after the last."""
+        book, place = self._core.book, program.place
+        why = f"calls {program.tool}" if program.tool and outcome == "finished" else ""
+        program.note(book.now_s, outcome, why, program.replica_id, turn.granted_s or None)
+        if place.phase is Phase.REASONING and not program.in_flight and not program.held:
+            self._turns_ended(program, tool_begins=tool_begins)
+        elif place.kind is Kind.STALLED and not program.held:
+            book.move(program, book.replicas[place.replica_id or ""].working)
+        book.resize(program)
+        if not program.place.active:
+            program.place.rank(program)
+        elif program.place.kind is Kind.LEAVING:
+            if program.in_flight:
+                self._core.reconsider(program)
+            else:
+                self._go(program)
+
+    def _turns_ended(self, program: Program, *, tool_begins: bool) -> None:
+        """Begin the time between two turns; one that leaves stays where it stands until it goes."""
+        book, place = self._core.book, program.place
+        program.acting_since_s = book.now_s
+        self._core.limits.hear_of(program)
+        if tool_begins:
+            self._core.tool_began(program)
+        program.hold_until_s = book.now_s + self._core.policy.hold_s(self._core.view, program)
+        if place.kind is Kind.LEAVING:
+            return
+        if place.active:
+            book.move(program, book.replicas[place.replica_id or ""].acting)
+            self._core.limits.watch(program)
+        elif place.admitted and not program.context_tokens:
+            # Its only turns were held and left: there is no memory to restore it to until another turn comes.
+            book.move(program, book.idle)
+        else:
+            self._core.stand(program)
+        self._core.watch_paused(program)
+
+    def _go(self, program: Program) -> None:
+        """Have a program leave whose turns in flight have ended, with the turns that came meanwhile."""
+        avoid_replica_id = program.replica_id if Reason.TURN_FAILED in program.leaves_for else None
+        destination, reason = self._core.take_destination(program)
+        self._core.pause(program, Reason.MARKED)
+        if destination is None and program.held:
+            destination, reason = self._core.placing.find(program, avoid_replica_id)
+            program.hold_reason = reason
+        if destination is not None:
+            self._core.restore(program, destination, reason)

@@ -1,0 +1,46 @@
+"""The configuration over the API: it is read again, and the answer says what changed."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from aiohttp import web
+from pydantic import Field
+
+from thunderagent.errors import ConfigurationError, RequestError
+from thunderagent.proxy.gate.bodies import Report, report_response
+
+
+class Reloads(Protocol):
+    """Who reads the configuration again."""
+
+    async def reload(self) -> dict[str, Any]:
+        """Read it and say what changed. Raises `ConfigurationError`; then nothing has changed."""
+
+
+class ReloadReport(Report):
+    """What changed, setting by setting; secrets are not shown."""
+
+    applied: dict[str, str] = Field(description="what holds from now on")
+    needs_restart: dict[str, str] = Field(description="what holds after a restart only")
+
+
+class ConfigurationHandlers:
+    """Handler of `/config/reload`."""
+
+    def __init__(self, reloads: Reloads | None) -> None:
+        """Have `reloads` do it, if there is anything to read again."""
+        self._reloads = reloads
+
+    def routes(self) -> list[web.RouteDef]:
+        """Return the route."""
+        return [web.post("/config/reload", self.reload)]
+
+    async def reload(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler's signature
+        """Read the configuration again, as on SIGHUP, and say what changed. One that is wrong changes nothing."""
+        if self._reloads is None:
+            raise RequestError("this proxy was started without a configuration that could be read again")
+        try:
+            return report_response(ReloadReport.model_validate(await self._reloads.reload()))
+        except ConfigurationError as error:
+            raise RequestError(f"the configuration is wrong, and nothing has changed: {error.message}") from error

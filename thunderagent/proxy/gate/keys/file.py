@@ -1,0 +1,199 @@
+"""A file of keys with names, expiry and limits, which may change while the proxy runs.
+
+It is JSON: {"keys": [{"name": "ci", "sha256": "...", "expires": "2027-01-01T00:00:00Z", "turns_per_min": 60}]}. Whoever
+changes it writes another file and renames that, so that nobody reads half of it. The proxy reads it again when it has
+changed; a file that is wrong changes nothing, and is told of in the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from contextlib import suppress
+from datetime import UTC, datetime
+from math import inf
+from pathlib import Path
+from typing import Annotated
+
+import structlog
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from thunderagent.errors import ConfigurationError, KeyExistsError, NotFoundError
+from thunderagent.faults import faults_of
+from thunderagent.proxy.gate.keys.keyring import NAME, Key, KeyLimits, Keyring, digest_of, mint_key
+
+log = structlog.get_logger("thunderagent.keys")
+
+LOOK_INTERVAL_S = 2.0
+PRIVATE_MODE = 0o600
+
+_Rate = Annotated[float | None, Field(gt=0)]
+_Count = Annotated[int | None, Field(ge=1)]
+
+
+class KeyLimitsEntry(BaseModel):
+    """What a key may use; null is no limit of its own."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    turns_per_min: _Rate = Field(None, description="turns that may begin in a minute; more wait")
+    tokens_per_min: _Rate = Field(None, description="prompt and output tokens in a minute; turns wait past that")
+    programs_count: _Count = Field(None, description="programs of this key that live at a time; more get 429")
+    held_turns_count: _Count = Field(None, description="turns of this key that wait for a lease; more get 429")
+
+
+class KeyEntry(KeyLimitsEntry):
+    """A key as the file has it."""
+
+    name: str = Field(pattern=f"^{NAME}$", description="whose it is; what stands before a slash is its tenant")
+    sha256: str = Field(pattern="^[0-9a-f]{64}$")
+    admin: bool = False
+    expires: AwareDatetime | None = Field(None, description="from then on it lets nobody in; null is never")
+
+    def key(self) -> Key:
+        """Return the key that this is."""
+        limits = KeyLimits(self.turns_per_min, self.tokens_per_min, self.programs_count, self.held_turns_count)
+        expires_s = inf if self.expires is None else self.expires.timestamp()
+        return Key(self.name, bytes.fromhex(self.sha256), self.admin, expires_s, limits)
+
+
+class _Content(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+    keys: list[KeyEntry]
+
+    @model_validator(mode="after")
+    def _names_are_unique(self) -> _Content:
+        names = [entry.name for entry in self.keys]
+        if len(set(names)) < len(names):
+            raise ValueError("two keys have the same name")
+        return self
+
+
+def read_keys(path: Path) -> list[KeyEntry]:
+    """Return the keys of a file. Raises `ConfigurationError`."""
+    try:
+        return _Content.model_validate_json(path.read_bytes()).keys
+    except ValidationError as error:
+        raise ConfigurationError(f"keys_file: {path}: {'; '.join(faults_of(error, whole='it'))}") from error
+    except OSError as error:
+        raise ConfigurationError(f"keys_file: cannot read {path}: {error.strerror}") from error
+
+
+def write_keys(path: Path, entries: list[KeyEntry]) -> None:
+    """Replace a file, at once and readable by its owner alone. Raises OSError."""
+    rows = [entry.model_dump(mode="json", exclude_defaults=True) for entry in entries]
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    with suppress(FileNotFoundError):
+        part.unlink()
+    with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE_MODE), "w") as file:
+        file.write(json.dumps({"keys": rows}, indent=2) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)
+
+
+def add_key(path: Path, name: str, *, admin: bool, expires: datetime | None, limits: KeyLimitsEntry) -> str:
+    """Mint a key into a file, which is made if there is none; return it.
+
+    Raises `KeyExistsError`, and `ConfigurationError` for a file that is wrong or a name that is odd.
+    """
+    entries = read_keys(path) if path.exists() else []
+    if any(entry.name == name for entry in entries):
+        raise KeyExistsError(f"there is a key {name!r} already")
+    key, _ = mint_key(name)
+    entry = {"name": name, "sha256": digest_of(key).hex(), "admin": admin, "expires": expires}
+    try:
+        write_keys(path, [*entries, KeyEntry.model_validate({**limits.model_dump(), **entry})])
+    except OSError as error:
+        raise ConfigurationError(f"keys_file: cannot write {path}: {error.strerror}") from error
+    return key
+
+
+class KeysFile:
+    """Keeps a keyring as a file says."""
+
+    def __init__(self, path: Path, keyring: Keyring) -> None:
+        """Read the file. Raises `ConfigurationError`."""
+        self.path = path
+        self._keyring = keyring
+        self._seen = self._stamp()
+        self._lock = asyncio.Lock()
+        keyring.set_filed(entry.key() for entry in read_keys(path))
+
+    def __repr__(self) -> str:
+        return f"<KeysFile {self.path}>"
+
+    async def run(self) -> None:
+        """Look until cancelled whether it has changed."""
+        while True:
+            await asyncio.sleep(LOOK_INTERVAL_S)
+            if self._stamp() != self._seen:
+                await self.reload()
+
+    async def reload(self) -> None:
+        """Read it again; keep the keys that there are if it is wrong."""
+        async with self._lock:
+            await self._read()
+
+    async def add(self, name: str, *, admin: bool, expires: datetime | None, limits: KeyLimitsEntry) -> str:
+        """Mint a key, have it in the file and let it in; return it. Raises `KeyExistsError`, `ConfigurationError`."""
+        async with self._lock:
+            if self._keyring.named(name) is not None:
+                raise KeyExistsError(f"there is a key {name!r} already")
+            key = await asyncio.to_thread(lambda: add_key(self.path, name, admin=admin, expires=expires, limits=limits))
+            await self._read()
+            return key
+
+    async def remove(self, name: str) -> None:
+        """Take a key out of the file: it lets nobody in from now on. Raises `NotFoundError`, `ConfigurationError`."""
+        async with self._lock:
+            entries = await asyncio.to_thread(read_keys, self.path)
+            rest = [entry for entry in entries if entry.name != name]
+            if len(rest) == len(entries):
+                raise NotFoundError(f"there is no key {name!r} in the file of keys")
+            try:
+                await asyncio.to_thread(write_keys, self.path, rest)
+            except OSError as error:
+                raise ConfigurationError(f"keys_file: cannot write {self.path}: {error.strerror}") from error
+            await self._read()
+
+    async def _read(self) -> None:
+        self._seen = self._stamp()
+        before = {key.name: key for key in self._keyring.filed}
+        try:
+            entries = await asyncio.to_thread(read_keys, self.path)
+            self._keyring.set_filed(entry.key() for entry in entries)
+        except ConfigurationError as error:
+            log.error("keys_not_reloaded", why=error.message)  # noqa: TRY400 - no bug, so no trace
+            return
+        after = {key.name: key for key in self._keyring.filed}
+        changed = [name for name in before.keys() & after.keys() if before[name] != after[name]]
+        log.info(
+            "keys_reloaded",
+            added=sorted(after.keys() - before.keys()),
+            revoked=sorted(before.keys() - after.keys()),
+            changed=sorted(changed),
+        )
+
+    def _stamp(self) -> tuple[int, int, int] | None:
+        """Return what tells one version of the file from another; None while there is none."""
+        try:
+            found = self.path.stat()
+        except OSError:
+            return None
+        return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def expires_of(text: str, now: datetime | None = None) -> datetime:
+    """Read `30d`, `12h` or a date with or without a time, as 2027-01-01T00:00:00Z. Raises `ConfigurationError`."""
+    number, unit = text[:-1], text[-1:]
+    if number.isascii() and number.isdigit() and unit in ("d", "h"):
+        seconds = int(number) * (86_400 if unit == "d" else 3_600)
+        return datetime.fromtimestamp((now or datetime.now(UTC)).timestamp() + seconds, UTC).replace(microsecond=0)
+    try:
+        expires = datetime.fromisoformat(text)
+    except ValueError as error:
+        raise ConfigurationError(f"{text!r} is no time, such as 30d, 12h or 2027-01-01T00:00:00Z") from error
+    return expires if expires.tzinfo is not None else expires.replace(tzinfo=UTC)

@@ -1,0 +1,230 @@
+"""Which key a request brings, and whether it is one of those that let somebody in.
+
+Keys are random, so that one round of SHA-256 is enough to hide them; each is compared in constant time.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from hashlib import sha256
+from hmac import compare_digest
+from math import inf
+from secrets import token_urlsafe
+
+from multidict import CIMultiDict, CIMultiDictProxy, MultiMapping
+
+from thunderagent.errors import AdminKeyNeededError, ConfigurationError, KeyNeededError
+
+KEY_HEADER = "X-ThunderAgent-Key"
+"""Ours alone: whoever sends it keeps `Authorization` for the engine."""
+
+COOKIE = "thunderagent_login"
+"""Where a browser keeps what it got for an admin key. A key itself is taken from no cookie."""
+
+KEY_PREFIX = "tak_"
+NAME = r"[A-Za-z0-9_.@-]{1,64}(?:/[A-Za-z0-9_.@-]{1,64})?"
+_LINE = re.compile(rf"(?P<name>{NAME}):sha256:(?P<digest>[0-9a-f]{{64}})")
+_KEY: ContextVar[Key | None] = ContextVar("key", default=None)
+"""Of the request that is being handled; aiohttp handles each in a context of its own."""
+_MAY_ALL: ContextVar[bool] = ContextVar("may_all", default=True)
+"""Whether that request may do what needs an admin key: it brings one, or there are no keys."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyLimits:
+    """What a key may use; None is no limit of its own."""
+
+    turns_per_min: float | None = None
+    tokens_per_min: float | None = None
+    programs_count: int | None = None
+    """Programs that live at a time."""
+    held_turns_count: int | None = None
+    """Turns that wait for a lease at a time."""
+
+
+NO_LIMITS = KeyLimits()
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """A key by its hash; `name` says whose it is."""
+
+    name: str
+    digest: bytes
+    is_admin: bool
+    expires_s: float = inf
+    """Unix time from which on it lets nobody in."""
+    limits: KeyLimits = NO_LIMITS
+
+    @property
+    def tenant(self) -> str:
+        """Who has it: its name, or what stands before a slash there, where a tenant has several."""
+        return self.name.partition("/")[0]
+
+
+def mint_key(name: str) -> tuple[str, str]:
+    """Return a new key and the line of it for the configuration. Raises `ConfigurationError` for an odd name."""
+    key = KEY_PREFIX + token_urlsafe(32)
+    line = f"{name}:sha256:{digest_of(key).hex()}"
+    _read_line(line, is_admin=False)
+    return key, line
+
+
+def digest_of(text: str) -> bytes:
+    """Return what a key is known by."""
+    return sha256(text.encode("utf-8", "surrogateescape")).digest()
+
+
+def _read_line(line: str, *, is_admin: bool) -> Key:
+    match = _LINE.fullmatch(line)
+    if match is None:  # the line is not repeated: it may be a key, by mistake
+        raise ConfigurationError("a key is configured as NAME:sha256:HEX, a line that `thunderagent key NAME` prints")
+    return Key(match["name"], bytes.fromhex(match["digest"]), is_admin)
+
+
+class Keyring:
+    """The keys that let somebody in: those of the configuration, and those of a file, which may change."""
+
+    def __init__(
+        self,
+        data_lines: Iterable[str] = (),
+        admin_lines: Iterable[str] = (),
+        *,
+        has_file: bool = False,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Read lines of the configuration. Raises `ConfigurationError` if one is none, or a name comes twice.
+
+        Where a file of keys goes with them (`has_file`) keys are asked for, even while it is empty.
+        """
+        self.keys: tuple[Key, ...] = ()
+        """All of them, expired ones too."""
+        self.filed: tuple[Key, ...] = ()
+        """Those of the file."""
+        self._lined: tuple[Key, ...] = ()
+        self._has_file = has_file
+        self._wall_clock = wall_clock
+        self.set_lines(data_lines, admin_lines)
+
+    def __repr__(self) -> str:
+        return f"<Keyring: {', '.join(key.name for key in self.keys) or 'no key'}>"
+
+    def __bool__(self) -> bool:
+        return self._has_file or bool(self._lined)
+
+    @property
+    def has_data_keys(self) -> bool:
+        """Whether data needs a key."""
+        return self._has_file or any(not key.is_admin for key in self._lined)
+
+    @property
+    def has_admin_keys(self) -> bool:
+        """Whether there is anybody who may call the admin API."""
+        return any(key.is_admin for key in self.keys)
+
+    def set_lines(self, data_lines: Iterable[str], admin_lines: Iterable[str]) -> None:
+        """Take these lines of the configuration in place of the last. Raises `ConfigurationError`, changing nothing."""
+        lined = [_read_line(line, is_admin=False) for line in data_lines]
+        lined += [_read_line(line, is_admin=True) for line in admin_lines]
+        self._take(tuple(lined), self.filed)
+
+    def set_filed(self, keys: Iterable[Key]) -> None:
+        """Take these keys of the file in place of the last. Raises `ConfigurationError`, changing nothing."""
+        self._take(self._lined, tuple(keys))
+
+    def _take(self, lined: tuple[Key, ...], filed: tuple[Key, ...]) -> None:
+        keys = lined + filed
+        if len({key.name for key in keys}) < len(keys):
+            raise ConfigurationError("two keys have the same name")
+        self._lined, self.filed, self.keys = lined, filed, keys
+
+    def named(self, name: str) -> Key | None:
+        """Return the key of a name, expired or not."""
+        return next((key for key in self.keys if key.name == name), None)
+
+    def still(self, key: Key | None) -> Key | None:
+        """Return a key as it is now: None if it was revoked, or has expired."""
+        return None if key is None else self._by_digest(key.digest)
+
+    def find(self, text: str) -> Key | None:
+        """Return the key that a text is, if any. Costs the same for every text, and grows with the number of keys."""
+        return self._by_digest(digest_of(text))
+
+    def _by_digest(self, digest: bytes) -> Key | None:
+        found = None
+        for key in self.keys:
+            if compare_digest(key.digest, digest):
+                found = key
+        return found if found is None or self._wall_clock() < found.expires_s else None
+
+    def key_of(self, headers: CIMultiDictProxy[str]) -> Key | None:
+        """Return the key that a request brings: in our own header, or else in any of those that clients know."""
+        own = headers.get(KEY_HEADER)
+        texts = [own] if own is not None else _usual_texts(headers)
+        for text in texts:
+            if (key := self.find(text)) is not None:
+                return key
+        return None
+
+    def take_out(self, headers: CIMultiDict[str]) -> None:
+        """Take every key of ours out of headers that go to an engine."""
+        headers.popall(KEY_HEADER, None)
+        for name in ("Authorization", "X-API-Key"):
+            texts = headers.getall(name, ())
+            if any(self.find(_bearer(text)) is not None for text in texts):
+                headers.popall(name)
+        if any(name == COOKIE for name, _ in cookies_of(headers)):
+            cookies = [each.strip() for text in headers.popall("Cookie") for each in text.split(";")]
+            if rest := "; ".join(each for each in cookies if each.partition("=")[0].strip() != COOKIE):
+                headers["Cookie"] = rest
+
+
+def _usual_texts(headers: CIMultiDictProxy[str]) -> list[str]:
+    return [_bearer(text) for name in ("X-API-Key", "Authorization") for text in headers.getall(name, ())]
+
+
+def _bearer(text: str) -> str:
+    scheme, _, rest = text.partition(" ")
+    return rest.strip() if scheme.lower() == "bearer" else text
+
+
+def cookies_of(headers: MultiMapping[str]) -> Iterator[tuple[str, str]]:
+    """Yield the cookies of a request, of all its headers, by their names."""
+    for text in headers.getall("Cookie", ()):
+        for each in text.split(";"):
+            name, _, value = each.partition("=")
+            yield name.strip(), value.strip().strip('"')
+
+
+def check_key(key: Key | None, keyring: Keyring, *, for_admin: bool) -> None:
+    """Check that a request with this key may go on. Raises `KeyNeededError` (401), `AdminKeyNeededError` (403)."""
+    _KEY.set(key)
+    _MAY_ALL.set(key is not None and key.is_admin)
+    if key is None:
+        if not for_admin and not keyring.has_data_keys:
+            return
+        if for_admin and not keyring.has_admin_keys:
+            raise AdminKeyNeededError("no admin key is configured, so nobody may do this")
+        raise KeyNeededError(
+            f"send a key of this proxy as Authorization: Bearer, X-API-Key or {KEY_HEADER}; "
+            "there was none, or one that is not configured, or has expired"
+        )
+    if not key.is_admin and for_admin:
+        raise AdminKeyNeededError("this needs an admin key; the key is one for data")
+
+
+def caller_key() -> Key | None:
+    """Return the key that the request brings which is being handled; None where it brings none."""
+    return _KEY.get()
+
+
+def check_admin() -> None:
+    """Check, in a handler that takes data keys, that this request of it may be made. Raises as `check_key` does."""
+    if _MAY_ALL.get():
+        return
+    why = "what concerns every program needs an admin key"
+    raise KeyNeededError(why) if _KEY.get() is None else AdminKeyNeededError(f"{why}; the key is one for data")

@@ -1,0 +1,149 @@
+"""What single keys may use: turns and tokens in a minute, and programs at a time.
+
+A key has a bucket of turns and one of tokens, each as large as a minute's. A turn that finds one empty waits in the
+key's line, because clients such as Codex give up at a 429. What a turn took is known at its end, so the bucket of
+tokens may be overdrawn, and fills up again before the next turn goes on. Programs count from the first that was heard
+of them until they have ended; one too many gets 429, because it is that key's to end others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry, Counter
+
+from thunderagent.errors import KeyHeldLimitError, KeyProgramsLimitError
+from thunderagent.programs.model.decisions import Decision
+from thunderagent.programs.model.events import Event, TurnAbandoned, TurnArrived, TurnFailed, TurnFinished
+from thunderagent.proxy.gate.keys.keyring import Key, KeyLimits, caller_key
+from thunderagent.proxy.gate.rate_limit import Bucket
+
+HEARD = (TurnArrived, TurnFinished, TurnFailed, TurnAbandoned)
+"""What `Quotas.heard` is to be called with."""
+
+
+@dataclass(slots=True)
+class _Account:
+    """What a key has used."""
+
+    limits: KeyLimits
+    turns: Bucket | None
+    tokens: Bucket | None
+    program_ids: set[str] = field(default_factory=set)
+    line: asyncio.Lock = field(default_factory=asyncio.Lock)
+    waiting_count: int = 0
+
+
+class Quotas:
+    """Counts what keys use, and has them wait or refuses them."""
+
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        lives: Callable[[str], bool],
+        max_waiting_count: Callable[[Key], int],
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        """Begin with nothing used.
+
+        `lives` says whether there is a program of an id, `max_waiting_count` how many turns of a key may wait.
+        """
+        self._lives = lives
+        self._max_waiting_count = max_waiting_count
+        self._clock = clock
+        self._accounts: dict[str, _Account] = {}
+        self._by_turn: dict[int, str] = {}
+        """Names of the keys of turns that have not ended, where tokens are limited."""
+        self._limited = Counter(
+            "thunderagent_key_limited",
+            "Turns that waited, or programs that were refused, for a limit of their key: turns, tokens, programs.",
+            labelnames=["limit"],
+            registry=registry,
+        )
+        for limit in ("turns", "tokens", "programs"):
+            self._limited.labels(limit)
+
+    async def wait(self, key: Key) -> None:
+        """Wait until a key may begin one more turn, behind those of its turns that wait already.
+
+        Raises `KeyHeldLimitError` if too many do.
+        """
+        account = self._account(key)
+        if not account.line.locked() and not any(self._missing_s(account)):
+            self._begin(account)
+            return
+        if account.waiting_count >= self._max_waiting_count(key):
+            raise KeyHeldLimitError(f"{account.waiting_count:,} turns of this key wait for its share of a minute")
+        for limit, missing_s in zip(("turns", "tokens"), self._missing_s(account), strict=True):
+            if missing_s:
+                self._limited.labels(limit).inc()
+        account.waiting_count += 1
+        try:
+            async with account.line:
+                while missing_s := max(self._missing_s(account)):  # noqa: ASYNC110 - time is what is waited for
+                    await asyncio.sleep(missing_s)
+                self._begin(account)
+        finally:
+            account.waiting_count -= 1
+
+    def open_program(self, program_id: str) -> None:
+        """Count a program that the request's key may be about to begin. Raises `KeyProgramsLimitError`."""
+        key = caller_key()
+        if key is None or key.limits.programs_count is None:
+            return
+        account = self._account(key)
+        if program_id in account.program_ids or self._lives(program_id):
+            return
+        if len(account.program_ids) >= key.limits.programs_count:
+            account.program_ids = {each for each in account.program_ids if self._lives(each)}
+        if len(account.program_ids) >= key.limits.programs_count:
+            self._limited.labels("programs").inc()
+            raise KeyProgramsLimitError(f"this key has {len(account.program_ids)} programs, and may have no more")
+        account.program_ids.add(program_id)
+
+    def heard(self, event: Event, decisions: Sequence[Decision]) -> None:  # noqa: ARG002 - an observer's signature
+        """Count the tokens of a turn when it ends. It arrives in the context of its request, which has the key."""
+        if isinstance(event, TurnArrived):
+            key = caller_key()
+            if key is not None and key.limits.tokens_per_min is not None:
+                self._by_turn[event.turn_id] = key.name
+        elif isinstance(event, HEARD):
+            account = self._accounts.get(self._by_turn.pop(event.turn_id, ""))
+            if account is not None and account.tokens is not None and isinstance(event, TurnFinished):
+                account.tokens.take((event.prompt_tokens or 0) + (event.output_tokens or 0), self._now_s())
+
+    def programs_count(self, name: str) -> int:
+        """Return how many programs of a key live, as far as they are counted."""
+        account = self._accounts.get(name)
+        return sum(map(self._lives, account.program_ids)) if account is not None else 0
+
+    def _account(self, key: Key) -> _Account:
+        account = self._accounts.get(key.name)
+        if account is None or account.limits != key.limits:
+            turns, tokens, now_s = key.limits.turns_per_min, key.limits.tokens_per_min, self._now_s()
+            fresh = _Account(
+                key.limits,
+                Bucket(turns / 60, max(1.0, turns), now_s) if turns is not None else None,
+                Bucket(tokens / 60, max(1.0, tokens), now_s) if tokens is not None else None,
+            )
+            if account is not None:
+                fresh.program_ids = account.program_ids
+            self._accounts[key.name] = account = fresh
+        return account
+
+    def _missing_s(self, account: _Account) -> tuple[float, float]:
+        """Return how long it takes until there is a turn, and a token."""
+        now_s = self._now_s()
+        return (
+            account.turns.missing_s(now_s) if account.turns is not None else 0.0,
+            account.tokens.missing_s(now_s) if account.tokens is not None else 0.0,
+        )
+
+    def _begin(self, account: _Account) -> None:
+        if account.turns is not None:
+            account.turns.take(1, self._now_s())
+
+    def _now_s(self) -> float:
+        return self._clock() if self._clock is not None else asyncio.get_running_loop().time()

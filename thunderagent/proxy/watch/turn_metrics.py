@@ -1,0 +1,198 @@
+"""What `/metrics` says of turns and of the event loop that carries them: counted where it happens.
+
+All of it belongs to one event loop and takes no lock. A turn pays for three or four values, each found by bisection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from math import inf
+from time import time
+
+from prometheus_client import CollectorRegistry
+from prometheus_client import Counter as CounterMetric
+from prometheus_client.core import HistogramMetricFamily, Metric
+from prometheus_client.utils import floatToGoString
+
+HOLD_BUCKETS_S = (0.001, 0.01, 0.1, 0.5, 1, 2, 5, 10, 20, 40, 60, 120, 300, 600, 1800)
+ADDED_BUCKETS_S = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 1)
+FIRST_TOKEN_BUCKETS_S = (0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640, 2560)
+BETWEEN_TOKENS_BUCKETS_S = (0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 10)
+DURATION_BUCKETS_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 300, 600, 1800, 7200)
+LAG_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 5)
+
+LAG_PERIOD_S = 0.1
+"""The event loop's lag is measured so often."""
+
+NO_STATUS = "none"
+"""The status of a turn whose client left before there was one."""
+
+Labels = tuple[str, ...]
+
+
+class Series:
+    """The values of one histogram under one set of labels."""
+
+    __slots__ = ("_buckets", "_counts", "_created_s", "_sum")
+
+    def __init__(self, buckets: Sequence[float]) -> None:
+        """Begin with no value; `buckets` end with infinity."""
+        self._buckets = buckets
+        self._counts = [0] * len(buckets)
+        self._sum = 0.0
+        self._created_s = time()
+
+    def observe(self, value: float) -> None:
+        """Count a value."""
+        self._counts[bisect_left(self._buckets, value)] += 1
+        self._sum += value
+
+    def counts_up_to(self) -> tuple[int, ...]:
+        """Return how many values were up to the bound of each bucket, at last of all."""
+        return tuple(accumulate(self._counts))
+
+    def add_to(self, family: HistogramMetricFamily, name: str, labels: dict[str, str]) -> None:
+        """Add what was counted to a family."""
+        named = [*zip(map(floatToGoString, self._buckets), self.counts_up_to(), strict=True)]
+        family.add_metric(list(labels.values()), named, self._sum)
+        family.add_sample(f"{name}_created", labels, self._created_s)
+
+
+class Histogram:
+    """A histogram as `prometheus_client` has it, for one event loop: its own takes two locks for each value."""
+
+    def __init__(
+        self,
+        name: str,
+        documentation: str,
+        buckets: Sequence[float],
+        registry: CollectorRegistry,
+        labels: Labels = (),
+    ) -> None:
+        """Register it, with `buckets` and one for what is above them. Without labels it has its series at once."""
+        self._name = name
+        self._documentation = documentation
+        self._buckets = (*map(float, buckets), inf)
+        self._labels = labels
+        self._series: dict[Labels, Series] = {}
+        if not labels:
+            self.of()
+        registry.register(self)
+
+    def of(self, *values: str) -> Series:
+        """Return the series of these values of the labels."""
+        series = self._series.get(values)
+        if series is None:
+            series = self._series[values] = Series(self._buckets)
+        return series
+
+    def forget(self, value: str) -> None:
+        """End all series whose first label has this value."""
+        for values in [values for values in self._series if values[0] == value]:
+            del self._series[values]
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the family."""
+        family = HistogramMetricFamily(self._name, self._documentation, labels=self._labels)
+        for values, series in self._series.items():
+            series.add_to(family, self._name, dict(zip(self._labels, values, strict=True)))
+        yield family
+
+
+class TurnMetrics:
+    """Histograms and counters that the hot path fills."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        """Register them."""
+        of_turns: Labels = ("replica", "status")
+        hold = Histogram(
+            "thunderagent_hold_seconds",
+            "Time that a turn waited for its lease.",
+            HOLD_BUCKETS_S,
+            registry,
+        )
+        added = Histogram(
+            "thunderagent_added_latency_seconds",
+            "Time from a turn's arrival to its forwarding, without its hold: reading, identifying, deciding.",
+            ADDED_BUCKETS_S,
+            registry,
+        )
+        self._first_token = Histogram(
+            "thunderagent_time_to_first_token_seconds",
+            "Time from a turn's arrival to the first bytes of its streamed answer.",
+            FIRST_TOKEN_BUCKETS_S,
+            registry,
+            of_turns,
+        )
+        self._between_tokens = Histogram(
+            "thunderagent_time_between_tokens_seconds",
+            "Mean time between two events of a stream, from its first to its last; one value for each stream.",
+            BETWEEN_TOKENS_BUCKETS_S,
+            registry,
+            of_turns,
+        )
+        self._duration = Histogram(
+            "thunderagent_turn_duration_seconds",
+            "Time from a turn's arrival until its answer was whole, or there was none.",
+            DURATION_BUCKETS_S,
+            registry,
+            of_turns,
+        )
+        self._retries = CounterMetric(
+            "thunderagent_retries",
+            "Turns that were tried on another replica, or were not because too many others were.",
+            ["outcome"],
+            registry=registry,
+        )
+        for outcome in ("made", "over_budget"):
+            self._retries.labels(outcome)
+        self._hold = hold.of()
+        self.observe_hold = self._hold.observe
+        self.observe_added = added.of().observe
+
+    def turn_streamed(self, replica_id: str, status: int, first_s: float, between_s: float | None) -> None:
+        """Count a stream by when its first bytes came and by the mean time between its events, if it had two."""
+        self._first_token.of(replica_id, str(status)).observe(first_s)
+        if between_s is not None:
+            self._between_tokens.of(replica_id, str(status)).observe(between_s)
+
+    def turn_ended(self, replica_id: str | None, status: int | None, duration_s: float) -> None:
+        """Count a turn by how long it was with us."""
+        self._duration.of(replica_id or "", NO_STATUS if status is None else str(status)).observe(duration_s)
+
+    def replica_removed(self, replica_id: str) -> None:
+        """End the series of a replica."""
+        for histogram in (self._first_token, self._between_tokens, self._duration):
+            histogram.forget(replica_id)
+
+    def hold_counts(self) -> tuple[int, ...]:
+        """Return how many turns were held up to each of `HOLD_BUCKETS_S`, and in all."""
+        return self._hold.counts_up_to()
+
+    def count_retry(self, outcome: str) -> None:
+        """Count a retry that was `made`, or was `over_budget`."""
+        self._retries.labels(outcome).inc()
+
+
+class LoopLag:
+    """How late the event loop is: everything that it carries waits for so long, and nothing else tells."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        """Register it."""
+        self._lag = Histogram(
+            "thunderagent_event_loop_lag_seconds",
+            f"How much later than asked for the event loop came back, asked every {LAG_PERIOD_S:g} s.",
+            LAG_BUCKETS_S,
+            registry,
+        ).of()
+
+    async def run(self) -> None:
+        """Measure until cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            due_s = loop.time() + LAG_PERIOD_S
+            await asyncio.sleep(LAG_PERIOD_S)
+            self._lag.observe(max(0.0, loop.time() - due_s))

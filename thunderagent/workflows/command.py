@@ -1,0 +1,88 @@
+"""`thunderagent workflow stubs | top`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+
+from thunderagent.workflows.declare import load_agents
+from thunderagent.workflows.errors import DeclarationError
+from thunderagent.workflows.instance import load_class
+from thunderagent.workflows.stubs import write_stubs
+
+TIMEOUT_S = 5.0
+
+
+def run_stubs(args: argparse.Namespace) -> int:
+    """Write stubs; hold each declaration against its class first, unless told not to."""
+    try:
+        agents = load_agents(args.file)
+        if not args.no_check:
+            sys.path.insert(0, str(Path.cwd()))
+            for agent in agents.values():
+                load_class(agent)
+        written = write_stubs(agents, args.out)
+    except DeclarationError as error:
+        print(f"thunderagent: error: {error}", file=sys.stderr)
+        return 2
+    print(f"{len(agents)} stubs in {args.out}: {', '.join(path.name for path in written)}")
+    return 0
+
+
+def run_top(args: argparse.Namespace) -> int:
+    """Show a running deployment, again each second until Ctrl-C."""
+    console = Console()
+    try:
+        if args.once:
+            console.print(tables(read_snapshot(args.socket)))
+            return 0
+        with Live(tables(read_snapshot(args.socket)), console=console, auto_refresh=False) as live:
+            while True:
+                time.sleep(1.0)
+                live.update(tables(read_snapshot(args.socket)), refresh=True)
+    except (OSError, ValueError) as error:
+        print(f"thunderagent: error: no deployment answers at {args.socket}: {error}", file=sys.stderr)
+        return 1
+
+
+def read_snapshot(path: Path) -> dict[str, Any]:
+    """Return what a deployment says of itself. Raises `OSError`, `ValueError`."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(TIMEOUT_S)
+        connection.connect(str(path))
+        with connection.makefile("rb") as answer:
+            found: dict[str, Any] = json.loads(answer.read())
+    return found
+
+
+def tables(snapshot: dict[str, Any]) -> Group:
+    """Return a snapshot as tables: instances, then the sessions with most calls."""
+    instances = Table("Instance", "Runs", "Waits", "Done", "Mean", "Sessions that wait", title="Instances")
+    for each in snapshot["instances"]:
+        state = "retires" if each["is_retiring"] else str(each["running_count"])
+        waiting = ", ".join(each["waiting"][:5])
+        mean = f"{each['mean_s'] * 1e3:.1f} ms"
+        instances.add_row(each["location"], state, str(each["queued_count"]), str(each["done_count"]), mean, waiting)
+    sessions = Table("Session", "Waits", "Stage", "Went back", "Priority", "Oldest", title="Sessions")
+    for each in snapshot["sessions"]:
+        sessions.add_row(
+            each["session"],
+            str(each["calls_count"]),
+            str(each["stage_count"]),
+            str(each["returns_count"]),
+            f"{each['priority']:g}",
+            f"{each['oldest_s']:.1f} s",
+        )
+    loop = snapshot["loop_ms"]
+    said = f"loop {loop['total']:.1f} ms: {loop['merge']:.1f} merging, {loop['policies']:.1f} in policies"
+    refused = "; ".join(snapshot["refused"][:3])
+    return Group(instances, sessions, said, *([f"refused: {refused}"] if refused else []))

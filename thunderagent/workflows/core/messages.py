@@ -1,0 +1,295 @@
+"""The messages between origins, controllers and the directory, and the instructions to whoever runs them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from thunderagent.workflows.core.call import Call, Outcome, Record
+
+# --- to an origin
+
+
+@dataclass(slots=True)
+class Create:
+    """Make the call of a new record, which says whose values it takes."""
+
+    record: Record
+
+
+@dataclass(slots=True)
+class Result:
+    """What came of a call, for a call that needs it; `for_id` 0 is its origin."""
+
+    call_id: int
+    for_id: int
+    outcome: Outcome
+
+
+@dataclass(slots=True)
+class ExecutorChanged:
+    """A call is on its way to another instance: step 4 of a move."""
+
+    call_id: int
+    to: str
+    moves_count: int
+
+
+@dataclass(slots=True)
+class Arrived:
+    """Calls have come to another instance; each with the number of its move."""
+
+    at: str
+    calls: list[tuple[int, int]]
+
+
+@dataclass(slots=True)
+class Bounced:
+    """A call cannot run at the location that it was sent to: choose another."""
+
+    call_id: int
+    location: str
+
+
+@dataclass(slots=True)
+class Home:
+    """A session's home among an agent's instances."""
+
+    session: str
+    agent: str
+    location: str
+    version: int
+    born_version: int
+
+
+@dataclass(slots=True)
+class Joined:
+    """An agent has one more instance."""
+
+    location: str
+
+
+@dataclass(slots=True)
+class Leaving:
+    """An instance takes no new calls."""
+
+    location: str
+
+
+@dataclass(slots=True)
+class Gone:
+    """Whatever was at a location is lost; to all machines. `is_clean` says that nothing was there any more."""
+
+    location: str
+    is_clean: bool = False
+
+
+@dataclass(slots=True)
+class SetRoute:
+    """Send an agent's calls, or those of one session, to some instances by weight. No weights: as nobody said."""
+
+    agent: str
+    session: str
+    weights: tuple[tuple[str, float], ...]
+
+
+@dataclass(slots=True)
+class SessionEnded:
+    """Nothing of a session is needed any more; to all machines."""
+
+    session: str
+
+
+# --- to the directory
+
+
+@dataclass(slots=True)
+class AskHome:
+    """Ask where a session of a pinned agent is at home; `hint` is where the asker would have it."""
+
+    session: str
+    agent: str
+    asker: str
+    hint: str
+
+
+@dataclass(slots=True)
+class HomeMoved:
+    """A session has moved: step 4 of a move."""
+
+    session: str
+    agent: str
+    sender: str
+    to: str
+    version: int
+
+
+@dataclass(slots=True)
+class HomeArrived:
+    """A session's state has come to its new home."""
+
+    session: str
+    agent: str
+    location: str
+    version: int
+
+
+# --- to a controller
+
+
+@dataclass(slots=True)
+class Adopt:
+    """Be a session's home without its state if that has not come: its sender is lost."""
+
+    session: str
+    version: int
+
+
+@dataclass(slots=True)
+class Submit:
+    """Run a call."""
+
+    call: Call
+
+
+@dataclass(slots=True)
+class Subscribe:
+    """Push a call's value to a consumer, for its call `for_id`; `origin` is who knows if the producer does not."""
+
+    call_id: int
+    origin: str
+    consumer: str
+    for_id: int
+
+
+@dataclass(slots=True)
+class Retarget:
+    """Push a call's value to another consumer, if it has not left: step 2 of a move."""
+
+    call_id: int
+    origin: str
+    consumer: str
+    to: str
+    for_id: int
+
+
+@dataclass(slots=True)
+class Retargeted:
+    """Whether it had left: step 3 of a move."""
+
+    call_id: int
+    for_id: int
+    is_sent: bool
+
+
+@dataclass(slots=True)
+class Migrate:
+    """Move a session to another instance: step 1 of a move."""
+
+    session: str
+    to: str
+
+
+@dataclass(slots=True)
+class Transfer:
+    """A session's state and calls: step 5 of a move."""
+
+    transfer_id: int
+    session: str
+    sender: str
+    to: str
+    version: int
+    state: Any
+    priority: float
+    calls: list[Call]
+    subscribers: dict[int, list[tuple[str, int]]]
+    """Who is to get the values of these calls."""
+
+
+@dataclass(slots=True)
+class Activated:
+    """The session goes on at its new place: step 6 of a move."""
+
+    transfer_id: int
+
+
+@dataclass(slots=True)
+class SetPriorities:
+    """Have sessions' calls go before those of sessions with a lower priority; 0 is what all have."""
+
+    priorities: dict[str, float]
+
+
+@dataclass(slots=True)
+class Retire:
+    """Give everything that waits to other instances, and end when the rest is through."""
+
+    others: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class Finished:
+    """The instance has run a call."""
+
+    call_id: int
+    outcome: Outcome
+
+
+@dataclass(slots=True)
+class Interrupted:
+    """The instance has left a call, which can be begun again from its checkpoint."""
+
+    call_id: int
+    checkpoint: Any
+
+
+# --- what a machine wants done
+
+
+@dataclass(slots=True)
+class Send:
+    """Carry a message to a machine."""
+
+    to: str
+    message: Any
+
+
+@dataclass(slots=True)
+class Run:
+    """Run these calls on the instance: one, or a batch of one method."""
+
+    calls: list[Call]
+
+
+@dataclass(slots=True)
+class Interrupt:
+    """Have the instance leave these calls: each is answered by `Interrupted`, or by `Finished` if that is sooner."""
+
+    calls: list[Call]
+
+
+@dataclass(slots=True)
+class Settled:
+    """A record has its outcome."""
+
+    record: Record
+
+
+@dataclass(slots=True)
+class Moved:
+    """A session has left, with this many calls; `why_not` says why it did not."""
+
+    session: str
+    to: str
+    calls_count: int
+    why_not: str = ""
+
+
+@dataclass(slots=True)
+class Stays:
+    """The instance was to retire and cannot: sessions are here that may not leave, or have nowhere to go."""
+
+
+@dataclass(slots=True)
+class Ended:
+    """The instance has nothing left to do, and was to retire."""

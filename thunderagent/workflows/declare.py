@@ -1,0 +1,182 @@
+"""What agents are: from YAML, or a mapping of the same shape, to checked declarations."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from thunderagent.workflows.core.call import Rules
+from thunderagent.workflows.errors import DeclarationError
+from thunderagent.workflows.state import ManagedDict, ManagedList
+
+NAME = r"^[A-Za-z_][A-Za-z0-9_]*$"
+MAX_BATCH_COUNT = 32
+
+
+class Directives(BaseModel):
+    """How an agent's calls may be run."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
+
+    stateful: bool = Field(False, description="a session's calls run in order on one instance, which it never leaves")
+    managed: bool = Field(False, description="it uses managed state: a session stays together, and may move as a whole")
+    batchable: bool = Field(False, description="a method takes a list for each parameter, and returns a list")
+    max_batch: int = Field(MAX_BATCH_COUNT, ge=1, description="the most calls of a batch")
+    mix_sessions: bool = Field(False, description="a batch may hold calls of several sessions")
+    preemptable: str = Field("", description="the method that is called to have a running call stop")
+    min_instances: int = Field(1, ge=0, description="instances that are kept")
+    max_instances: int = Field(1, ge=1, description="instances that there may be")
+    resources: dict[str, float] = Field(default_factory=dict, description="what an instance takes: cpu, gpu, memory")
+    role: str = Field("", description="a label that policies route by")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _aliases(cls, given: Any) -> Any:
+        """Take the paper's other spellings, too."""
+        if isinstance(given, Mapping):
+            given = dict(given)
+            if "max_resources" in given:
+                given["resources"] = given.pop("max_resources")
+            if isinstance(given.get("preemptable"), bool):
+                given["preemptable"] = "checkpoint" if given["preemptable"] else ""
+            if given.get("min_instances", 1) > 1:
+                given.setdefault("max_instances", given["min_instances"])
+        return given
+
+    @field_validator("resources")
+    @classmethod
+    def _lower_names(cls, resources: dict[str, float]) -> dict[str, float]:
+        return {name.lower(): amount for name, amount in resources.items()}
+
+    @model_validator(mode="after")
+    def _do_not_contradict(self) -> Directives:
+        if self.batchable and self.managed:
+            raise ValueError("a batchable agent has no managed state: a batch may be of several sessions")
+        if self.batchable and self.preemptable:
+            raise ValueError("a batch cannot be interrupted: an agent is batchable or preemptable")
+        if self.mix_sessions and self.stateful:
+            raise ValueError("a stateful agent's batches are of one session")
+        if self.min_instances > self.max_instances:
+            raise ValueError("min_instances is over max_instances")
+        return self
+
+    @property
+    def rules(self) -> Rules:
+        """Return what the core must know."""
+        return Rules(
+            is_stateful=self.stateful,
+            is_managed=self.managed,
+            batch_count=self.max_batch if self.batchable else 1,
+            mixes_sessions=self.batchable and self.mix_sessions,
+            is_preemptable=bool(self.preemptable),
+        )
+
+
+class Agent(BaseModel):
+    """An agent or a tool: its class, its methods with their parameters, its directives."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
+
+    name: str = Field(pattern=NAME)
+    class_path: str = Field(alias="class", pattern=r"^[\w.]+:[\w.]+$", description="module:Class")
+    methods: dict[str, dict[str, str]] = Field(min_length=1, description="by name, the parameters and their types")
+    directives: Directives = Directives()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _gather_directives(cls, given: Any) -> Any:
+        """Directives stand beside the class, without a level of their own."""
+        if isinstance(given, Mapping):
+            known = {"name", "class", "class_path", "methods", "directives"}
+            own = {key: value for key, value in given.items() if key in known}
+            extra = {key: value for key, value in given.items() if key not in known}
+            if extra:
+                own["directives"] = {**dict(own.get("directives") or {}), **extra}
+            own["methods"] = {name: each or {} for name, each in dict(own.get("methods") or {}).items()}
+            return own
+        return given
+
+    def load(self) -> type:
+        """Import the class. Raises `DeclarationError`."""
+        module_name, _, path = self.class_path.partition(":")
+        try:
+            found: Any = importlib.import_module(module_name)
+            for part in path.split("."):
+                found = getattr(found, part)
+        except (ImportError, AttributeError) as error:
+            raise DeclarationError(f"agent {self.name}: {self.class_path} cannot be imported: {error}") from error
+        if not isinstance(found, type):
+            raise DeclarationError(f"agent {self.name}: {self.class_path} is no class")
+        return found
+
+    def check(self, kind: type) -> None:
+        """Hold the declaration against the class. Raises `DeclarationError`."""
+        for name, parameters in self.methods.items():
+            method = getattr(kind, name, None)
+            if not callable(method):
+                raise DeclarationError(f"agent {self.name}: {kind.__name__} has no method {name}")
+            try:
+                signature = inspect.signature(method)
+                signature.bind(None, *parameters)
+            except TypeError as error:
+                text = f"agent {self.name}: {name}({', '.join(parameters)}) is not how {method} is called: {error}"
+                raise DeclarationError(text) from error
+            named = list(signature.parameters)[1:]
+            if list(parameters) != named[: len(parameters)]:
+                raise DeclarationError(
+                    f"agent {self.name}: {name} is declared with ({', '.join(parameters)}), "
+                    f"its parameters are ({', '.join(named)})"
+                )
+        hook = self.directives.preemptable
+        if hook and not callable(getattr(kind, hook, None)):
+            raise DeclarationError(f"agent {self.name}: {kind.__name__} has no method {hook}, which preemptable names")
+
+    def with_directives(self, **changes: Any) -> Agent:
+        """Return the agent with other directives. Raises `DeclarationError`."""
+        kept = {name: getattr(self.directives, name) for name in self.directives.model_fields_set}
+        try:
+            directives = Directives.model_validate({**kept, **changes})
+        except ValidationError as error:
+            raise DeclarationError(f"agent {self.name}: {_said(error)}") from error
+        return self.model_copy(update={"directives": directives})
+
+
+def load_agents(source: str | Path | Mapping[str, Any]) -> dict[str, Agent]:
+    """Read the agents of a YAML file, or of a mapping as such a file holds. Raises `DeclarationError`."""
+    if isinstance(source, Mapping):
+        content: Any = source
+    else:
+        try:
+            content = yaml.safe_load(Path(source).read_text())
+        except (OSError, yaml.YAMLError) as error:
+            raise DeclarationError(f"{source}: {error}") from error
+    if not isinstance(content, Mapping) or not content:
+        raise DeclarationError(f"{source}: names of agents, and under each its class and methods, are wanted")
+    agents = {}
+    for name, given in content.items():
+        if not isinstance(given, Mapping):
+            raise DeclarationError(f"agent {name}: its class and methods are wanted")
+        try:
+            agents[str(name)] = Agent.model_validate({"name": str(name), **given})
+        except ValidationError as error:
+            raise DeclarationError(f"agent {name}: {_said(error)}") from error
+    return agents
+
+
+def uses_managed_state(kind: type) -> bool:
+    """Say whether a class, or the module that it is in, has managed state as an attribute."""
+    module = importlib.import_module(kind.__module__)
+    return any(isinstance(each, ManagedDict | ManagedList) for each in (*vars(kind).values(), *vars(module).values()))
+
+
+def _said(error: ValidationError) -> str:
+    return "; ".join(
+        f"{'.'.join(map(str, each['loc']))}: {each['msg'].removeprefix('Value error, ')}".removeprefix(": ")
+        for each in error.errors()
+    )

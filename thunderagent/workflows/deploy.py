@@ -1,0 +1,340 @@
+"""`deploy`: starts the agents of a declaration, runs drivers, and ends everything again."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+import time
+import uuid
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import uvloop
+
+from thunderagent.client import Program
+from thunderagent.workflows import policies as own_policies
+from thunderagent.workflows import stubs, timeline
+from thunderagent.workflows.control import Control
+from thunderagent.workflows.declare import Agent, load_agents, uses_managed_state
+from thunderagent.workflows.errors import DeclarationError, WorkflowError
+from thunderagent.workflows.future import Future, handle_of
+from thunderagent.workflows.instance import load_class
+from thunderagent.workflows.llm import check_session_name
+from thunderagent.workflows.node import Node
+from thunderagent.workflows.scope import Scope, SessionInfo, current
+from thunderagent.workflows.state import SessionState
+from thunderagent.workflows.store import MemoryStore, Store
+from thunderagent.workflows.view import Act, View, load_policy
+from thunderagent.workflows.watch import Watch
+
+PERIOD_S = 0.05
+"""Between two turns of the global loop."""
+KEPT_LOGS_COUNT = 256
+"""Sessions that have ended whose logs are kept."""
+
+Value = TypeVar("Value")
+
+
+class Deployment:
+    """Agents that run in this process. `deploy` makes one; enter it with `with` or `async with`, once.
+
+    With `with` it has an event loop of its own, in a thread; with `async with` it uses the one that runs.
+    """
+
+    _loop: asyncio.AbstractEventLoop
+
+    def __init__(
+        self,
+        agents: Mapping[str, Agent],
+        *,
+        policies: Sequence[str],
+        store: Store,
+        period_s: float,
+        resources: Mapping[str, float] | None,
+        proxy: str,
+        clock: Callable[[], float] | None,
+        top: Path | None,
+    ) -> None:
+        """Import the agents' classes and the policies. Raises `DeclarationError`."""
+        self.kinds = {name: load_class(agent) for name, agent in agents.items()}
+        self.agents = {name: _as_it_is(agent, self.kinds[name]) for name, agent in agents.items()}
+        self.store = store
+        self.period_s = period_s
+        self.proxy = proxy
+        self._top = top
+        self._watch: Watch | None = None
+        self.ended_sessions: dict[str, SessionInfo] = {}
+        self._policies = [load_policy(name) for name in policies]
+        self._resources = {name.lower(): amount for name, amount in (resources or {}).items()} or None
+        self._clock = clock or time.time
+        self._is_open = False
+        self._thread: threading.Thread | None = None
+        self._saving: set[asyncio.Task[None]] = set()
+        self.node: Node
+        self.control: Control
+
+    def __repr__(self) -> str:
+        return f"<Deployment of {', '.join(self.agents)}: {self.node if self._is_open else 'closed'}>"
+
+    # --- its life
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self._open()
+        except BaseException:
+            await self._close()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._close()
+
+    def __enter__(self) -> Self:
+        started = threading.Event()
+        loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+
+        def run_loop() -> None:
+            asyncio.set_event_loop(loop)
+            loop.call_soon(started.set)
+            loop.run_forever()
+            loop.close()
+
+        self._thread = threading.Thread(target=run_loop, name="workflow-loop", daemon=True)
+        self._thread.start()
+        started.wait()
+        self._loop = loop
+        try:
+            self._on_loop(self._open())
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._thread is not None
+        try:
+            self._on_loop(self._close())
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+
+    def _on_loop(self, coroutine: Coroutine[Any, Any, Value]) -> Value:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    async def _open(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.node = Node(self.agents, self.kinds, clock=self._clock)
+        if not isinstance(self.store, MemoryStore):
+            self.node.on_touched = self._save_state
+        view = View({name: agent.directives for name, agent in self.agents.items()}, self._resources)
+        self.control = Control(self.node, view, self._policies, self.store, self.period_s)
+        self._is_open = True
+        if self._top is not None:
+            self._watch = Watch(self._top, self.control.level)
+            await self._watch.open()
+        await self.control.start()
+
+    async def _close(self) -> None:
+        if not self._is_open:
+            return
+        self._is_open = False
+        if self._watch is not None:
+            await self._watch.close()
+        await self.control.stop()
+        await self.node.close()
+        for name in list(self.node.sessions):
+            await self._end_session(name, keep_state=True)
+        if self._saving:
+            await asyncio.wait(self._saving)
+        await self.store.close()
+
+    # --- drivers
+
+    def run(self, main: Callable[..., Any], *args: Any, session: str = "", **kwargs: Any) -> Any:
+        """Run a driver in this thread, or an `async` one on the deployment's loop; return what it returns.
+
+        `session` names what the user sees as one conversation: its state stays until `end_session`, and calls of it
+        that belong together stay together. Without a name the session ends with the driver. From an agent's method, it
+        is a workflow within a workflow. Raises what the driver raises.
+        """
+        if self._thread is None:
+            raise WorkflowError("this deployment has no loop of its own: `await app.run_async(...)`")
+        if inspect.iscoroutinefunction(main):
+            context = copy_context()
+            call = self.run_async(main, *args, session=session, **kwargs)
+            made = context.run(asyncio.run_coroutine_threadsafe, call, self._loop)
+            return made.result()
+        info = self._on_loop(self._begin_session(session, current.get()))
+        try:
+            return self._run_driver(info, main, args, kwargs)
+        finally:
+            self._on_loop(self._leave_session(info, is_named=bool(session)))
+
+    async def run_async(self, main: Callable[..., Any], *args: Any, session: str = "", **kwargs: Any) -> Any:
+        """Do as `run`, from the event loop: an `async` driver runs on it, a plain one in a thread of its own."""
+        info = await self._begin_session(session, current.get())
+        try:
+            if not inspect.iscoroutinefunction(main):
+                with ThreadPoolExecutor(1, "workflow-driver") as thread:
+                    return await self._loop.run_in_executor(
+                        thread, copy_context().run, self._run_driver, info, main, args, kwargs
+                    )
+            token = current.set(Scope(self.node, info))
+            try:
+                value = await main(*args, **kwargs)
+                return await handle_of(value) if type(value) is Future else value
+            finally:
+                current.reset(token)
+        finally:
+            await self._leave_session(info, is_named=bool(session))
+
+    def _run_driver(self, info: SessionInfo, main: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        token = current.set(Scope(self.node, info))
+        try:
+            value = main(*args, **kwargs)
+            return value.value() if type(value) is Future else value
+        finally:
+            current.reset(token)
+
+    async def _begin_session(self, name: str, around: Scope | None) -> SessionInfo:
+        info = self.node.sessions.get(name) if name else None
+        if info is None:
+            check_session_name(name)
+            name = name or f"session-{uuid.uuid4().hex}"
+            info = self.node.session(name)
+            if around is not None and around.session.name != name:
+                info.parent = around.session.name
+                info.group = f"{around.session.name}/{around.call_id}"
+            for agent, values in (await self.store.load_states(name)).items():
+                if agent:
+                    self.node.kept_states[agent, name] = values
+                else:
+                    info.state = SessionState(values)
+        info.runs_count += 1
+        return info
+
+    async def _leave_session(self, info: SessionInfo, *, is_named: bool) -> None:
+        info.runs_count -= 1
+        if self.node.on_touched is not None and info.state is not None and info.state.touched:
+            self.node.on_touched("", info.name, info.state)
+        if not is_named and not info.runs_count and self._is_open:
+            await self._end_session(info.name)
+
+    def end_session(self, name: str) -> None:
+        """End a session: its state is dropped, calls that are left of it fail, the proxy is told."""
+        self._on_loop(self._end_session(name))
+
+    async def end_session_async(self, name: str) -> None:
+        """Do as `end_session`."""
+        await self._end_session(name)
+
+    async def _end_session(self, name: str, *, keep_state: bool = False) -> None:
+        info = self.node.end_session(name)
+        self.control.level.view.priorities.pop(name, None)
+        if info is None:
+            return
+        self.ended_sessions[name] = info
+        while len(self.ended_sessions) > KEPT_LOGS_COUNT:
+            del self.ended_sessions[next(iter(self.ended_sessions))]
+        if not keep_state:
+            await self.store.drop_session(name)
+        if info.uses_proxy and self.proxy:
+            await Program(self.proxy, name).async_release()
+
+    def _save_state(self, agent: str, session: str, state: SessionState) -> None:
+        touched = {name: state.values[name] for name in state.touched if name in state.values}
+        state.touched.clear()
+        task = self._loop.create_task(self.store.save_state(agent, session, touched))
+        self._saving.add(task)
+        task.add_done_callback(self._saving.discard)
+
+    # --- by hand
+
+    def act(self, ask: Callable[[Act], None]) -> list[str]:
+        """Ask for something as a policy would, once; return why it was refused, if it was.
+
+        For instance `app.act(lambda act: act.kill("developer/1"))`.
+        """
+        return self._on_loop(self.act_async(ask)) if self._thread is not None else _no_loop()
+
+    async def act_async(self, ask: Callable[[Act], None]) -> list[str]:
+        """Do as `act`."""
+        return await self.control.once([lambda _, act: ask(act)])
+
+    def lose(self, location: str) -> None:
+        """Take an instance away as if it had crashed: what is there fails."""
+        self._loop.call_soon_threadsafe(self.node.lose, location)
+
+    def write_timeline(self, session: str, path: str | Path) -> None:
+        """Write a session's timeline: a page to `.html`, Chrome trace events to anything else. Raises `KeyError`."""
+        timeline.write(self.session_log(session), Path(path))
+
+    def session_log(self, name: str) -> SessionInfo:
+        """Return what is kept of a session, ended or not. Raises `KeyError`."""
+        return self.node.sessions.get(name) or self.ended_sessions[name]
+
+
+def deploy(
+    source: str | Path | Mapping[str, Any],
+    *,
+    policies: Sequence[str] = own_policies.DEFAULTS,
+    store: str | Store = "",
+    period_s: float = PERIOD_S,
+    resources: Mapping[str, float] | None = None,
+    proxy: str = "",
+    clock: Callable[[], float] | None = None,
+    top: str | Path = "",
+) -> Deployment:
+    """Return a deployment of the agents that a YAML file, or a mapping of its shape, declares; enter it to start them.
+
+    `policies` are names of this package's, or `package.module:function`; none is first come, first served. `store` is
+    `redis://...`, to keep sessions' state and let others read the summaries; "" keeps all in this process. `period_s`
+    is between two turns of the global loop. `resources` is what there is in all, for `provision`; None asks nobody.
+    `proxy` is the URL of thunderagent's proxy, which is told of a session's end. Raises `DeclarationError`.
+    """
+    agents = load_agents(source)
+    for name, directives in stubs.GIVEN_DIRECTIVES.items():
+        if name in agents:
+            agents[name] = agents[name].with_directives(**directives)
+    return Deployment(
+        agents,
+        policies=policies,
+        store=_store_of(store),
+        period_s=period_s,
+        resources=resources,
+        proxy=proxy,
+        clock=clock,
+        top=Path(top) if top else None,
+    )
+
+
+def _store_of(store: str | Store) -> Store:
+    if not isinstance(store, str):
+        return store
+    if not store:
+        return MemoryStore()
+    if store.startswith(("redis://", "rediss://", "unix://")):
+        from thunderagent.workflows.redis_store import RedisStore  # noqa: PLC0415 - and the redis package with it
+
+        return RedisStore(store)
+    raise DeclarationError(f"no store {store!r}: redis://... or nothing")
+
+
+def _as_it_is(agent: Agent, kind: type) -> Agent:
+    """Declare an agent managed that has managed state, without being told."""
+    if not agent.directives.managed and uses_managed_state(kind):
+        return agent.with_directives(managed=True)
+    return agent
+
+
+def _no_loop() -> list[str]:
+    raise WorkflowError("this deployment has no loop of its own: `await app.act_async(...)`")

@@ -1,0 +1,73 @@
+"""What can go wrong with a call; each says which call it was, and where."""
+
+from __future__ import annotations
+
+
+class WorkflowError(Exception):
+    """Anything that this package raises."""
+
+
+class DeclarationError(WorkflowError):
+    """An agent is not declared as its class is, or directives contradict each other."""
+
+
+class CallError(WorkflowError):
+    """A call failed. `path` leads to it, agent by agent; `instance` is where; `remote_traceback` is its text.
+
+    The agent's own exception is the `__cause__`.
+    """
+
+    def __init__(self, message: str, *, path: tuple[str, ...] = (), instance: str = "", remote_traceback: str = ""):
+        super().__init__(message)
+        self.message = message
+        self.path = path
+        self.instance = instance
+        self.remote_traceback = remote_traceback
+
+    @property
+    def agent(self) -> str:
+        """The agent that was called."""
+        return self.instance.rpartition("/")[0]
+
+    def __str__(self) -> str:
+        return f"{self.message}\n{self.remote_traceback}" if self.remote_traceback else self.message
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _call_error, (type(self), self.message, self.path, self.instance, self.remote_traceback, self.__cause__)
+
+
+class LostError(CallError):
+    """What a call ran on, or waited at, is gone: an instance, a controller, a node."""
+
+
+class SessionEndedError(CallError):
+    """The session of the call ended before the call did."""
+
+
+class DeadlockError(WorkflowError):
+    """A call would wait for itself, or an event loop for what runs on it."""
+
+
+class StateError(WorkflowError):
+    """Managed state was used where there is none: outside a session, in a batch, or by an agent not declared so."""
+
+
+class Preempted(Exception):  # noqa: N818 - no error: how a method says that it stopped as asked
+    """Raised by a method that was asked to stop; `checkpoint` is what its next run goes on from."""
+
+    def __init__(self, checkpoint: object = None) -> None:
+        super().__init__("preempted")
+        self.checkpoint = checkpoint
+
+
+def _call_error(
+    kind: type[CallError],
+    message: str,
+    path: tuple[str, ...],
+    instance: str,
+    remote_traceback: str,
+    cause: BaseException | None,
+) -> CallError:
+    error = kind(message, path=path, instance=instance, remote_traceback=remote_traceback)
+    error.__cause__ = cause
+    return error

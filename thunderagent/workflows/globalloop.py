@@ -1,0 +1,119 @@
+"""The two levels of control: what each node says and does once in a period, and what the global loop decides.
+
+The loop is on no call's path: controllers work by what they were last told. It reads what has changed since it last
+looked, runs the policies one after the other on one view, and leaves the decisions with the store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+
+from thunderagent.workflows.core import messages as m
+from thunderagent.workflows.node import Node
+from thunderagent.workflows.store import Decisions, Store
+from thunderagent.workflows.view import Act, Policy, View, summarize
+
+
+class LocalLevel:
+    """A node's part: it leaves summaries with the store, and carries out what it finds there."""
+
+    def __init__(self, node: Node, store: Store) -> None:
+        self.node = node
+        self.store = store
+        self._said: dict[str, tuple[int, int, bool]] = {}
+
+    async def publish(self) -> None:
+        """Say what has changed."""
+        summaries = []
+        for location, controller in self.node.controllers.items():
+            instance = self.node.instances[location]
+            now = (instance.done_count, len(controller.running), controller.is_retiring)
+            if controller.changed or self._said.get(location) != now:
+                self._said[location] = now
+                stats = (instance.done_count, instance.busy_s, instance.running_since_s)
+                summaries.append(summarize(controller, self.node.name, stats))
+        for location in self._said.keys() - self.node.controllers.keys():
+            del self._said[location]
+        if summaries:
+            await self.store.publish(self.node.name, summaries)
+
+    async def apply(self) -> None:
+        """Do what was decided."""
+        for decisions in await self.store.take(self.node.name):
+            apply(self.node, decisions)
+
+
+def apply(node: Node, decisions: Decisions) -> None:
+    """Carry decisions out on a node."""
+    for route in decisions.routes:
+        node.post(node.name, route)
+    if decisions.priorities:
+        for location in node.controllers:
+            node.post(location, m.SetPriorities(decisions.priorities))
+    for agent, priorities in decisions.agent_priorities.items():
+        for location, controller in list(node.controllers.items()):
+            if controller.agent == agent:
+                node.post(location, m.SetPriorities(priorities))
+    for location, migrations in decisions.migrations.items():
+        for migration in migrations if location in node.controllers else ():
+            node.post(location, migration)
+    for location in decisions.kills:
+        if location in node.controllers:
+            node.retire(location, tuple(each for each in _others(node, location)))
+
+
+def _others(node: Node, location: str) -> list[str]:
+    agent = node.controllers[location].agent
+    return [each for each in node.origin.router.instances.get(agent, ()) if each != location]
+
+
+@dataclass
+class LoopTimes:
+    """Where the time of the last turn of the loop went, in seconds."""
+
+    collect_s: float = 0.0
+    merge_s: float = 0.0
+    policies_s: float = 0.0
+    push_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        """All of it."""
+        return self.collect_s + self.merge_s + self.policies_s + self.push_s
+
+
+@dataclass
+class GlobalLevel:
+    """The global part. `nodes` gives the names of all nodes; `provision` starts an instance of an agent."""
+
+    view: View
+    policies: Sequence[Policy]
+    store: Store
+    nodes: Callable[[], Sequence[str]]
+    provision: Callable[[str], None]
+    clock: Callable[[], float]
+    times: LoopTimes = field(default_factory=LoopTimes)
+    refused: list[str] = field(default_factory=list)
+    """What the last turn's policies asked for in vain."""
+
+    async def step(self) -> None:
+        """Look, decide and say so, once."""
+        began = perf_counter()
+        summaries = await self.store.collect()
+        collected = perf_counter()
+        self.view.merge(summaries, self.clock())
+        merged = perf_counter()
+        act = Act(self.view)
+        for policy in self.policies:
+            policy(self.view, act)
+        decided = perf_counter()
+        self.refused = act.refused
+        decisions = Decisions(act.routes, act.priorities, act.agent_priorities, act.migrations, act.kills)
+        if decisions:
+            for node in self.nodes():
+                await self.store.push(node, decisions)
+        for agent in act.provisions:
+            self.provision(agent)
+        self.times = LoopTimes(collected - began, merged - collected, decided - merged, perf_counter() - decided)

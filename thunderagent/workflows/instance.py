@@ -1,0 +1,202 @@
+"""An instance of an agent: an object of the user's class, and how its methods are run.
+
+`async` methods run on the node's event loop, plain ones in the one thread of the instance. One call runs at a time, or
+one batch: the controller sees to that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import inspect
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from thunderagent.workflows.core import messages as m
+from thunderagent.workflows.core.call import Call, Outcome
+from thunderagent.workflows.declare import Agent
+from thunderagent.workflows.errors import CallError, DeclarationError, Preempted, WorkflowError
+from thunderagent.workflows.future import Future, fill_in, handle_of
+from thunderagent.workflows.scope import Scope, current
+
+if TYPE_CHECKING:
+    from thunderagent.workflows.node import Node
+
+
+class Instance:
+    """One object of an agent's class, at `location`."""
+
+    def __init__(self, node: Node, location: str, agent: Agent, kind: type) -> None:
+        self.node = node
+        self.location = location
+        self.agent = agent
+        self._kind = kind
+        self._object: Any = None
+        self._methods: dict[str, tuple[Callable[..., Any], bool]] = {}
+        self._thread = ThreadPoolExecutor(1, f"workflow-{location}")
+        self._task: asyncio.Task[None] | None = None
+        self._left: Any = None
+        """What an interrupted run leaves, as long as it is being interrupted."""
+        self._is_interrupted = False
+        self.done_count = 0
+        self.busy_s = 0.0
+        self.running_since_s = 0.0
+
+    def __repr__(self) -> str:
+        return f"<Instance {self.location} of {self.agent.class_path}>"
+
+    async def start(self) -> None:
+        """Make the object, in its thread: it may take long. Raises what the class raises."""
+        loop = asyncio.get_running_loop()
+        self._object = await loop.run_in_executor(self._thread, self._kind)
+        for name in self.agent.methods:
+            method = getattr(self._object, name)
+            self._methods[name] = (method, inspect.iscoroutinefunction(method))
+        if all(is_async for _, is_async in self._methods.values()):
+            self._thread.shutdown(wait=False)
+
+    def run(self, calls: list[Call]) -> None:
+        """Run calls; each is answered with `Finished`, or `Interrupted`."""
+        self._is_interrupted = False
+        self._task = self.node.loop.create_task(self._run(calls))
+
+    def interrupt(self, calls: list[Call]) -> None:
+        """Have what runs stop, and be begun again: the agent's own method says what is kept."""
+        hook = getattr(self._object, self.agent.directives.preemptable)
+        self._is_interrupted = True
+        _, is_async = self._methods[calls[0].method]
+        try:
+            self._left = hook()
+        except Exception:
+            self._is_interrupted = False
+            return
+        if is_async and self._task is not None:
+            self._task.cancel()
+
+    async def close(self, *, is_lost: bool = False) -> None:
+        """Stop what runs and let the thread end. `is_lost`: do not wait for a plain method, which cannot be stopped."""
+        if self._task is not None and not self._task.done():
+            self._task.cancel()
+            if not is_lost:
+                await asyncio.wait([self._task])
+        close = getattr(self._object, "close", None)
+        if callable(close) and not is_lost:
+            closing = close()
+            if inspect.isawaitable(closing):
+                await closing
+
+    async def join(self) -> None:
+        """Wait until its thread has ended: a plain method cannot be stopped."""
+        with contextlib.suppress(RuntimeError):  # it has been told to end already
+            await asyncio.wrap_future(self._thread.submit(_nothing))
+        self._thread.shutdown()
+
+    # --- one run
+
+    async def _run(self, calls: list[Call]) -> None:
+        began_s = self.running_since_s = self.node.clock()
+        first = calls[0]
+        current.set(self._scope(calls))
+        try:
+            method, is_async = self._methods[first.method]
+            given = self._arguments(calls)
+            if is_async:
+                value = await method(*given)
+            else:
+                run = contextvars.copy_context().run
+                value = await self.node.loop.run_in_executor(self._thread, run, method, *given)
+            if type(value) in _HOLD_FUTURES:
+                value = await _resolved(value)
+            values = self._by_call(value, calls) if self.agent.directives.batchable else [value]
+        except asyncio.CancelledError:
+            if not self._is_interrupted:
+                raise
+            self._leave(calls, self._left)
+        except Preempted as preempted:
+            kept = preempted.checkpoint if preempted.checkpoint is not None else self._left
+            self._leave(calls, kept)
+        except BaseException as error:
+            outcome = Outcome(None, self._failure(first, error), began_s, self.node.clock())
+            self._answer(calls, [outcome] * len(calls))
+            if not isinstance(error, Exception):
+                raise
+        else:
+            ended_s = self.node.clock()
+            self._answer(calls, [Outcome(each, None, began_s, ended_s) for each in values])
+
+    def _scope(self, calls: list[Call]) -> Scope:
+        first = calls[0]
+        session = self.node.session(first.session)
+        is_mixed = any(call.session != first.session for call in calls)
+        chain = (*first.chain, self.location)
+        return Scope(self.node, session, self.location, chain, first, first.stage_count, len(calls), is_mixed)
+
+    def _arguments(self, calls: list[Call]) -> tuple[Any, ...]:
+        """Return a call's arguments, or for each parameter the list of what the calls of a batch give it."""
+        args = [fill_in(call.args, call.values) if call.values else call.args for call in calls]
+        if self.agent.directives.batchable:
+            return tuple(list(column) for column in zip(*args, strict=True))
+        return args[0]
+
+    def _by_call(self, value: Any, calls: list[Call]) -> list[Any]:
+        if not isinstance(value, list | tuple) or len(value) != len(calls):
+            got = f"{self.agent.name}.{calls[0].method} got {len(calls)} calls"
+            raise WorkflowError(f"{got}, and must return a list of as many values")
+        return list(value)
+
+    def _answer(self, calls: list[Call], outcomes: list[Outcome]) -> None:
+        self.done_count += len(calls)
+        self.busy_s += outcomes[0].ended_s - outcomes[0].began_s
+        for call, outcome in zip(calls, outcomes, strict=True):
+            self.node.post(self.location, m.Finished(call.call_id, outcome))
+
+    def _leave(self, calls: list[Call], kept: Any) -> None:
+        for call in calls:
+            self.node.post(self.location, m.Interrupted(call.call_id, kept))
+
+    def _failure(self, call: Call, error: BaseException) -> BaseException:
+        """Return an agent's error with where it happened; one that came from a call that it made says so itself."""
+        path = (*call.chain, self.location)
+        text = f"{call.agent}.{call.method} failed: {type(error).__name__}: {error}; called by "
+        text = text.partition("\n")[0] if isinstance(error, CallError) else text
+        text += " > ".join(call.chain) or "the driver"
+        failure = CallError(
+            text,
+            path=path,
+            instance=self.location,
+            remote_traceback="".join(traceback.format_exception(error)).rstrip(),
+        )
+        failure.__cause__ = error
+        return failure
+
+
+_HOLD_FUTURES = (Future, list, tuple, dict)
+
+
+def _nothing() -> None:
+    """Be the last thing that a thread does."""
+
+
+async def _resolved(value: Any) -> Any:
+    """Return what a method returned, with the values of futures that are in it."""
+    if type(value) is Future:
+        return await handle_of(value)
+    if type(value) in (list, tuple):
+        if any(type(each) is Future for each in value):
+            return type(value)([await _resolved(each) for each in value])
+    elif type(value) is dict and any(type(each) is Future for each in value.values()):
+        return {key: await _resolved(each) for key, each in value.items()}
+    return value
+
+
+def load_class(agent: Agent) -> type:
+    """Import an agent's class and hold its declaration against it. Raises `DeclarationError`."""
+    kind = agent.load()
+    agent.check(kind)
+    hook = agent.directives.preemptable
+    if hook and inspect.iscoroutinefunction(getattr(kind, hook)):
+        raise DeclarationError(f"agent {agent.name}: {hook} is called to interrupt a call, and is a plain method")
+    return kind

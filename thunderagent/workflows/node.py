@@ -1,0 +1,339 @@
+"""A node: an origin, the controllers and instances that are here, and the loop that carries messages between them.
+
+All of it runs on one event loop. A call from another thread goes through a queue that wakes the loop once for whatever
+is in it. Messages to machines elsewhere go to the `Link`, in the order in which they were sent; embedded, there is
+none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, cast
+
+from thunderagent.workflows.core import messages as m
+from thunderagent.workflows.core.call import Call, Outcome, Record
+from thunderagent.workflows.core.controller import Controller
+from thunderagent.workflows.core.directory import Directory
+from thunderagent.workflows.core.origin import DIRECTORY, Origin
+from thunderagent.workflows.core.router import agent_of
+from thunderagent.workflows.declare import Agent
+from thunderagent.workflows.errors import DeadlockError, StateError, WorkflowError
+from thunderagent.workflows.future import Future, Handle, take_futures
+from thunderagent.workflows.instance import Instance
+from thunderagent.workflows.scope import NODE_BITS, Scope, SessionInfo
+from thunderagent.workflows.state import SessionState
+
+
+class Link(Protocol):
+    """Carries messages to other nodes."""
+
+    def send(self, sender: str, to: str, message: Any) -> bool:
+        """Take a message along; False if nobody knows of such a machine."""
+
+
+class Node:
+    """What one process runs of a deployment. `agents` are all that are declared; `number` is unique among the nodes."""
+
+    def __init__(
+        self,
+        agents: Mapping[str, Agent],
+        kinds: Mapping[str, type],
+        *,
+        number: int = 0,
+        clock: Callable[[], float] = time.time,
+        link: Link | None = None,
+        is_head: bool = True,
+    ) -> None:
+        """Take the running event loop."""
+        self.loop = asyncio.get_running_loop()
+        self.thread_id = threading.get_ident()
+        self.name = f"node-{number}"
+        self.agents = agents
+        self.clock = clock
+        self.origin = Origin(self.name, {name: agent.directives.rules for name, agent in agents.items()})
+        self.controllers: dict[str, Controller] = {}
+        self.instances: dict[str, Instance] = {}
+        self.sessions: dict[str, SessionInfo] = {}
+        self.waiting: dict[int, Handle] = {}
+        """By call that runs here, what it waits for."""
+        self.kept_states: dict[tuple[str, str], dict[str, Any]] = {}
+        """By agent and session, state from an earlier deployment, until it is used."""
+        self.suspect: Handle | None = None
+        """A call that may wait for itself, unless something moves it."""
+        self.on_moved: Callable[[m.Moved], None] = lambda _: None
+        self.on_touched: Callable[[str, str, SessionState], None] | None = None
+        """Told of each session's state, after a call that has used it."""
+        self._kinds = kinds
+        self._link = link
+        self._machines: dict[str, Any] = {self.name: self.origin}
+        if is_head:
+            self._machines[DIRECTORY] = Directory()
+        self._retired: set[str] = set()
+        self._ids = itertools.count((number << NODE_BITS) + 1)
+        self._inbox: deque[tuple[str, str, Any]] = deque()
+        self._is_draining = False
+        self._from_threads: deque[Any] = deque()
+        self._is_notified = False
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def __repr__(self) -> str:
+        return f"<Node {self.name}: {len(self.instances)} instances, {len(self.origin.records)} calls>"
+
+    # --- calls
+
+    def call(self, scope: Scope, agent: str, method: str, args: tuple[Any, ...]) -> Future:
+        """Make a call; return at once. From any thread. Raises `WorkflowError` for an agent that is not deployed."""
+        if agent not in self.agents:
+            raise WorkflowError(f"no agent {agent!r} is deployed, only {', '.join(self.agents)}")
+        needs: dict[int, Handle] = {}
+        args = take_futures(args, needs)
+        stage_count = scope.stage_count + 1
+        for need in needs.values():
+            stage_count = max(stage_count, need.call.stage_count + 1)
+        session = scope.session
+        call = Call(
+            next(self._ids),
+            scope.maker,
+            agent,
+            method,
+            args,
+            stage_count,
+            stage_count - session.first_stages.setdefault(agent, stage_count),
+            self.clock(),
+        )
+        handle = Handle(call, tuple(needs.values()))
+        handle.node = self
+        if threading.get_ident() == self.thread_id:
+            self._inbox.append((self.name, self.name, m.Create(handle)))
+            if not self._is_draining:
+                self._drain()
+        else:
+            self.enter(lambda: self._put(self.name, self.name, m.Create(handle)))
+        return Future(handle)
+
+    def session(self, name: str) -> SessionInfo:
+        """Return what is kept of a session; begin to keep it if nothing is."""
+        info = self.sessions.get(name)
+        if info is None:
+            info = self.sessions[name] = SessionInfo(name)
+        return info
+
+    def is_running(self, location: str, call_id: int) -> bool:
+        """Say whether a call runs at an instance of this node."""
+        controller = self.controllers.get(location)
+        return controller is not None and call_id in controller.running
+
+    def state_of(self, location: str, call: Call, name: str) -> SessionState:
+        """Return the managed state that a running call may use. Raises `StateError`."""
+        controller = self.controllers[location]
+        if not controller.rules.is_managed:
+            raise StateError(f"{call.agent} uses managed state {name!r}: declare it `managed: true`")
+        state = controller.states.get(call.session)
+        if state is None:
+            kept = self.kept_states.pop((call.agent, call.session), None)
+            state = controller.states[call.session] = SessionState(kept)
+        found: SessionState = state
+        return found
+
+    # --- messages
+
+    def enter(self, action: Callable[[], None]) -> None:
+        """Have something done on the loop, from any thread, in the order in which a thread asks for it."""
+        self._from_threads.append(action)
+        if not self._is_notified:
+            self._is_notified = True
+            self.loop.call_soon_threadsafe(self._take_from_threads)
+
+    def _take_from_threads(self) -> None:
+        self._is_notified = False
+        while self._from_threads:
+            self._from_threads.popleft()()
+
+    def post(self, to: str, message: Any, *, sender: str = "") -> None:
+        """Give a machine a message. On the loop."""
+        self._put(sender or self.name, to, message)
+
+    def broadcast(self, message: Any, *, sender: str = "") -> None:
+        """Give all machines of this node a message; the directory comes first."""
+        for to in sorted(self._machines, key=lambda name: name != DIRECTORY):
+            self._put(sender or self.name, to, message)
+
+    def _put(self, sender: str, to: str, message: Any) -> None:
+        self._inbox.append((sender, to, message))
+        if not self._is_draining:
+            self._drain()
+
+    def _drain(self) -> None:
+        self._is_draining = True
+        inbox, machines = self._inbox, self._machines
+        try:
+            while inbox:
+                sender, to, message = inbox.popleft()
+                machine = machines.get(to)
+                if machine is None:
+                    self._pass_on(sender, to, message)
+                    continue
+                for each in machine.handle(message):
+                    if type(each) is m.Send:
+                        inbox.append((to, each.to, each.message))
+                    else:
+                        self._perform(to, each)
+        finally:
+            self._is_draining = False
+
+    def _pass_on(self, sender: str, to: str, message: Any) -> None:
+        """Send a message to another node; to a machine that is nowhere, its sender is told so."""
+        if self._link is not None and to not in self._retired and self._link.send(sender, to, message):
+            return
+        if sender in self._machines and type(message) is not m.Gone:
+            self._inbox.append((to, sender, m.Gone(to, is_clean=to in self._retired)))
+
+    def _perform(self, name: str, instruction: Any) -> None:
+        kind = type(instruction)
+        if kind is m.Run:
+            self.instances[name].run(instruction.calls)
+        elif kind is m.Settled:
+            self._settle(instruction.record)
+        elif kind is m.Interrupt:
+            self.instances[name].interrupt(instruction.calls)
+        elif kind is m.Moved:
+            self.on_moved(instruction)
+        elif kind is m.Stays:
+            self.tell_all(m.Joined(name))
+        else:
+            assert kind is m.Ended
+            self._end_instance(name)
+
+    def _settle(self, record: Record) -> None:
+        outcome, call = record.outcome, record.call
+        assert outcome is not None
+        session = self.sessions.get(call.session)
+        if session is not None:
+            session.log.append(
+                (
+                    call.call_id,
+                    call.maker.call_id,
+                    call.agent,
+                    call.method,
+                    record.executor,
+                    call.created_s,
+                    outcome.began_s,
+                    outcome.ended_s or self.clock(),
+                    call.stage_count,
+                    record.moves_count,
+                    outcome.error is not None,
+                )
+            )
+        if self.on_touched is not None and record.executor in self.controllers:
+            self._tell_touched(record.executor, call)
+        call.args = ()
+        call.values = None
+        cast("Handle", record).notify()
+
+    def _tell_touched(self, location: str, call: Call) -> None:
+        state = self.controllers[location].states.get(call.session)
+        if state is not None and state.touched and self.on_touched is not None:
+            self.on_touched(call.agent, call.session, state)
+            state.touched.clear()
+
+    # --- instances
+
+    async def launch(self, location: str) -> None:
+        """Start an instance here, and tell everybody. Raises what its class raises."""
+        agent = self.agents[agent_of(location)]
+        instance = Instance(self, location, agent, self._kinds[agent.name])
+        try:
+            await instance.start()
+        except BaseException:
+            await instance.join()
+            raise
+        self.instances[location] = instance
+        self.controllers[location] = self._machines[location] = Controller(location, agent.directives.rules)
+        self.tell_all(m.Joined(location))
+
+    def tell_all(self, message: Any) -> None:
+        """Tell all machines of all nodes; embedded, they are here."""
+        self.broadcast(message)
+        if self._link is not None:
+            self._link.send(self.name, "", message)
+
+    def retire(self, location: str, others: tuple[str, ...]) -> None:
+        """Let an instance end when it has given away whatever waits there."""
+        self.tell_all(m.Leaving(location))
+        self.post(location, m.Retire(others))
+
+    def _end_instance(self, location: str) -> None:
+        if location in self._machines:
+            self._retired.add(location)
+            self._remove(location, m.Gone(location, is_clean=True), is_lost=False)
+
+    def lose(self, location: str) -> None:
+        """Take an instance away with all that is on it: as if it had crashed."""
+        if location in self._machines:
+            self._remove(location, m.Gone(location), is_lost=True)
+
+    def _remove(self, location: str, gone: m.Gone, *, is_lost: bool) -> None:
+        del self._machines[location], self.controllers[location]
+        closing = self.loop.create_task(self._close_instance(self.instances.pop(location), is_lost=is_lost))
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+        self.tell_all(gone)
+
+    async def _close_instance(self, instance: Instance, *, is_lost: bool) -> None:
+        await instance.close(is_lost=is_lost)
+        await instance.join()
+
+    # --- the end
+
+    def end_session(self, name: str) -> SessionInfo | None:
+        """Forget a session, and fail the calls that are left of it."""
+        self.tell_all(m.SessionEnded(name))
+        return self.sessions.pop(name, None)
+
+    def find_circle(self) -> Handle | None:
+        """Return a call that can never run, because what runs where it waits waits for it; None if there is none."""
+        for start in list(self.waiting):
+            seen: set[int] = set()
+            todo = [start]
+            while todo:
+                handle = self.waiting.get(todo.pop())
+                if handle is None or handle.outcome is not None or handle.call.call_id in seen:
+                    continue
+                seen.add(handle.call.call_id)
+                controller = self.controllers.get(handle.executor)
+                if controller is None:
+                    continue
+                if handle.call.call_id in controller.running:
+                    todo.append(handle.call.call_id)
+                    continue
+                if start in controller.running:
+                    return handle
+                todo.extend(controller.running)
+        return None
+
+    def break_circle(self) -> None:
+        """Fail a call that waits for itself, if it did so already when this was last called."""
+        handle = self.find_circle() if self.waiting else None
+        self.suspect, before = handle, self.suspect
+        if handle is not None and handle is before:
+            text = (
+                f"{handle.words} waits at {handle.executor} for a call that waits for it: "
+                "give the agent more instances, or do not wait for it there"
+            )
+            self._put(self.name, self.name, m.Result(handle.call.call_id, 0, Outcome(error=DeadlockError(text))))
+
+    async def close(self) -> None:
+        """End all instances, and fail the calls that are left."""
+        for location in list(self.instances):
+            self.lose(location)
+        while self._closing:
+            await asyncio.wait(self._closing)
+        for record in list(self.origin.records.values()):
+            if record.outcome is None:
+                error = WorkflowError("the deployment has ended")
+                self._put(self.name, self.name, m.Result(record.call.call_id, 0, Outcome(error=error)))

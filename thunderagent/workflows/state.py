@@ -1,0 +1,128 @@
+"""Managed state: lists and dictionaries that belong to a session, and go where it goes.
+
+What a session's code sees under a name is its own: each agent has its own, and so have the session's drivers. An agent
+that uses any is to be declared `managed`, so that all calls of a session reach it at one instance; the state lies in
+that instance's controller, and moves with the session. A batch belongs to no single session, so batchable agents have
+none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, MutableMapping, MutableSequence
+from typing import Any, Generic, SupportsIndex, TypeVar, overload
+
+from thunderagent.workflows.errors import StateError
+from thunderagent.workflows.scope import DRIVER, current_scope
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+
+class SessionState:
+    """All managed state of one session at one agent. `touched` names what was used since it was last stored."""
+
+    __slots__ = ("touched", "values")
+
+    def __init__(self, values: dict[str, Any] | None = None) -> None:
+        self.values: dict[str, Any] = values if values is not None else {}
+        self.touched: set[str] = set()
+
+
+def _state(name: str, kind: type) -> Any:
+    scope = current_scope(f"managed state {name!r}")
+    if scope.location == DRIVER:
+        if scope.session.state is None:
+            scope.session.state = SessionState()
+        state = scope.session.state
+    else:
+        assert scope.call is not None
+        state = scope.node.state_of(scope.location, scope.call, name)
+    state.touched.add(name)
+    found = state.values.get(name)
+    if found is None:
+        found = state.values[name] = kind()
+    elif type(found) is not kind:
+        raise StateError(f"managed state {name!r} of session {scope.session.name!r} is a {type(found).__name__}")
+    return found
+
+
+class ManagedDict(MutableMapping[Key, Value]):
+    """A dictionary of the current session. It has no content of its own: make it once, anywhere."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def _data(self) -> dict[Key, Value]:
+        found: dict[Key, Value] = _state(self.name, dict)
+        return found
+
+    def __getitem__(self, key: Key) -> Value:
+        return self._data()[key]
+
+    def __setitem__(self, key: Key, value: Value) -> None:
+        self._data()[key] = value
+
+    def __delitem__(self, key: Key) -> None:
+        del self._data()[key]
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._data())
+
+    def __len__(self) -> int:
+        return len(self._data())
+
+    def __repr__(self) -> str:
+        return f"managed_dict({self.name!r})"
+
+
+class ManagedList(MutableSequence[Value], Generic[Value]):
+    """A list of the current session. It has no content of its own: make it once, anywhere."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def _data(self) -> list[Value]:
+        found: list[Value] = _state(self.name, list)
+        return found
+
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> Value: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Value]: ...
+    def __getitem__(self, index: Any) -> Any:
+        return self._data()[index]
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self._data()[index] = value
+
+    def __delitem__(self, index: Any) -> None:
+        del self._data()[index]
+
+    def __len__(self) -> int:
+        return len(self._data())
+
+    def __eq__(self, other: object) -> bool:
+        return self._data() == (other._data() if isinstance(other, ManagedList) else other)
+
+    __hash__ = None  # type: ignore[assignment]  # as of a list
+
+    def __repr__(self) -> str:
+        return f"managed_list({self.name!r})"
+
+    def insert(self, index: SupportsIndex, value: Value) -> None:
+        """Put a value before the one at `index`."""
+        self._data().insert(index, value)
+
+    def extend(self, values: Iterable[Value]) -> None:
+        """Put values behind the last one."""
+        self._data().extend(values)
+
+
+def managed_dict(name: str) -> ManagedDict[Any, Any]:
+    """Return a dictionary that belongs to the current session, wherever it runs."""
+    return ManagedDict(name)
+
+
+def managed_list(name: str) -> ManagedList[Any]:
+    """Return a list that belongs to the current session, wherever it runs."""
+    return ManagedList(name)
