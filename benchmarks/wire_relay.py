@@ -65,7 +65,7 @@ async def main(upstream: str, port: int) -> None:
     async with server:
         await stop.wait()
         for connection in list(settings.connections):
-            connection.abort()
+            connection.close(at_once=True)
         await pool.close()
 
 

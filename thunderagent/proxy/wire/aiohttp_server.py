@@ -72,7 +72,7 @@ class Server(web.Server):
         except TimeoutError:
             pass
         for connection in list(self._settings.connections):
-            connection.abort()
+            connection.close(at_once=True)
 
 
 def _with_target(make: Callable[..., web.BaseRequest]) -> Callable[..., web.BaseRequest]:

@@ -29,6 +29,13 @@ READ_AHEAD_BYTES = 2**20
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
+def refusal(why: str) -> bytes:
+    """Return the answer to what is no HTTP."""
+    body = f"400: {why}\n".encode()
+    fields = f"Content-Type: text/plain\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    return f"HTTP/1.1 400 Bad Request\r\n{fields}".encode() + body
+
+
 class LeftError(ConnectionResetError):
     """The client left, or was cut off."""
 

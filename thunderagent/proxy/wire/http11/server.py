@@ -21,7 +21,7 @@ from typing import Protocol, cast
 
 import structlog
 
-from thunderagent.proxy.wire.http11.asked import Asked, LeftError
+from thunderagent.proxy.wire.http11.asked import Asked, LeftError, refusal
 from thunderagent.proxy.wire.http11.heads import NotHttpError, RequestHead, end_of_head, read_request
 from thunderagent.proxy.wire.http11.lent import Borrower, Lent
 from thunderagent.proxy.wire.http11.limits import Sweep, notice_lost_peers
@@ -156,10 +156,10 @@ class Connection(asyncio.Protocol):
 
         Who ends in the middle of a body or of an answer has left. TLS has no half of a connection.
         """
-        if self.transport is None or self.transport.get_extra_info("sslcontext") is not None:
-            return False
         due = self._asked or self._lent
-        if due is None or not due.is_whole or due.begun:
+        if due is None or not due.is_whole or due.begun or self.transport is None:
+            return False
+        if self.transport.get_extra_info("sslcontext") is not None:
             return False
         self._closes = True
         assert self._waiting is not None
@@ -271,10 +271,11 @@ class Connection(asyncio.Protocol):
 
     def _begin(self, asked: Asked, handler: Handler) -> None:
         self._asked = asked
+        data = b""
         if not asked.is_whole:
             data, self._buffer = self._buffer, b""
-            if data and not self._feed(asked, data):
-                return
+        if data and not self._feed(asked, data):
+            return
         self._task = self._loop.create_task(self._answer(asked, handler))
 
     async def _answer(self, asked: Asked, handler: Handler) -> None:
@@ -321,9 +322,7 @@ class Connection(asyncio.Protocol):
         if transport is None or (asked is not None and asked.begun):
             self.cut()
             return
-        body = f"400: {error}\n".encode()
-        fields = f"Content-Type: text/plain\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
-        transport.write(f"HTTP/1.1 400 Bad Request\r\n{fields}".encode() + body)
+        transport.write(refusal(str(error)))
         self._end(is_whole=False)
 
     def _end(self, *, is_whole: bool) -> None:
@@ -348,13 +347,10 @@ class Connection(asyncio.Protocol):
         elif self.transport is not None:
             self._end(is_whole=lent is None or lent.is_whole)
 
-    def close(self) -> None:
-        """End it after the answer that is due; at once if none is."""
+    def close(self, *, at_once: bool = False) -> None:
+        """End it after the answer that is due; if none is, or `at_once`, now."""
         self._closes = True
-        if self.is_idle and self.transport is not None:
-            self.transport.close()
-
-    def abort(self) -> None:
-        """End it at once."""
-        if self.transport is not None:
+        if self.transport is not None and at_once:
             self.transport.abort()
+        elif self.transport is not None and self.is_idle:
+            self.transport.close()
