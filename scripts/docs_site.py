@@ -1,7 +1,7 @@
-"""What the documentation site has beside its pages: generated tables, files of the repository, every page as Markdown.
+"""What the documentation site has beside its pages: generated parts, files of the repository, every page as Markdown.
 
-MkDocs calls the functions `on_...` as hooks. A page names a generated part by the comment `<!-- generated: NAME -->`.
-Run as a program it lists the versions that were built, for the menu of versions.
+MkDocs calls the functions `on_...` as hooks. A page names a generated part by the comment `<!-- generated: NAME -->`,
+and shows another file by the line `--8<-- "FILE"`. Run as a program it lists the versions that were built.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from scripts.docs_reference import filled
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -21,10 +23,30 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+SHOWN = re.compile(r'^( *)--8<-- "(.+)"$', re.MULTILINE)
 OUTSIDE = "repository"
 """Folder of the site for files of the repository that pages link to."""
+BOOSTS = {
+    "start/": 1.5,
+    "fix/": 2,
+    "reference/api": 0.3,
+    "reference/cli": 0.3,
+    "reference/python": 0.5,
+    "research/": 0.3,
+}
+"""How much a hit of the search counts, by how the page's path begins: answers before lists."""
 _pages: dict[str, tuple[str, str]] = {}
 """Title and Markdown of each page of this build, by its path."""
+
+
+def whole(text: str) -> str:
+    """Return a page with the files that it shows, indented as its lines are, and with its generated parts."""
+
+    def shown(mark: re.Match[str]) -> str:
+        lines = (DOCS / mark[2]).read_text(encoding="utf-8").splitlines()
+        return "\n".join(mark[1] + line if line else "" for line in lines)
+
+    return filled(SHOWN.sub(shown, text))
 
 
 def outside_links(name: str, text: str) -> Iterator[tuple[str, Path]]:
@@ -61,9 +83,11 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     """Lead links into the repository to the copies here, and keep the text for `.md` and llms.txt."""
     name = page.file.src_uri
+    markdown = whole(markdown)
     for link, target in set(outside_links(name, markdown)):
         relative = os.path.relpath(place_of(target), Path(name).parent)
         markdown = markdown.replace(f"]({link})", f"]({relative})")
+    page.meta["search"] = {"boost": next((boost for begin, boost in BOOSTS.items() if name.startswith(begin)), 1)}
     title = re.search(r"^# (.+)$", markdown, re.MULTILINE)
     _pages[name] = (title[1] if title else name, markdown)
     return markdown

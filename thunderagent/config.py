@@ -72,26 +72,26 @@ class ServeConfig(BaseSettings):
         "ranks, or dns+http://NAME:PORT for every address of a name; no source of replicas starts simulated engines",
     )
     backends_file: Path | None = Field(
-        None, description="file that names replicas, TOML, JSON or a URL a line; read anew when it changes"
+        None, description="file that names replicas: TOML, JSON, or one URL a line; read again when it changes"
     )
     kubernetes_replicas: str = Field(
         "",
         description="pods that are replicas, as NAMESPACE/SELECTOR:PORT with a label selector and a port or its name",
     )
     discovery_interval_s: float = Field(
-        5.0, gt=0, description="time between two looks at the file or the names of replicas, in seconds"
+        5.0, gt=0, description="how often the file and the names of replicas are looked at, in seconds"
     )
     drain_limit_s: float = Field(
-        300.0, ge=0, description="a replica that is removed may finish what is in flight there for so long, in seconds"
+        300.0, ge=0, description="how long a removed replica may take to finish what is in flight there, in seconds"
     )
     data_parallel_ranks: int | Literal["auto"] = Field(
-        1, description="data-parallel ranks of each URL that are replicas of their own; auto goes by the metrics"
+        1, description="data-parallel ranks behind each URL, each a replica of its own; auto counts them in the metrics"
     )
     backend_type: Literal["auto", "vllm", "sglang", "nova"] = Field(
-        "auto", description="engine kind of the replicas; auto finds it out for each"
+        "auto", description="engine kind of the replicas; auto detects it for each"
     )
     capacity_tokens: int | None = Field(
-        None, gt=0, description="size of each replica's KV pool in tokens, if the engine cannot say it, or is wrong"
+        None, gt=0, description="size of each replica's KV pool in tokens; overrides what engines say"
     )
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8300, ge=0, le=65535, description="port to listen on; 0 takes a free one")
@@ -99,7 +99,7 @@ class ServeConfig(BaseSettings):
         None,
         ge=0,
         le=65535,
-        description="second port, for the admin API and engine control; the first one refuses them then",
+        description="second port for the admin API and engine control; the first port then refuses them",
     )
     provision: Literal["", "command", "docker", "kubernetes"] = Field(
         "", description="who starts and ends replicas when a policy or an operator says so; none: nobody"
@@ -109,34 +109,39 @@ class ServeConfig(BaseSettings):
         description="command that serves a replica, with {port} and, if wanted, {replica_id}; with docker, what is "
         "given to the image",
     )
-    provision_url: str = Field("http://127.0.0.1:{port}", description="where such a replica is")
+    provision_url: str = Field("http://127.0.0.1:{port}", description="URL of a started replica")
     provision_log_folder: Path | None = Field(
-        None, description="folder for what commands write, a file each; none: it is thrown away"
+        None, description="folder for the output of started commands, one file each; none: it is discarded"
     )
     provision_image: str = Field("", description="image that a replica is run from, with docker")
     provision_port: int = Field(
-        8000, ge=1, le=65535, description="port that the engine listens on inside, published as {port} on this machine"
+        8000,
+        ge=1,
+        le=65535,
+        description="port that the engine listens on inside its container, published as {port} on this machine",
     )
     provision_network: str = Field(
         "", description="Docker network of replicas; host: the engine listens on {port} itself"
     )
     provision_gpus: str = Field("", description="GPUs of a replica with docker: all, or how many")
     provision_volumes: Annotated[tuple[str, ...], NoDecode] = Field(
-        (), description="what a replica with docker sees of this machine, as HOST:INSIDE, separated by commas"
+        (), description="volumes of a replica started with docker, as HOST:INSIDE, separated by commas"
     )
     provision_workload: str = Field(
         "", description="what is scaled on Kubernetes, as NAMESPACE/deployment/NAME or NAMESPACE/statefulset/NAME"
     )
-    provision_min: int = Field(0, ge=0, description="replicas to start at once, and to keep")
+    provision_min: int = Field(0, ge=0, description="replicas that are started at the beginning and kept")
     provision_max: int = Field(1, ge=0, description="most replicas that are started")
     provision_cooldown_s: float = Field(
-        30.0, ge=0, description="time between two changes that a policy wants, and after a failure, in seconds"
+        30.0,
+        ge=0,
+        description="least time between two starts or ends that a policy asks for, and after a failure, in seconds",
     )
     provision_ready_limit_s: float = Field(
-        900.0, gt=0, description="a started replica that does not answer for so long is ended, in seconds"
+        900.0, gt=0, description="a started replica that does not answer within this time is ended, in seconds"
     )
     provision_end_limit_s: float = Field(
-        30.0, gt=0, description="a replica that does not end for so long is killed, in seconds"
+        30.0, gt=0, description="a replica that does not end within this time is killed, in seconds"
     )
     policy: str = Field(
         "breakeven",
@@ -155,10 +160,11 @@ class ServeConfig(BaseSettings):
         "", description="part that gives engines with priority scheduling the order in which they serve turns"
     )
     fair_tenants: bool = Field(
-        False, description="whether who waits goes by what its tenant has had, and only then by the policy"
+        False,
+        description="serve waiting programs by what their tenant has had so far, and by the policy within a tenant",
     )
     tenant_weights: Annotated[dict[str, float], NoDecode] = Field(
-        {}, description="how much more than others a tenant may have, as name=weight; 1 for who is not named"
+        {}, description="share of a tenant against others, as name=weight; 1 if not named"
     )
     control: str = Field(
         "",
@@ -175,7 +181,7 @@ class ServeConfig(BaseSettings):
         description="model that the judge is asked as; by default, of replicas only, that of the program's own turns",
     )
     judge_api_key: SecretStr | None = Field(None, description="key that the judge is sent, as a bearer token")
-    judge_api_key_file: Path | None = Field(None, description="file that holds it, instead")
+    judge_api_key_file: Path | None = Field(None, description="file that holds that key")
     judge_prompt: Path | None = Field(
         None,
         description="file with the prompt, which holds {task} and {transcript} once each, and may hold {step} "
@@ -194,7 +200,7 @@ class ServeConfig(BaseSettings):
         8000, ge=256, description="largest question, at 4 characters a token; what a program did is cut in the middle"
     )
     judge_max_tokens: int = Field(512, ge=16, description="largest answer, in tokens")
-    judge_timeout_s: float = Field(30.0, gt=0, description="for the answer to a question, in seconds")
+    judge_timeout_s: float = Field(30.0, gt=0, description="time for the judge to answer, in seconds")
     judge_fail_count: int = Field(
         10, ge=0, description="a program's level is the lowest after more verdicts of failure than this: ORBIT's K_fail"
     )
@@ -205,9 +211,9 @@ class ServeConfig(BaseSettings):
         description="how sure the judge must be of a failure for it to count as one; 0: each counts",
     )
     judge_ends_hopeless: bool = Field(
-        False, description="whether a program at the lowest level is ended: its turns get 410 until it is released"
+        False, description="end a program at the lowest level: its turns get 410 until it is released"
     )
-    tick_s: float = Field(1.0, gt=0, description="longest time between two looks at the clock, in seconds")
+    tick_s: float = Field(1.0, gt=0, description="longest time between two ticks of the scheduler, in seconds")
     idle_limit_s: float | None = Field(
         None,
         gt=0,
@@ -220,14 +226,14 @@ class ServeConfig(BaseSettings):
         description="a program whose tool runs longer is forgotten, in seconds; its next turn opens it anew",
     )
     no_replica_limit_s: float = Field(
-        60.0, ge=0, description="turns wait so long while no replica is usable, then get 503, in seconds"
+        60.0, ge=0, description="how long turns wait while no replica is usable, before they get 503, in seconds"
     )
     grace_s: float = Field(30.0, ge=0, description="how long a shutdown waits for turns in flight, in seconds")
     poll_interval_s: float = Field(1.0, gt=0, description="time between two polls of a replica, in seconds")
     poll_deadline_s: float = Field(2.0, gt=0, description="a poll that takes longer has failed, in seconds")
     down_after_failures: int = Field(2, ge=1, description="failed polls in a row that take a replica down")
     poll_silence_limit_s: float = Field(
-        30.0, gt=0, description="polls that only get no answer in time take a replica down after so long, in seconds"
+        30.0, gt=0, description="a replica whose polls only time out is down after this time, in seconds"
     )
     kv_events: Annotated[tuple[str, ...], NoDecode] = Field(
         (),
@@ -243,13 +249,13 @@ class ServeConfig(BaseSettings):
         "`session_id`, to SGLang",
     )
     notice_timeout_s: float = Field(
-        5.0, gt=0, description="for telling an engine that a client left or a program ended, in seconds"
+        5.0, gt=0, description="time limit for telling an engine that a client left or a program ended, in seconds"
     )
     program_headers: Annotated[tuple[str, ...], NoDecode] = Field(
         (), description="further headers that name a turn's program, separated by commas"
     )
     user_names_program: bool = Field(
-        False, description="whether a body's user field names the program; it is a person's name in most"
+        False, description="take the body's user field as the program's id; in most clients it names a person"
     )
     bearer_programs: bool = Field(
         False,
@@ -261,14 +267,17 @@ class ServeConfig(BaseSettings):
         description="whether a turn that names no program joins the one whose last prompt and answer it begins with",
     )
     patience_s: float | None = Field(
-        None, gt=0, description="how long clients wait that do not say so, in seconds; none is for ever"
+        None, gt=0, description="patience of clients that do not state theirs, in seconds; none is without end"
     )
-    client_patience: bool = Field(
-        True, description="whether turns are let in, room or not, before their clients give up"
+    client_patience: bool = Field(True, description="let turns in, room or not, before their clients give up")
+    patience_margin_s: float = Field(
+        1.0, ge=0, description="least part of a client's patience that is left for the answer, in seconds"
     )
-    patience_margin_s: float = Field(1.0, ge=0, description="how long before that at least, for the answer, in seconds")
     patience_ratio: float = Field(
-        0.25, ge=0, le=1, description="the same as a part of the client's patience; the larger of both, at most half"
+        0.25,
+        ge=0,
+        le=1,
+        description="part of a client's patience that is left for the answer; the larger of both counts, at most half",
     )
     patience_overdraft_ratio: float = Field(
         0.5,
@@ -279,9 +288,9 @@ class ServeConfig(BaseSettings):
     heartbeat_s: float | None = Field(
         None,
         gt=0,
-        description="time between two signs of life on a stream that is held, in seconds; they commit status 200",
+        description="time between two comments on a held stream, in seconds; the first commits status 200; none: off",
     )
-    connect_timeout_s: float = Field(5.0, gt=0, description="for a connection to a replica, in seconds")
+    connect_timeout_s: float = Field(5.0, gt=0, description="time limit for a connection to a replica, in seconds")
     first_byte_timeout_s: float | None = Field(
         None,
         gt=0,
@@ -298,7 +307,9 @@ class ServeConfig(BaseSettings):
         2, ge=0, description="tries on another replica after a connection failed before the first byte"
     )
     control_timeout_s: float = Field(
-        7200.0, gt=0, description="for a replica's whole answer to a control call, as new weights, in seconds"
+        7200.0,
+        gt=0,
+        description="time limit for a replica's whole answer to a control call, such as new weights, in seconds",
     )
     weight_sync_limit_s: float = Field(
         1800.0, gt=0, description="a weight sync that its trainer does not end is over after so long, in seconds"
@@ -313,30 +324,36 @@ class ServeConfig(BaseSettings):
         60.0, gt=0, description="a lease taken over the API of which nothing is heard for longer is ended, in seconds"
     )
     retry_budget_ratio: float = Field(
-        0.2, ge=0, le=1, description="such tries of all turns together, as a part of the turns of the last minute"
+        0.2, ge=0, le=1, description="retries of all turns together, as a part of the turns of the last minute"
     )
     breaker_failure_count: int = Field(
         5, ge=0, description="turns in a row that a replica fails before it gets none for a while; 0 is never"
     )
     breaker_backoff_s: float = Field(
-        5.0, gt=0, description="that while, in seconds; twice as long each time that it fails again"
+        5.0,
+        gt=0,
+        description="how long the breaker stays open at first, in seconds; twice as long each time it opens again",
     )
     max_body_bytes: int = Field(64 * 2**20, gt=0, description="largest request body, in bytes; more gets 413")
     max_held_turns_count: int = Field(
         20_000, ge=1, description="most turns that wait for a lease at a time; more get 503"
     )
-    max_held_bytes: int = Field(2**30, gt=0, description="most bytes of their bodies in memory; more get 503")
+    max_held_bytes: int = Field(2**30, gt=0, description="most bytes of held turns' bodies in memory; more get 503")
     key_max_held_turns_count: int | None = Field(
-        None, ge=1, description="the same of one key; more get 429; by default half of that for all"
+        None,
+        ge=1,
+        description="most turns of one key that wait; more get 429; by default half of max_held_turns_count",
     )
-    key_max_held_bytes: int | None = Field(None, gt=0, description="the same of one key's bodies, in bytes")
+    key_max_held_bytes: int | None = Field(
+        None, gt=0, description="most bytes of one key's held bodies; more get 429; by default half of max_held_bytes"
+    )
     tenant_max_held_turns_count: int | None = Field(
         None,
         ge=1,
-        description="the same of all keys of a tenant, whose names begin alike up to a slash; by default all",
+        description="most turns of all keys of a tenant that wait; more get 429; by default max_held_turns_count",
     )
     tenant_max_held_bytes: int | None = Field(
-        None, gt=0, description="the same of their bodies, in bytes; by default all"
+        None, gt=0, description="most bytes of a tenant's held bodies; more get 429; by default max_held_bytes"
     )
     client_stall_limit_s: float = Field(
         120.0, gt=0, description="a client that takes nothing of its answer for longer is cut off, in seconds"
@@ -346,8 +363,8 @@ class ServeConfig(BaseSettings):
         ge=1,
         description="most programs that live at a time; past that the oldest without a turn are forgotten, then 503",
     )
-    tenant_max_programs_count: int = Field(50_000, ge=1, description="the same of each tenant")
-    body_timeout_s: float = Field(300.0, gt=0, description="for a request body to come, in seconds; else 408")
+    tenant_max_programs_count: int = Field(50_000, ge=1, description="most programs of one tenant that live at a time")
+    body_timeout_s: float = Field(300.0, gt=0, description="time for a request body to arrive, in seconds; then 408")
     idle_timeout_s: float = Field(
         75.0, gt=0, description="a client's connection without a whole request head for so long is closed, in seconds"
     )
@@ -367,9 +384,7 @@ class ServeConfig(BaseSettings):
         description="whether a data key names the tenant of its programs and is for these alone; X-Program-Tenant "
         "counts only if not; by default where there are api_keys or a keys_file",
     )
-    allow_open: bool = Field(
-        False, description="whether to listen without api_keys on an address that other machines reach"
-    )
+    allow_open: bool = Field(False, description="listen without api_keys on an address that other machines reach")
     forward_unknown: Literal["admin", "data", "off"] | None = Field(
         None,
         description="who may call paths that are neither the proxy's nor known to be an engine's: admin or data keys, "
@@ -380,20 +395,22 @@ class ServeConfig(BaseSettings):
         description="names by which browsers and operators may call the proxy where there are no keys, separated by "
         "commas, besides localhost, host and all addresses; * is any",
     )
-    metrics_need_key: bool = Field(False, description="whether /metrics needs an admin key")
+    metrics_need_key: bool = Field(False, description="ask for an admin key on /metrics")
     tls_cert: Path | None = Field(
         None, description="certificate chain to serve https with, PEM; read again on SIGHUP; none: plain http"
     )
-    tls_key: Path | None = Field(None, description="its private key, PEM; by default in the same file")
+    tls_key: Path | None = Field(None, description="private key of tls_cert, PEM; by default in the same file")
     cors_origins: Annotated[tuple[str, ...], NoDecode] = Field(
         (), description="origins whose web pages may call the proxy, separated by commas; * is any"
     )
     rate_limit_per_s: float | None = Field(
         None, gt=0, description="requests per second of each key, or address without keys; data waits, admin gets 429"
     )
-    rate_limit_burst_count: int = Field(100, ge=1, description="requests that a caller may send at once")
+    rate_limit_burst_count: int = Field(
+        100, ge=1, description="requests that a caller may send at once before rate_limit_per_s applies"
+    )
     backend_api_key: SecretStr | None = Field(None, description="key that the replicas are sent, as a bearer token")
-    backend_api_key_file: Path | None = Field(None, description="file that holds it, instead")
+    backend_api_key_file: Path | None = Field(None, description="file that holds that key")
     backend_ca_file: Path | None = Field(
         None, description="certificates to trust for replicas with https, PEM, besides the system's"
     )
@@ -444,7 +461,7 @@ class ServeConfig(BaseSettings):
     sandbox_callback_token: str = Field(
         "", description="bearer token that callbacks are sent with, to the URLs of templates in the file only"
     )
-    sandbox_callback_timeout_s: float = Field(30.0, gt=0, description="for the answer to a callback, in seconds")
+    sandbox_callback_timeout_s: float = Field(30.0, gt=0, description="time for a callback to answer, in seconds")
     docker_url: str = Field(
         "", description="address of the Docker engine, as unix:///var/run/docker.sock; by default as the docker command"
     )

@@ -219,6 +219,66 @@ def wrong_imports(module: Module) -> Iterator[str]:
                         yield f"{module.name}:{line}: must never know {prefix}"
 
 
+# Room of the core, or module beside the rooms: what else of the core it may import.
+VERBS = frozenset({"model", "book", "learned", "rules", "placing", "leases", "turn_ends", "stream", "global_policy"})
+CORE_ARROWS: dict[str, frozenset[str]] = {
+    "model": frozenset(),
+    "book": frozenset({"model"}),
+    "learned": frozenset({"model"}),
+    "rules": frozenset({"model", "book"}),
+    "policies": frozenset({"model"}),
+    "stream": frozenset({"model", "book", "learned"}),
+    "global_policy": frozenset({"model", "book"}),
+    "placing": frozenset({"model", "book", "rules"}),
+    "leases": frozenset({"model", "book", "rules", "stream"}),
+    "turn_ends": frozenset({"model"}),  # and the core, which it is a part of, for its type
+    "core": VERBS,
+    "operations": VERBS | {"core"},
+    "view": VERBS,  # and the core and its operations, for their types
+    "handlers": VERBS | {"core", "operations", "view"},
+    "scheduler": VERBS | {"core", "operations", "view", "handlers"},
+    "invariants": VERBS | {"core", "scheduler"},
+}
+CORE_FOLDERS = ("model", "book", "learned", "rules", "policies", "handlers")
+MOST_LINES = 350
+
+
+def core_room_of(dotted: str) -> str:
+    return dotted.split(".")[2] if is_under(dotted, "thunderagent.programs") and dotted.count(".") > 1 else ""
+
+
+def wrong_core_imports(module: Module) -> Iterator[str]:
+    """Find imports of the core against its arrows; what only a type checker sees closes no circle."""
+    room = core_room_of(module.name)
+    for line, dotted in imports_of(without_typing_blocks(module)):
+        target = core_room_of(dotted)
+        if room and target and target != room and target not in CORE_ARROWS.get(room, frozenset()):
+            yield f"{module.name}:{line}: {room} must not import {dotted}"
+
+
+def without_typing_blocks(module: Module) -> Module:
+    """Leave out what stands under `if TYPE_CHECKING:` at the top of a module."""
+    body = [
+        node
+        for node in module.tree.body
+        if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
+    ]
+    return Module(module.name, ast.Module(body, []), module.is_package)
+
+
+# --- Events and decisions are read only ---------------------------------------------------------------------------
+
+TOLD = frozenset({"event", "decision", "signal"})
+
+
+def changed_events(module: Module) -> Iterator[str]:
+    """Find who assigns to a field of an event, a decision or a signal: they are plain, to be quick to make."""
+    for node in ast.walk(module.tree):
+        changes = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del)
+        if changes and isinstance(node.value, ast.Name) and node.value.id in TOLD:
+            yield f"{module.name}:{node.lineno}: {ast.unparse(node)} is changed"
+
+
 # --- The purity of the core -----------------------------------------------------------------------------------
 
 PURE_IMPORTS = {
@@ -500,6 +560,42 @@ def test_a_room_is_no_attic() -> None:
         assert len(inside) <= ROOM_MODULE_COUNT, inside
 
 
+def test_imports_of_the_core_follow_its_arrows() -> None:
+    """One way, from the scheduler down to the model, and every room of it has arrows."""
+    assert complaints(wrong_core_imports, CORE) == []
+    rooms = {core_room_of(module.name) for module in CORE} - {""}
+    assert rooms == set(CORE_ARROWS)
+    assert {path.name for path in (PACKAGE / "programs").iterdir() if path.is_dir()} - {"__pycache__"} == set(
+        CORE_FOLDERS
+    )
+
+
+def test_a_module_of_the_core_is_read_in_two_screens() -> None:
+    """A file that outgrows that holds two ideas."""
+    lines = {str(path): len(path.read_text().splitlines()) for path in (PACKAGE / "programs").rglob("*.py")}
+    assert {path: count for path, count in lines.items() if count > MOST_LINES} == {}
+
+
+def test_nobody_changes_what_was_told() -> None:
+    """An event is the same for the log, for observers and for a replay."""
+    assert complaints(changed_events, MODULES) == []
+    assert list(changed_events(module_of("event.now_s = 1.0")))
+    assert list(changed_events(module_of("def f(decision):\n    decision.reason += 'x'")))
+
+
+def test_a_wrong_import_in_the_core_is_found() -> None:
+    """Each kind of arrow against the layers, and none that only a type checker sees."""
+    wrong = "from thunderagent.programs.book.book import Book"
+    assert list(wrong_core_imports(module_of(wrong, "thunderagent.programs.model.program")))
+    assert list(wrong_core_imports(module_of(wrong, "thunderagent.programs.policies.cap")))
+    assert list(
+        wrong_core_imports(module_of("import thunderagent.programs.core", "thunderagent.programs.rules.limits"))
+    )
+    assert not list(wrong_core_imports(module_of(wrong, "thunderagent.programs.rules.limits")))
+    typed = f"if TYPE_CHECKING:\n    {wrong}"
+    assert not list(wrong_core_imports(module_of(typed, "thunderagent.programs.model.program")))
+
+
 def test_the_core_is_pure() -> None:
     """The cores know no clock, randomness, asyncio, logging, network or third-party package."""
     assert complaints(impurities, CORE) == []
@@ -552,8 +648,8 @@ def module_of(source: str, name: str = "thunderagent.programs.sample", *, is_pac
     ("name", "source"),
     [
         ("thunderagent.errors", "import thunderagent.programs"),
-        ("thunderagent.programs.table", "from thunderagent import backends"),
-        ("thunderagent.programs.table", "from thunderagent.config import Settings"),
+        ("thunderagent.programs.core", "from thunderagent import backends"),
+        ("thunderagent.programs.core", "from thunderagent.config import Settings"),
         ("thunderagent.backends.vllm", "from thunderagent.tools.sandbox import Sandbox"),
         ("thunderagent.backends.vllm", "from ..proxy import app"),
         ("thunderagent.backends.vllm", "from thunderagent.programs.policies import breakeven"),
@@ -607,8 +703,8 @@ def test_a_wrong_arrow_between_rooms_is_found(name: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("name", "source"),
     [
-        ("thunderagent.programs.table", "from thunderagent.errors import LifecycleError"),
-        ("thunderagent.programs.table", "from . import policies"),
+        ("thunderagent.programs.core", "from thunderagent.errors import LifecycleError"),
+        ("thunderagent.programs.core", "from . import policies"),
         ("thunderagent.backends.vllm", "import httpx2, asyncio\nfrom .base import Backend"),
         ("thunderagent.simulator.server", "import asyncio\nfrom aiohttp import web"),
         (
@@ -632,7 +728,7 @@ def test_relative_imports_are_resolved_from_modules_and_packages() -> None:
     source = "from . import a\nfrom .b import c\nfrom ..errors import E"
     expected = ["thunderagent.programs.a", "thunderagent.programs.b.c", "thunderagent.errors.E"]
     for module in (
-        module_of(source, "thunderagent.programs.table"),
+        module_of(source, "thunderagent.programs.core"),
         module_of(source, "thunderagent.programs", is_package=True),
     ):
         assert [dotted for _, dotted in imports_of(module)] == expected
@@ -663,7 +759,9 @@ def test_an_impurity_is_found(source: str) -> None:
 
 def test_pure_code_is_let_through() -> None:
     """Arithmetic, data structures and our own errors are no complaint."""
-    source = "import heapq\nfrom collections.abc import Iterator\nfrom thunderagent.programs.ledger import Ledger"
+    source = (
+        "import heapq\nfrom collections.abc import Iterator\nfrom thunderagent.programs.book.accounts import Ledger"
+    )
     assert list(impurities(module_of(source))) == []
 
 
@@ -695,10 +793,10 @@ def test_a_synonym_is_found(source: str) -> None:
     ("name", "source"),
     [
         ("thunderagent.proxy.app", "import aiohttp\nclient = aiohttp.ClientSession()"),
-        ("thunderagent.programs.table", "class A:\n    __slots__ = ('b',)"),
-        ("thunderagent.programs.table", "import dataclasses\n@dataclasses.dataclass(slots=True)\nclass A: ..."),
+        ("thunderagent.programs.core", "class A:\n    __slots__ = ('b',)"),
+        ("thunderagent.programs.core", "import dataclasses\n@dataclasses.dataclass(slots=True)\nclass A: ..."),
         ("thunderagent.simulator.engine", "def evict_blocks(): ..."),
-        ("thunderagent.programs.table", "obsession = jobless = sparkle = None"),
+        ("thunderagent.programs.core", "obsession = jobless = sparkle = None"),
         ("thunderagent.runtime", "def wake(): ..."),
     ],
 )

@@ -7,6 +7,7 @@ import re
 import sys
 from contextlib import nullcontext
 from dataclasses import fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -14,13 +15,22 @@ from urllib.parse import urlsplit
 import pytest
 import yaml
 from prometheus_client import CollectorRegistry
-from thunderagent.programs.lifecycle import TRANSITIONS
 
+from scripts.docs_reference import (
+    COMMAND_LINE_ONLY,
+    configuration,
+    error_classes,
+    error_codes,
+    helps,
+    profiles,
+    reasons,
+    templates,
+)
+from scripts.docs_site import SHOWN, whole
 from tests.builders import Driver
-from thunderagent import errors
 from thunderagent.backends import backend_of, vllm
 from thunderagent.backends.discovery.file import parse
-from thunderagent.cli import LIST_FIELDS, build_parser
+from thunderagent.cli import LIST_FIELDS
 from thunderagent.config import ENVIRONMENT_PREFIX, ServeConfig
 from thunderagent.nova.config import NovaConfig
 from thunderagent.nova.metrics import GAUGES
@@ -29,6 +39,7 @@ from thunderagent.programs.invariants import check
 from thunderagent.programs.model.decisions import Reason
 from thunderagent.programs.model.events import ProgramReleased, Tick, TurnArrived, TurnFinished
 from thunderagent.programs.model.fleet_events import ReplicaPolled, ReplicaUp
+from thunderagent.programs.model.places import ALLOWED
 from thunderagent.programs.policies import PARTS, POLICIES
 from thunderagent.programs.policies.breakeven import BreakEven
 from thunderagent.programs.scheduler import Scheduler
@@ -58,14 +69,15 @@ DOCS = ROOT / "docs"
 INTEGRATIONS = DOCS / "integrations"
 PAGES = sorted(
     [
-        *(ROOT / name for name in ("README.md", "CHANGELOG.md", "deploy/README.md")),
+        *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "deploy/README.md")),
         *DOCS.rglob("*.md"),
     ]
 )
 PICTURES = sorted(DOCS.rglob("*.svg"))
 
 HOSTS = {
-    "arxiv.org",
+    *("arxiv.org", "blog.vllm.ai", "docs.litellm.ai", "docs.nvidia.com", "docs.sglang.io", "github.com", "llm-d.ai"),
+    *("pypi.org", "raw.githubusercontent.com"),
     "keepachangelog.com",
     "semver.org",
     "www.w3.org",
@@ -110,10 +122,17 @@ def page(name: str) -> str:
     return (DOCS / name).read_text()
 
 
+@cache
+def shown(path: Path) -> str:
+    """Return a page as the site shows it: with generated parts, and with the files in its tabs."""
+    return whole(path.read_text())
+
+
 def anchors(path: Path) -> set[str]:
-    """Return the anchors of a page's headings, made as GitHub makes them."""
-    titles = re.findall(r"^#+ +(.+)$", FENCE.sub("", path.read_text()), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+    """Return the anchors of a page's headings, as the site makes them."""
+    titles = re.findall(r"^#+ +(.+)$", FENCE.sub("", shown(path)), re.MULTILINE)
+    own = {name for title in titles for name in re.findall(r"\{ #([\w-]+) \}$", title)}
+    return own | {re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", title.lower()).strip()) for title in titles}
 
 
 def code_blocks(name: str, language: str) -> list[str]:
@@ -148,18 +167,11 @@ class NoAsker:
         raise AssertionError(body)
 
 
-def error_classes() -> Iterator[type[errors.ThunderAgentError]]:
-    todo = [errors.ThunderAgentError]
-    while todo:
-        yield (kind := todo.pop())
-        todo += kind.__subclasses__()
-
-
 @pytest.mark.parametrize("path", PAGES, ids=ids(PAGES))
 def test_every_link_leads_somewhere(path: Path) -> None:
     """A relative link names a file that is there and a heading that it has."""
     broken = []
-    for link in LINK.findall(FENCE.sub("", path.read_text())):
+    for link in LINK.findall(FENCE.sub("", shown(path))):
         if urlsplit(link).scheme:
             continue
         name, _, anchor = link.partition("#")
@@ -204,42 +216,58 @@ def test_every_page_is_in_the_navigation() -> None:
     listed = list(nav_pages(yaml.safe_load(nav[1])))
     assert len(listed) == len(set(listed))
     fragments = {str(path.relative_to(DOCS)) for path in INTEGRATIONS.glob("*.md")} - set(listed)
-    shown = "".join(path.read_text() for path in DOCS.rglob("*.md"))
-    assert {name for name in fragments if f'--8<-- "{name}"' not in shown} == set()
+    assert fragments == {name for path in DOCS.rglob("*.md") for _, name in SHOWN.findall(path.read_text())}
     assert {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")} - fragments == set(listed)
 
 
-def test_every_option_is_documented() -> None:
-    """Each field of the configuration has a row with its option, its environment variable and its default."""
-    rows = {
-        cells[1].strip("` "): cells
-        for row in page("reference/configuration.md").splitlines()
-        if len(cells := row.split("|")) > 5
-    }
-    assert set(Template.model_fields) <= set(re.findall(r"^\| `(\w+)` \|", page("how-to/sandboxes.md"), re.MULTILINE))
+FACTS = ["Program id", "End", "See that it works", "Tried with"]
+FRAMEWORKS = [name for each in ("index", "training") for _, name in SHOWN.findall(page(f"integrations/{each}.md"))]
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_every_framework_says_its_facts(name: str) -> None:
+    """How its program is named and ended, how to see that it works, and what was tried."""
+    facts = re.findall(r"^\| \*\*(.+?)\*\* \| (.+) \|$", page(name), re.MULTILINE)
+    assert [heading for heading, said in facts if said.strip()] == FACTS
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["autoscaling", "TTFT", "high availability", "failover", "rate limit", "load balancing", "KV cache", "prefix cach"],
+)
+def test_the_words_that_users_search_for_are_there(words: str) -> None:
+    assert any(words.lower() in path.read_text().lower() for path in PAGES)
+
+
+def test_every_option_is_in_the_configuration() -> None:
+    """Each field has a row with its option, its environment variable, its default and what it means."""
+    rows = {cells[1].strip(): cells for row in configuration().splitlines() if len(cells := row.split("|")) > 4}
     for name, field in ServeConfig.model_fields.items():
-        option = f"--{LIST_FIELDS.get(name, name.replace('_', '-'))}"
-        assert option in rows, option
-        assert rows[option][2].strip("` ") == f"{ENVIRONMENT_PREFIX}{name.upper()}"
+        option, variable = LIST_FIELDS.get(name, name.replace("_", "-")), f"{ENVIRONMENT_PREFIX}{name.upper()}"
+        _, _, default, meaning, _ = rows[f"`--{option}`<br>`{variable}`"]
+        assert meaning.strip(), f"{name} has no description"
         if field.default not in (None, (), {}, ""):
-            said, default = rows[option][3].strip("` "), field.default
-            assert said.lower() == str(default).lower() or float(said) == default, option
+            assert default.strip("` ").lower() == str(field.default).lower(), name
+    assert "<!-- generated: configuration -->" in page("reference/configuration.md")
+    assert set(Template.model_fields) == set(re.findall(r"^\| `(\w+)` \|", templates(), re.MULTILINE))
+    assert "<!-- generated: templates -->" in page("how-to/sandboxes.md")
 
 
-def test_every_option_and_metric_of_nova_is_documented() -> None:
-    """`thunderagent nova serve` has no option that its page does not name, nor its server a metric."""
+def test_every_command_and_option_is_in_the_command_line() -> None:
+    """Each command has its help, but `serve`, whose options are the configuration; each profile has its row."""
+    said = dict(helps())
+    for name in ("engine", "simulate", "compare", "calibrate", "status", "key", "replay", "record", "nova serve"):
+        assert "--help" in said[f"thunderagent {name}"], name
+    assert {f"--{field.name.replace('_', '-')}" for field in fields(NovaConfig)} <= set(
+        re.findall(r"--[\w-]+", said["thunderagent nova serve"])
+    )
+    assert "<!-- generated: commands -->" in page("reference/cli.md")
+    assert set(load_profiles()) == set(re.findall(r"^\| `([\w.-]+)` \|", profiles(), re.MULTILINE))
+
+
+def test_every_metric_of_nova_is_documented() -> None:
     named = set(re.findall(r"`([^`]+)`", FENCE.sub("", page("research/nova.md"))))
-    for field in fields(NovaConfig):
-        assert f"--{field.name.replace('_', '-')}" in named
     assert set(GAUGES) | {"nova:stage_seconds_total", "nova:stage_passes_total", "nova:tokens_total"} <= named
-
-
-def test_every_option_of_the_engine_is_documented() -> None:
-    """`thunderagent engine` has no option that its page does not name."""
-    commands = next(action for action in build_parser()._actions if action.dest == "==SUPPRESS==" or action.choices)
-    assert isinstance(commands.choices, dict)
-    options = {option for action in commands.choices["engine"]._actions for option in action.option_strings}
-    assert {option for option in options - {"-h", "--help"} if f"`{option}`" not in page("how-to/engines.md")} == set()
 
 
 def test_the_configuration_file_of_the_page_is_one(tmp_path: Path) -> None:
@@ -250,11 +278,6 @@ def test_the_configuration_file_of_the_page_is_one(tmp_path: Path) -> None:
     assert config.policy_args == {"hold_ratio": "1.5", "pass_count": "8", "share_prefixes": "False"}
 
 
-def test_the_judge_s_prompt_of_the_page_is_the_default() -> None:
-    """To the letter."""
-    assert DEFAULT_PROMPT in code_blocks("how-to/judge.md", "text")
-
-
 def test_the_templates_of_the_page_are_some(tmp_path: Path) -> None:
     """The example is taken as it stands."""
     path = tmp_path / "thunderagent.toml"
@@ -263,9 +286,9 @@ def test_the_templates_of_the_page_are_some(tmp_path: Path) -> None:
 
 
 def test_every_metric_is_documented_and_every_documented_one_is_there() -> None:
-    """Operations names exactly what is exposed."""
+    """The page names exactly what is exposed."""
     exposed = metric_names()
-    said = set(re.findall(r"\bthunderagent_[a-z_]+", page("how-to/observe.md")))
+    said = set(re.findall(r"\bthunderagent_[a-z_]+", page("reference/metrics.md")))
     assert exposed <= said
     assert {name.removesuffix("_bucket") for name in said} <= exposed
 
@@ -275,49 +298,41 @@ def test_every_metric_of_vllm_that_is_read_is_documented() -> None:
     assert set(re.findall(r"`(vllm:\w+)`", page("how-to/engines.md"))) == set(vllm._NEEDED)
 
 
-def test_every_error_is_documented() -> None:
-    """The guide has a row for each code with its status and Retry-After, or names it as the command line's own."""
-    rows = {
-        cells[2].strip("` "): cells
-        for row in page("reference/turns.md").splitlines()
-        if len(cells := row.split("|")) == 6
-    }
+def test_every_error_and_reason_is_in_its_table() -> None:
+    """Each code has its status, Retry-After and meaning, or is the command line's own; each reason has its meaning."""
+    rows = {cells[2].strip("` "): cells for row in error_codes().splitlines() if len(cells := row.split("|")) == 6}
     for kind in error_classes():
-        if kind.code in {"configuration_error", "event_log_error"}:
-            assert f"`{kind.code}`" in page("reference/turns.md")
+        if kind.code in COMMAND_LINE_ONLY:
+            assert f"`{kind.code}`" in page("reference/errors.md")
             continue
-        assert kind.code in rows, kind.code
         assert int(rows[kind.code][1]) == kind.status
         assert rows[kind.code][3].strip() == (f"{kind.retry_after_s} s" if kind.retry_after_s else "")
-
-
-def test_every_reason_is_documented() -> None:
-    """Operations has a row for each reason, and for no other."""
-    table = page("how-to/observe.md").partition("\n## Reasons\n")[2].partition("\n## ")[0]
-    assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == set(Reason)
+        assert rows[kind.code][4].strip()
+    said = {cells[1].strip(" `"): cells for row in reasons().splitlines()[2:] if (cells := row.split("|"))}
+    assert set(said) == set(Reason)
+    assert [name for name, cells in said.items() if not cells[2].strip() or not cells[3].strip()] == []
+    assert "<!-- generated: errors -->" in page("reference/errors.md")
+    assert "<!-- generated: reasons -->" in page("reference/logs.md")
 
 
 def test_every_kind_of_message_is_documented() -> None:
-    """The API's page names what `GET /events` may send, and no other kind; Operations has the signals."""
-    table = page("reference/api.md").partition("| Kinds | |\n")[2].partition("\n\n")[0]
+    """The page names what `GET /events` may send, and no other kind, and the signals."""
+    table = page("reference/logs.md").partition("| Kinds | |\n")[2].partition("\n\n")[0]
     rows = [row for row in table.splitlines() if not row.startswith("| signals")]
     assert set(re.findall(r"`(\w+)`", "".join(rows))) - {"because", "reason"} == KINDS
-    signals = page("how-to/observe.md").partition("\n## The information stream\n")[2].partition("\n## ")[0]
+    signals = page("reference/logs.md").partition("\n## The information stream\n")[2].partition("\n## ")[0]
     assert set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", signals, re.MULTILINE)))) == SIGNAL_KINDS
 
 
-def test_every_profile_is_documented() -> None:
-    """Engines lists the iteration times that `--profile` knows by name."""
-    table = page("how-to/engines.md").partition("| Profile | Engine |\n")[2].partition("\n\n")[0]
-    named = {name for row in table.splitlines()[1:] for name in re.findall(r"`([\w.-]+)`", row.split("|")[1])}
-    assert named == set(load_profiles())
-
-
-def test_the_lifecycle_table_is_the_code_s() -> None:
-    """Architecture has the whole table, row by row."""
-    table = page("explanation/architecture.md").partition("\n## The life of a program\n")[2].partition("\n## ")[0]
-    said = set(re.findall(r"^\| (\w+), (\w+) \| `(\w+)` \| (\w+), (\w+) \|$", table, re.MULTILINE))
-    assert said == {(*before, trigger, *after) for (before, trigger), after in TRANSITIONS.items()}
+def test_what_is_generated_is_whole() -> None:
+    """The lifecycle, the judge's prompt and the alerts stand on their pages as the code has them."""
+    life = shown(DOCS / "explanation/architecture.md").partition("## The life of a program")[2].partition("\n## ")[0]
+    rows = [[cell.strip() for cell in row.split("|")[1:5]] for row in life.splitlines() if row.startswith("| ")][1:]
+    assert {name: set(then.split(", ")) for name, _, _, then in rows} == {
+        kind: set(then) or {"nowhere"} for kind, then in ALLOWED.items()
+    }
+    assert DEFAULT_PROMPT.strip() in shown(DOCS / "how-to/judge.md")
+    assert "`thunderagent_replica_up == 0`" in shown(DOCS / "how-to/observe.md")
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -332,28 +347,25 @@ def test_every_policy_and_setting_is_documented(name: str) -> None:
 
 @pytest.mark.parametrize("kind", PARTS)
 def test_every_part_and_setting_is_documented(kind: str) -> None:
-    """Policies names each part in the row of its kind, and each of its settings somewhere; so does its option."""
+    """Policies names each part in the row of its kind, and each of its settings somewhere."""
     text = page("reference/policies.md")
-    rows = [row for row in text.splitlines() if row.startswith(f"| `--{kind}` |")]
-    rows += [row for row in page("reference/configuration.md").splitlines() if row.startswith(f"| `--{kind}` |")]
-    assert len(rows) == 2
-    for row in rows:
-        assert set(PARTS[kind]) <= set(re.findall(r"`([\w-]+)`", row))
+    (row,) = [row for row in text.splitlines() if row.startswith(f"| `--{kind}` |")]
+    assert set(PARTS[kind]) <= set(re.findall(r"`([\w-]+)`", row))
     for factory in PARTS[kind].values():
         made = factory()
         settings = {field.name for field in fields(made) if field.init} if is_dataclass(made) else set()
         assert {name for name in settings if f"`{name}`" not in text} <= {"name"}
 
 
-def test_every_policy_and_preset_is_in_the_row_of_its_option() -> None:
-    """Configuration lists all that `--policy` may be told by name, and so does its help."""
-    (row,) = [row for row in page("reference/configuration.md").splitlines() if row.startswith("| `--policy` |")]
-    assert {*POLICIES, *PRESETS} <= set(re.findall(r"`([\w-]+)`", row))
+def test_every_policy_and_preset_is_named() -> None:
+    """The page lists all that `--policy` may be told by name, and so does its help."""
+    named = set(re.findall(r"`([\w-]+)`", page("reference/policies.md").partition("\n## ")[0]))
+    assert {*POLICIES, *PRESETS} <= named
     assert {*POLICIES, *PRESETS} <= set(re.findall(r"[\w-]+", ServeConfig.model_fields["policy"].description or ""))
 
 
 @pytest.mark.parametrize(
-    "example", code_blocks("reference/policies.md", "python"), ids=lambda text: text.partition("\n")[0]
+    "example", code_blocks("how-to/write-a-policy.md", "python"), ids=lambda text: text.partition("\n")[0]
 )
 def test_a_policy_of_the_page_can_be_loaded_and_works(
     example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -363,7 +375,7 @@ def test_a_policy_of_the_page_can_be_loaded_and_works(
     (tmp_path / f"{module}.py").write_text(example)
     monkeypatch.syspath_prepend(tmp_path)
     class_name = re.findall(r"^class (\w+)", example, re.MULTILINE)[0]
-    assert f"{module}:{class_name}" in page("reference/policies.md") or module == "full_house"
+    assert f"{module}:{class_name}" in page("how-to/write-a-policy.md") or module == "full_house"
     is_global = "def decide" in example
     name, settings = (
         ("breakeven", {"control": f"{module}:{class_name}"}) if is_global else (f"{module}:{class_name}", {})
@@ -376,7 +388,7 @@ def test_a_policy_of_the_page_can_be_loaded_and_works(
 
 def example_of(module: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Put an example of the page where it can be imported; return it without its imports."""
-    text = next(each for each in code_blocks("reference/policies.md", "python") if each.startswith(f"# {module}.py"))
+    text = next(each for each in code_blocks("how-to/write-a-policy.md", "python") if each.startswith(f"# {module}.py"))
     (folder / f"{module}.py").write_text(text)
     monkeypatch.syspath_prepend(folder)
     monkeypatch.delitem(sys.modules, module, raising=False)

@@ -1,4 +1,4 @@
-"""Where a program may go: which replicas come into question, what the policy says, and what must be let in all the same.
+"""Where a program may go: which replicas come into question, what the policy says, and who must be let in.
 
 It lets two kinds of turns in that the policy would hold, whether there is room or not, where that costs least: one
 whose client would give up before long (`rules/patience.py`), and one of a child whose parent holds a claim

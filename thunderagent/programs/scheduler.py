@@ -35,7 +35,7 @@ from thunderagent.programs.handlers.fleet import Fleet
 from thunderagent.programs.handlers.lives import Lives
 from thunderagent.programs.handlers.operator import Operator
 from thunderagent.programs.handlers.turns import Turns
-from thunderagent.programs.learned.knowledge import Knowledge
+from thunderagent.programs.learned.knowledge import LEAST_IDLE_LIMIT_S, Knowledge
 from thunderagent.programs.model.decisions import Decision
 from thunderagent.programs.model.events import Event, Tick, TurnDue
 from thunderagent.programs.model.policy import Moment, Policy
@@ -81,7 +81,7 @@ class Scheduler:
         self.ledger = book.ledger
         self.families = Families(one_each=self.tenants is not None)
         self.deadlines = Deadlines(settings.patience_margin_s, settings.patience_ratio)
-        self.limits = Limits(book, settings, self.knowledge.idle_limit_s)
+        self.limits = Limits(book, settings, self.knowledge.idle_limit_s, LEAST_IDLE_LIMIT_S)
         self.view = view = SchedulerView(book, provisions_replicas=settings.provisions_replicas)
         self.stream = Stream(book, self.knowledge, view, getattr(policy, "observe", None))
         self.global_policies = GlobalPolicies(policy, book, view)
@@ -147,7 +147,9 @@ class Scheduler:
         self._handlers[type(event)](event)
         for rule in self._rules:
             rule.settle(core)
-        self.knowledge.restore_pace.accrue(book.now_s, waiting=self._somebody_may_be_restored())
+        pace, waiting = self.knowledge.restore_pace, self._somebody_may_be_restored()
+        if waiting or pace.waiting:
+            pace.accrue(book.now_s, waiting=waiting)
         return decisions
 
     def _somebody_may_be_restored(self) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from math import inf
 from typing import TYPE_CHECKING
 
 from thunderagent.programs.book.book import Book
@@ -117,8 +116,7 @@ class SchedulerView:
 
     def first_expired(self, replica: ReplicaView) -> ProgramView | None:
         """See `View`."""
-        first = self._replica(replica).acting.expiring.first()
-        return first if first is not None and first.hold_until_s <= self._book.now_s else None
+        return next(iter(self.first_expired_few(replica, 1)), None)
 
     def first_expired_few(self, replica: ReplicaView, count: int) -> Sequence[ProgramView]:
         """See `View`."""
@@ -244,35 +242,25 @@ class SchedulerView:
 
     def longest_turn_s(self, replica: ReplicaView) -> float:
         """See `View`."""
-        programs = self._replica(replica).programs.values()
-        granted_s = min((turn.granted_s for program in programs for turn in program.in_flight.values()), default=inf)
-        return max(0.0, self._book.now_s - granted_s)
+        return self._replica(replica).longest_turn_s(self._book.now_s)
 
     def targets(self, program: ProgramView) -> Sequence[ReplicaView]:
         """See `View`."""
-        own, replicas = self._own(program), self._book.granting_replicas
-        if own is None or own.routed_to is None:
-            return replicas
-        route = own.route
-        return [replica for replica in replicas if route is None or route.names(replica.replica_id)]
+        return self._core.routing.targets(self._own(program))
 
     def routes(self) -> Sequence[RouteView]:
-        """See `View`. Replicas that were removed are left out: `propose_route` would refuse them."""
-        known, routes = self._book.replicas, self._core.routing.routes
-        return [
-            RouteView(scope.value, name, {each: weight for each, weight in route.targets if each in known})
-            for scope, name, route in routes
-        ]
+        """See `View`."""
+        return self._core.routing.views()
 
     def propose_route(
         self, scope: str, name: str, replicas: Mapping[str, float], reason: Reason = Reason.CONTROL
     ) -> bool:
         """See `View`. Accepted for a scope that there is, and replicas that are known."""
-        operations, targets = self._operations, tuple(replicas.items())
-        if operations.why_not_route(scope, name, targets):
-            return False
-        operations.set_route(Scope(scope), name, targets, reason)
-        return True
+        targets = tuple(replicas.items())
+        possible = not self._operations.why_not_route(scope, name, targets)
+        if possible:
+            self._operations.set_route(Scope(scope), name, targets, reason)
+        return possible
 
     def propose_priority(
         self,
@@ -283,45 +271,39 @@ class SchedulerView:
         replica: ReplicaView | None = None,
     ) -> bool:
         """See `View`. Accepted for a live program and a whole number of at most a million either way."""
-        operations, replica_id = self._operations, None if replica is None else replica.replica_id
-        own = self._own(program)
-        if own is None or operations.why_not_priority(program.program_id, priority, replica_id):
+        own, replica_id = self._own(program), None if replica is None else replica.replica_id
+        if own is None or self._operations.why_not_priority(program.program_id, priority, replica_id):
             return False
-        operations.set_priority(own, priority, replica_id, reason)
+        self._operations.set_priority(own, priority, replica_id, reason)
         return True
 
     def propose_migrate(self, program: ProgramView, replica: ReplicaView, reason: Reason = Reason.CONTROL) -> bool:
         """See `View`. Accepted for an admitted program that is not there yet, where its route leads, on an open one."""
-        operations = self._operations
         own = self._own(program)
-        if own is None or operations.why_not_migrate(program.program_id, replica.replica_id):
+        if own is None or self._operations.why_not_migrate(program.program_id, replica.replica_id):
             return False
-        operations.migrate(own, self._replica(replica), reason)
+        self._operations.migrate(own, self._replica(replica), reason)
         return True
 
     def propose_kill(self, program: ProgramView) -> bool:
         """See `View`. Accepted for a live program."""
         own = self._own(program)
-        if own is None:
-            return False
-        self._operations.kill(own)
-        return True
+        if own is not None:
+            self._operations.kill(own)
+        return own is not None
 
     def propose_kill_replica(self, replica: ReplicaView, reason: Reason = Reason.CONTROL) -> bool:
         """See `View`. Accepted for an open replica beside which there is another one, where somebody ends replicas."""
-        if self.replica(replica.replica_id) is None or len(self.replicas) < 2:
-            return False
-        if not self._provisions_replicas:
+        if self.replica(replica.replica_id) is None or len(self.replicas) < 2 or not self._provisions_replicas:
             return False
         self._operations.kill_replica(replica.replica_id, reason)
         return True
 
     def propose_provision(self, reason: Reason = Reason.CONTROL) -> bool:
         """See `View`. Accepted where somebody starts replicas."""
-        if not self._provisions_replicas:
-            return False
-        self._operations.provision(reason)
-        return True
+        if self._provisions_replicas:
+            self._operations.provision(reason)
+        return self._provisions_replicas
 
     def propose_pause(self, program: ProgramView, reason: Reason) -> bool:
         """See `View`. Accepted for an active program whose tool runs."""
@@ -361,9 +343,7 @@ class SchedulerView:
         """See `View`. Accepted for a paused program on a replica that is open; of a bound one, on that one alone."""
         own = self._own(program)
         target = self._core.placing.granting(replica)
-        if own is None or own.place.active or target is None:
-            return False
-        if own.routed_to not in (None, target.replica_id):
+        if own is None or own.place.active or target is None or own.routed_to not in (None, target.replica_id):
             return False
         self._core.restore(own, target, reason)
         return True

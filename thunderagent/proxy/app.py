@@ -56,9 +56,9 @@ from thunderagent.proxy.watch.autoscaling import AutoscalingCollector
 from thunderagent.proxy.watch.history import History
 from thunderagent.proxy.watch.metrics import StateCollector
 from thunderagent.proxy.watch.turn_metrics import LoopLag, TurnMetrics
+from thunderagent.proxy.wire.aiohttp_errors import answering_errors
 from thunderagent.proxy.wire.aiohttp_exchange import AiohttpExchange
 from thunderagent.proxy.wire.aiohttp_request import target_of, told_path
-from thunderagent.proxy.wire.error_answers import answering_errors, tell
 from thunderagent.proxy.wire.front import Front
 from thunderagent.proxy.wire.front import Tracing as FrontTracing
 from thunderagent.proxy.wire.http11.asked import Asked
@@ -243,7 +243,7 @@ def _front(flow: Turns, guard: Guard, tracing: Tracing | None, *, simulated: boo
 
     adds = simulated or guard.marks_cors
     around = logged_turn if access_log else None
-    return Front(is_turn, guard.let_in, flow.answer, tell, decorate if adds else None, tracing, around)
+    return Front(is_turn, guard.let_in, flow.answer, decorate if adds else None, tracing, around)
 
 
 def _quotas(runtime: Runtime, registry: CollectorRegistry, held: HeldTurns, *, hears: bool) -> Quotas:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
-
-import structlog
 
 from thunderagent.workflows.core import messages as m
 from thunderagent.workflows.globalloop import GlobalLevel, LocalLevel
@@ -13,7 +12,7 @@ from thunderagent.workflows.node import Node
 from thunderagent.workflows.store import Store
 from thunderagent.workflows.view import Policy, View
 
-log = structlog.get_logger("thunderagent.workflows")
+log = logging.getLogger("thunderagent.workflows")
 
 
 class Control:
@@ -63,7 +62,7 @@ class Control:
             self.level.policies = policies
         refused = self.level.refused
         for reason in refused:
-            log.debug("refused", reason=reason)
+            log.debug("refused: %s", reason)
         await self._local.apply()
         for location in self.level.view.instances.keys() - self.node.controllers.keys():
             self.level.view.forget(location)
@@ -90,7 +89,7 @@ class Control:
         try:
             await self.node.launch(location)
         except Exception as error:
-            log.warning("no_instance", location=location, error=repr(error))
+            log.warning("%s could not be started: %r", location, error)
 
     def _next_location(self, agent: str) -> str:
         number = self._numbers[agent] = self._numbers.get(agent, -1) + 1
@@ -99,6 +98,6 @@ class Control:
 
 def _note_move(moved: m.Moved) -> None:
     if moved.why_not:
-        log.debug("not_moved", session=moved.session, to=moved.to, reason=moved.why_not)
+        log.debug("session %r was not moved to %s: %s", moved.session, moved.to, moved.why_not)
     else:
-        log.debug("moved", session=moved.session, to=moved.to, calls=moved.calls_count)
+        log.debug("session %r moved to %s with %s calls", moved.session, moved.to, moved.calls_count)

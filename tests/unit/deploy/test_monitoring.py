@@ -26,8 +26,8 @@ OF_SCRAPES = {"job", "instance", "namespace", "le"}
 
 
 def documented() -> dict[str, tuple[str, set[str]]]:
-    """Return each metric's kind and labels, as Operations says them."""
-    rows = [row.split("|") for row in page("how-to/observe.md").splitlines() if row.startswith("| `thunderagent_")]
+    """Return each metric's kind and labels, as their page says them."""
+    rows = [row.split("|") for row in page("reference/metrics.md").splitlines() if row.startswith("| `thunderagent_")]
     return {
         cells[1].strip(" `"): (cells[2].strip(), set(re.findall(r"`(\w+)`", cells[3])))
         for cells in rows

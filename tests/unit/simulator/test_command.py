@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 from pathlib import Path
@@ -10,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from thunderagent.cli import main
-from thunderagent.simulator.command import add_arguments
 
 QUICK = ("simulate", "--minutes", "2", "--programs", "8")
 
@@ -107,13 +105,6 @@ def test_what_is_impossible_is_refused_in_words(
 ) -> None:
     assert exit_status(*QUICK, *options) == 2
     assert says in capsys.readouterr().err
-
-
-def test_every_option_is_on_its_page() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "how-to" / "simulate.md").read_text()
-    parser = argparse.ArgumentParser(add_help=False)
-    add_arguments(parser)
-    assert [option for option in parser.format_help().split() if option.startswith("--") and option not in page] == []
 
 
 def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:

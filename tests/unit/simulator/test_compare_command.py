@@ -276,14 +276,6 @@ def test_simulate_runs_whom_compare_runs(capsys: pytest.CaptureFixture[str]) -> 
     assert "policy oracle has no setting 'luck'" in capsys.readouterr().err
 
 
-def test_every_option_is_on_its_page() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "how-to" / "simulate.md").read_text()
-    parser = argparse.ArgumentParser(add_help=False)
-    add_arguments(parser)
-    options = {option for action in parser._actions for option in action.option_strings}
-    assert {option for option in options if f"`{option}`" not in page} == set()
-
-
 def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_status("compare", "--help") == 0
     out = " ".join(capsys.readouterr().out.split())

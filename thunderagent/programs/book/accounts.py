@@ -40,8 +40,7 @@ from thunderagent.programs.model.turn import Turn
 PREFILL_TO_DECODE_RATIO = 1 / 350
 """Time to prefill a token over time to decode one, where a turn's first byte was not seen apart from its last.
 
-b/a of the engine fits in `simulator/constants.toml`: 1/344 for Llama-3.1-8B on A100, 1/390 for H100 TP2.
-"""
+b/a of the engine fits in `simulator/constants.toml`: 1/344 for Llama-3.1-8B on A100, 1/390 for H100 TP2."""
 
 
 @dataclass(slots=True)
@@ -290,7 +289,7 @@ class Ledger:
         account.updated_s = now_s
         flight_tokens, acting_tokens = account.claimed_tokens
         told_tokens = account.capacity_tokens
-        capacity_tokens = inf if told_tokens is None else told_tokens
+        capacity_tokens = told_tokens if told_tokens is not None else inf
         fitting_tokens = min(flight_tokens, capacity_tokens)
         account.flight_s += elapsed_s * (fitting_tokens / flight_tokens if flight_tokens else 1.0)
         account.flight_token_s += elapsed_s * fitting_tokens

@@ -109,8 +109,8 @@ class Book:
         if place.active != to.active and account is not None:
             self._claims(program, account, replica_id or "", why, gets_one=to.active)
         elif why is not None and Kind.LEAVING in (to.kind, place.kind):
-            decision = Mark if to.kind is Kind.LEAVING else Unmark
-            program.note(now_s, decision.__name__.lower(), why, replica_id)
+            decision, what = (Mark, "mark") if to.kind is Kind.LEAVING else (Unmark, "unmark")
+            program.note(now_s, what, why, replica_id)
             self.decisions.append(decision(program.program_id, replica_id or "", why))
         if self._shares is not None and place.claims != to.claims:
             self._shares.claims(program.tenant, program.claim_tokens if to.claims else -program.claim_tokens)
@@ -138,8 +138,8 @@ class Book:
             replica.let_in.discard(program)
             self.active_count -= 1
         if why is not None and program.place is not self.ended:
-            decision = Restore if gets_one else Pause
-            program.note(self.now_s, decision.__name__.lower(), why, replica_id)
+            decision, what = (Restore, "restore") if gets_one else (Pause, "pause")
+            program.note(self.now_s, what, why, replica_id)
             self.decisions.append(decision(program.program_id, replica_id, why))
 
     def resize(self, program: Program) -> None:

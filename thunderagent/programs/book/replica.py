@@ -222,6 +222,11 @@ class Replica:
             return True
         return demand_tokens + claim_tokens <= limit_tokens * (1.0 + overdraft_ratio)
 
+    def longest_turn_s(self, now_s: float) -> float:
+        """Return for how long the longest turn in flight here has run; 0 if there is none."""
+        granted_s = [turn.granted_s for program in self.programs.values() for turn in program.in_flight.values()]
+        return max(0.0, now_s - min(granted_s, default=inf))
+
     @property
     def suspended_for(self) -> Mapping[str, None]:
         """Causes for which nothing is granted here: on no replica, then on this one."""

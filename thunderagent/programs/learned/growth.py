@@ -100,12 +100,16 @@ class PrefillSpeed:
     is taken off: the median time for a token of turns whose prompt was cached.
     """
 
-    __slots__ = ("_decode_s", "_prefill_s")
+    __slots__ = ("_decode_s", "_prefill_s", "learned_token_s", "token_s")
 
     def __init__(self) -> None:
         """Begin with the first guess."""
         self._prefill_s = LogHistogram(TOKEN_S_EDGES)
         self._decode_s = LogHistogram(TOKEN_S_EDGES)
+        self.token_s = FIRST_PREFILL_TOKEN_S
+        """Seconds for each uncached prompt token."""
+        self.learned_token_s: float | None = None
+        """The same; None until a turn told it."""
 
     def learn(
         self, first_token_s: float | None, duration_s: float, uncached_tokens: int, generated_tokens: int
@@ -116,15 +120,6 @@ class PrefillSpeed:
                 decode_token_s = self._decode_s.quantile(0.5, 0.0)
                 first_token_s = duration_s - decode_token_s * generated_tokens
             self._prefill_s.add(max(0.0, first_token_s) / uncached_tokens)
+            self.learned_token_s = self.token_s = self._prefill_s.quantile(LOW_RATIO, FIRST_PREFILL_TOKEN_S)
         elif uncached_tokens <= FEW_TOKENS and generated_tokens and first_token_s is None:
             self._decode_s.add(duration_s / generated_tokens)
-
-    @property
-    def learned_token_s(self) -> float | None:
-        """The same as `token_s`; None until a turn told it."""
-        return self.token_s if self._prefill_s.total else None
-
-    @property
-    def token_s(self) -> float:
-        """Seconds for each uncached prompt token."""
-        return self._prefill_s.quantile(LOW_RATIO, FIRST_PREFILL_TOKEN_S)

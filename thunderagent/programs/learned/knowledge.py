@@ -48,8 +48,10 @@ class Knowledge:
 
     __slots__ = (
         "_corrections",
+        "_output_tokens",
         "_residences_s",
         "_rules",
+        "_turn_tokens",
         "goodput",
         "growth",
         "judge_record",
@@ -66,6 +68,8 @@ class Knowledge:
     def __init__(self, rules: ClaimRules | None = None) -> None:
         """Begin with first guesses; `rules` say how claims are measured."""
         self._rules = rules or ClaimRules()
+        self._turn_tokens = self._output_tokens = self._rules.reserve_tokens
+        """What claims hold beside contexts: for a whole turn, and for an answer alone."""
         self.tool_times = ToolTimes()
         self.prefill_speed = PrefillSpeed()
         self.growth = Growth()
@@ -148,7 +152,11 @@ class Knowledge:
         context_tokens = prompt_tokens + output_tokens
         program.larger_tokens_total += max(0, context_tokens - program.first_prompt_tokens)
         grown_tokens = context_tokens - branch.context_tokens if branch.context_tokens else None
-        self.growth.turn_finished(grown_tokens, output_tokens, duration_s + program.away_s)
+        growth, rules = self.growth, self._rules
+        growth.turn_finished(grown_tokens, output_tokens, duration_s + program.away_s)
+        if rules.growth_quantile:
+            self._turn_tokens = growth.turn_tokens(rules.growth_quantile, rules.reserve_tokens)
+            self._output_tokens = growth.output_tokens(rules.growth_quantile, rules.reserve_tokens)
         self.role_outputs.learn(turn.role, output_tokens)
         uncached_tokens = max(0, prompt_tokens - cached_tokens)
         first_token_s = turn.first_token_s(now_s)
@@ -212,11 +220,10 @@ class Knowledge:
         program.growth_tokens = max(0, int(first_tokens + whole_tokens - program.claim_tokens))
 
     def _reserve_tokens(self, program: Program) -> int:
-        rules = self._rules
-        if not rules.growth_quantile:
-            return rules.reserve_tokens
         turns = program.in_flight or program.held
-        if not turns:
-            return self.growth.turn_tokens(rules.growth_quantile, rules.reserve_tokens)
-        generated_tokens = max(turn.output_tokens for turn in turns.values())
-        return max(0, self.growth.output_tokens(rules.growth_quantile, rules.reserve_tokens) - generated_tokens)
+        if not turns or not self._rules.growth_quantile:
+            return self._turn_tokens
+        generated_tokens = 0
+        for turn in turns.values():
+            generated_tokens = max(generated_tokens, turn.output_tokens)
+        return max(0, self._output_tokens - generated_tokens)

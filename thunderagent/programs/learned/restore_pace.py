@@ -19,13 +19,13 @@ LEAST_RESTORES_COUNT = 1e-6
 class RestorePace:
     """The pace of the paused queue."""
 
-    __slots__ = ("_accrued_s", "_restore_count", "_waited_s", "_waiting")
+    __slots__ = ("_accrued_s", "_restore_count", "_waited_s", "waiting")
 
     def __init__(self) -> None:
         """Begin with nothing seen."""
         self._restore_count = 0.0
         self._waited_s = 0.0
-        self._waiting = False
+        self.waiting = False
         self._accrued_s = 0.0
 
     @property
@@ -35,14 +35,14 @@ class RestorePace:
 
     def accrue(self, now_s: float, *, waiting: bool) -> None:
         """Count the time since the last call, if somebody waited in it; `waiting` says whether somebody does now."""
-        if self._waiting and now_s > self._accrued_s:
+        if self.waiting and now_s > self._accrued_s:
             passed_s = now_s - self._accrued_s
             kept_ratio = 0.5 ** (passed_s / HALF_LIFE_S)
             if self._restore_count:
                 self._restore_count = max(LEAST_RESTORES_COUNT, self._restore_count * kept_ratio)
             self._waited_s = self._waited_s * kept_ratio + passed_s
         self._accrued_s = now_s
-        self._waiting = waiting
+        self.waiting = waiting
 
     def restored(self) -> None:
         """Count a restore of a program that had waited."""

@@ -41,7 +41,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import hypot, inf
+from math import inf
 from typing import ClassVar
 
 from thunderagent.errors import ConfigurationError
@@ -50,17 +50,12 @@ from thunderagent.programs.model.places import Status
 from thunderagent.programs.model.policy import ClaimRules, Moment, Placement, least_loaded
 from thunderagent.programs.model.view import View
 from thunderagent.programs.model.views import AccountView, ProgramView, ReplicaView
+from thunderagent.programs.policies.foresight import foreseen_tokens, is_short
 from thunderagent.programs.policies.helpers import home_of, largest_capacity_tokens
 from thunderagent.programs.policies.setting_checks import check_not_negative
 
 RESIDENT_RATIO = 0.1
 """A program is resident if so much of its claim is expected to lie in its replica's memory."""
-
-FIRST_GROWTH_FACTOR = 2.0
-"""Until programs are seen to end, one is taken to grow by so many times its claim where memory may be short."""
-
-MOST_FIRST_GROWTH_RATIO = 1 / 8
-"""But by no more than that part of a replica's memory."""
 
 LAST_OF_GROUP_RANK = inf
 
@@ -263,7 +258,7 @@ class BreakEven:
         needed_tokens: float = view.claim_tokens_on(program, replica)
         grown_tokens, free_tokens = 0.0, self.low_ratio * account.limit_tokens - account.demand_tokens
         if foresees:
-            grown_tokens = self._foreseen_tokens(view, program, replica)
+            grown_tokens = foreseen_tokens(view, program, replica, self.foresight_ratio)
             needed_tokens += min(program.growth_tokens, grown_tokens)
             free_tokens = self._free_tokens(account, grown_tokens)
         missing_tokens = needed_tokens - free_tokens
@@ -281,33 +276,7 @@ class BreakEven:
 
     def _foresees(self, view: View, program: ProgramView) -> bool:
         """Say whether a program leaves room for growth: a newcomer does, where memory is short."""
-        return not program.turn_count and self.foresight_ratio > 0 and self._is_short(view, program)
-
-    def _foreseen_tokens(self, view: View, program: ProgramView, replica: ReplicaView) -> float:
-        """Return for how much growth of each program on a replica there must be room, if `program` is let in there.
-
-        In t seconds it uses c·t + r·t²/2 of memory, and if it is to go then, c + r·t tokens are computed again, each of
-        which is worth holding for the break-even time T: until t = (r·T - c + √(c² + r²·T²)) / r that does not pay.
-        """
-        rate, claim_tokens = view.growth_tokens_per_s, program.claim_tokens
-        if rate == inf:
-            return inf
-        grown_tokens = rate * self.foresight_ratio * view.break_even_s(replica.replica_id)
-        return grown_tokens - claim_tokens + hypot(claim_tokens, grown_tokens)
-
-    def _is_short(self, view: View, program: ProgramView) -> bool:
-        """Say whether memory is short: all that are in or wait, each as large as in the mean, do not fit.
-
-        A program is as large in the mean as `program` with what programs were seen to grow by. Until some ended, that
-        is a guess which lets in few enough of many that come at once, and holds nobody where few come.
-        """
-        count = view.active_count + max(1, view.waiting_count)
-        room_tokens = self.low_ratio * sum(replica.account.limit_tokens for replica in view.replicas)
-        grown_tokens = view.mean_growth_tokens
-        if grown_tokens == inf:
-            most_tokens = MOST_FIRST_GROWTH_RATIO * room_tokens / len(view.replicas)
-            grown_tokens = min(FIRST_GROWTH_FACTOR * program.claim_tokens, most_tokens)
-        return count * (program.claim_tokens + grown_tokens) > room_tokens
+        return not program.turn_count and self.foresight_ratio > 0 and is_short(view, program, self.low_ratio)
 
     def _roomiest(
         self, view: View, program: ProgramView, candidates: Sequence[ReplicaView], *, foresees: bool
@@ -315,18 +284,20 @@ class BreakEven:
         """Return the replica with most room; among equals, as where no capacity is known, that with least on it."""
         if len(candidates) == 1:
             return candidates[0]
-        if foresees:
-            free_tokens = [
-                self._free_tokens(replica.account, self._foreseen_tokens(view, program, replica))
-                for replica in candidates
-            ]
-        else:  # of each newcomer to many replicas: without a call for each
-            ratio, accounts = self.low_ratio, [replica.account for replica in candidates]
-            free_tokens = [ratio * account.limit_tokens - account.demand_tokens for account in accounts]
-        most_tokens = max(free_tokens)
-        return least_loaded(
-            [replica for replica, tokens in zip(candidates, free_tokens, strict=True) if tokens == most_tokens]
-        )
+        roomiest: list[ReplicaView] = []
+        most_tokens, ratio = -inf, self.low_ratio
+        for replica in candidates:  # a call for each would cost more than all the rest
+            account = replica.account
+            if foresees:
+                grown_tokens = foreseen_tokens(view, program, replica, self.foresight_ratio)
+                free_tokens = self._free_tokens(account, grown_tokens)
+            else:
+                free_tokens = ratio * account.limit_tokens - account.demand_tokens
+            if free_tokens > most_tokens:
+                most_tokens, roomiest = free_tokens, [replica]
+            elif free_tokens == most_tokens:
+                roomiest.append(replica)
+        return roomiest[0] if len(roomiest) == 1 else least_loaded(roomiest or candidates)
 
     def _free_tokens(self, account: AccountView, grown_tokens: float) -> float:
         """Return what nobody claims, nor will by growing; one program grows by `grown_tokens`, as far as foreseen."""

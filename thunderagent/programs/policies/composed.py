@@ -11,8 +11,8 @@ A policy (`model/policy.py`) says who may hold memory where. Some of its questio
 - **order**: who of the paused queue is restored first (`restore_rank`).
 - **victims**: who of those on a replica is paused or marked first (`pause_rank`).
 - **control**: once in a period, what of all this should be changed by the operations of `operations.py`: which
-  programs go where, which come first, which move, which replicas are started and ended. It is asked on a tick, after the policy
-  balanced; what it changes holds for every event that follows, and it is off their way.
+  programs go where, which come first, which move, which replicas are started and ended. It is asked on a tick, after
+  the policy balanced; what it changes holds for every event that follows, and it is off their way.
 - **engine priority**: which number an engine with priorities is given with a turn when it is granted; lower goes first,
   as in vLLM. Where an engine has the other polarity its backend converts.
 

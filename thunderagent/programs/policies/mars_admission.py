@@ -61,6 +61,7 @@ from thunderagent.programs.model.signals import (
 )
 from thunderagent.programs.model.view import View
 from thunderagent.programs.model.views import ProgramView
+from thunderagent.programs.policies.mars_memory import Memory
 
 if TYPE_CHECKING:
     from thunderagent.programs.model.signals import Signal
@@ -85,9 +86,6 @@ ROUNDING_S = 1e-6
 
 ARRIVALS_COUNT = 16
 """Arrivals whose mean distance is the other bound of that time."""
-
-WAITING_COUNT = 32
-"""Of those who are in and wait for memory, so many are looked at for what they will take."""
 
 
 @dataclass(slots=True)
@@ -215,7 +213,7 @@ class MarsAdmission:
 
     def next(self, view: View, moment: Moment) -> ProgramView | None:
         """Return who goes in now, if there is a place."""
-        memory = _Memory.of(view, self.kv_high_ratio)
+        memory = Memory.of(view, self.kv_high_ratio)
         self._control(view, memory)
         if self._limit_count(view, memory) - view.admitted_count < 1:
             return None
@@ -229,7 +227,7 @@ class MarsAdmission:
             self._long_in[chosen.program_id] = None
         return chosen
 
-    def _control(self, view: View, memory: _Memory) -> None:
+    def _control(self, view: View, memory: Memory) -> None:
         """Move the window, once in each interval."""
         if view.now_s - self._changed_s < self.control_interval_s - ROUNDING_S:
             return
@@ -258,7 +256,7 @@ class MarsAdmission:
         if self.window_count != before_count:
             view.signal(WindowUpdate(view.now_s, int(self.window_count), view.admitted_count, why))
 
-    def _is_healthy(self, memory: _Memory) -> bool:
+    def _is_healthy(self, memory: Memory) -> bool:
         tools_healthy = self._backlog <= self.backlog_low_ratio and self._wait_s <= self.wait_low_s
         return tools_healthy and memory.used_ratio <= self.kv_low_ratio and memory.budget_tokens > 0
 
@@ -271,11 +269,11 @@ class MarsAdmission:
     def _backlog(self) -> float:
         return self.tool_count / self.tool_cpu_count if self.tool_cpu_count else 0.0
 
-    def _limit_count(self, view: View, memory: _Memory) -> float:
+    def _limit_count(self, view: View, memory: Memory) -> float:
         """Return how many programs may be in now."""
         return self._clamped(self.window_count, self._largest_count(view, memory), memory)
 
-    def _clamped(self, window_count: float, largest_count: float, memory: _Memory) -> float:
+    def _clamped(self, window_count: float, largest_count: float, memory: Memory) -> float:
         """Return the window under its largest, W_cpu and W_kv, and never under its smallest."""
         cpu_count = inf
         if self.tool_cpu_count:
@@ -284,7 +282,7 @@ class MarsAdmission:
         kv_count = largest_count - min(1.0, max(0.0, excess)) * (largest_count - self.window_min_count)
         return max(self.window_min_count, min(window_count, largest_count, cpu_count, round(kv_count)))
 
-    def _largest_count(self, view: View, memory: _Memory) -> float:
+    def _largest_count(self, view: View, memory: Memory) -> float:
         """Return W_max: as it is set, or as many programs of the mean size of those who are in as memory holds."""
         if self.window_max_count:
             return self.window_max_count
@@ -294,7 +292,7 @@ class MarsAdmission:
 
     # --- who goes in ------------------------------------------------------------------------------------------------
 
-    def _choose(self, view: View, memory: _Memory, first: ProgramView) -> ProgramView | None:
+    def _choose(self, view: View, memory: Memory, first: ProgramView) -> ProgramView | None:
         """Return the first of PackQueue's order that fits; `first` is the smallest outside."""
         if self.packing == FEW_LONG:
             return self._choose_few_long(view, memory, first)
@@ -304,7 +302,7 @@ class MarsAdmission:
             return self._first_fitting(view, memory, _by_age)
         return first if first.claim_tokens <= memory.budget_tokens else None  # else nobody else fits either
 
-    def _choose_few_long(self, view: View, memory: _Memory, first: ProgramView) -> ProgramView | None:
+    def _choose_few_long(self, view: View, memory: Memory, first: ProgramView) -> ProgramView | None:
         places_count = self._limit_count(view, memory) - view.admitted_count
         if first.claim_tokens <= self.long_tokens:
             self._short_seen_s = view.now_s
@@ -319,7 +317,7 @@ class MarsAdmission:
             return None
         return first
 
-    def _first_fitting(self, view: View, memory: _Memory, rank: Callable[[ProgramView], float]) -> ProgramView | None:
+    def _first_fitting(self, view: View, memory: Memory, rank: Callable[[ProgramView], float]) -> ProgramView | None:
         """Return the first outside that fits; those outside are ranked at most once in a control interval."""
         if rank is not self._packed_by or view.now_s - self._packed_s >= self.control_interval_s:
             self._packed_by, self._packed_s = rank, view.now_s
@@ -350,35 +348,3 @@ def _by_size(program: ProgramView) -> float:
 
 def _by_age(program: ProgramView) -> float:
     return program.opened_s
-
-
-@dataclass(frozen=True, slots=True)
-class _Memory:
-    """The KV caches of all replicas. `budget_tokens` is what a program may have that is let in now."""
-
-    capacity_tokens: float
-    claimed_tokens: float
-    used_ratio: float
-    budget_tokens: float
-
-    @classmethod
-    def of(cls, view: View, target_ratio: float) -> _Memory:
-        """Look at all replicas; one whose capacity is not known has room for everyone."""
-        capacity_tokens = claimed_tokens = used_tokens = 0.0
-        room_tokens = 0.0 if view.replicas else inf
-        for replica in view.replicas:
-            account = replica.account
-            limit_tokens = account.limit_tokens
-            if limit_tokens == inf:
-                return cls(inf, account.demand_tokens, account.kv_used_ratio, inf)
-            replica_tokens = max(account.demand_tokens, account.kv_used_ratio * limit_tokens)
-            capacity_tokens += limit_tokens
-            claimed_tokens += account.demand_tokens
-            used_tokens += replica_tokens
-            room_tokens = max(room_tokens, target_ratio * limit_tokens - replica_tokens)
-        waiting = list(view.first_waiting_few(WAITING_COUNT))
-        for replica in view.replicas:
-            waiting += view.first_waiting_for(replica, WAITING_COUNT)
-        room_tokens -= sum(program.claim_tokens for program in waiting) / max(1, len(view.replicas))
-        used_ratio = used_tokens / capacity_tokens if capacity_tokens else 0.0
-        return cls(capacity_tokens, claimed_tokens, used_ratio, max(0.0, room_tokens))

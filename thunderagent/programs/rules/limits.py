@@ -3,11 +3,11 @@
 Theory of operation
 ===================
 A program whose tool runs is heard of at the end of its turn, and whenever its client speaks of it. For longer than the
-idle limit it keeps no claim, for longer than the forget limit it does not live. Both are measured on a clock that stands
-still while nothing is granted anywhere, and nothing is taken where nothing is granted now. Where no idle limit is set it
-is what was learned of the tool: long beyond the time in which nearly all return, but never more than half of the forget
-limit. Each tenant's programs are counted, and those whose tools run stand in an order of their own: so that one tenant
-that opens too many forgets its own.
+idle limit it keeps no claim, for longer than the forget limit it does not live. Both are measured on a clock that
+stands still while nothing is granted anywhere, and nothing is taken where nothing is granted now. Where no idle limit
+is set it is what was learned of the tool: long beyond the time in which nearly all return, but never more than half of
+the forget limit. Each tenant's programs are counted, and those whose tools run stand in an order of their own: so that
+one tenant that opens too many forgets its own.
 """
 
 from __future__ import annotations
@@ -23,9 +23,6 @@ from thunderagent.programs.model.ranked_set import RankedSet
 from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.rules.verbs import Verbs
 
-LEAST_IDLE_LIMIT_S = 300.0
-"""However quick its tool is, a program may take so long: a person may have been asked, or a network is slow."""
-
 
 class Limits:
     """Programs without a turn, who was heard of longest ago first; and how many each tenant has."""
@@ -37,6 +34,7 @@ class Limits:
         "_halted_s",
         "_halted_since_s",
         "_idle_limit_s",
+        "_least_idle_limit_s",
         "_no_replica_since_s",
         "_quiet",
         "_quiet_of",
@@ -44,8 +42,11 @@ class Limits:
         "_watched",
     )
 
-    def __init__(self, book: Book, settings: SchedulerSettings, idle_limit_s: Callable[[str], float]) -> None:
-        """Begin with nobody; `idle_limit_s` is what was learned of a tool."""
+    def __init__(
+        self, book: Book, settings: SchedulerSettings, idle_limit_s: Callable[[str], float], least_idle_limit_s: float
+    ) -> None:
+        """Begin with nobody; `idle_limit_s` is what was learned of a tool, never less than `least_idle_limit_s`."""
+        self._least_idle_limit_s = least_idle_limit_s
         self._book = book
         self._settings = settings
         self._idle_limit_s = idle_limit_s
@@ -101,7 +102,7 @@ class Limits:
         """Look at a program whose tool runs, and that has something to lose, when the idle limit may be over."""
         limit_s = self._settings.idle_limit_s
         if limit_s is None:
-            limit_s = min(LEAST_IDLE_LIMIT_S, self._most_idle_limit_s)
+            limit_s = min(self._least_idle_limit_s, self._most_idle_limit_s)
         program.idle_at_s = program.limits_since_s + limit_s
         self._watched.add(program, program.idle_at_s)
 

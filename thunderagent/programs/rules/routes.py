@@ -12,12 +12,14 @@ after it gets the room of that replica (`PausedQueue`), or only for a bounded ti
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from thunderagent.programs.book.book import Book
+from thunderagent.programs.book.replica import Replica
 from thunderagent.programs.model.decisions import Reason, SetRoute
 from thunderagent.programs.model.program import Program
 from thunderagent.programs.model.routes import Route, Scope, Targets, is_for
+from thunderagent.programs.model.views import RouteView
 from thunderagent.programs.rules.verbs import Verbs
 
 
@@ -143,6 +145,22 @@ class Routing:
             verbs.explain_hold(program)
             if program.routed_to is not None:
                 self._book.changed_replicas[program.routed_to] = self._book.replicas[program.routed_to]
+
+    def targets(self, program: Program | None) -> Sequence[Replica]:
+        """Return the replicas that a program may go to now: those of its route, or all."""
+        granting = self._book.granting_replicas
+        if program is None or program.routed_to is None:
+            return granting
+        route = program.route
+        return [replica for replica in granting if route is None or route.names(replica.replica_id)]
+
+    def views(self) -> list[RouteView]:
+        """Return all routes for a policy. Replicas that were removed are left out: it could not name them again."""
+        known = self._book.replicas
+        return [
+            RouteView(scope.value, name, {each: weight for each, weight in route.targets if each in known})
+            for scope, name, route in self.routes
+        ]
 
     def let_in(self, verbs: Verbs, *, everywhere: bool) -> None:
         """Ask the policy about the first of those that wait for one replica, where there may be room.

@@ -44,7 +44,7 @@ from thunderagent.proxy.fleet.commands import (
     command_of,
 )
 from thunderagent.proxy.fleet.replicas import Replicas
-from thunderagent.proxy.reading.large_bodies import read_aside
+from thunderagent.proxy.reading.outline import read_aside
 from thunderagent.proxy.reading.target import Target
 from thunderagent.proxy.wire.aiohttp_request import target_of
 from thunderagent.proxy.wire.headers import forwarded_request_headers

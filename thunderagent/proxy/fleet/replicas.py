@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import structlog
 
@@ -30,6 +30,7 @@ from thunderagent.proxy.fleet.breaker import Breakers, BreakerSettings
 from thunderagent.proxy.fleet.client import ReplicaClient
 from thunderagent.proxy.fleet.notices import NoticeSender, TaggedPrograms
 from thunderagent.proxy.fleet.priorities import EnginePriorities
+from thunderagent.proxy.fleet.readings import NOTHING_SINCE, has_totals, since_of
 from thunderagent.runtime import Runtime
 
 log = structlog.get_logger("thunderagent.replicas")
@@ -288,10 +289,10 @@ class Replicas:
         """Take a reading; tell the runtime if it says anything new."""
         known = self.known[replica_id]
         before, known.reading = known.reading, reading
-        since, began_anew = _NOTHING_SINCE, False
-        if _has_totals(reading):
-            since = _since(known.counted, reading)
-            began_anew = since == _NOTHING_SINCE and _has_totals(known.counted)
+        since, began_anew = NOTHING_SINCE, False
+        if has_totals(reading):
+            since = since_of(known.counted, reading)
+            began_anew = since == NOTHING_SINCE and has_totals(known.counted)
             known.counted = reading
         capacity_tokens = self._capacity_override_tokens or reading.capacity_tokens
         state = self._runtime.replicas.get(replica_id)
@@ -335,37 +336,3 @@ class Replicas:
         known.why_down = why
         known.is_up = False
         self._runtime.replica_down(replica_id)
-
-
-class _Since(NamedTuple):
-    """What a replica did between two readings; None is what is not known. The ratio is of the tokens looked up."""
-
-    hit_ratio: float | None
-    query_tokens: int | None
-    preemption_count: int | None
-
-
-_NOTHING_SINCE = _Since(None, None, None)
-
-
-def _has_totals(reading: ReplicaReading) -> bool:
-    return reading.cache_query_tokens_total is not None or reading.preemptions_total is not None
-
-
-def _since(before: ReplicaReading, now: ReplicaReading) -> _Since:
-    """Compare two readings; nothing is known if the engine began its totals anew between them."""
-    queries = _growth(before.cache_query_tokens_total, now.cache_query_tokens_total)
-    hits = _growth(before.cache_hit_tokens_total, now.cache_hit_tokens_total)
-    preemptions = _growth(before.preemptions_total, now.preemptions_total)
-    if any(growth is not None and growth < 0 for growth in (queries, hits, preemptions)):
-        return _NOTHING_SINCE
-    hit_ratio = min(1.0, hits / queries) if queries and hits is not None else None
-    return _Since(hit_ratio, _rounded(queries), _rounded(preemptions))
-
-
-def _growth(before: float | None, now: float | None) -> float | None:
-    return now - before if before is not None and now is not None else None
-
-
-def _rounded(count: float | None) -> int | None:
-    return round(count) if count is not None else None

@@ -8,24 +8,23 @@ it was. What others call a request, a trace or a correlation never names a progr
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
-import msgspec
 from msgspec import UNSET
 from multidict import CIMultiDictProxy
 
 from thunderagent.errors import InvalidProgramIdError, RequestError
 from thunderagent.programs.model.events import PrefixCut
 from thunderagent.programs.model.verdicts import OUTCOMES
+from thunderagent.proxy.reading.body_fields import OTHERS_FIELDS, SIDE_CALL_TOKEN_FIELDS, BodyFields, read_fields
 from thunderagent.proxy.reading.dialects.base import Dialect
 from thunderagent.proxy.reading.dialects.openai import OpenAI
 from thunderagent.proxy.reading.json_splice import remove_member, set_include_usage
 from thunderagent.proxy.reading.media import NO_MEDIA, MediaFound, media_of
 from thunderagent.proxy.reading.outline import Outline
-from thunderagent.proxy.reading.prefix import PromptFields, holds_token_ids, prefix_of
+from thunderagent.proxy.reading.prefix import holds_token_ids, prefix_of
 
 MAX_PROGRAM_ID_BYTES = 256
 
@@ -74,59 +73,7 @@ CLASS_HEADER = "X-Program-Class"
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
-class _Fields(PromptFields):
-    """The few top-level fields that are looked at; everything else is skipped, not built."""
-
-    program_id: Any = UNSET
-    extra_body: Any = None
-    session_id: Any = None
-    session_params: Any = None
-    metadata: Any = None
-    vllm_xargs: Any = None
-    nvext: Any = None
-    conversation_params: Any = None
-    prompt_cache_key: Any = None
-    user: Any = None
-    stream: Any = None
-    stream_options: Any = None
-    previous_response_id: Any = None
-
-
 _OPENAI = OpenAI()
-
-OTHERS_FIELDS = (
-    ("session_id",),
-    ("session_params", "session_id"),
-    ("metadata", "program_id"),
-    ("metadata", "session_id"),
-    ("vllm_xargs", "program_id"),
-    ("nvext", "agent_context", "session_id"),
-    ("nvext", "agent_context", "program_id"),
-    ("conversation_params", "conversation_id"),  # TensorRT-LLM, NeMo Gym
-    ("prompt_cache_key",),
-)
-"""Where else a body may name its program, by the ways to the value."""
-
-SIDE_CALL_TOKEN_FIELDS = ("tokens", "input", "prompt", "input_ids", "token_ids")
-"""Fields of side calls that may hold many token ids: of detokenize, of embeddings, and as in turns."""
-
-_BUILT_FIELDS = (
-    "program_id",
-    "extra_body",
-    "stream",
-    "stream_options",
-    "previous_response_id",
-    "user",
-    *dict.fromkeys(way[0] for way in OTHERS_FIELDS),
-)
-_decode_fields = msgspec.json.Decoder(_Fields).decode
-_check_json = msgspec.json.Decoder(msgspec.Raw).decode
-_RawFields = msgspec.defstruct(
-    "_RawFields", [(name, msgspec.Raw, msgspec.Raw()) for name in _BUILT_FIELDS], bases=(PromptFields,)
-)
-_decode_raw_fields = msgspec.json.Decoder(_RawFields).decode
-LARGE_FIELD_BYTES = 64 * 1024
-"""A value that is larger, and no text, is not built."""
 
 
 class TurnRequest(NamedTuple):
@@ -201,22 +148,6 @@ class IdentityRules(NamedTuple):
 NO_RULES = IdentityRules()
 
 
-def in_utf8(body: bytes) -> bytes:
-    """Return a body that is JSON in UTF-16 or UTF-32, or has a byte order mark, in plain UTF-8, as engines read it.
-
-    Any other is returned as it is. Cost: a look at four bytes, as a rule.
-    """
-    encoding = json.detect_encoding(body)
-    if encoding == "utf-8":
-        return body
-    try:
-        plain = body.decode(encoding).encode("utf-8", "surrogatepass")
-        _check_json(plain)
-    except (ValueError, RecursionError):
-        return body
-    return plain
-
-
 def check_program_id(value: object) -> str:
     """Return a program id as text. Raises `InvalidProgramIdError` if it is none."""
     return _check_id(value, "program id")
@@ -251,7 +182,7 @@ def identify(
     hashes the prompt. Raises `InvalidProgramIdError`, also for a header that is empty or stands there twice.
     """
     outline = Outline.of(body, dialect.token_id_fields)
-    fields = _read_fields(outline.text)
+    fields = read_fields(outline.text)
     if fields is None:
         return None
     header = program_header_of(headers, rules.program_headers)
@@ -317,9 +248,9 @@ def identify_side_call(
     Cost: one pass over the body, which goes around a large list of token ids. Raises `InvalidProgramIdError`.
     """
     outline = Outline.of(body, SIDE_CALL_TOKEN_FIELDS)
-    fields = _read_fields(outline.text) if body else None
+    fields = read_fields(outline.text) if body else None
     header = program_header_of(headers, rules.program_headers)
-    program_id, source = _program_of(path_id, headers, header, fields or _Fields(), rules)
+    program_id, source = _program_of(path_id, headers, header, fields or BodyFields(), rules)
     if fields is not None:
         text = _without_ours(outline.text, fields)
         if text is not outline.text:
@@ -327,7 +258,7 @@ def identify_side_call(
     return SideCallRequest(program_id, source, body)
 
 
-def _without_ours(text: bytes, fields: _Fields) -> bytes:
+def _without_ours(text: bytes, fields: BodyFields) -> bytes:
     """Return a body without the fields that we defined; the same object if it has none."""
     if fields.program_id is not UNSET:
         text = remove_member(text, ("program_id",))
@@ -361,42 +292,8 @@ def program_header_of(headers: CIMultiDictProxy[str], more_headers: Sequence[str
     return next((name for name in (*more_headers, *_OTHERS) if name in headers and any(headers.getall(name))), "")
 
 
-def _read_fields(body: bytes) -> _Fields | None:
-    """Read the fields; None if the body is no JSON object.
-
-    Engines read JSON with Python's own module or one like it, which takes `NaN` and halves of surrogate pairs
-    (cut-off tool output has them); msgspec refuses those, so what it refuses is read again, slowly, and without the
-    prompt's fields.
-    """
-    try:
-        return _decode_fields(body) if len(body) <= LARGE_FIELD_BYTES else _read_large(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        pass
-    try:
-        value = json.loads(body.decode())
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(value, dict):
-        return None
-    return _Fields(**{name: value[name] for name in _BUILT_FIELDS if name in value})
-
-
-def _read_large(body: bytes) -> _Fields:
-    """Read the fields of a large body without building what a value of megabytes would be as objects: many times that.
-
-    Such a value names no program. A text is built whatever its size.
-    """
-    raw = _decode_raw_fields(body)
-    fields = _Fields(**{name: getattr(raw, name) for name in PromptFields.__struct_fields__})
-    for name in _BUILT_FIELDS:
-        value = getattr(raw, name)
-        if value and (len(value) <= LARGE_FIELD_BYTES or bytes(memoryview(value)[:1]) == b'"'):
-            setattr(fields, name, msgspec.json.decode(value))
-    return fields
-
-
 def _program_of(
-    path_id: str | None, headers: CIMultiDictProxy[str], header: str, fields: _Fields, rules: IdentityRules
+    path_id: str | None, headers: CIMultiDictProxy[str], header: str, fields: BodyFields, rules: IdentityRules
 ) -> tuple[str | None, str]:
     if path_id is not None:
         return check_program_id(path_id), "path"
@@ -416,7 +313,7 @@ def _program_of(
     return None, "anonymous"
 
 
-def _id_at(fields: _Fields, way: tuple[str, ...]) -> str | None:
+def _id_at(fields: BodyFields, way: tuple[str, ...]) -> str | None:
     """Return the id that somebody else's field holds; what is none there is that field's business, and no error."""
     value = getattr(fields, way[0])
     for name in way[1:]:

@@ -4,13 +4,16 @@ A prompt of a hundred thousand token ids is megabytes of digits, and nothing of 
 of one list are set aside, the rest is read and mended as any other body, and then they are put back, byte for byte. A
 search finds the list; that it holds nothing but what stands in a list of numbers is checked by searches, too, so its
 end is where it seems to be. That its numbers are numbers the engine shall judge.
+
+What takes long to read all the same is read on a thread, so that other turns go on meanwhile.
 """
 
 from __future__ import annotations
 
+import asyncio
 import re
-from collections.abc import Sequence
-from typing import NamedTuple, Self
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Self, TypeVar
 
 MIN_BODY_BYTES = 64 * 1024
 """A smaller body is read as it is."""
@@ -59,3 +62,16 @@ class Outline(NamedTuple):
     def is_placeholder(self, value: bytes) -> bool:
         """Say whether a value of the outline stands for the list."""
         return bool(self.token_ids) and bytes(value) == _PLACEHOLDER
+
+
+# --- on a thread
+
+Read = TypeVar("Read")
+
+LARGE_BODY_BYTES = 512 * 1024
+"""What is larger is read on a thread."""
+
+
+async def read_aside(read: Callable[[], Read], size_bytes: int) -> Read:
+    """Return what `read` makes of a body of this size. It must change nothing that others see."""
+    return await asyncio.to_thread(read) if size_bytes > LARGE_BODY_BYTES else read()

@@ -7,10 +7,11 @@ from functools import partial
 from multidict import CIMultiDictProxy
 
 from thunderagent.proxy.gate.tenancy import Tenancy
+from thunderagent.proxy.reading.body_fields import in_utf8
 from thunderagent.proxy.reading.dialects import TURN_DIALECTS
-from thunderagent.proxy.reading.identity import IdentityRules, TurnRequest, identify, identify_side_call, in_utf8
+from thunderagent.proxy.reading.identity import IdentityRules, TurnRequest, identify, identify_side_call
 from thunderagent.proxy.reading.inference import Prompt, prompt_of
-from thunderagent.proxy.reading.large_bodies import read_aside
+from thunderagent.proxy.reading.outline import read_aside
 from thunderagent.proxy.reading.target import Target
 from thunderagent.proxy.wire.exchange import Exchange
 

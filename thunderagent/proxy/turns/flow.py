@@ -36,7 +36,7 @@ from thunderagent.proxy.judge import Judge
 from thunderagent.proxy.reading.dialects import dialect_of
 from thunderagent.proxy.reading.identity import CLASS_HEADER, NO_RULES, IdentityRules, TurnRequest
 from thunderagent.proxy.reading.inference import Inference, Prompt
-from thunderagent.proxy.reading.large_bodies import read_aside
+from thunderagent.proxy.reading.outline import read_aside
 from thunderagent.proxy.turns.aborts import abort_answer
 from thunderagent.proxy.turns.arrival import read_turn
 from thunderagent.proxy.turns.attempts import Attempt, Attempts
@@ -185,8 +185,7 @@ class Turns:
         except RequestError as error:
             tell_with_error(error, identity_headers(turn.program_id, turn.source))
             raise
-        if self._loop is None:
-            self._loop = asyncio.get_running_loop()
+        self._loop = self._loop or asyncio.get_running_loop()
         task = asyncio.current_task(self._loop)
         path = target.sent if record.chosen_id is None else target.prefix + target.sent
         return Attempt(turn, path, patience, self._leases.now_s(), task, self._leases.new_turn_id())
@@ -271,7 +270,6 @@ class Turns:
         return lease
 
     def _may_beat(self, exchange: Exchange, record: Record) -> None:
-        """Have a stream show signs of life while it is held, if the operator wants that."""
         turn, period_s = record.turn, self._settings.heartbeat_s
         if period_s is not None and turn.streams:
             headers = identity_headers(turn.program_id, turn.source)

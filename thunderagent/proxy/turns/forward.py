@@ -24,7 +24,7 @@ from thunderagent.errors import (
 from thunderagent.leases import Lease, OpenLease
 from thunderagent.proxy.fleet.client import ReplicaClient
 from thunderagent.proxy.fleet.replicas import Replicas, Watcher
-from thunderagent.proxy.reading.large_bodies import read_aside
+from thunderagent.proxy.reading.outline import read_aside
 from thunderagent.proxy.turns.attempts import Attempt
 from thunderagent.proxy.turns.record import Record
 from thunderagent.proxy.turns.retry_budget import RetryBudget

@@ -19,7 +19,7 @@ from thunderagent.proxy.reading.answers import read_answer
 from thunderagent.proxy.reading.dialects import Usage
 from thunderagent.proxy.reading.dialects.base import KeepId
 from thunderagent.proxy.reading.inference import Inference
-from thunderagent.proxy.reading.large_bodies import LARGE_BODY_BYTES, read_aside
+from thunderagent.proxy.reading.outline import LARGE_BODY_BYTES, read_aside
 from thunderagent.proxy.reading.tool_calls import StreamToolCalls
 from thunderagent.proxy.reading.usage import StreamUsage
 from thunderagent.proxy.turns.forward import Forwarding

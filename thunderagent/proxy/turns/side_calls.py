@@ -27,7 +27,7 @@ from thunderagent.proxy.fleet.replicas import Replicas, Watcher
 from thunderagent.proxy.gate.tenancy import Tenancy
 from thunderagent.proxy.reading.dialects import dialect_of
 from thunderagent.proxy.reading.identity import IdentityRules, identify_side_call
-from thunderagent.proxy.reading.large_bodies import read_aside
+from thunderagent.proxy.reading.outline import read_aside
 from thunderagent.proxy.reading.target import Target
 from thunderagent.proxy.wire.aiohttp_request import begin, target_of
 from thunderagent.proxy.wire.headers import (

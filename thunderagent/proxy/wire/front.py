@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from http import HTTPStatus
-from typing import NamedTuple, Protocol
+from typing import Protocol
 from urllib.parse import unquote
 
 import structlog
@@ -18,6 +18,7 @@ from multidict import CIMultiDict, CIMultiDictProxy
 
 from thunderagent.errors import RequestError, ThunderAgentError
 from thunderagent.proxy.reading.target import Target
+from thunderagent.proxy.wire.errors import answer_of, plain_answer
 from thunderagent.proxy.wire.exchange import Exchange, KeptBody, done
 from thunderagent.proxy.wire.http11.asked import Asked
 from thunderagent.proxy.wire.http11.heads import RequestHead
@@ -25,14 +26,6 @@ from thunderagent.proxy.wire.http11.server import Handler
 from thunderagent.proxy.wire.request_id import REQUEST_ID, REQUEST_ID_HEADER
 
 log = structlog.get_logger("thunderagent.proxy")
-
-
-class Told(NamedTuple):
-    """What a caller is told of an error."""
-
-    status: int
-    headers: dict[str, str]
-    body: bytes
 
 
 class Trace(Protocol):
@@ -57,20 +50,17 @@ class Front:
         is_turn: Callable[[Target], bool],
         let_in: Callable[[Asked], Awaitable[KeptBody | None]],
         answer: Callable[[Exchange], Awaitable[None]],
-        tell: Callable[[Target, Exception], Told],
         decorate: Callable[[Asked, CIMultiDict[str]], None] | None = None,
         tracing: Tracing | None = None,
         around: Callable[[Handler], Handler] | None = None,
     ) -> None:
         """Have what `let_in` lets pass answered by `answer`.
 
-        `decorate` adds to the heads of all answers, and `around` wraps each of those who answer. What `let_in` and
-        `answer` raise `tell` has words for.
+        `decorate` adds to the heads of all answers, and `around` wraps each of those who answer.
         """
         self._is_turn = is_turn
         self._let_in = let_in
         self._flow = answer
-        self._tell = tell
         self._more = decorate
         self._tracing = tracing
         self._around = around
@@ -102,10 +92,11 @@ class Front:
             await self._flow(asked)
         except ConnectionError:
             raise
-        except Exception as error:
-            if not isinstance(error, ThunderAgentError):
-                log.exception("bug", method=asked.method, path=unquote(target.path), request_id=REQUEST_ID.get())
-            told = self._tell(target, error)
+        except ThunderAgentError as error:
+            told = answer_of(error, target.spelt)
+        except Exception:
+            log.exception("bug", method=asked.method, path=unquote(target.path), request_id=REQUEST_ID.get())
+            told = plain_answer(500, "internal_error", "the proxy has a bug; its log has the trace", target.spelt)
         finally:
             if asked.kept is not None:
                 asked.kept.release()

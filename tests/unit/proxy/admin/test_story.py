@@ -136,7 +136,7 @@ def test_who_waits_for_its_home_waits_for_that() -> None:
     driver.takes_turn("b", 30_000)
     homes = {name: driver.home(name) for name in ("other", "a", "x", "b")}
     assert homes == {"other": "r0", "a": "r1", "x": "r0", "b": "r1"}
-    driver.scheduler.pause(driver.program("a"), Reason.EXPIRED)
+    driver.scheduler.core.pause(driver.program("a"), Reason.EXPIRED)
     driver.arrives("y", 65_000)
     driver.finishes(turn_id, 80_000)
     driver.releases("x")
@@ -182,9 +182,10 @@ def test_who_is_not_admitted_must_be_while_anything_grants() -> None:
     driver.arrives("bound", 100, program_class="to-r0")
     assert waiting_of(driver, "bound").what_must_happen.startswith(PLACE)
     assert waiting_of(driver, "bound").reason == "admission"
-    driver.scheduler.book.admitted_count += 1  # several are said as several
-    assert waiting_of(driver, "bound").what_must_happen.startswith("a place must become free: 2 programs are admitted")
-    driver.scheduler.book.admitted_count -= 1
+    several = full(load_policy("passthrough", {"admission": "window", "admission.n": 2}), replicas={"r0": 9, "r1": 9})
+    for program_id in ("second", "third"):
+        several.arrives(program_id, 100)
+    assert waiting_of(several, "third").what_must_happen.startswith("a place must become free: 2 programs are admitted")
     driver.suspends("sleep", "r1")
     assert waiting_of(driver, "bound").what_must_happen.endswith("suspended for: weights, sleep")
 

@@ -12,8 +12,8 @@ from thunderagent.proxy.control.leases import Leases
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.gate.held import NO_LIMITS, HeldTurns
 from thunderagent.proxy.gate.tenancy import Tenancy
+from thunderagent.proxy.wire.aiohttp_errors import answering_errors
 from thunderagent.proxy.wire.aiohttp_server import Runner
-from thunderagent.proxy.wire.error_answers import answering_errors
 from thunderagent.runtime import Runtime
 
 

@@ -8,9 +8,9 @@ import pytest
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from thunderagent.errors import InvalidProgramIdError
+from thunderagent.proxy.reading.body_fields import OTHERS_FIELDS
 from thunderagent.proxy.reading.identity import (
     FINAL_HEADERS,
-    OTHERS_FIELDS,
     PROGRAM_HEADERS,
     IdentityRules,
     TurnRequest,

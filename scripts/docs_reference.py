@@ -1,0 +1,290 @@
+"""The generated parts of the reference: what the code says of itself, as Markdown.
+
+A page names a part by the comment `<!-- generated: NAME -->`; `PARTS` has the function of each name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from thunderagent import errors
+from thunderagent.cli import LIST_FIELDS, build_parser
+from thunderagent.config import ENVIRONMENT_PREFIX, ServeConfig
+from thunderagent.nova import config as nova_config
+from thunderagent.programs.model import places
+from thunderagent.programs.model.decisions import Reason
+from thunderagent.proxy.judge.prompt import DEFAULT_PROMPT
+from thunderagent.simulator.timing import load_profiles
+from thunderagent.tools.template import Template
+
+ROOT = Path(__file__).parents[1]
+OTHERS = "Listening"
+GROUPS = {
+    "Replicas and engines": r"backend|kubernetes_replicas|discovery|drain|data_par|capacity|poll_|down_|kv_"
+    r"|engine_|notice",
+    "Timeouts, retries and failover": r"connect_|first_byte|silence|total_|retr|breaker|body_t|idle_time|grace"
+    r"|client_stall",
+    "Scheduling": r"policy|admission|order$|victims|priority|control$|fair_|tenant_w|tick|idle_limit|forget|no_replica"
+    r"|patience|client_patience",
+    "Names of programs": r"program_headers|user_names|bearer|infer",
+    "Limits": r"max_|key_max|tenant_max|rate_limit",
+    "Security": r"api_keys|admin_keys|keys_file|tenant_from|allow|forward|metrics_need|tls|cors",
+    "Weight updates and leases": r"control_timeout|weight_sync|observe|lease",
+    "Starting and ending replicas": r"provision",
+    "Judge": r"judge",
+    "Sandboxes": r"sandbox|warm|docker_url|kubernetes_",
+    "Logs and traces": r"signal_log|event_log|access_log|log_|otlp|trace",
+    "Simulated engines": r"embedded|demo",
+}
+"""Headings of the configuration, and how the names of their options begin; the first that matches counts."""
+
+SAID = {"internal_error": "A bug of the proxy; its log has the trace."}
+"""Where the class of a code speaks of more than that code."""
+
+COMMAND_LINE_ONLY = ("configuration_error", "event_log_error", "calibration_error")
+
+
+def table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """Return a table of Markdown; bars in cells are escaped."""
+    heads = list(heads)
+    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    lines += ["| " + " | ".join(" ".join(cell.replace("|", "\\|").split()) for cell in row) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def configuration() -> str:
+    """Return every option of `thunderagent serve` by group: option, default, meaning, name in file and environment."""
+    groups: dict[str, list[tuple[str, ...]]] = {heading: [] for heading in (OTHERS, *GROUPS)}
+    for name, field in ServeConfig.model_fields.items():
+        heading = next((heading for heading, begins in GROUPS.items() if re.match(begins, name)), OTHERS)
+        option = f"--{LIST_FIELDS.get(name, name.replace('_', '-'))}"
+        default = "" if field.default in (None, (), {}, "") else f"`{str(field.default).lower()}`"
+        variable = f"{ENVIRONMENT_PREFIX}{name.upper()}"
+        groups[heading].append((f"`{option}`<br>`{variable}`", default, field.description or ""))
+    return "\n\n".join(
+        f"## {heading}\n\n{table(('Option, environment', 'Default', 'Meaning'), rows)}"
+        for heading, rows in groups.items()
+    )
+
+
+def templates() -> str:
+    """Return the fields of a template of sandboxes."""
+    rows = [
+        (f"`{name}`", "" if field.default in (None, (), {}, "") else f"`{field.default}`", field.description or "")
+        for name, field in Template.model_fields.items()
+    ]
+    return table(("Field", "Default", "Meaning"), rows)
+
+
+def commands() -> str:
+    """Return the help of every command but `serve`, whose options are the configuration."""
+    before = os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = "100"  # argparse has no other way to a width
+    try:
+        return "\n\n".join(f"## `{name}`\n\n```text\n{text.strip()}\n```" for name, text in helps())
+    finally:
+        os.environ.pop("COLUMNS")
+        if before is not None:
+            os.environ["COLUMNS"] = before
+
+
+def helps() -> Iterator[tuple[str, str]]:
+    """Yield each command with its help."""
+    for name, parser in _parsers(build_parser(), "thunderagent"):
+        if name == "thunderagent serve":
+            yield name, parser.description or ""
+            continue
+        if name == "thunderagent nova serve":
+            parser.description = nova_config.DESCRIPTION
+            nova_config.add_arguments(parser)
+        yield name, parser.format_help()
+
+
+def _parsers(parser: argparse.ArgumentParser, name: str) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    for action in parser._actions:  # noqa: SLF001 - argparse has no other way to its commands
+        if isinstance(action, argparse._SubParsersAction):  # noqa: SLF001
+            for word, inner in action.choices.items():
+                commands = list(_parsers(inner, f"{name} {word}"))
+                yield from commands or [(f"{name} {word}", inner)]
+
+
+def error_codes() -> str:
+    """Return the errors that a client may get: status, code, Retry-After, meaning."""
+    found: dict[str, tuple[int, str, str]] = {}
+    for kind in error_classes():
+        if kind.code not in COMMAND_LINE_ONLY:
+            wait = f"{kind.retry_after_s} s" if kind.retry_after_s else ""
+            said = SAID.get(kind.code) or (inspect.getdoc(kind) or "").split("\n\n")[0]
+            found.setdefault(kind.code, (kind.status, wait, said))
+    rows = [(str(status), f"`{code}`", wait, said) for code, (status, wait, said) in found.items()]
+    return table(("Status", "Code", "`Retry-After`", "Meaning"), sorted(rows))
+
+
+def error_classes() -> Iterator[type[errors.ThunderAgentError]]:
+    """Yield every error of the one tree, parents first."""
+    todo = [errors.ThunderAgentError]
+    while todo:
+        yield (kind := todo.pop(0))
+        todo += kind.__subclasses__()
+
+
+def reasons() -> str:
+    """Return every reason of a decision, as its source explains it."""
+    rows, group = [], ""
+    for line in inspect.getsource(Reason).splitlines():
+        if comment := re.fullmatch(r"    # (.+)", line):
+            group = comment[1]
+        elif value := re.fullmatch(r'    [A-Z_]+ = "(\w+)"', line):
+            rows.append([f"`{value[1]}`", group, ""])
+        elif (said := re.fullmatch(r'    """(.+?)"""', line)) and rows:
+            rows[-1][2] = said[1]
+    return table(("Reason", "Mostly with", "Meaning"), rows)
+
+
+def lifecycle() -> str:
+    """Return the places of a program: what each means, and which may follow it."""
+    said = re.findall(r"^\| (\w+) \| (.+?) \| (.+?) \|$", places.__doc__ or "", re.MULTILINE)[1:]
+    rows = [
+        (name, state, who, ", ".join(sorted(places.ALLOWED[places.Kind(name)])) or "nowhere")
+        for name, state, who in said
+    ]
+    return table(("Place", "Status, phase", "Who is there", "Goes to"), rows)
+
+
+def judge_prompt() -> str:
+    """Return the prompt that a judge gets by default."""
+    return f"```text\n{DEFAULT_PROMPT.strip()}\n```"
+
+
+def alerts() -> str:
+    """Return the alerts that come with the project."""
+    groups = yaml.safe_load((ROOT / "deploy" / "prometheus" / "alerts.yaml").read_text(encoding="utf-8"))["groups"]
+    rows = [
+        (rule["alert"], f"`{rule['expr']}`", rule.get("for", ""), " ".join(rule["annotations"].values()))
+        for group in groups
+        for rule in group["rules"]
+    ]
+    said = table(("Alert", "Expression", "For", "Meaning and what to look at"), rows)
+    return re.sub(r"\{\{ .+? \}\}", "…", said)
+
+
+def profiles() -> str:
+    """Return the engines that `--profile` knows by name."""
+    rows = [
+        (f"`{name}`", str(each.kv_tokens or ""), re.split(r"[.;:] ", each.source)[0])
+        for name, each in load_profiles().items()
+    ]
+    return table(("Profile", "KV pool, tokens", "Source"), rows)
+
+
+def api() -> str:
+    """Return the HTTP API, as a running proxy describes it in its OpenAPI document."""
+    return api_of(_openapi_document())
+
+
+def _openapi_document() -> dict[str, Any]:
+    command = [sys.executable, "-m", "thunderagent", "serve", "--port", "0", "--embedded-engines", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as proxy:  # noqa: S603
+        try:
+            assert proxy.stdout is not None
+            url = re.findall(r"ready at (\S+?):? ", proxy.stdout.readline())[0]
+            with urllib.request.urlopen(f"{url}/openapi.json", timeout=10) as answer:  # noqa: S310
+                return dict(json.load(answer))
+        finally:
+            proxy.terminate()
+
+
+def api_of(document: dict[str, Any]) -> str:
+    """Return all operations and objects of an OpenAPI document."""
+    index, parts = [], []
+    for path, operations in sorted(document["paths"].items()):
+        for method, operation in operations.items():
+            title = f"{method.upper()} {path}"
+            key = re.findall(r"configured: (\w+)", operation["description"])[0]
+            index.append((f"[`{title}`](#{_anchor(title)})", operation["summary"], key))
+            parts.append(_operation(title, operation, key))
+    objects = [
+        f"### {name}\n\n{schema.get('description', '')}\n\n{_fields(schema)}"
+        for name, schema in sorted(document["components"]["schemas"].items())
+    ]
+    return "\n\n".join([table(("Endpoint", "", "Key"), index), *parts, "## Objects", *objects])
+
+
+def _operation(title: str, operation: dict[str, Any], key: str) -> str:
+    lines = [f"### `{title}` {{ #{_anchor(title)} }}", operation["summary"]]
+    said = operation["description"].partition("Key, where keys are")[0].strip()
+    lines += [said] if said else []
+    rows = [
+        (f"`{each['name']}`", each["in"], _type(each["schema"]), each["schema"].get("description", ""))
+        for each in operation["parameters"]
+    ]
+    lines += [table(("Parameter", "In", "Type", "Meaning"), rows)] if rows else []
+    if "requestBody" in operation:
+        lines.append(f"Body: {_type(operation['requestBody']['content']['application/json']['schema'])}.")
+    status, answer = next(iter(operation["responses"].items()))
+    ((kind, content),) = answer["content"].items()
+    lines.append(f"Answer: {status}, {_type(content['schema']) or kind}. Key: {key}.")
+    return "\n\n".join(lines)
+
+
+def _anchor(title: str) -> str:
+    return re.sub(r"\W+", "-", title.lower()).strip("-")
+
+
+def _fields(schema: dict[str, Any]) -> str:
+    if "properties" not in schema:
+        return _type(schema)
+    required = set(schema.get("required", ()))
+    rows = [
+        (f"`{name}`", _type(each), each.get("description", "") + ("" if name in required else " (optional)"))
+        for name, each in schema["properties"].items()
+    ]
+    return table(("Field", "Type", "Meaning"), rows)
+
+
+def _type(schema: dict[str, Any]) -> str:
+    if "$ref" in schema:
+        name = schema["$ref"].rpartition("/")[2]
+        return f"[{name}](#{name.lower()})"
+    for several in ("anyOf", "allOf", "oneOf"):
+        if several in schema:
+            return " or ".join(dict.fromkeys(_type(each) for each in schema[several]))
+    if "enum" in schema:
+        return ", ".join(f"`{each}`" for each in schema["enum"])
+    if "const" in schema:
+        return f"`{schema['const']}`"
+    if schema.get("type") == "array":
+        return f"list of {_type(schema.get('items', {})) or 'anything'}"
+    return str(schema.get("type", ""))
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "alerts": alerts,
+    "api": api,
+    "commands": commands,
+    "configuration": configuration,
+    "errors": error_codes,
+    "judge_prompt": judge_prompt,
+    "lifecycle": lifecycle,
+    "profiles": profiles,
+    "reasons": reasons,
+    "templates": templates,
+}
+MARK = re.compile(r"^<!-- generated: (\w+) -->$", re.MULTILINE)
+
+
+def filled(text: str) -> str:
+    """Return a page with its generated parts in it. Raises KeyError for a name that is none."""
+    return MARK.sub(lambda mark: PARTS[mark[1]](), text)

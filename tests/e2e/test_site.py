@@ -1,0 +1,118 @@
+"""The documentation site in a browser: newcomers' questions are answered, nothing is too wide or asked of others."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote_plus
+
+import pytest
+import pytest_asyncio
+import yaml
+
+from tests.unit.test_docs import ROOT, nav_pages
+from thunderagent import __version__
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from tests.e2e.conftest import OpenPage
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.xdist_group("browser")]
+
+SITE = ROOT / "out" / "site"
+QUESTIONS = {
+    "how do I release a program from a shell script": "reference/turns/",
+    "why is my turn waiting": "fix/",
+    "what happens when a replica dies": "explanation/failures/",
+    "install and try it without a GPU": "start/simulated/",
+    "use it with mini-swe-agent": "how-to/batch/",
+    "all turns are anonymous": "fix/",
+    "add an API key": "explanation/security/",
+    "deploy on Kubernetes": "how-to/kubernetes/",
+    "which headers name a program": "reference/turns/",
+    "prefix cache hit rate is 0": "fix/",
+    "autoscaling with KEDA": "how-to/autoscale/",
+    "high availability": "compare/",
+    "rate limit": "explanation/security/",
+    "TTFT": "how-to/observe/",
+    "migrate from LiteLLM": "how-to/migrate/",
+}
+
+
+class QuietHandler(SimpleHTTPRequestHandler):
+    """Serves files and says nothing of it."""
+
+    def log_message(self, *args: Any) -> None:
+        """Say nothing."""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def site() -> AsyncIterator[str]:
+    """Build the site, strictly, and serve it."""
+    build = await asyncio.create_subprocess_exec(
+        ROOT / "scripts" / "docs", stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+    )
+    said, _ = await build.communicate()
+    assert build.returncode == 0, said.decode()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(QuietHandler, directory=str(SITE)))
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def pages() -> list[str]:
+    """Return the pages of the menu."""
+    nav = re.search(r"^nav:\n((?:[ -].*\n|\n)+)", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert nav is not None
+    return list(nav_pages(yaml.safe_load(nav[1])))
+
+
+@pytest.mark.parametrize(("question", "answer"), QUESTIONS.items(), ids=list(QUESTIONS))
+async def test_a_newcomer_s_question_is_answered_by_the_search(
+    question: str, answer: str, site: str, open_page: OpenPage
+) -> None:
+    """The page with the answer is among the first three that the site's own search shows."""
+    async with open_page(site, path=f"/{__version__}/?q={quote_plus(question)}") as page:
+        hits = page.locator(".md-search-result__item > a.md-search-result__link")
+        await hits.first.wait_for()
+        found = await hits.evaluate_all("links => links.map(link => link.href)")
+    paths = [link.removeprefix(f"{site}/{__version__}/").partition("?")[0] for link in found]
+    assert answer in list(dict.fromkeys(path.partition("#")[0] for path in paths))[:3]
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (1280, "dark"), (390, "light")])
+async def test_no_page_is_wider_than_the_screen(width: int, scheme: str, site: str, open_page: OpenPage) -> None:
+    """Wide tables and code scroll by themselves; every picture is there."""
+    async with open_page(site, width=width, color_scheme=scheme, path=f"/{__version__}/") as page:
+        for name in pages():
+            place = re.sub(r"(index)?\.md$", "/", name).replace("//", "/").removeprefix("/")
+            await page.goto(f"{site}/{__version__}/{place}")
+            assert await page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), name
+            missing = (
+                "[...document.images].filter(image => image.complete && !image.naturalWidth).map(image => image.src)"
+            )
+            assert await page.evaluate(missing) == [], name
+
+
+async def test_every_page_is_there_as_markdown_and_listed(site: str) -> None:
+    """For programs that read: `llms.txt` lists all pages, each of which is whole, with its generated parts."""
+    folder = Path(SITE, __version__)
+    listed = re.findall(r"\]\((.+)\)", (folder / "llms.txt").read_text())
+    assert listed == pages()
+    for name in listed:
+        text = (folder / name).read_text()
+        assert text.startswith("# ")
+        assert "<!-- generated" not in text
+        assert "--8<--" not in text
+    assert "--idle-limit-s" in (folder / "reference/configuration.md").read_text()

@@ -1,0 +1,42 @@
+"""Whether memory is short, and for how much growth of each program a newcomer leaves room: see `breakeven`."""
+
+from __future__ import annotations
+
+from math import hypot, inf
+
+from thunderagent.programs.model.view import View
+from thunderagent.programs.model.views import ProgramView, ReplicaView
+
+MOST_FIRST_GROWTH_RATIO = 1 / 8
+"""But by no more than that part of a replica's memory."""
+
+FIRST_GROWTH_FACTOR = 2.0
+"""Until programs are seen to end, one is taken to grow by so many times its claim where memory may be short."""
+
+
+def foreseen_tokens(view: View, program: ProgramView, replica: ReplicaView, foresight_ratio: float) -> float:
+    """Return for how much growth of each program on a replica there must be room, if `program` is let in there.
+
+    In t seconds it uses c·t + r·t²/2 of memory, and if it is to go then, c + r·t tokens are computed again, each of
+    which is worth holding for the break-even time T: until t = (r·T - c + √(c² + r²·T²)) / r that does not pay.
+    """
+    rate, claim_tokens = view.growth_tokens_per_s, program.claim_tokens
+    if rate == inf:
+        return inf
+    grown_tokens = rate * foresight_ratio * view.break_even_s(replica.replica_id)
+    return grown_tokens - claim_tokens + hypot(claim_tokens, grown_tokens)
+
+
+def is_short(view: View, program: ProgramView, low_ratio: float) -> bool:
+    """Say whether memory is short: all that are in or wait, each as large as in the mean, do not fit.
+
+    A program is as large in the mean as `program` with what programs were seen to grow by. Until some ended, that
+    is a guess which lets in few enough of many that come at once, and holds nobody where few come.
+    """
+    count = view.active_count + max(1, view.waiting_count)
+    room_tokens = low_ratio * sum(replica.account.limit_tokens for replica in view.replicas)
+    grown_tokens = view.mean_growth_tokens
+    if grown_tokens == inf:
+        most_tokens = MOST_FIRST_GROWTH_RATIO * room_tokens / len(view.replicas)
+        grown_tokens = min(FIRST_GROWTH_FACTOR * program.claim_tokens, most_tokens)
+    return count * (program.claim_tokens + grown_tokens) > room_tokens

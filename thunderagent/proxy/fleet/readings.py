@@ -1,0 +1,42 @@
+"""What a replica did between two of its polls."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from thunderagent.backends.base import ReplicaReading
+
+
+class Since(NamedTuple):
+    """What a replica did between two readings; None is what is not known. The ratio is of the tokens looked up."""
+
+    hit_ratio: float | None
+    query_tokens: int | None
+    preemption_count: int | None
+
+
+NOTHING_SINCE = Since(None, None, None)
+
+
+def has_totals(reading: ReplicaReading) -> bool:
+    """Say whether a reading says what an engine counted since it began."""
+    return reading.cache_query_tokens_total is not None or reading.preemptions_total is not None
+
+
+def since_of(before: ReplicaReading, now: ReplicaReading) -> Since:
+    """Compare two readings; nothing is known if the engine began its totals anew between them."""
+    queries = _growth(before.cache_query_tokens_total, now.cache_query_tokens_total)
+    hits = _growth(before.cache_hit_tokens_total, now.cache_hit_tokens_total)
+    preemptions = _growth(before.preemptions_total, now.preemptions_total)
+    if any(growth is not None and growth < 0 for growth in (queries, hits, preemptions)):
+        return NOTHING_SINCE
+    hit_ratio = min(1.0, hits / queries) if queries and hits is not None else None
+    return Since(hit_ratio, _rounded(queries), _rounded(preemptions))
+
+
+def _growth(before: float | None, now: float | None) -> float | None:
+    return now - before if before is not None and now is not None else None
+
+
+def _rounded(count: float | None) -> int | None:
+    return round(count) if count is not None else None

@@ -1,0 +1,114 @@
+"""The few fields of a request's body that are looked at: read in one pass, whatever else the body holds."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+from msgspec import UNSET
+
+from thunderagent.proxy.reading.prefix import PromptFields
+
+
+class BodyFields(PromptFields):
+    """The few top-level fields that are looked at; everything else is skipped, not built."""
+
+    program_id: Any = UNSET
+    extra_body: Any = None
+    session_id: Any = None
+    session_params: Any = None
+    metadata: Any = None
+    vllm_xargs: Any = None
+    nvext: Any = None
+    conversation_params: Any = None
+    prompt_cache_key: Any = None
+    user: Any = None
+    stream: Any = None
+    stream_options: Any = None
+    previous_response_id: Any = None
+
+
+OTHERS_FIELDS = (
+    ("session_id",),
+    ("session_params", "session_id"),
+    ("metadata", "program_id"),
+    ("metadata", "session_id"),
+    ("vllm_xargs", "program_id"),
+    ("nvext", "agent_context", "session_id"),
+    ("nvext", "agent_context", "program_id"),
+    ("conversation_params", "conversation_id"),  # TensorRT-LLM, NeMo Gym
+    ("prompt_cache_key",),
+)
+"""Where else a body may name its program, by the ways to the value."""
+
+SIDE_CALL_TOKEN_FIELDS = ("tokens", "input", "prompt", "input_ids", "token_ids")
+"""Fields of side calls that may hold many token ids: of detokenize, of embeddings, and as in turns."""
+
+_BUILT_FIELDS = (
+    "program_id",
+    "extra_body",
+    "stream",
+    "stream_options",
+    "previous_response_id",
+    "user",
+    *dict.fromkeys(way[0] for way in OTHERS_FIELDS),
+)
+_decode_fields = msgspec.json.Decoder(BodyFields).decode
+_check_json = msgspec.json.Decoder(msgspec.Raw).decode
+_RawFields = msgspec.defstruct(
+    "_RawFields", [(name, msgspec.Raw, msgspec.Raw()) for name in _BUILT_FIELDS], bases=(PromptFields,)
+)
+_decode_raw_fields = msgspec.json.Decoder(_RawFields).decode
+LARGE_FIELD_BYTES = 64 * 1024
+"""A value that is larger, and no text, is not built."""
+
+
+def in_utf8(body: bytes) -> bytes:
+    """Return a body that is JSON in UTF-16 or UTF-32, or has a byte order mark, in plain UTF-8, as engines read it.
+
+    Any other is returned as it is. Cost: a look at four bytes, as a rule.
+    """
+    encoding = json.detect_encoding(body)
+    if encoding == "utf-8":
+        return body
+    try:
+        plain = body.decode(encoding).encode("utf-8", "surrogatepass")
+        _check_json(plain)
+    except (ValueError, RecursionError):
+        return body
+    return plain
+
+
+def read_fields(body: bytes) -> BodyFields | None:
+    """Read the fields; None if the body is no JSON object.
+
+    Engines read JSON with Python's own module or one like it, which takes `NaN` and halves of surrogate pairs
+    (cut-off tool output has them); msgspec refuses those, so what it refuses is read again, slowly, and without the
+    prompt's fields.
+    """
+    try:
+        return _decode_fields(body) if len(body) <= LARGE_FIELD_BYTES else _read_large(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        pass
+    try:
+        value = json.loads(body.decode())
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(value, dict):
+        return None
+    return BodyFields(**{name: value[name] for name in _BUILT_FIELDS if name in value})
+
+
+def _read_large(body: bytes) -> BodyFields:
+    """Read the fields of a large body without building what a value of megabytes would be as objects: many times that.
+
+    Such a value names no program. A text is built whatever its size.
+    """
+    raw = _decode_raw_fields(body)
+    fields = BodyFields(**{name: getattr(raw, name) for name in PromptFields.__struct_fields__})
+    for name in _BUILT_FIELDS:
+        value = getattr(raw, name)
+        if value and (len(value) <= LARGE_FIELD_BYTES or bytes(memoryview(value)[:1]) == b'"'):
+            setattr(fields, name, msgspec.json.decode(value))
+    return fields
