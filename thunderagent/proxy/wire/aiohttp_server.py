@@ -46,7 +46,7 @@ class Server(web.Server):
         self._options = options
         self.handler = handler_of
         sweep = Sweep(asyncio.get_running_loop())
-        self._settings = Settings(self, sweep, idle_s=options["keepalive_timeout"], stall_s=stall_s)
+        self._settings = Settings(self, sweep, idle_s=options.get("keepalive_timeout", 75.0), stall_s=stall_s)
 
     def __call__(self) -> Connection:  # type: ignore[override]
         """Return the protocol of a new connection."""

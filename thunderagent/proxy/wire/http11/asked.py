@@ -47,13 +47,12 @@ class Line(Protocol):
     """What is written to; None once the client left."""
     is_full: bool
     """Whether the client takes nothing for now."""
+    closes: bool
+    """Whether it ends with the answer that is due."""
 
     @property
     def may_stay(self) -> bool:
         """Whether the connection may carry another request."""
-
-    def stay_no_longer(self) -> None:
-        """Hear that the answer says so, or ends with the connection."""
 
     def answered(self) -> None:
         """Hear that the last byte of the answer was written."""
@@ -321,7 +320,7 @@ class Asked:
         is_known = "Content-Length" in headers or "Transfer-Encoding" in headers or status in BODILESS_STATUSES
         if not (self._line.may_stay and is_known):
             headers["Connection"] = "close"
-            self._line.stay_no_longer()
+            self._line.closes = True
         elif not self.head.is_http_11:
             headers["Connection"] = "keep-alive"
         if "Date" not in headers:

@@ -88,7 +88,7 @@ class Connection(asyncio.Protocol):
         self._asked: Asked | None = None
         self._task: asyncio.Task[None] | None = None
         self._lent: Lent | None = None
-        self._closes = False
+        self.closes = False
         """Whether it ends with the answer that is due."""
         self._is_lingering = False
         self._is_paused = False
@@ -101,7 +101,7 @@ class Connection(asyncio.Protocol):
     @property
     def may_stay(self) -> bool:
         """Whether it may carry another request."""
-        return not self._closes and self._asked is not None and self._asked.is_whole and not self._settings.is_closing
+        return not self.closes and self._asked is not None and self._asked.is_whole and not self._settings.is_closing
 
     @property
     def is_idle(self) -> bool:
@@ -143,8 +143,7 @@ class Connection(asyncio.Protocol):
         if asked is not None and not asked.is_whole:
             self._feed(asked, data)
         elif lent is not None and not lent.is_whole:
-            if rest := lent.feed(data):
-                self._keep(rest)
+            self._keep(lent.feed(data))
         elif asked is not None or lent is not None:
             self._keep(data)
         else:
@@ -161,7 +160,7 @@ class Connection(asyncio.Protocol):
             return False
         if self.transport.get_extra_info("sslcontext") is not None:
             return False
-        self._closes = True
+        self.closes = True
         assert self._waiting is not None
         self._waiting.for_sign(due)
         return True
@@ -214,17 +213,13 @@ class Connection(asyncio.Protocol):
             if self.transport is not None:
                 self.transport.resume_reading()
 
-    def stay_no_longer(self) -> None:
-        """Have it end with the answer that is due."""
-        self._closes = True
-
     def answered(self) -> None:
         """Go on with the next request, or end."""
         asked, self._asked, self._task = self._asked, None, None
         if self.transport is None or self._waiting is None:
             return
         self.resume_reading()
-        if self._closes or self._settings.is_closing:
+        if self.closes or self._settings.is_closing:
             self._end(is_whole=asked is None or asked.is_whole)
             return
         self._waiting.for_head()
@@ -260,7 +255,7 @@ class Connection(asyncio.Protocol):
         assert self._waiting is not None
         if not self.is_full:
             self._waiting.for_answer()
-        self._closes = not head.keeps_alive
+        self.closes = not head.keeps_alive
         handler = self._settings.router.handler(head)
         if handler is not None:
             self._begin(Asked(self, head), handler)
@@ -296,18 +291,17 @@ class Connection(asyncio.Protocol):
         except NotHttpError as error:
             self._refuse(error)
             return False
-        if rest:
-            self._keep(rest)
+        self._keep(rest)
         if asked.is_followed:  # it cannot be told where that begins
-            self._closes = True
+            self.closes = True
         return True
 
     def _keep(self, data: bytes) -> None:
         """Keep what came ahead, or else end with the answer that is due."""
-        if len(self._buffer) + len(data) <= AHEAD_BYTES and not self._closes:
+        if len(self._buffer) + len(data) <= AHEAD_BYTES and not self.closes:
             self._buffer += data
         else:
-            self._buffer, self._closes = b"", True
+            self._buffer, self.closes = b"", True
 
     def _refuse(self, error: NotHttpError) -> None:
         """Answer what is no HTTP, or cut an answer that has begun, and end."""
@@ -349,7 +343,7 @@ class Connection(asyncio.Protocol):
 
     def close(self, *, at_once: bool = False) -> None:
         """End it after the answer that is due; if none is, or `at_once`, now."""
-        self._closes = True
+        self.closes = True
         if self.transport is not None and at_once:
             self.transport.abort()
         elif self.transport is not None and self.is_idle:
