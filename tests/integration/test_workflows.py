@@ -9,9 +9,8 @@ from asyncio.subprocess import PIPE, STDOUT
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from thunderagent.programs.events import ProgramReleased, TurnArrived
-
 from tests.integration.support import answers, fake_replica, running_proxy
+from thunderagent.programs.events import ProgramReleased, TurnArrived
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
