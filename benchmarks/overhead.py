@@ -1,7 +1,9 @@
-"""What the proxy adds: an instant engine and a client on one core, the proxy or a bare aiohttp relay on the other.
+"""What the proxy adds: an instant engine and a client on one core, the proxy or a bare relay on the other.
 
-The proxy does its full work for every turn: identity, lease, ledger, usage, log line, metrics. Both targets are
-measured in turn several times in one run, and the medians of the ratios are reported.
+The proxy does its full work for every turn: identity, lease, ledger, usage, log line, metrics. Beside it stand a relay
+on aiohttp, and one on the proxy's own protocols, which is the least that a turn can cost. All are measured in turn
+several times in one run, and the medians of the ratios are reported. The processor time of each is reported, too: it
+holds also where the core has other work.
 """
 
 from __future__ import annotations
@@ -13,8 +15,8 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -63,17 +65,40 @@ async def target(command: list[str], port: int, core: int, log: Path) -> AsyncIt
         await asyncio.to_thread(process.wait, 40)
 
 
-def commands(engine_port: int, proxy_port: int, relay_port: int) -> dict[str, tuple[list[str], int]]:
+def commands(
+    engine_port: int, proxy_port: int, relay_port: int, wire_port: int = 0
+) -> dict[str, tuple[list[str], int]]:
     """Return how each target is started, and its port."""
     upstream = f"http://127.0.0.1:{engine_port}"
     serve = ["-m", "thunderagent", "serve", "--backends", upstream, "--port", str(proxy_port), "--log-format", "json"]
     return {
         "relay": ([sys.executable, "-m", "benchmarks.bare_relay", upstream, str(relay_port)], relay_port),
+        "wire": ([sys.executable, "-m", "benchmarks.wire_relay", upstream, str(wire_port)], wire_port),
         "proxy": ([sys.executable, *serve], proxy_port),
     }
 
 
-async def throughput(ports: dict[str, int], args: argparse.Namespace) -> dict[str, Any]:
+class Counted:
+    """Gives requests, and counts them."""
+
+    def __init__(self, requests: Callable[[], bytes]) -> None:
+        """Give those of `requests`."""
+        self._requests = requests
+        self.count = 0
+
+    def __call__(self) -> bytes:
+        """Return the next one."""
+        self.count += 1
+        return self._requests()
+
+
+def cpu_s(pid: int) -> float:
+    """Return the processor time that a process has taken so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def throughput(ports: dict[str, int], pids: dict[str, int], args: argparse.Namespace) -> dict[str, Any]:
     """Measure whole answers at 16 connections, latency at one, also of large bodies, and streams, each in turn."""
     runs: dict[str, list[dict[str, float]]] = {}
     loads = {
@@ -86,9 +111,13 @@ async def throughput(ports: dict[str, int], args: argparse.Namespace) -> dict[st
         for load, (connections_count, stream, body_bytes) in loads.items():
             for name, port in ports.items():
                 requests = chat_requests(port, body_bytes=body_bytes, stream=stream, programs_count=PROGRAMS_COUNT)
+                began_s = cpu_s(pids[name]) if name in pids else 0.0
+                counted = Counted(requests)
                 figures = await drive(
-                    port, requests, connections_count=connections_count, warmup_s=1.0, measure_s=args.seconds
+                    port, counted, connections_count=connections_count, warmup_s=1.0, measure_s=args.seconds
                 )
+                if name in pids:
+                    figures["cpu_us"] = (cpu_s(pids[name]) - began_s) / counted.count * 1e6
                 runs.setdefault(f"{name}_{load}", []).append(figures)
                 print(f"{name:7} {load:7} " + "  ".join(f"{key} {value:,.2f}" for key, value in figures.items()))
     return runs
@@ -113,6 +142,12 @@ def summary(runs: dict[str, list[dict[str, float]]]) -> dict[str, float]:
         "ratio_to_relay": median(ratios),
         "added_p50_ms": median(added),
         "added_large_p50_ms": median(added_large),
+        "wire_requests_per_s": median(run["requests_per_s"] for run in runs["wire_whole"]),
+        **{
+            f"{name}_{load}_cpu_us": median(run["cpu_us"] for run in runs[f"{name}_{load}"])
+            for name in ("relay", "wire", "proxy")
+            for load in ("whole", "large", "stream")
+        },
         "stream_events_per_s": median(run["events_per_s"] for run in runs["proxy_stream"]),
         "relay_stream_events_per_s": median(run["events_per_s"] for run in runs["relay_stream"]),
     }
@@ -161,14 +196,14 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
         if args.held:
             results["memory"] = await held_memory(engine_port, args.held, logs / "held.log")
             print(results["memory"])
-        starts = commands(engine_port, free_port(), free_port())
+        starts = commands(engine_port, free_port(), free_port(), free_port())
         ports = {"engine": engine_port, **{name: port for name, (_, port) in starts.items()}}
-        (relay, relay_port), (ours, our_port) = starts["relay"], starts["proxy"]
-        async with (
-            target(relay, relay_port, 0, logs / "relay.log"),
-            target(ours, our_port, 0, logs / "proxy.log"),
-        ):
-            results["runs"] = await throughput(ports, args)
+        async with AsyncExitStack() as stack:
+            pids = {}
+            for name, (command, port) in starts.items():
+                process = await stack.enter_async_context(target(command, port, 0, logs / f"{name}.log"))
+                pids[name] = process.pid
+            results["runs"] = await throughput(ports, pids, args)
     results["summary"] = summary(results["runs"])
     return results
 

@@ -19,10 +19,8 @@ import structlog
 from aiohttp import web
 
 from thunderagent.backends import backend_of
-from thunderagent.backends.client import ClientSettings, ReplicaClient, open_client
 from thunderagent.backends.discovery import Source
 from thunderagent.backends.poller import Poller, PollerSettings
-from thunderagent.backends.pool import MAX_HEADER_BYTES
 from thunderagent.config import JUDGE_ON_REPLICAS, ServeConfig
 from thunderagent.errors import ConfigurationError
 from thunderagent.event_log import EventLogWriter
@@ -30,9 +28,10 @@ from thunderagent.policy_loader import load_policy, parse_setting
 from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.provisioning import build_provisioning
-from thunderagent.proxy.app import HISTORY, LOOP_LAG, build_app
+from thunderagent.proxy.app import FRONT, HISTORY, LOOP_LAG, build_app
 from thunderagent.proxy.control.control import ControlSettings
 from thunderagent.proxy.fleet.breaker import BreakerSettings
+from thunderagent.proxy.fleet.client import ClientSettings, ReplicaClient, open_client
 from thunderagent.proxy.fleet.discovery import Discovery, DiscoverySettings
 from thunderagent.proxy.fleet.observer import Observer
 from thunderagent.proxy.fleet.replicas import Replicas
@@ -46,6 +45,7 @@ from thunderagent.proxy.turns.flow import TurnSettings
 from thunderagent.proxy.turns.retry_budget import RetrySettings
 from thunderagent.proxy.watch.event_feed import KIND_OF
 from thunderagent.proxy.wire.aiohttp_server import Runner
+from thunderagent.proxy.wire.http11.heads import MAX_HEAD_BYTES
 from thunderagent.reloading import Reloader, hangup, take_over
 from thunderagent.replica_sources import followers_of, sources_of, static_of
 from thunderagent.runtime import Runtime, RuntimeSettings
@@ -383,9 +383,11 @@ async def _listening(
         app,
         handler_cancellation=True,
         auto_decompress=False,
-        max_line_size=MAX_HEADER_BYTES,
-        max_field_size=MAX_HEADER_BYTES,
+        max_line_size=MAX_HEAD_BYTES,
+        max_field_size=MAX_HEAD_BYTES,
         shutdown_timeout=CLOSE_S,
+        stall_s=config.client_stall_limit_s,
+        handler_of=app[FRONT].handler_of,
         keepalive_timeout=config.idle_timeout_s,  # aiohttp's word; it counts from a connection's first moment
     )
     await runner.setup()

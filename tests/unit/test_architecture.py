@@ -375,10 +375,7 @@ BANNED = (
     Banned(
         "session",
         "program",
-        allowed_modules=(
-            ("thunderagent.backends.client", "aiohttp's word for its pool"),
-            ("thunderagent.workflows", "Nalar's word for what is a program at the proxy"),
-        ),
+        allowed_modules=(("thunderagent.workflows", "Nalar's word for what is a program at the proxy"),),
         allowed_names=(
             ("finish_session", "the path that SkyRL and the vLLM router call is named so"),
             ("session_id", "other people's field of a body"),
@@ -403,7 +400,7 @@ BANNED = (
         "restore",
         allowed_names=(
             ("resume_reading", "asyncio's word for going on"),
-            ("resume_parser", "aiohttp's parameter of it"),
+            ("resume_writing", "asyncio's word for it, too"),
         ),
     ),
     Banned("wake", "restore", allowed_modules=(("thunderagent.runtime", "it wakes waiting coroutines"),)),

@@ -7,9 +7,9 @@ from typing import Protocol
 
 import structlog
 from aiohttp import hdrs, web
+from multidict import CIMultiDict
 from prometheus_client import CollectorRegistry
 
-from thunderagent.backends.client import ReplicaClient
 from thunderagent.errors import (
     MethodNotAllowedError,
     NotFoundError,
@@ -30,6 +30,7 @@ from thunderagent.proxy.control.facade import Facade
 from thunderagent.proxy.control.leases import Leases
 from thunderagent.proxy.control.weight_sync import WeightSync
 from thunderagent.proxy.fleet.breaker import Breakers
+from thunderagent.proxy.fleet.client import ReplicaClient
 from thunderagent.proxy.fleet.commands import command_of
 from thunderagent.proxy.fleet.discovery import Discovery
 from thunderagent.proxy.fleet.made_answers import MadeAnswers
@@ -50,7 +51,7 @@ from thunderagent.proxy.reading.target import Target
 from thunderagent.proxy.turns.flow import Turns, TurnSettings
 from thunderagent.proxy.turns.models import Models
 from thunderagent.proxy.turns.side_calls import SideCalls
-from thunderagent.proxy.watch.access_log import logged
+from thunderagent.proxy.watch.access_log import logged, logged_turn
 from thunderagent.proxy.watch.autoscaling import AutoscalingCollector
 from thunderagent.proxy.watch.history import History
 from thunderagent.proxy.watch.metrics import StateCollector
@@ -58,6 +59,9 @@ from thunderagent.proxy.watch.turn_metrics import LoopLag, TurnMetrics
 from thunderagent.proxy.wire.aiohttp_errors import answering_errors
 from thunderagent.proxy.wire.aiohttp_exchange import AiohttpExchange
 from thunderagent.proxy.wire.aiohttp_request import target_of, told_path
+from thunderagent.proxy.wire.front import Front
+from thunderagent.proxy.wire.front import Tracing as FrontTracing
+from thunderagent.proxy.wire.http11.asked import Asked
 from thunderagent.proxy.wire.stall import STALL_LIMIT_S
 from thunderagent.runtime import Runtime
 
@@ -80,7 +84,11 @@ HELD = web.AppKey("held", HeldTurns)
 """Whose limits may be set anew while it runs."""
 
 
-class Tracing(Protocol):
+FRONT = web.AppKey("front", Front)
+"""Where the application keeps what answers turns that do not come by aiohttp."""
+
+
+class Tracing(FrontTracing, Protocol):
     """What makes spans of requests."""
 
     def around(self, handler: Handler) -> Handler:
@@ -125,9 +133,8 @@ def build_app(
         client_priority=turn_settings.client_priority,
     )
     made = MadeAnswers(MADE_ANSWERS_COUNT)
-    turns = TurnHandlers(
-        Turns(runtime, client, replicas, watcher, metrics, turn_settings, tenancy, held, made, sandboxes, judge)
-    )
+    flow = Turns(runtime, client, replicas, watcher, metrics, turn_settings, tenancy, held, made, sandboxes, judge)
+    turns = TurnHandlers(flow)
     side_calls = SideCalls(
         client,
         replicas,
@@ -154,14 +161,16 @@ def build_app(
     app[STALL_LIMIT_S] = guard_settings.client_stall_limit_s
     app[GUARD], app[HELD] = guard, held
     guard.attach(app)
-    app.on_cleanup.append(_stopping(replicas.breakers))
-    app[LOOP_LAG] = LoopLag(registry)
+    app[FRONT], app[LOOP_LAG] = (
+        _front(flow, guard, tracing, simulated=simulated, access_log=access_log),
+        LoopLag(registry),
+    )
     app[HISTORY] = History(runtime, replicas, metrics.hold_counts)
     live = Live(runtime, replicas, app[HISTORY], sandboxes_on=sandboxes is not None, simulated=simulated)
     if simulated:
         app.on_response_prepare.append(_say_simulated)
     app.on_shutdown.append(live.close)
-    app.on_cleanup.append(_closing(weight_sync, leases))
+    app.on_cleanup.extend((_stopping(replicas.breakers), _closing(weight_sync, leases)))
     routes = [
         *control.routes(),
         *Facade(runtime, replicas, control, turns.handle_on, side_calls.forward_to).routes(),
@@ -223,6 +232,22 @@ class TurnHandlers:
         exchange = await AiohttpExchange.of(request, target)
         await self._turns.answer(exchange, chosen_id)
         return exchange.response
+
+
+def _front(flow: Turns, guard: Guard, tracing: Tracing | None, *, simulated: bool, access_log: bool) -> Front:
+    """Return what answers the turns that our own server reads."""
+
+    def decorate(asked: Asked, headers: CIMultiDict[str]) -> None:
+        if simulated:
+            headers[ENGINES_HEADER] = "simulated"
+        guard.mark_cors(asked, headers)
+
+    def is_turn(target: Target) -> bool:
+        return use_of(target, "POST") is Use.TURN
+
+    adds = simulated or guard.marks_cors
+    around = logged_turn if access_log else None
+    return Front(is_turn, guard.let_in, flow.answer, decorate if adds else None, tracing, around)
 
 
 def _quotas(runtime: Runtime, registry: CollectorRegistry, held: HeldTurns, *, hears: bool) -> Quotas:

@@ -32,8 +32,8 @@ from typing import Any, NamedTuple
 import structlog
 from aiohttp import web
 
-from thunderagent.backends.client import ReplicaClient
 from thunderagent.errors import NoReplicaError, PerReplicaOnlyError, ReplicaError
+from thunderagent.proxy.fleet.client import ReplicaClient
 from thunderagent.proxy.fleet.commands import (
     CALL,
     COMMANDS,

@@ -24,10 +24,10 @@ import structlog
 from multidict import CIMultiDict
 
 from thunderagent.backends.base import Notice
-from thunderagent.backends.client import ReplicaClient
 from thunderagent.errors import ReplicaError
 from thunderagent.programs.model.decisions import Decision, Release
 from thunderagent.programs.model.events import Event
+from thunderagent.proxy.fleet.client import ReplicaClient
 
 log = structlog.get_logger("thunderagent.notices")
 

@@ -14,8 +14,8 @@ import msgspec
 import structlog
 from multidict import CIMultiDict
 
-from thunderagent.backends.client import ReplicaClient
 from thunderagent.errors import ReplicaError
+from thunderagent.proxy.fleet.client import ReplicaClient
 from thunderagent.proxy.fleet.commands import OBSERVED, PAUSED
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.runtime import Runtime

@@ -19,8 +19,8 @@ import structlog
 from multidict import CIMultiDict
 
 from thunderagent.backends.base import Priorities
-from thunderagent.backends.client import ReplicaClient
 from thunderagent.errors import ReplicaError
+from thunderagent.proxy.fleet.client import ReplicaClient
 
 if TYPE_CHECKING:
     from thunderagent.proxy.fleet.replicas import KnownReplica

@@ -15,7 +15,6 @@ from typing import Protocol
 import structlog
 
 from thunderagent.backends.base import NOTHING_READ, NamedTurn, ReplicaReading
-from thunderagent.backends.client import ReplicaClient
 from thunderagent.backends.poller import ReplicaEndpoint
 from thunderagent.errors import NoReplicaError, ReplicaRemovedError
 from thunderagent.programs.model.decisions import Decision, Release
@@ -28,6 +27,7 @@ from thunderagent.programs.model.fleet_events import (
     ReplicaUp,
 )
 from thunderagent.proxy.fleet.breaker import Breakers, BreakerSettings
+from thunderagent.proxy.fleet.client import ReplicaClient
 from thunderagent.proxy.fleet.notices import NoticeSender, TaggedPrograms
 from thunderagent.proxy.fleet.priorities import EnginePriorities
 from thunderagent.proxy.fleet.readings import NOTHING_SINCE, has_totals, since_of

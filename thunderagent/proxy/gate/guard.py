@@ -5,19 +5,18 @@ Where none of that is configured, a request costs here no more than its id and a
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from urllib.parse import urlsplit
 
 from aiohttp import web
 from aiohttp.http import HttpVersion11
+from multidict import CIMultiDict
 from prometheus_client import CollectorRegistry
 
 from thunderagent.errors import (
-    BodyTimeoutError,
     BodyTooLargeError,
-    ExpectationError,
     NotFoundError,
     OriginRefusedError,
 )
@@ -30,6 +29,7 @@ from thunderagent.proxy.gate.access import (
     engine_access,
     use_of,
 )
+from thunderagent.proxy.gate.coming import Visitor, come
 from thunderagent.proxy.gate.held import HeldTurns, KeptBody
 from thunderagent.proxy.gate.hosts import Hosts, comes_from_a_browser
 from thunderagent.proxy.gate.keys import KEY_HEADER, NO_LIMITS, Keyring, check_key
@@ -37,6 +37,7 @@ from thunderagent.proxy.gate.keys.quotas import Quotas
 from thunderagent.proxy.gate.login import Logins
 from thunderagent.proxy.gate.rate_limit import RateLimits
 from thunderagent.proxy.wire.aiohttp_request import KEPT_BODY, target_of
+from thunderagent.proxy.wire.http11.asked import CONTINUE, Asked
 from thunderagent.proxy.wire.request_id import REQUEST_ID, REQUEST_ID_HEADER, take_request_id
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -46,7 +47,7 @@ MAX_OPEN_BODY_BYTES = 64 * 1024
 
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 PREFLIGHT_AGE_S = 600
-CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+
 
 NEEDS = web.RequestKey("needs", Access)
 """What a request needs, once the guard has said so."""
@@ -114,8 +115,13 @@ class Guard:
 
     def attach(self, app: web.Application) -> None:
         """Have answers say who may read them, if anybody may but their own origin."""
-        if self._settings.cors_origins:
+        if self.marks_cors:
             app.on_response_prepare.append(self._mark_cors)
+
+    @property
+    def marks_cors(self) -> bool:
+        """Whether pages of other origins may read answers."""
+        return bool(self._settings.cors_origins)
 
     def before(self, handler: Handler, method: str, route_path: str) -> Handler:
         """Wrap the handler of a route; errors are raised to whoever wraps it again."""
@@ -137,7 +143,8 @@ class Guard:
                     return self._preflight(request)
                 self._check_origin(request, asks_engine=access is Access.ENGINE and needs is Access.DATA)
             if checks_keys_or_rate:
-                await self._check_key_and_rate(request, for_admin=needs is Access.ADMIN, may_be_turn=may_be_turn)
+                is_turn = may_be_turn and self._quotas is not None and _is_turn(request)
+                await self._check_key_and_rate(request, for_admin=needs is Access.ADMIN, is_turn=is_turn)
             if request.content.is_eof():  # most bodies come with their head
                 return await handler(request)
             kept = request[KEPT_BODY] = KeptBody(self._held)
@@ -149,6 +156,39 @@ class Guard:
                 kept.release()
 
         return handle
+
+    async def let_in(self, asked: Asked) -> KeptBody | None:
+        """Judge a turn that our own server read, and have its body come. Raises like a handler of `before`.
+
+        Returns what counts the body, until the turn has ended; None for one that came with its head.
+        """
+        REQUEST_ID.set(take_request_id(asked.headers))
+        if self._hosts is not None and self._is_judged_by_name(asked, is_operators=False):
+            self._hosts.check(asked.headers)
+        if "Origin" in asked.headers:
+            self._check_origin(asked, asks_engine=True)
+        if self._keyring or self._limits is not None:
+            await self._check_key_and_rate(asked, for_admin=False, is_turn=True)
+        if asked.is_whole:
+            asked.body = asked.taken()
+            if len(asked.body) > self._settings.max_body_bytes:
+                raise BodyTooLargeError(f"the body is larger than the limit of {self._settings.max_body_bytes} bytes")
+            return None
+        kept = KeptBody(self._held)
+        try:
+            asked.body = await come(
+                asked.next_piece,
+                asked.headers,
+                max(0, asked.head.length),
+                kept,
+                self._settings.body_timeout_s,
+                self._settings.max_body_bytes,
+                asked.invite if asked.head.is_http_11 else None,
+            )
+        except BaseException:
+            kept.release()
+            raise
+        return kept
 
     def _needs(self, request: web.Request, access: Access) -> Access:
         """Return what a request needs on a route of this access. Raises `RequestError` for an odd target."""
@@ -165,14 +205,14 @@ class Guard:
             return Access.ADMIN
         return access_of_route(method, route_path) or Access.ADMIN
 
-    async def _check_key_and_rate(self, request: web.Request, *, for_admin: bool, may_be_turn: bool) -> None:
+    async def _check_key_and_rate(self, request: Visitor, *, for_admin: bool, is_turn: bool) -> None:
         caller = f"address {request.remote}"
         if self._keyring:
             key = self._keyring.key_of(request.headers) or self._keyring.still(self._logins.key_of(request.headers))
             check_key(key, self._keyring, for_admin=for_admin)
             if key is not None:
                 caller = f"key {key.name}"
-                if key.limits != NO_LIMITS and self._quotas is not None and may_be_turn and _is_turn(request):
+                if key.limits != NO_LIMITS and self._quotas is not None and is_turn:
                     await self._quotas.wait(key)
         if self._limits is not None:
             if for_admin:
@@ -181,30 +221,18 @@ class Guard:
                 await self._limits.wait(caller)
 
     async def _read_body(self, request: web.Request, kept: KeptBody, max_bytes: int) -> None:
-        """Read a body that did not come with its head; what a handler reads later is what was read here.
+        """Read a body that did not come with its head; what a handler reads later is what was read here."""
+        request._read_bytes = await come(  # noqa: SLF001 - where `request.read` keeps it
+            request.content.readany,
+            request.headers,
+            request.content_length or 0,
+            kept,
+            self._settings.body_timeout_s,
+            max_bytes,
+            partial(_invite, request) if request.version >= HttpVersion11 else None,
+        )
 
-        It is counted as it comes: who only announces a large one takes nothing from others.
-        """
-        settings, length_bytes = self._settings, request.content_length or 0
-        if length_bytes > max_bytes:
-            raise BodyTooLargeError(f"the body has {length_bytes} bytes, the limit is {max_bytes}")
-        pieces, size_bytes = [], 0
-        kept.check(length_bytes)
-        if "Expect" in request.headers and request.version >= HttpVersion11:
-            await _invite(request)
-        try:
-            async with asyncio.timeout(settings.body_timeout_s):
-                while piece := await request.content.readany():
-                    pieces.append(piece)
-                    size_bytes += len(piece)
-                    if size_bytes > max_bytes:
-                        raise BodyTooLargeError(f"the body is larger than the limit of {max_bytes} bytes")
-                    kept.grow(len(piece))
-        except TimeoutError as error:
-            raise BodyTimeoutError(f"the body did not come within {settings.body_timeout_s:g} s") from error
-        request._read_bytes = b"".join(pieces)  # noqa: SLF001 - where `request.read` keeps it
-
-    def _is_judged_by_name(self, request: web.Request, is_operators: bool) -> bool:
+    def _is_judged_by_name(self, request: Visitor, is_operators: bool) -> bool:
         """Say whether what a request calls us matters: without a key, to operators' routes and from browsers."""
         if not (is_operators or comes_from_a_browser(request.headers)):
             return False
@@ -234,7 +262,7 @@ class Guard:
         }
         return web.Response(status=204, headers=headers)
 
-    def _check_origin(self, request: web.Request, *, asks_engine: bool) -> None:
+    def _check_origin(self, request: Visitor, *, asks_engine: bool) -> None:
         """Refuse what a page of another origin makes its reader's browser do to our own API.
 
         Browsers send such requests without asking first, and without a key they may be enough on loopback. What goes
@@ -246,7 +274,7 @@ class Guard:
         if _host_and_port(origin) != request.host and not self._is_allowed(origin):
             raise OriginRefusedError("a page of this origin may not do that; cors_origins says which may")
 
-    def _check_site(self, request: web.Request) -> None:
+    def _check_site(self, request: Visitor) -> None:
         """Refuse what another site's page has its reader's browser ask of an operator's route, in whatever way.
 
         A picture or a link is a GET without an origin, and some engines take a GET for a command.
@@ -257,15 +285,24 @@ class Guard:
                 raise OriginRefusedError("a page of another site may not ask for that; cors_origins says which may")
 
     async def _mark_cors(self, request: web.Request, response: web.StreamResponse) -> None:
-        """Say in an answer which origin may read it, and how; what an engine says of that holds no longer."""
-        if not self._is_preflight(request):  # that answer is ours
-            for name in {name for name in response.headers if name.lower().startswith("access-control-")}:
-                response.headers.popall(name, None)
-        response.headers.add("Vary", "Origin")
+        """Say in an answer of aiohttp's which origin may read it, and how."""
+        self.mark_cors(request, response.headers, is_ours=self._is_preflight(request))
+
+    def mark_cors(self, request: Visitor, headers: CIMultiDict[str], *, is_ours: bool = False) -> None:
+        """Say in an answer which origin may read it, and how, if any but its own may.
+
+        What an engine says of that holds no longer, unless the answer `is_ours`.
+        """
+        if not self.marks_cors:
+            return
+        if not is_ours:
+            for name in {name for name in headers if name.lower().startswith("access-control-")}:
+                headers.popall(name, None)
+        headers.add("Vary", "Origin")
         origin = request.headers.get("Origin")
         if origin is not None and self._is_allowed(origin):
-            response.headers["Access-Control-Allow-Origin"] = origin
-            response.headers["Access-Control-Expose-Headers"] = EXPOSED_HEADERS
+            headers["Access-Control-Allow-Origin"] = origin
+            headers["Access-Control-Expose-Headers"] = EXPOSED_HEADERS
 
 
 def _is_turn(request: web.Request) -> bool:
@@ -280,13 +317,10 @@ def _host_and_port(origin: str) -> str | None:
         return None
 
 
-async def _invite(request: web.Request) -> None:
-    """Say to a client that waits for it that its body is welcome (RFC 9110, 10.1.1). Raises `ExpectationError`."""
-    if request.headers["Expect"].lower() != "100-continue":
-        raise ExpectationError("nothing can be expected of this server but 100-continue")
-    writer = request.writer
-    await writer.write(CONTINUE)
-    writer.output_size = 0  # that was no part of the answer
+def _invite(request: web.Request) -> None:
+    """Say to a client that waits for it that its body is welcome (RFC 9110, 10.1.1)."""
+    if request.transport is not None:
+        request.transport.write(CONTINUE)  # past aiohttp's writer: it is no part of the answer
 
 
 async def says_nothing_yet(request: web.Request) -> None:

@@ -10,9 +10,9 @@ from typing import Protocol
 import aiohttp
 from multidict import CIMultiDict
 
-from thunderagent.backends.client import ReplicaClient
 from thunderagent.errors import ReplicaError, ThunderAgentError
 from thunderagent.leases import LeaseSource, TurnAsk
+from thunderagent.proxy.fleet.client import ReplicaClient
 from thunderagent.proxy.judge.answer import MAX_ANSWER_BYTES, Failure
 
 CHAT_PATH = "/v1/chat/completions"

@@ -25,9 +25,9 @@ from typing import Protocol
 import structlog
 from multidict import CIMultiDict
 
-from thunderagent.backends.client import ReplicaClient
 from thunderagent.errors import ReplicaError, RequestError, ThunderAgentError, TurnAbortedError, TurnSupersededError
 from thunderagent.leases import LeaseSource, OpenLease
+from thunderagent.proxy.fleet.client import ReplicaClient
 from thunderagent.proxy.fleet.made_answers import MadeAnswers
 from thunderagent.proxy.fleet.replicas import Replicas, Watcher
 from thunderagent.proxy.gate.held import NO_LIMITS, HeldLimits, HeldTurns

@@ -14,8 +14,6 @@ import structlog
 from multidict import CIMultiDict
 
 from thunderagent.backends.base import NamedTurn
-from thunderagent.backends.client import ReplicaClient
-from thunderagent.backends.pool import Answer
 from thunderagent.errors import (
     FirstByteTimeoutError,
     ReplicaError,
@@ -24,6 +22,7 @@ from thunderagent.errors import (
     ReplicaUnreachableError,
 )
 from thunderagent.leases import Lease, OpenLease
+from thunderagent.proxy.fleet.client import ReplicaClient
 from thunderagent.proxy.fleet.replicas import Replicas, Watcher
 from thunderagent.proxy.reading.outline import read_aside
 from thunderagent.proxy.turns.attempts import Attempt
@@ -33,6 +32,7 @@ from thunderagent.proxy.turns.side_calls import look_at
 from thunderagent.proxy.watch.turn_metrics import TurnMetrics
 from thunderagent.proxy.wire.exchange import Exchange
 from thunderagent.proxy.wire.headers import forwarded_request_headers
+from thunderagent.proxy.wire.http11.answers import Answer
 from thunderagent.proxy.wire.request_id import REQUEST_ID
 
 log = structlog.get_logger("thunderagent.turns")

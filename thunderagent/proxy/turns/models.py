@@ -9,9 +9,9 @@ import msgspec
 from aiohttp import web
 from multidict import CIMultiDict
 
-from thunderagent.backends.client import ReplicaClient
 from thunderagent.errors import NoReplicaError, ReplicaError
 from thunderagent.leases import ReplicaMap
+from thunderagent.proxy.fleet.client import ReplicaClient
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.wire.headers import forwarded_request_headers, forwarded_response_headers
 

@@ -11,10 +11,9 @@ from time import monotonic
 
 from multidict import CIMultiDict
 
-from thunderagent.backends.client import ReplicaClient
-from thunderagent.backends.pool import Answer
 from thunderagent.errors import ReplicaError
 from thunderagent.leases import OpenLease
+from thunderagent.proxy.fleet.client import ReplicaClient
 from thunderagent.proxy.fleet.made_answers import MadeAnswers
 from thunderagent.proxy.reading.answers import read_answer
 from thunderagent.proxy.reading.dialects import Usage
@@ -28,6 +27,7 @@ from thunderagent.proxy.turns.record import Record
 from thunderagent.proxy.watch.turn_metrics import TurnMetrics
 from thunderagent.proxy.wire.exchange import Exchange, Wait, done
 from thunderagent.proxy.wire.headers import forwarded_response_headers, lead_back
+from thunderagent.proxy.wire.http11.answers import Answer
 
 PROGRESS_PERIOD_S = 1.0
 """The scheduler hears at most so often how far a stream has come."""

@@ -13,8 +13,6 @@ from functools import partial
 import structlog
 from aiohttp import web
 
-from thunderagent.backends.client import ReplicaClient
-from thunderagent.backends.pool import Answer
 from thunderagent.errors import (
     NoReplicaError,
     ReplicaError,
@@ -23,6 +21,7 @@ from thunderagent.errors import (
     ReplicaUnreachableError,
     ThunderAgentError,
 )
+from thunderagent.proxy.fleet.client import ReplicaClient
 from thunderagent.proxy.fleet.made_answers import MadeAnswers
 from thunderagent.proxy.fleet.replicas import Replicas, Watcher
 from thunderagent.proxy.gate.tenancy import Tenancy
@@ -38,6 +37,7 @@ from thunderagent.proxy.wire.headers import (
     lead_back,
     tell_with_error,
 )
+from thunderagent.proxy.wire.http11.answers import Answer
 from thunderagent.proxy.wire.stall import write, write_eof
 
 log = structlog.get_logger("thunderagent.side_calls")

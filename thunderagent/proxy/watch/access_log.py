@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from time import monotonic
+from urllib.parse import unquote
 
 import structlog
 from aiohttp import web
 
+from thunderagent.proxy.gate.coming import Visitor
 from thunderagent.proxy.gate.guard import Handler
 from thunderagent.proxy.gate.keys import caller_key
 from thunderagent.proxy.wire.aiohttp_request import told_path
+from thunderagent.proxy.wire.http11.asked import Asked
+from thunderagent.proxy.wire.http11.server import Handler as TurnHandler
 from thunderagent.proxy.wire.request_id import REQUEST_ID
 
 log = structlog.get_logger("thunderagent.access")
@@ -29,18 +33,39 @@ def logged(handler: Handler) -> Handler:
             status, sent_bytes = response.status, response.content_length or response.body_length
             return response
         finally:
-            key = caller_key()
-            log.info(
-                "request",
-                method=request.method,
-                path=told_path(request),
-                status=status,
-                duration_s=round(monotonic() - began_s, 6),
-                request_bytes=request.content_length,
-                key=key.name if key is not None else None,
-                remote=request.remote,
-                sent_bytes=sent_bytes,
-                request_id=REQUEST_ID.get(),
-            )
+            _write(request, told_path(request), request.content_length, began_s, status, sent_bytes)
 
     return handle
+
+
+def logged_turn(handler: TurnHandler) -> TurnHandler:
+    """Wrap who answers a turn that our own server read, so that it has a line, too."""
+
+    async def handle(asked: Asked) -> None:
+        began_s = monotonic()
+        try:
+            await handler(asked)
+        finally:
+            length_bytes = asked.head.length if asked.head.length >= 0 else None
+            path = unquote(asked.target.path)
+            _write(asked, path, length_bytes, began_s, asked.status or CLIENT_LEFT, asked.sent_bytes)
+
+    return handle
+
+
+def _write(
+    request: Visitor, path: str, request_bytes: int | None, began_s: float, status: int, sent_bytes: int
+) -> None:
+    key = caller_key()
+    log.info(
+        "request",
+        method=request.method,
+        path=path,
+        status=status,
+        duration_s=round(monotonic() - began_s, 6),
+        request_bytes=request_bytes,
+        key=key.name if key is not None else None,
+        remote=request.remote,
+        sent_bytes=sent_bytes,
+        request_id=REQUEST_ID.get(),
+    )

@@ -18,13 +18,14 @@ handles the request. Needs the extra `otel`.
 from __future__ import annotations
 
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from os import environ
 from time import time_ns
 
 from aiohttp import web
-from multidict import CIMultiDict
+from multidict import CIMultiDict, CIMultiDictProxy
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
@@ -59,10 +60,11 @@ _OUTCOMES = {TurnFinished: "finished", TurnFailed: "failed", TurnAbandoned: "aba
 class _RequestTrace:
     """The spans of one request, from its first turn event on."""
 
-    __slots__ = ("forward", "head_ns", "hold", "is_handled", "program_id", "request", "turn", "turn_ids")
+    __slots__ = ("forward", "head_ns", "headers", "hold", "is_handled", "path", "program_id", "turn", "turn_ids")
 
-    def __init__(self, request: web.Request) -> None:
-        self.request = request
+    def __init__(self, headers: CIMultiDictProxy[str], path: str) -> None:
+        self.headers = headers
+        self.path = path
         self.program_id: str | None = None
         self.turn: Span | None = None
         self.hold: Span | None = None
@@ -71,6 +73,13 @@ class _RequestTrace:
         self.turn_ids: set[int] = set()
         """Tries that have not ended."""
         self.is_handled = False
+
+    def answered(self, status: int) -> None:
+        """Note the status of the answer."""
+        if self.turn is not None:
+            self.turn.set_attribute("http.response.status_code", status)
+            if status >= 500:
+                self.turn.set_status(Status(StatusCode.ERROR))
 
     def end_if_over(self) -> None:
         """End the turn once its handler and its leases have."""
@@ -119,20 +128,23 @@ class Tracing:
         """Wrap a handler, so that a turn in it is known as its request's."""
 
         async def handle(request: web.Request) -> web.StreamResponse:
-            trace = _RequestTrace(request)
-            _REQUEST.set(trace)
-            try:
+            with self.request(request.headers, told_path(request)) as trace:
                 response = await handler(request)
-                if trace.turn is not None:
-                    trace.turn.set_attribute("http.response.status_code", response.status)
-                    if response.status >= 500:
-                        trace.turn.set_status(Status(StatusCode.ERROR))
+                trace.answered(response.status)
                 return response
-            finally:
-                trace.is_handled = True
-                trace.end_if_over()
 
         return handle
+
+    @contextmanager
+    def request(self, headers: CIMultiDictProxy[str], path: str) -> Iterator[_RequestTrace]:
+        """Have a turn that is asked for in the block be known as this request's."""
+        trace = _RequestTrace(headers, path)
+        _REQUEST.set(trace)
+        try:
+            yield trace
+        finally:
+            trace.is_handled = True
+            trace.end_if_over()
 
     # --- what engines hear, and are heard to do ----------------------------------------------------------------------
 
@@ -195,11 +207,11 @@ class Tracing:
 
     def _begin_turn(self, trace: _RequestTrace, program: _ProgramTrace | None) -> Span:
         """Begin a turn in its client's trace, if it has one, else in its program's."""
-        context = _PROPAGATOR.extract(trace.request.headers)
+        context = _PROPAGATOR.extract(trace.headers)
         is_clients = get_current_span(context).get_span_context().is_valid
         if program is not None and not is_clients:
             context = set_span_in_context(program.span)
-        attributes = {"url.path": told_path(trace.request), "thunderagent.request_id": REQUEST_ID.get()}
+        attributes = {"url.path": trace.path, "thunderagent.request_id": REQUEST_ID.get()}
         if trace.program_id is not None:
             attributes["thunderagent.program_id"] = trace.program_id
         links = [Link(program.span.get_span_context())] if program is not None and is_clients else []

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from aiohttp import web
 
-    from thunderagent.backends.client import ReplicaClient
+    from thunderagent.proxy.fleet.client import ReplicaClient
     from thunderagent.proxy.fleet.replicas import Watcher
 
 

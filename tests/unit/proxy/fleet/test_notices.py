@@ -14,10 +14,10 @@ from aiohttp import web
 from tests.loopback import on_loopback
 from thunderagent.backends import backend_of
 from thunderagent.backends.base import Notice
-from thunderagent.backends.client import ClientSettings, open_client
 from thunderagent.backends.poller import ReplicaEndpoint
 from thunderagent.programs.model.decisions import Hold, Reason, Release
 from thunderagent.programs.model.events import Tick
+from thunderagent.proxy.fleet.client import ClientSettings, open_client
 from thunderagent.proxy.fleet.notices import SENDERS_COUNT, NoticeSender, TaggedPrograms
 
 if TYPE_CHECKING:

@@ -6,13 +6,13 @@ import pytest
 
 from thunderagent.backends import backend_of
 from thunderagent.backends.base import ReplicaReading
-from thunderagent.backends.client import ClientSettings, open_client
 from thunderagent.backends.poller import ReplicaEndpoint
 from thunderagent.programs.model.decisions import Decision
 from thunderagent.programs.model.events import Event
 from thunderagent.programs.model.fleet_events import EncodesPolled, ReplicaPolled
 from thunderagent.programs.policies.cap import Cap
 from thunderagent.programs.scheduler import Scheduler
+from thunderagent.proxy.fleet.client import ClientSettings, open_client
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.runtime import Runtime
 

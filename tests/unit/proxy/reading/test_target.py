@@ -14,14 +14,14 @@ import pytest
 from aiohttp.http import HttpRequestParser
 from multidict import CIMultiDict
 
-from thunderagent.backends.limits import PatientConnector, Pause
-from thunderagent.backends.pool import Pool
 from thunderagent.errors import RequestError
 from thunderagent.proxy.fleet.commands import COMMANDS, REPLICA_COMMANDS
 from thunderagent.proxy.gate.access import Access, ForwardUnknown, Use, engine_access, use_of
 from thunderagent.proxy.reading.dialects import TURN_DIALECTS
 from thunderagent.proxy.reading.target import Target
 from thunderagent.proxy.wire.aiohttp_request import routed
+from thunderagent.proxy.wire.http11.limits import Pause, Sweep
+from thunderagent.proxy.wire.http11.pool import Limits, Pool
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ async def test_guard_and_pool_agree_on_what_was_asked_in_ten_thousand_spellings(
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     pause = Pause(loop)
-    pool = Pool(PatientConnector(pause, limit=0), pause)
+    pool = Pool(Sweep(asyncio.get_running_loop()), pause)
     for _ in range(SPELLINGS_COUNT):
         target = parsed(spelling(random), loop)
         if target is None:
@@ -240,7 +240,7 @@ async def test_guard_and_pool_agree_on_what_was_asked_in_ten_thousand_spellings(
         parsed_count += 1
         use, needs = use_of(target, "POST"), engine_access(target, "POST", ForwardUnknown.ADMIN)
         target = target.plainly() if use is Use.TURN else target
-        await (await pool.request("POST", url, target.sent, CIMultiDict(), None, aiohttp.ClientTimeout())).read()
+        await (await pool.request("POST", url, target.sent, CIMultiDict(), None, Limits(5, 5))).read()
         method, sent, version = lines.pop().decode().split(" ")
         assert (method, sent, version) == ("POST", target.sent, "HTTP/1.1")
         for words in readings(sent):

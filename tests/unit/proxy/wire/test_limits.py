@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
-from thunderagent.backends.limits import Pause
+from thunderagent.proxy.wire.http11.limits import Pause
 
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop

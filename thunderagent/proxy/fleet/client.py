@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from math import inf
 from ssl import SSLContext
-from typing import Protocol
+from typing import Protocol, TypeVar
 
-import aiohttp
 from multidict import CIMultiDict
 
-from thunderagent.backends.limits import PatientConnector, Pause
 from thunderagent.backends.poller import ReplicaEndpoint
-from thunderagent.backends.pool import Answer, Pool
 from thunderagent.errors import (
     ConnectTimeoutError,
     FirstByteTimeoutError,
@@ -25,6 +23,12 @@ from thunderagent.errors import (
     ReplicaUnreachableError,
     TotalTimeoutError,
 )
+from thunderagent.proxy.wire.exchange import Sink
+from thunderagent.proxy.wire.http11.answers import Answer, ClosedError, SilentError, TotalError
+from thunderagent.proxy.wire.http11.limits import Pause, Sweep
+from thunderagent.proxy.wire.http11.pool import ConnectLateError, Limits, Pool, UnreachedError
+
+Found = TypeVar("Found")
 
 
 class Outgoing(Protocol):
@@ -68,18 +72,21 @@ class ReplicaClient:
         """Know no replica yet."""
         self._settings = settings
         self._pools: dict[str, Pool] = {}
-        self._limits = aiohttp.ClientTimeout(
-            total=None,  # `Pool` has a limit of its own, which a pause stops
-            sock_connect=settings.connect_timeout_s,
-            sock_read=settings.first_byte_timeout_s or settings.silence_timeout_s,
+        self._sweep = Sweep(asyncio.get_running_loop())
+        self._limits = Limits(
+            settings.connect_timeout_s,
+            settings.first_byte_timeout_s or settings.silence_timeout_s,
+            inf if settings.total_timeout_s is None else settings.total_timeout_s,
         )
 
     def add(self, endpoint: ReplicaEndpoint) -> None:
         """Let requests be sent to a replica. No connection is made yet."""
         headers = () if endpoint.rank_id is None else ((endpoint.backend.rank_header, str(endpoint.rank_id)),)
         pause = Pause(asyncio.get_running_loop())
-        connector = PatientConnector(pause, limit=0, ssl=self._settings.ssl_context or True)
-        self._pools[endpoint.replica_id] = Pool(connector, pause, headers, keepalive_s=self._settings.keepalive_s)
+        context, keepalive_s = self._settings.ssl_context, self._settings.keepalive_s
+        self._pools[endpoint.replica_id] = Pool(
+            self._sweep, pause, headers, ssl_context=context, keepalive_s=keepalive_s
+        )
 
     async def remove(self, replica_id: str) -> None:
         """Close all connections to a replica at once; requests on them fail as if it had closed them."""
@@ -139,53 +146,34 @@ class ReplicaClient:
         if "@" in base_url:  # its name and password are sent, and no other
             headers = headers.copy()  # as above
             headers.popall("Authorization", None)
-        limits = self._limits_of(silence_timeout_s)
-        total_timeout_s = self._settings.total_timeout_s if silence_timeout_s is None else None
+        limits = self._limits
+        if silence_timeout_s is not None:
+            limits = Limits(self._settings.connect_timeout_s, silence_timeout_s)
         try:
-            answer = await pool.request(
-                method, base_url, path, headers, body, limits, total_timeout_s, may_repeat=may_repeat
-            )
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            raise _unreached(replica_id, error) from _untraced(error)
-        except TimeoutError as error:
-            late: type[ReplicaTimeoutError] = TotalTimeoutError
-            if isinstance(error, aiohttp.SocketTimeoutError):
-                limited = self._settings.first_byte_timeout_s is not None
-                late = FirstByteTimeoutError if limited else ReplicaTimeoutError
-            why = f"replica {replica_id} did not begin to answer in time"
-            raise late(why, replica_id=replica_id) from _untraced(error)
-        except (aiohttp.ClientError, ConnectionError, ValueError) as error:
+            answer = await pool.request(method, base_url, path, headers, body, limits, may_repeat=may_repeat)
+        except (UnreachedError, ConnectLateError) as error:
+            raise _unreached(replica_id, error) from None
+        except SilentError:
+            limited = self._settings.first_byte_timeout_s is not None
+            late = FirstByteTimeoutError if limited else ReplicaTimeoutError
+            raise late(f"replica {replica_id} did not begin to answer in time", replica_id=replica_id) from None
+        except TotalError:
+            raise TotalTimeoutError(
+                f"replica {replica_id} did not begin to answer in time", replica_id=replica_id
+            ) from None
+        except (ClosedError, ValueError) as error:
             raise ReplicaClosedEarlyError(
-                f"replica {replica_id} closed the connection before it answered: {error!r}", replica_id=replica_id
-            ) from _untraced(error)
+                f"replica {replica_id} closed the connection before it answered: {error}", replica_id=replica_id
+            ) from None
         if self._settings.outgoing is not None:
             self._settings.outgoing.answered(answer.status)
         if self._settings.first_byte_timeout_s is not None and silence_timeout_s is None:
             answer.limit_silence(self._settings.silence_timeout_s)  # another limit was for the first byte
-        if "Transfer-Encoding" in answer.headers:
-            answer.fail_when_closed()
         return answer
-
-    def _limits_of(self, silence_timeout_s: float | None) -> aiohttp.ClientTimeout:
-        """Return the limits of a request: the usual ones, or with more patience after the connection."""
-        if silence_timeout_s is None:
-            return self._limits
-        return aiohttp.ClientTimeout(
-            total=None, sock_connect=self._settings.connect_timeout_s, sock_read=silence_timeout_s
-        )
 
     async def read(self, replica_id: str, answer: Answer) -> bytes:
         """Read the whole body of an answer. Raises like `next_chunk`."""
         return await _received(replica_id, answer.read())
-
-    async def pipe(self, replica_id: str, answer: Answer, sink: Callable[[bytes], Awaitable[None] | None]) -> None:
-        """Hand the body of an answer to `sink`, piece by piece, and return at its end. Raises like `next_chunk`.
-
-        If `sink` returns something to wait for, nothing more is read until that is done.
-        """
-        while piece := await self.next_chunk(replica_id, answer):
-            if (wait := sink(piece)) is not None:
-                await wait
 
     async def next_chunk(self, replica_id: str, answer: Answer) -> bytes:
         """Return the next bytes of an answer's body, whatever has come; empty at its end.
@@ -193,44 +181,38 @@ class ReplicaClient:
         Raises `ReplicaClosedEarlyError` if it breaks off, `ReplicaTimeoutError` if the replica falls silent,
         `TotalTimeoutError` if it takes too long in all.
         """
-        return await _received(replica_id, answer.content.readany())
+        return await _received(replica_id, answer.next_piece())
+
+    async def pipe(self, replica_id: str, answer: Answer, sink: Sink) -> None:
+        """Hand the body of an answer to `sink`, piece by piece, and return at its end. Raises like `next_chunk`.
+
+        What `sink` raises, or what it returned, is raised here, and no piece follows.
+        """
+        await _received(replica_id, answer.pipe(sink))
 
 
-async def _received(replica_id: str, reading: Awaitable[bytes]) -> bytes:
+async def _received(replica_id: str, reading: Awaitable[Found]) -> Found:
     """Await bytes of an answer's body, with errors of our own."""
     try:
         return await reading
-    except aiohttp.SocketTimeoutError as error:
-        raise ReplicaTimeoutError(
-            f"replica {replica_id} fell silent in its answer", replica_id=replica_id
-        ) from _untraced(error)
-    except TimeoutError as error:
+    except SilentError:
+        raise ReplicaTimeoutError(f"replica {replica_id} fell silent in its answer", replica_id=replica_id) from None
+    except TotalError:
         raise TotalTimeoutError(
             f"replica {replica_id} took longer for its answer than is allowed", replica_id=replica_id
-        ) from _untraced(error)
-    except (aiohttp.ClientError, ConnectionError) as error:
+        ) from None
+    except ClosedError as error:
         raise ReplicaClosedEarlyError(
-            f"replica {replica_id} closed the connection in the middle of its answer: {error!r}", replica_id=replica_id
-        ) from _untraced(error)
+            f"replica {replica_id} closed the connection in the middle of its answer: {error}", replica_id=replica_id
+        ) from None
 
 
-def _untraced(error: BaseException) -> BaseException:
-    """Return an error of aiohttp without its traceback.
-
-    aiohttp keeps the error, and the traceback's frames hold aiohttp's connection and our request with its body: all of
-    it would wait for a collection, which is rare.
-    """
-    return error.with_traceback(None)
-
-
-def _unreached(
-    replica_id: str, error: aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError
-) -> ReplicaUnreachableError:
+def _unreached(replica_id: str, error: UnreachedError | ConnectLateError) -> ReplicaUnreachableError:
     # Only a refusal says that the replica is down: our own files may have run out, its backlog may be full.
     kind = ReplicaUnreachableError
-    if isinstance(error, aiohttp.ConnectionTimeoutError):
+    if isinstance(error, ConnectLateError):
         kind = ConnectTimeoutError
-    elif isinstance(error.os_error, ConnectionRefusedError):
+    elif error.is_refused:
         kind = ReplicaRefusedError
     return kind(f"replica {replica_id} cannot be reached: {error}", replica_id=replica_id)
 

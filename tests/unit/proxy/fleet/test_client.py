@@ -12,9 +12,9 @@ from multidict import CIMultiDict
 
 from tests.loopback import on_loopback
 from thunderagent.backends import backend_of
-from thunderagent.backends.client import ClientSettings, ReplicaClient, open_client
 from thunderagent.backends.poller import ReplicaEndpoint
 from thunderagent.errors import ReplicaClosedEarlyError, ReplicaRefusedError, ReplicaRemovedError
+from thunderagent.proxy.fleet.client import ClientSettings, ReplicaClient, open_client
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

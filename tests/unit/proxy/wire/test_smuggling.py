@@ -1,0 +1,374 @@
+"""No stream of bytes is read in two ways: what our protocols take, h11 and aiohttp take for the same, or refuse.
+
+Streams are seeded and nearly HTTP. 1,000 of requests and 1,000 of answers each time; SMUGGLING_CASES says how many, and
+scripts/nightly has 20,000 of each read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from dataclasses import dataclass, field
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+import h11
+import pytest
+from aiohttp import http_parser
+from aiohttp.base_protocol import BaseProtocol
+from aiohttp.http_exceptions import HttpProcessingError
+from multidict import CIMultiDict
+
+from tests.unit.proxy.wire.streams import answer, pieces, requests
+from thunderagent.proxy.wire.http11 import client, server
+from thunderagent.proxy.wire.http11.heads import MAX_HEAD_BYTES, MAX_HEADERS_COUNT
+from thunderagent.proxy.wire.http11.limits import Pause, Sweep
+
+if TYPE_CHECKING:
+    from thunderagent.proxy.wire.http11.asked import Asked
+    from thunderagent.proxy.wire.http11.heads import RequestHead
+
+CASES_COUNT = int(os.environ.get("SMUGGLING_CASES", "1000"))
+SEED = 20261123
+BATCHES_COUNT = 10
+
+BOUNDS = {"max_line_size": MAX_HEAD_BYTES, "max_field_size": MAX_HEAD_BYTES, "max_headers": MAX_HEADERS_COUNT}
+DECODES_NOTHING = {**BOUNDS, "auto_decompress": False}
+
+Message = tuple[bytes, bytes, tuple[tuple[bytes, bytes], ...], bytes]
+"""Method and target, or status; headers; body."""
+
+
+@dataclass
+class Reading:
+    """What somebody made of a stream."""
+
+    messages: list[Message] = field(default_factory=list)
+    end: str = "idle"
+    """After these: `idle`, `incomplete`, `refused`, or `closed` to what may follow."""
+
+
+class Pipe(asyncio.Transport):
+    """A transport to nowhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = b""
+        self.is_closed = False
+
+    def write(self, data: Any) -> None:
+        self.written += bytes(data)
+
+    def writelines(self, list_of_data: Any) -> None:
+        self.write(b"".join(list_of_data))
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    abort = close
+
+    def is_closing(self) -> bool:
+        return self.is_closed
+
+    def can_write_eof(self) -> bool:
+        return True
+
+    def write_eof(self) -> None:
+        self.is_closed = True
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return default
+
+    def pause_reading(self) -> None: ...
+
+    def resume_reading(self) -> None: ...
+
+
+def headers_of(pairs: Any) -> tuple[tuple[bytes, bytes], ...]:
+    """Return headers as all of them spell them: h11 writes the transfer coding in small letters."""
+    found = [(bytes(name).lower(), bytes(value).strip(b" \t")) for name, value in pairs]
+    return tuple((name, value.lower() if name == b"transfer-encoding" else value) for name, value in found)
+
+
+def raw(headers: Any) -> tuple[tuple[bytes, bytes], ...]:
+    return headers_of(
+        (k.encode("utf-8", "surrogateescape"), v.encode("utf-8", "surrogateescape")) for k, v in headers.items()
+    )
+
+
+# --- requests
+
+
+class Ours:
+    """Reads requests with our server, all of them ours."""
+
+    def __init__(self) -> None:
+        self.reading = Reading()
+
+    def handler(self, head: RequestHead) -> server.Handler:
+        return self.handle
+
+    def borrower(self) -> Any:
+        raise AssertionError("nothing is lent")
+
+    async def handle(self, asked: Asked) -> None:
+        if asked.head.upgrades:  # it is lent, and no request follows
+            asked.cut()
+            return
+        body = await asked.read()
+        head = asked.head
+        self.reading.messages.append((head.method.encode(), head.target, raw(head.headers), body))
+        asked.answer(200, "OK", CIMultiDict(), b"")
+
+
+async def read_by_us(parts: list[bytes]) -> Reading:
+    ours, pipe = Ours(), Pipe()
+    connection = server.Connection(server.Settings(ours, Sweep(asyncio.get_running_loop())))
+    connection.connection_made(pipe)
+    for part in parts:
+        if not pipe.is_closed:
+            connection.data_received(part)
+        await asyncio.sleep(0)
+    for _ in range(12):
+        await asyncio.sleep(0)
+    if b"HTTP/1.1 400 " in pipe.written:
+        ours.reading.end = "refused"
+        assert pipe.is_closed
+        assert pipe.written.rpartition(b"HTTP/1.1 ")[2].startswith(b"400 "), "nothing is answered after a refusal"
+    elif pipe.is_closed:
+        ours.reading.end = "closed"
+    elif connection._asked is not None or connection._buffer:
+        ours.reading.end = "incomplete"
+    connection.connection_lost(None)
+    await asyncio.sleep(0)
+    return ours.reading
+
+
+def requests_by_h11(stream: bytes) -> Reading:
+    reading = Reading()
+    connection = h11.Connection(h11.SERVER, max_incomplete_event_size=2 * MAX_HEAD_BYTES)
+    connection.receive_data(stream)
+    asked: h11.Request | None = None
+    body = b""
+    while True:
+        try:
+            event = connection.next_event()
+        except h11.RemoteProtocolError:
+            reading.end = "refused"
+            return reading
+        if isinstance(event, h11.Request):
+            asked, body = event, b""
+        elif isinstance(event, h11.Data):
+            body += bytes(event.data)
+        elif isinstance(event, h11.EndOfMessage):
+            assert asked is not None
+            reading.messages.append((asked.method, asked.target, headers_of(asked.headers.raw_items()), body))
+            connection.send(h11.Response(status_code=404, headers=[("Content-Length", "0")]))
+            connection.send(h11.EndOfMessage())
+            if connection.our_state is h11.MUST_CLOSE:
+                reading.end = "closed"
+                return reading
+            connection.start_next_cycle()
+            asked = None
+        else:
+            reading.end = "incomplete" if asked is not None or connection.trailing_data[0].strip() else "idle"
+            return reading
+
+
+def requests_by_aiohttp(stream: bytes, loop: asyncio.AbstractEventLoop) -> Reading:
+    """Byte by byte, because an error takes what came with it away."""
+    reading = Reading()
+    parser = http_parser.HttpRequestParser(BaseProtocol(loop), loop, 2**16, **BOUNDS)
+    found: list[tuple[Any, Any]] = []
+    fed = 0
+    for at in range(len(stream)):
+        fed = at + 1
+        try:
+            messages, upgraded, _ = parser.feed_data(stream[at : at + 1])
+        except HttpProcessingError:
+            reading.end = "refused"
+            break
+        found += messages
+        if upgraded:
+            reading.end = "closed"
+            break
+    for message, payload in found:
+        if not payload.is_eof() or payload.exception() is not None:
+            reading.end = "refused" if payload.exception() is not None or reading.end == "refused" else "incomplete"
+            break
+        body = payload.read_nowait() if payload.total_bytes else b""
+        reading.messages.append(
+            (
+                message.method.encode(),
+                message.path.encode("utf-8", "surrogateescape"),
+                headers_of(message.raw_headers),
+                body,
+            )
+        )
+        if message.should_close:
+            reading.end = "closed"
+            break
+    else:
+        if reading.end == "idle" and not stream[:fed].endswith(b"\r\n"):
+            reading.end = "incomplete"
+    return reading
+
+
+def conflicts(ours: Reading, other: Reading) -> str:
+    """Say where two readings of one stream differ, other than in that one of them refuses; empty if they do not.
+
+    aiohttp (3.14) puts the trailers of one request before the headers of the next; we lend it one request at a time.
+    """
+    for mine, theirs in zip(ours.messages, other.messages, strict=False):
+        if mine != (*theirs[:2], theirs[2][-len(mine[2]) :], theirs[3]):
+            return f"{mine} is {theirs}"
+    if len(other.messages) < len(ours.messages) and other.end not in ("refused", "closed"):
+        return f"the other waits, after {len(other.messages)}"
+    if len(other.messages) > len(ours.messages) and ours.end not in ("refused", "closed"):
+        return f"we wait, after {len(ours.messages)}"
+    return ""
+
+
+@pytest.mark.parametrize("batch", range(BATCHES_COUNT))
+async def test_requests_are_read_in_one_way(batch: int) -> None:
+    loop = asyncio.get_running_loop()
+    ends: dict[str, int] = {}
+    read_count = 0
+    for number in range(batch, CASES_COUNT, BATCHES_COUNT):
+        rng = Random(f"{SEED}/requests/{number}")
+        stream = requests(rng)
+        ours = await read_by_us([stream])
+        in_pieces = await read_by_us(pieces(rng, stream))
+        assert in_pieces.messages[: len(ours.messages)] == ours.messages[: len(in_pieces.messages)], (number, stream)
+        others = {"h11": requests_by_h11(stream), "aiohttp": requests_by_aiohttp(stream, loop)}
+        for name, other in others.items():
+            for reading in (ours, in_pieces):
+                assert not (why := conflicts(reading, other)), (number, name, why, stream, reading, other)
+        ends[ours.end] = ends.get(ours.end, 0) + 1
+        read_count += len(ours.messages)
+    print(ends, read_count)
+    assert {"refused", "closed"} <= set(ends)
+    assert read_count > CASES_COUNT / BATCHES_COUNT / 4, "the streams are not only rubbish"
+
+
+# --- answers
+
+
+async def answer_by_us(parts: list[bytes], method: str) -> Reading:
+    loop, pipe, reading = asyncio.get_running_loop(), Pipe(), Reading()
+    ended: list[client.Connection] = []
+    connection = client.Connection(loop, Sweep(loop), Pause(loop), ended.append, lambda _: None)
+    connection.connection_made(pipe)
+    asking = asyncio.create_task(connection.exchange(method, b"", None, 60.0, 60.0, loop.time()))
+    await asyncio.sleep(0)
+    for part in parts:
+        if not pipe.is_closed:
+            connection.data_received(part)
+        await asyncio.sleep(0)
+    is_kept = bool(ended) and not pipe.is_closed
+    if not pipe.is_closed:
+        connection.eof_received()
+    connection.connection_lost(None)
+    try:
+        found = await asking
+        body = await found.read()
+        reading.messages.append((b"", str(found.status).encode(), raw(found.headers), body))
+        reading.end = "idle" if is_kept else "closed"
+    except client.ClosedError:
+        reading.end = "refused"
+    return reading
+
+
+def answer_by_h11(stream: bytes, method: str) -> Reading:
+    reading = Reading()
+    connection = h11.Connection(h11.CLIENT, max_incomplete_event_size=2 * MAX_HEAD_BYTES)
+    connection.send(h11.Request(method=method, target="/", headers=[("Host", "h"), ("Content-Length", "0")]))
+    connection.send(h11.EndOfMessage())
+    connection.receive_data(stream)
+    found: h11.Response | None = None
+    body = b""
+    has_ended = False
+    while True:
+        try:
+            event = connection.next_event()
+        except h11.RemoteProtocolError:
+            reading.end = "refused"
+            return reading
+        if isinstance(event, h11.Response):
+            found = event
+        elif isinstance(event, h11.Data):
+            body += bytes(event.data)
+        elif isinstance(event, h11.EndOfMessage):
+            assert found is not None
+            headers = headers_of(found.headers.raw_items())
+            reading.messages.append((b"", str(found.status_code).encode(), headers, body))
+            is_free = connection.their_state is h11.DONE and connection.our_state is h11.DONE
+            reading.end = "idle" if is_free and not connection.trailing_data[0] else "closed"
+            return reading
+        elif event is h11.NEED_DATA and not has_ended:
+            connection.receive_data(b"")
+            has_ended = True
+        elif not isinstance(event, h11.InformationalResponse):
+            reading.end = "refused"
+            return reading
+
+
+def answer_by_aiohttp(stream: bytes, method: str, loop: asyncio.AbstractEventLoop) -> Reading:
+    reading = Reading(end="refused")
+    parser = http_parser.HttpResponseParser(
+        BaseProtocol(loop),
+        loop,
+        2**16,
+        response_with_body=method != "HEAD",
+        read_until_eof=True,
+        auto_decompress=False,
+        **BOUNDS,
+    )
+    found: list[tuple[Any, Any]] = []
+    rest = len(stream)
+    for at in range(len(stream)):
+        try:
+            messages, upgraded, _ = parser.feed_data(stream[at : at + 1])
+        except HttpProcessingError:
+            break
+        found += messages
+        final = [each for each in found if each[0].code >= 200]
+        if upgraded or (final and final[0][1].is_eof()):
+            rest = at + 1
+            break
+    else:
+        try:
+            parser.feed_eof()
+        except Exception:
+            return reading
+    final = [each for each in found if each[0].code >= 200]
+    if final and final[0][1].is_eof() and final[0][1].exception() is None:
+        message, payload = final[0]
+        body = payload.read_nowait() if payload.total_bytes else b""
+        reading.messages.append((b"", str(message.code).encode(), headers_of(message.raw_headers), body))
+        reading.end = "closed" if rest < len(stream) else "idle"
+    return reading
+
+
+@pytest.mark.parametrize("batch", range(BATCHES_COUNT))
+async def test_answers_are_read_in_one_way(batch: int) -> None:
+    loop = asyncio.get_running_loop()
+    ends: dict[str, int] = {}
+    for number in range(batch, CASES_COUNT, BATCHES_COUNT):
+        rng = Random(f"{SEED}/answers/{number}")
+        stream, method = answer(rng), rng.choice(("POST", "POST", "POST", "HEAD"))
+        ours = await answer_by_us([stream], method)
+        in_pieces = await answer_by_us(pieces(rng, stream), method)
+        assert in_pieces.messages == ours.messages, (number, stream, method)
+        others = {"h11": answer_by_h11(stream, method), "aiohttp": answer_by_aiohttp(stream, method, loop)}
+        for name, other in others.items():
+            if ours.messages and other.messages:
+                assert ours.messages == other.messages, (number, name, stream, method)
+                assert (ours.end, other.end) != ("idle", "closed"), (number, name, stream, method)
+            assert not ours.messages or other.messages or other.end == "refused", (number, name, stream, method)
+        ends[ours.end] = ends.get(ours.end, 0) + 1
+    print(ends)
+    assert {"refused", "closed", "idle"} <= set(ends)

@@ -1,0 +1,113 @@
+"""The way of a turn that our own server read: judged, run, and told of what went wrong.
+
+For aiohttp's requests wrappers of handlers do the same (`proxy/app.py`). What is judged, and what an error looks like,
+is said in one place for both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from http import HTTPStatus
+from typing import Protocol
+from urllib.parse import unquote
+
+import structlog
+from multidict import CIMultiDict, CIMultiDictProxy
+
+from thunderagent.errors import RequestError, ThunderAgentError
+from thunderagent.proxy.reading.target import Target
+from thunderagent.proxy.wire.errors import answer_of, plain_answer
+from thunderagent.proxy.wire.exchange import Exchange, KeptBody, done
+from thunderagent.proxy.wire.http11.asked import Asked
+from thunderagent.proxy.wire.http11.heads import RequestHead
+from thunderagent.proxy.wire.http11.server import Handler
+from thunderagent.proxy.wire.request_id import REQUEST_ID, REQUEST_ID_HEADER
+
+log = structlog.get_logger("thunderagent.proxy")
+
+
+class Trace(Protocol):
+    """The span of one request."""
+
+    def answered(self, status: int) -> None:
+        """Note the status of the answer."""
+
+
+class Tracing(Protocol):
+    """What makes spans of requests."""
+
+    def request(self, headers: CIMultiDictProxy[str], path: str) -> AbstractContextManager[Trace]:
+        """Have a turn that is asked for in the block be known as this request's."""
+
+
+class Front:
+    """Answers the turns that our server reads, and says which requests these are."""
+
+    def __init__(
+        self,
+        is_turn: Callable[[Target], bool],
+        let_in: Callable[[Asked], Awaitable[KeptBody | None]],
+        answer: Callable[[Exchange], Awaitable[None]],
+        decorate: Callable[[Asked, CIMultiDict[str]], None] | None = None,
+        tracing: Tracing | None = None,
+        around: Callable[[Handler], Handler] | None = None,
+    ) -> None:
+        """Have what `let_in` lets pass answered by `answer`.
+
+        `decorate` adds to the heads of all answers, and `around` wraps each of those who answer.
+        """
+        self._is_turn = is_turn
+        self._let_in = let_in
+        self._flow = answer
+        self._more = decorate
+        self._tracing = tracing
+        self._around = around
+
+    def handler_of(self, head: RequestHead) -> Handler | None:
+        """Return who answers a turn; None for all else, of which a target that is refused is a part."""
+        if head.method != "POST" or head.upgrades:
+            return None
+        try:
+            target = Target.parse(head.target.decode("utf-8", "surrogateescape"), head.headers.get("Host", ""))
+        except RequestError:
+            return None
+        if not self._is_turn(target):
+            return None
+        answer = self._answer if self._tracing is None else partial(self._traced, self._tracing)
+        handler: Handler = partial(answer, target.plainly())
+        return handler if self._around is None else self._around(handler)
+
+    async def _traced(self, tracing: Tracing, target: Target, asked: Asked) -> None:
+        with tracing.request(asked.headers, unquote(target.path)) as trace:
+            await self._answer(target, asked)
+            trace.answered(asked.status)
+
+    async def _answer(self, target: Target, asked: Asked) -> None:
+        asked.target, asked.decorate = target, self._decorate
+        told = None
+        try:
+            asked.kept = await self._let_in(asked)
+            await self._flow(asked)
+        except ConnectionError:
+            raise
+        except ThunderAgentError as error:
+            told = answer_of(error, target.spelt)
+        except Exception:
+            log.exception("bug", method=asked.method, path=unquote(target.path), request_id=REQUEST_ID.get())
+            told = plain_answer(500, "internal_error", "the proxy has a bug; its log has the trace", target.spelt)
+        finally:
+            if asked.kept is not None:
+                asked.kept.release()
+        if told is None:
+            return
+        if not asked.begun:
+            await done(asked.answer(told.status, HTTPStatus(told.status).phrase, CIMultiDict(told.headers), told.body))
+        elif not asked.is_over:
+            asked.cut()
+
+    def _decorate(self, asked: Asked, headers: CIMultiDict[str]) -> None:
+        headers[REQUEST_ID_HEADER] = REQUEST_ID.get()
+        if self._more is not None:
+            self._more(asked, headers)

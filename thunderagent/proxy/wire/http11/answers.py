@@ -1,0 +1,232 @@
+"""An answer as its reader has it: the head, and the body as it comes.
+
+Pieces go to a function, if there is one, where they arrive, without waking a task. Nobody has to read: past
+`READ_AHEAD_BYTES` the server waits.
+
+An answer that breaks off fails whoever reads it, each time with an error of its own: an error that was kept would hold
+the frames that it passed, and they the answer, until a garbage collection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Protocol
+
+from multidict import CIMultiDictProxy
+
+from thunderagent.proxy.wire.exchange import Sink, Wait
+from thunderagent.proxy.wire.http11.heads import AnswerHead
+
+READ_AHEAD_BYTES = 2**20
+"""Of an answer that nobody takes, so much is read ahead before the server must wait."""
+
+
+class ClosedError(ConnectionError):
+    """The server closed the connection, or sent what is no HTTP."""
+
+
+class StaleError(ClosedError):
+    """A connection that had carried other requests ended before a byte of this one's answer came."""
+
+
+class SilentError(TimeoutError):
+    """Nothing came for too long."""
+
+
+class TotalError(TimeoutError):
+    """The answer took too long in all."""
+
+
+Failure = tuple[type[ClosedError] | type[SilentError] | type[TotalError], str]
+
+
+class Carrier(Protocol):
+    """The connection that an answer comes on."""
+
+    def pause_reading(self) -> None:
+        """Have the server wait."""
+
+    def resume_reading(self) -> None:
+        """Let more come."""
+
+    def limit_silence(self, silence_s: float) -> None:
+        """Have another limit for silence from now on."""
+
+    def give_up(self) -> None:
+        """End the request, and the connection with it."""
+
+
+class Answer:
+    """An answer whose head is there; its body may still be on its way. Read it to its end, or close it."""
+
+    __slots__ = (
+        "_body",
+        "_connection",
+        "_failure",
+        "_is_held",
+        "_pieces",
+        "_pieces_bytes",
+        "_raised",
+        "_sink",
+        "_wait",
+        "_waiter",
+        "headers",
+        "is_whole",
+        "reason",
+        "status",
+    )
+
+    def __init__(self, head: AnswerHead, connection: Carrier) -> None:
+        """Begin with a body of which nothing came."""
+        self.status = head.status
+        self.reason = head.reason
+        self.headers: CIMultiDictProxy[str] = head.headers
+        self.is_whole = False
+        self._connection: Carrier | None = connection
+        self._pieces: list[bytes] = []
+        self._pieces_bytes = 0
+        self._is_held = False
+        self._sink: Sink | None = None
+        self._wait: Wait = None
+        self._raised: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._failure: Failure | None = None
+        self._body: bytes | None = None
+
+    def __repr__(self) -> str:
+        return f"<Answer {self.status}, {'whole' if self.is_whole else self._failure or self._connection}>"
+
+    @property
+    def content_type(self) -> str:
+        """The media type, without its parameters."""
+        return self.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+
+    async def read(self) -> bytes:
+        """Return the whole body, or what is left of it; once more the same. Raises like `next_piece`."""
+        if self._body is None:
+            if not self.is_whole:
+                pieces = []
+                while piece := await self.next_piece():
+                    pieces.append(piece)
+                self._body = b"".join(pieces)
+            else:
+                self._body = self._taken()
+        return self._body
+
+    async def next_piece(self) -> bytes:
+        """Return what came of the body; empty at its end. Raises `ClosedError`, `SilentError` or `TotalError`."""
+        while not self._pieces:
+            if self.is_whole:
+                return b""
+            await self._change()
+        return self._taken()
+
+    async def pipe(self, sink: Sink) -> None:
+        """Give `sink` what comes of the body, as it comes, and return at its end. Raises like `next_piece`.
+
+        What `sink` returns is awaited before more comes; what it raises, or that does, is raised here.
+        """
+        while True:
+            if self._pieces:
+                wait = sink(self._taken())
+                if wait is not None:
+                    self.hold()
+                    await wait
+                    self.go_on()
+                continue
+            if self.is_whole:
+                return
+            self._sink = sink
+            try:
+                await self._change()
+            except BaseException:
+                if isinstance(self._wait, Coroutine):
+                    self._wait.close()  # nobody will await it
+                self._wait = None
+                raise
+            finally:
+                self._sink = None
+            raised, self._raised = self._raised, None
+            if raised is not None:
+                try:
+                    raise raised
+                finally:
+                    del raised
+            wait, self._wait = self._wait, None
+            if wait is not None:
+                await wait
+                self.go_on()
+
+    def hold(self) -> None:
+        """Have the server wait: no more is wanted for now."""
+        self._is_held = True
+        if self._connection is not None:
+            self._connection.pause_reading()
+
+    def go_on(self) -> None:
+        """Let more come; without a `hold` this changes nothing."""
+        if self._is_held:
+            self._is_held = False
+            if self._connection is not None:
+                self._connection.resume_reading()
+
+    def limit_silence(self, silence_s: float) -> None:
+        """Have the rest come without a longer pause than this, whatever the limit was before."""
+        if self._connection is not None:
+            self._connection.limit_silence(silence_s)
+
+    def close(self) -> None:
+        """End the request, and close its connection if the answer is not whole; once more changes nothing."""
+        if self._connection is not None:
+            self._connection.give_up()
+
+    # --- for the connection --------------------------------------------------------------------------------------
+
+    def feed(self, piece: bytes) -> None:
+        """Take in a piece of the body."""
+        if self._sink is not None and not self._pieces:
+            try:
+                self._wait = self._sink(piece)
+            except Exception as error:
+                self._raised = error
+            if self._wait is not None or self._raised is not None:
+                self._sink = None
+                self.hold()
+                self._tell()
+        else:
+            self._pieces.append(piece)
+            self._pieces_bytes += len(piece)
+            if self._pieces_bytes > READ_AHEAD_BYTES:
+                self.hold()
+            self._tell()
+
+    def end(self, failure: Failure | None) -> None:
+        """Let go of the connection: the body is whole, or nothing more comes of it."""
+        self._connection = None
+        self.is_whole = failure is None
+        self._failure = failure
+        self._tell()
+
+    def _taken(self) -> bytes:
+        pieces = self._pieces
+        found = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        pieces.clear()
+        self._pieces_bytes = 0
+        self.go_on()
+        return found
+
+    async def _change(self) -> None:
+        """Wait until something comes, or nothing more can."""
+        if self._failure is not None:
+            kind, why = self._failure
+            raise kind(why)
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _tell(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

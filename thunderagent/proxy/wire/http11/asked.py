@@ -1,0 +1,344 @@
+"""One request of a client, as it was read, and the answer that is written to it.
+
+Whoever answers writes, and waits only where it is told to: what a client does not take stays with the transport. Past
+the transport's mark there is something to await before the next piece. An answer is over the moment its last byte is
+written, and the connection is free for the next request then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Generator
+from email.utils import formatdate
+from time import time
+from typing import Any, Protocol
+
+from multidict import CIMultiDict, CIMultiDictProxy
+
+from thunderagent.proxy.reading.target import Target
+from thunderagent.proxy.wire.exchange import KeptBody, Wait
+from thunderagent.proxy.wire.http11.chunks import Chunks
+from thunderagent.proxy.wire.http11.heads import BODILESS_STATUSES, CHUNKED, RequestHead, written
+
+JOINED_BYTES = 64 * 1024
+"""A larger body is not copied to stand behind its head."""
+
+READ_AHEAD_BYTES = 2**20
+"""Of a body that nobody takes, so much is read ahead before the client must wait."""
+
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+def refusal(why: str) -> bytes:
+    """Return the answer to what is no HTTP."""
+    body = f"400: {why}\n".encode()
+    fields = f"Content-Type: text/plain\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    return f"HTTP/1.1 400 Bad Request\r\n{fields}".encode() + body
+
+
+class LeftError(ConnectionResetError):
+    """The client left, or was cut off."""
+
+
+class Line(Protocol):
+    """The connection that a request came on."""
+
+    transport: asyncio.Transport | None
+    """What is written to; None once the client left."""
+    is_full: bool
+    """Whether the client takes nothing for now."""
+    closes: bool
+    """Whether it ends with the answer that is due."""
+
+    @property
+    def may_stay(self) -> bool:
+        """Whether the connection may carry another request."""
+
+    def answered(self) -> None:
+        """Hear that the last byte of the answer was written."""
+
+    def cut(self) -> None:
+        """End the connection with what was written so far."""
+
+    def pause_reading(self) -> None:
+        """Have the client wait."""
+
+    def resume_reading(self) -> None:
+        """Let more come."""
+
+    async def room(self) -> None:
+        """Return when the client has taken something. Raises `LeftError`."""
+
+
+class _Room:
+    """What is awaited before more is written; no coroutine, since it need not be awaited."""
+
+    __slots__ = ("_line",)
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        return self._line.room().__await__()
+
+
+class Asked:
+    """A request and its answer."""
+
+    __slots__ = (
+        "_chunks",
+        "_is_chunked",
+        "_left_bytes",
+        "_line",
+        "_pieces",
+        "_pieces_bytes",
+        "_waiter",
+        "begun",
+        "body",
+        "decorate",
+        "head",
+        "is_over",
+        "is_whole",
+        "kept",
+        "sent_bytes",
+        "status",
+        "target",
+    )
+
+    target: Target
+    """What it asks for, once that was read."""
+
+    def __init__(self, line: Line, head: RequestHead) -> None:
+        """Begin with a request whose head came."""
+        self._line = line
+        self.head = head
+        self.body = b""
+        """All of it, once it was read."""
+        self.kept: KeptBody | None = None
+        self.status = 0
+        """Of the answer, once it was begun."""
+        self.sent_bytes = 0
+        """Of the answer's body."""
+        self.decorate: Callable[[Asked, CIMultiDict[str]], None] | None = None
+        """Adds to the head of the answer what all answers have."""
+        self._chunks = Chunks() if head.length == CHUNKED else None
+        self._left_bytes = head.length
+        self.is_whole = not head.length
+        """Whether all of the request came."""
+        self._pieces: list[bytes] = []
+        self._pieces_bytes = 0
+        self._waiter: asyncio.Future[None] | None = None
+        self._is_chunked = False
+        self.begun = False
+        """Whether something of the answer was written."""
+        self.is_over = False
+        """Whether the answer was written to its end, or cut."""
+
+    def __repr__(self) -> str:
+        stage = "over" if self.is_over else "begun" if self.begun else "unanswered"
+        return f"<Asked {self.head.method}, {stage}>"
+
+    @property
+    def method(self) -> str:
+        """The method."""
+        return self.head.method
+
+    @property
+    def host(self) -> str:
+        """What the client calls us."""
+        return self.head.headers.get("Host", "")
+
+    @property
+    def remote(self) -> str | None:
+        """The address that it came from."""
+        peer = self._line.transport.get_extra_info("peername") if self._line.transport is not None else None
+        return str(peer[0]) if peer else None
+
+    @property
+    def headers(self) -> CIMultiDictProxy[str]:
+        """The headers of the request."""
+        return self.head.headers
+
+    @property
+    def transport(self) -> asyncio.Transport | None:
+        """The client's connection; None once it left."""
+        return self._line.transport
+
+    # --- the request ---------------------------------------------------------------------------------------------
+
+    def invite(self) -> None:
+        """Say to a client that waits for it that its body is welcome (RFC 9110, 10.1.1)."""
+        transport = self._line.transport
+        if transport is not None and self.head.is_http_11 and not self.is_whole and not self.begun:
+            transport.write(CONTINUE)
+
+    async def next_piece(self) -> bytes:
+        """Return what came of the body; empty at its end. Raises `LeftError` if the client leaves."""
+        while not self._pieces:
+            if self.is_whole:
+                return b""
+            if self._line.transport is None:
+                raise LeftError("the client left before its request was whole")
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        return self.taken()
+
+    async def read(self) -> bytes:
+        """Return the body, or what of it was not taken yet. Raises like `next_piece`."""
+        if self.is_whole:
+            return self.taken()
+        pieces = []
+        while piece := await self.next_piece():
+            pieces.append(piece)
+        return b"".join(pieces)
+
+    def taken(self) -> bytes:
+        """Return what came of the body and was not taken yet; all of it where `is_whole`."""
+        pieces = self._pieces
+        found = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        pieces.clear()
+        self._pieces_bytes = 0
+        self._line.resume_reading()
+        return found
+
+    # --- the answer ----------------------------------------------------------------------------------------------
+
+    def answer(self, status: int, reason: str, headers: CIMultiDict[str], body: bytes) -> Wait:
+        """Write a whole answer; its Content-Length is counted here. Raises `ValueError` for headers that are none."""
+        transport = self._line.transport
+        assert not self.begun, "a request is answered once"
+        if status in BODILESS_STATUSES:
+            body = b""
+            if status != 304:
+                headers.popall("Content-Length", None)
+        elif self.head.method != "HEAD" or "Content-Length" not in headers:
+            headers["Content-Length"] = str(len(body))
+        head = self._head(status, reason, headers)
+        self.begun = True
+        self.sent_bytes = len(body)
+        if transport is not None:
+            if self.head.method == "HEAD" or not body:
+                transport.write(head)
+            elif len(body) <= JOINED_BYTES:
+                transport.write(head + body)
+            else:
+                transport.writelines([head, body])
+        return self._over()
+
+    def begin(self, status: int, reason: str, headers: CIMultiDict[str]) -> Wait:
+        """Write the head of an answer whose length is what its headers say, or is not known yet."""
+        transport = self._line.transport
+        assert not self.begun, "a request is answered once"
+        if status not in BODILESS_STATUSES and "Content-Length" not in headers and self.head.is_http_11:
+            self._is_chunked = self.head.method != "HEAD"
+            headers["Transfer-Encoding"] = "chunked"
+        head = self._head(status, reason, headers)
+        self.begun = True
+        if transport is not None:
+            transport.write(head)
+        return self._wait()
+
+    def write(self, data: bytes) -> Wait:
+        """Write a piece of the body; to a client that left, nothing."""
+        transport = self._line.transport
+        self.sent_bytes += len(data)
+        if transport is not None and data and self.head.method != "HEAD":
+            if not self._is_chunked:
+                transport.write(data)
+            elif len(data) <= JOINED_BYTES:
+                transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+            else:
+                transport.writelines([b"%x\r\n" % len(data), data, b"\r\n"])
+        return self._wait()
+
+    def end(self) -> Wait:
+        """End the body."""
+        transport = self._line.transport
+        if self._is_chunked and transport is not None:
+            transport.write(b"0\r\n\r\n")
+        return self._over()
+
+    def cut(self) -> None:
+        """Close the connection, which is how HTTP says that an answer that has begun is not whole."""
+        self.is_over = True
+        self._line.cut()
+
+    # --- for the connection --------------------------------------------------------------------------------------
+
+    def feed(self, data: bytes) -> bytes:
+        """Take in bytes of the body; return what follows it. Raises `NotHttpError`."""
+        rest = b""
+        if self._chunks is not None:
+            data = self._chunks.feed(data)
+            self.is_whole = self._chunks.is_whole
+        else:
+            data, rest = data[: self._left_bytes], data[self._left_bytes :]
+            self._left_bytes -= len(data)
+            self.is_whole = not self._left_bytes
+        if data and not self.is_over:
+            self._pieces.append(data)
+            self._pieces_bytes += len(data)
+            if self._pieces_bytes > READ_AHEAD_BYTES and not self.is_whole:
+                self._line.pause_reading()
+        self._tell()
+        return rest
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether something came after a body in chunks; where that began cannot be told."""
+        return self._chunks is not None and self._chunks.is_followed
+
+    def left(self) -> None:
+        """Hear that the client left, or that nothing more of its request is read."""
+        if self._chunks is not None:
+            self._chunks.close()
+        self._tell()
+
+    def _tell(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _wait(self) -> Wait:
+        line = self._line
+        return _Room(line) if line.is_full or line.transport is None else None
+
+    def _over(self) -> Wait:
+        self.is_over = True
+        if self._chunks is not None and not self.is_whole:
+            self._chunks.close()
+        wait = self._wait()
+        self._line.answered()
+        return wait
+
+    def _head(self, status: int, reason: str, headers: CIMultiDict[str]) -> bytes:
+        self.status = status
+        if self.decorate is not None:
+            self.decorate(self, headers)
+        is_known = "Content-Length" in headers or "Transfer-Encoding" in headers or status in BODILESS_STATUSES
+        if not (self._line.may_stay and is_known):
+            headers["Connection"] = "close"
+            self._line.closes = True
+        elif not self.head.is_http_11:
+            headers["Connection"] = "keep-alive"
+        if "Date" not in headers:
+            headers["Date"] = _date()
+        return written(f"HTTP/1.1 {status} {reason}", headers)
+
+
+def _make_date() -> Callable[[], str]:
+    said_s, said = 0, ""
+
+    def date() -> str:
+        nonlocal said_s, said
+        now_s = int(time())
+        if now_s != said_s:
+            said_s, said = now_s, formatdate(now_s, usegmt=True)
+        return said
+
+    return date
+
+
+_date = _make_date()

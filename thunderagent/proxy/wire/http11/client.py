@@ -1,0 +1,304 @@
+"""A connection to a server, as an asyncio Protocol: one request at a time, and its answer as it comes.
+
+What comes is read where it arrives, in `data_received`: a head wakes whoever waits for it, and the pieces of a body go
+to the answer. The connection is free for the next request in the moment in which an answer is whole; one on which
+something is wrong, or left, carries no other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from math import inf
+from typing import cast
+
+from thunderagent.proxy.wire.http11.answers import Answer, ClosedError, Failure, SilentError, StaleError, TotalError
+from thunderagent.proxy.wire.http11.chunks import Chunks
+from thunderagent.proxy.wire.http11.heads import CHUNKED, TO_THE_END, NotHttpError, end_of_head, read_answer
+from thunderagent.proxy.wire.http11.limits import Pause, Sweep, notice_lost_peers
+
+JOINED_BYTES = 64 * 1024
+"""A larger body is not copied to stand behind its head."""
+
+PIECE_BYTES = 512 * 1024
+"""What is larger is sent in such pieces, so that other turns go on meanwhile."""
+
+LOOK_AGAIN_S = 1.0
+"""While a replica is paused its limits are looked at so often."""
+
+
+class Connection(asyncio.Protocol):
+    """One connection to a server."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        sweep: Sweep,
+        pause: Pause,
+        ended: Callable[[Connection], None],
+        closed: Callable[[Connection], None],
+    ) -> None:
+        """Call `ended` when a request on it ended, whichever way, and `closed` when it is closed."""
+        self._loop = loop
+        self._sweep = sweep
+        self._pause = pause
+        self._ended = ended
+        self._closed = closed
+        self._transport: asyncio.Transport | None = None
+        self._method = ""
+        """Of the request that it carries; empty while it carries none."""
+        self._waiter: asyncio.Future[Answer | None] | None = None
+        self._answer: Answer | None = None
+        self._failure: Failure | None = None
+        self._buffer = b""
+        self._left_bytes = 0
+        self._chunks: Chunks | None = None
+        self._unsent = memoryview(b"")
+        self._keeps_alive = False
+        self._is_full = False
+        self._is_paused = False
+        self._is_reused = False
+        self._has_heard = False
+        self._heard_s = 0.0
+        self._queued_bytes = 0
+        self._silence_s = inf
+        self._total_s = inf
+        self._begun_s = 0.0
+        self.due_s = inf
+
+    def __repr__(self) -> str:
+        return f"<Connection, {'open' if self.is_open else 'closed'}, {self._method or 'idle'}>"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a request may be sent."""
+        return self._transport is not None and not self._transport.is_closing()
+
+    async def exchange(
+        self, method: str, head: bytes, body: bytes | None, silence_s: float, total_s: float, begun_s: float
+    ) -> Answer:
+        """Send a request and return when the head of its answer is there.
+
+        `total_s` is for all of the answer, from `begun_s` on, by the clock of the pauses. Raises `ClosedError`,
+        `SilentError`, `TotalError`, or `StaleError` if the connection was kept and died before a byte came.
+        """
+        assert self._transport is not None
+        assert not self._method, "a connection carries one request at a time"
+        self._method = method
+        self._has_heard = False
+        self._heard_s = self._loop.time()
+        self._silence_s, self._total_s, self._begun_s = silence_s, total_s, begun_s
+        self._set_due(self._heard_s)
+        if not body:
+            self._transport.write(head)
+        elif len(body) <= JOINED_BYTES:
+            self._transport.write(head + body)
+        else:
+            self._unsent = memoryview(body)[PIECE_BYTES:]
+            self._transport.writelines([head, memoryview(body)[:PIECE_BYTES]])
+            self._send_more()
+        waiter = self._waiter = self._loop.create_future()
+        answer: Answer | None
+        try:
+            answer = await waiter
+        except BaseException:
+            if waiter.cancelled():
+                self.give_up()
+            elif (answer := waiter.result()) is not None:
+                answer.close()  # which leaves the connection alone if it carries another request by now
+            raise
+        if answer is None:
+            raise self._error()
+        return answer
+
+    def _error(self) -> Exception:
+        kind, why = self._failure or (ClosedError, "it was closed")
+        return kind(why)
+
+    def limit_silence(self, silence_s: float) -> None:
+        """Have another limit for silence from now on."""
+        self._silence_s = silence_s
+        self._heard_s = self._loop.time()
+        self._set_due(self._heard_s)
+
+    def keep_until(self, due_s: float) -> None:
+        """Close it then, unless a request is sent before."""
+        self.due_s = due_s
+        self._sweep.hasten(due_s)
+
+    def give_up(self) -> None:
+        """End the request that it carries, if there is one, and close it without what was not sent yet."""
+        self._fail((ClosedError, "the answer was closed"))
+
+    def pause_reading(self) -> None:
+        """Have the server wait."""
+        if not self._is_paused and self.is_open:
+            assert self._transport is not None
+            self._is_paused = True
+            self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        """Let more come."""
+        if self._is_paused:
+            self._is_paused = False
+            self._heard_s = self._loop.time()
+            if self._transport is not None:
+                self._transport.resume_reading()
+
+    # --- what the transport tells --------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin, before anything was sent."""
+        self._transport = cast("asyncio.Transport", transport)
+        notice_lost_peers(transport)
+        self._sweep.add(self)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """End: whoever waits for more waits in vain."""
+        self._transport = None
+        self._sweep.remove(self)
+        if self._method:
+            kind = ClosedError if self._has_heard or not self._is_reused else StaleError
+            why = "it closed the connection"
+            self._fail((kind, f"{why}: {exc}" if exc is not None else why))
+        self._closed(self)
+
+    def eof_received(self) -> None:
+        """End a body that ends so; the transport closes itself."""
+        if self._answer is not None and self._chunks is None and self._left_bytes == TO_THE_END:
+            self._end(None)
+
+    def pause_writing(self) -> None:
+        """Wait: the server reads slowly."""
+        self._is_full = True
+
+    def resume_writing(self) -> None:
+        """Send more."""
+        self._is_full = False
+        self._heard_s = self._loop.time()  # it took some, so it is not silent
+        if self._unsent:
+            self._send_more()
+
+    def data_received(self, data: bytes) -> None:
+        """Take bytes of an answer; what nobody asked for is nobody's answer."""
+        if not self._method:
+            self._abort()
+            return
+        self._heard_s = self._loop.time()
+        self._has_heard = True
+        try:
+            if self._answer is None:
+                self._take_head(data)
+            else:
+                self._take_body(self._answer, data)
+        except NotHttpError as error:
+            self._fail((ClosedError, f"what it answered is no HTTP: {error}"))
+
+    def late(self, now_s: float) -> None:
+        """Close it if it was idle for too long, and fail a request that it carries and that is late."""
+        if not self._method:
+            self._abort()
+            return
+        if self._transport is not None and self._queued_bytes != (queued := self._transport.get_write_buffer_size()):
+            self._queued_bytes, self._heard_s = queued, now_s  # it took some
+        if self._is_paused:
+            self._heard_s = now_s
+        self._set_due(now_s)
+        if self.due_s <= now_s:
+            total_left_s = self._begun_s + self._total_s - self._pause.clock_s()
+            failed = (TotalError, "it took too long in all") if total_left_s <= 0 else (SilentError, "it was silent")
+            self._fail(failed)
+
+    # --- the parts of an answer ----------------------------------------------------------------------------------
+
+    def _take_head(self, data: bytes) -> None:
+        buffer, looked_at = (self._buffer + data, len(self._buffer)) if self._buffer else (data, 0)
+        while True:
+            end = end_of_head(buffer, looked_at)
+            if not end:
+                self._buffer = buffer
+                return
+            head = read_answer(buffer[:end], self._method)
+            buffer, looked_at = buffer[end:], 0
+            if head.status >= 200:
+                break
+            if head.status == 101:
+                raise NotHttpError("it changes the protocol, which nobody asked for")
+        self._buffer = b""
+        self._keeps_alive = head.keeps_alive
+        self._chunks = Chunks() if head.length == CHUNKED else None
+        self._left_bytes = head.length
+        answer = self._answer = Answer(head, self)
+        waiter = self._waiter
+        if buffer or not head.length:
+            self._take_body(answer, buffer)
+        self._waiter = None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(answer)
+
+    def _take_body(self, answer: Answer, data: bytes) -> None:
+        if self._chunks is not None:
+            piece, is_whole = self._chunks.feed(data), self._chunks.is_whole
+            self._keeps_alive = self._keeps_alive and not self._chunks.is_followed
+        elif self._left_bytes == TO_THE_END:
+            piece, is_whole = data, False
+        else:
+            piece = data if len(data) <= self._left_bytes else data[: self._left_bytes]
+            self._keeps_alive = self._keeps_alive and len(piece) == len(data)
+            self._left_bytes -= len(piece)
+            is_whole = not self._left_bytes
+        if piece:
+            answer.feed(piece)
+        if is_whole and self._answer is answer:  # else whoever took the piece gave the answer up
+            self._end(None)
+
+    def _end(self, failure: Failure | None) -> None:
+        """End the request; the connection may have another if nothing of this one is left."""
+        answer, self._answer, self._method = self._answer, None, ""
+        waiter, self._waiter = self._waiter, None
+        self._failure = failure
+        self.due_s = inf
+        self._buffer = b""
+        if self._chunks is not None:
+            self._chunks.close()
+            self._chunks = None
+        transport = self._transport
+        is_sent = transport is not None and not self._unsent and not transport.get_write_buffer_size()
+        if failure is not None or not self._keeps_alive or not is_sent:
+            self._abort()
+        else:
+            self.resume_reading()
+        self._unsent = memoryview(b"")
+        self._is_reused = True
+        self._ended(self)
+        if answer is not None:
+            answer.end(failure)
+        if waiter is not None and not waiter.done() and failure is not None:
+            waiter.set_result(None)
+
+    def _fail(self, failure: Failure) -> None:
+        if self._method:
+            self._end(failure)
+        else:
+            self._abort()
+
+    def _abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _send_more(self) -> None:
+        """Send a large body piece by piece, as fast as it is read."""
+        while self._unsent and not self._is_full and self._transport is not None:
+            piece, self._unsent = self._unsent[:PIECE_BYTES], self._unsent[PIECE_BYTES:]
+            self._transport.write(piece)
+
+    def _set_due(self, now_s: float) -> None:
+        """Note when the request is late if nothing more comes."""
+        pause = self._pause
+        due_s = max(self._heard_s, pause.ended_s) + self._silence_s
+        if self._total_s < inf:
+            due_s = min(due_s, now_s + self._begun_s + self._total_s - pause.clock_s())
+        if pause.is_on:
+            due_s = now_s + LOOK_AGAIN_S
+        self.due_s = due_s
+        self._sweep.hasten(due_s)

@@ -1,0 +1,199 @@
+"""The head of a message: read strictly, once, from its bytes, and what it says of the body that follows.
+
+Theory of operation
+===================
+A request is smuggled where two servers in a row see its end at different places. So there is one reading here, and
+what leaves room for a second is refused. llhttp, with its leniencies off, refuses bare line feeds, folded lines, spaces
+before a colon, two lengths, and a length beside a transfer coding. What it lets pass and servers read in different ways
+is refused here: two spaces in a request line, lines before it, other versions, a transfer coding other than `chunked`,
+`chunked` from HTTP/1.0, and a request without a host or with two.
+
+The end of a head is found first; the parser gets the head alone. So it never sees a body, which is counted, and no next
+message: what follows stays as it came, for whoever reads it next. Each head has a parser of its own, and no state of
+one message is left to the next. Once it said that the lines are what they should be, one expression takes them apart:
+that costs half of what a call for each header does.
+
+Headers are text here and bytes on the wire: UTF-8, and what is none comes out as the same bytes that came in.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+from urllib.parse import quote_from_bytes
+
+import httptools
+from multidict import CIMultiDict, CIMultiDictProxy
+
+MAX_HEAD_BYTES = 64 * 1024
+MAX_HEADERS_COUNT = 128
+"""A head with more of either is refused."""
+
+CHUNKED = -1
+TO_THE_END = -2
+"""In place of a length: the body comes in chunks, or ends with the connection."""
+
+BODILESS_STATUSES = frozenset({204, 304})
+
+_REQUEST_LINE = re.compile(rb"([A-Z][A-Z-]*) ([!-~\x80-\xff]+) HTTP/1\.([01])\r\n")
+_STATUS_LINE = re.compile(rb"HTTP/1\.([01]) ([1-9][0-9][0-9])(?: ([\t -~\x80-\xff]*))?\r\n")
+_HEADER = re.compile(r"([^:\r\n]+):[ \t]*([^\r\n]*)\r\n")
+_BARE_LINE_FEED = re.compile(rb"(?<!\r)\n")
+_LENGTH = re.compile(r"[0-9]{1,18}")
+_ASCII = bytes(range(0x21, 0x7F)).decode()
+
+
+class NotHttpError(ValueError):
+    """What came is no HTTP/1.1 that all servers read the same way; says why, in words of ours."""
+
+
+class RequestHead(NamedTuple):
+    """The head of a request."""
+
+    method: str
+    target: bytes
+    """As it stands in the request line."""
+    is_http_11: bool
+    headers: CIMultiDictProxy[str]
+    length: int
+    """Of the body, in bytes; 0 if there is none, or `CHUNKED`."""
+    keeps_alive: bool
+    upgrades: bool
+    """Whether it asks for another protocol, as WebSockets do."""
+
+
+class AnswerHead(NamedTuple):
+    """The head of an answer."""
+
+    status: int
+    reason: str
+    headers: CIMultiDictProxy[str]
+    length: int
+    """Of the body, in bytes; or `CHUNKED`, or `TO_THE_END`."""
+    keeps_alive: bool
+
+
+def end_of_head(data: bytes, start: int) -> int:
+    """Return where a head ends, its empty line included; 0 if that has not come.
+
+    Nothing before `start` ends it: that was looked at when less was there. Raises `NotHttpError` if it is too long, or
+    if its end is one for those who take a bare line feed for the end of a line.
+    """
+    end = data.find(b"\r\n\r\n", max(0, start - 3)) + 4
+    if end < 4:
+        end = 0
+        if _BARE_LINE_FEED.search(data, max(0, start - 1)):
+            raise NotHttpError("a line of a head ends with a bare line feed")
+    if (end or len(data)) > MAX_HEAD_BYTES:
+        raise NotHttpError(f"a head is longer than {MAX_HEAD_BYTES} bytes")
+    return end
+
+
+def read_request(head: bytes) -> RequestHead:
+    """Read the head of a request, from its first byte to its empty line. Raises `NotHttpError`."""
+    line = _REQUEST_LINE.match(head)
+    if line is None:
+        raise NotHttpError("the request line is no `METHOD /path HTTP/1.1`")
+    method, target, minor = line.groups()
+    if method == b"CONNECT":
+        raise NotHttpError("nobody makes a tunnel here")
+    is_http_11 = minor == b"1"
+    checked = head
+    if not target.isascii():  # llhttp reads ASCII alone; who routes it has its own opinion on it
+        checked = head.replace(target, quote_from_bytes(target, safe=_ASCII).encode(), 1)
+    headers = _headers(httptools.HttpRequestParser, checked, head, line.end())
+    length = _length(headers, is_http_11=is_http_11)
+    if "Host" not in headers:
+        if is_http_11:
+            raise NotHttpError("a request names its host")
+    elif len(headers.getall("Host")) > 1:
+        raise NotHttpError("a request names one host")
+    keeps_alive, upgrades = is_http_11, False
+    if "Connection" in headers:
+        options = _options(headers)
+        keeps_alive = "close" not in options and (is_http_11 or "keep-alive" in options)
+        upgrades = "upgrade" in options and "Upgrade" in headers
+    return RequestHead(
+        method.decode(),
+        target,
+        is_http_11,
+        CIMultiDictProxy(headers),
+        0 if length is None else length,
+        keeps_alive,
+        upgrades,
+    )
+
+
+def read_answer(head: bytes, method: str) -> AnswerHead:
+    """Read the head of an answer to a request of this method. Raises `NotHttpError`."""
+    line = _STATUS_LINE.match(head)
+    if line is None:
+        raise NotHttpError("the first line of the answer is no `HTTP/1.1 200 OK`")
+    minor, status, reason = line.groups()
+    is_http_11 = minor == b"1"
+    headers = _headers(httptools.HttpResponseParser, head, head, line.end())
+    length = _length(headers, is_http_11=is_http_11)
+    code = int(status)
+    if method == "HEAD" or code < 200 or code in BODILESS_STATUSES:
+        length = 0
+    keeps_alive = is_http_11 and ("Connection" not in headers or "close" not in _options(headers))
+    return AnswerHead(
+        code,
+        (reason or b"").decode("utf-8", "surrogateescape"),
+        CIMultiDictProxy(headers),
+        TO_THE_END if length is None else length,
+        keeps_alive and length is not None,
+    )
+
+
+def _headers(
+    kind: type[httptools.HttpRequestParser | httptools.HttpResponseParser], checked: bytes, head: bytes, start: int
+) -> CIMultiDict[str]:
+    """Have llhttp check a head, and return the headers that begin at `start` of it."""
+    try:
+        kind(None).feed_data(checked)
+    except httptools.HttpParserUpgrade:
+        pass
+    except httptools.HttpParserError as error:
+        raise NotHttpError(str(error) or "it is no HTTP") from None
+    pairs = _HEADER.findall(head[start:].decode("utf-8", "surrogateescape"))
+    if len(pairs) > MAX_HEADERS_COUNT:
+        raise NotHttpError(f"a head has more than {MAX_HEADERS_COUNT} headers")
+    if b" \r\n" in head or b"\t\r\n" in head:
+        pairs = [(name, value.rstrip(" \t")) for name, value in pairs]
+    return CIMultiDict(pairs)
+
+
+def _length(headers: CIMultiDict[str], *, is_http_11: bool) -> int | None:
+    """Return the length of a body, or `CHUNKED`; None if nothing is said of it."""
+    if "Transfer-Encoding" in headers:
+        if [coding.lower() for coding in headers.getall("Transfer-Encoding")] != ["chunked"]:
+            raise NotHttpError("a body comes in another transfer coding than `chunked`")
+        if "Content-Length" in headers:
+            raise NotHttpError("a body has a length and a transfer coding")
+        if not is_http_11:
+            raise NotHttpError("HTTP/1.0 knows no transfer codings")
+        return CHUNKED
+    if "Content-Length" not in headers:
+        return None
+    lengths = headers.getall("Content-Length")
+    if len(lengths) > 1 or not _LENGTH.fullmatch(lengths[0]):
+        raise NotHttpError("the length of a body is told twice, or is no number")
+    return int(lengths[0])
+
+
+def _options(headers: CIMultiDict[str]) -> list[str]:
+    """Return what the header Connection names."""
+    return [option.strip(" \t") for option in ",".join(headers.getall("Connection")).lower().split(",")]
+
+
+def written(first_line: str, headers: CIMultiDict[str]) -> bytes:
+    """Return the bytes of a head. Raises `ValueError` for what would end its line itself."""
+    lines = [first_line]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    count = len(lines) + 1
+    lines.append("\r\n")
+    head = "\r\n".join(lines).encode("utf-8", "surrogateescape")
+    if head.count(b"\n") != count or head.count(b"\r") != count or b"\0" in head:
+        raise ValueError("a header, or what stands before them, holds a line break or a zero byte")
+    return head

@@ -1,0 +1,185 @@
+"""A connection lent to another protocol for one request: what is no turn is aiohttp's to answer, on the same port.
+
+The borrower sees a transport of its own, and the bytes of one request as they came. When it has answered, the
+connection goes on as if nothing had been; so a client that asks for its models, or releases its program, pays the price
+of that only once. Where the request ends was read before. A borrower that read it otherwise waits for more, or leaves
+some: it gets nothing of the next request. Only a connection that changes its protocol is never given back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from thunderagent.proxy.wire.http11.chunks import Chunks
+from thunderagent.proxy.wire.http11.heads import CHUNKED, NotHttpError, RequestHead
+
+
+class Borrower(Protocol):
+    """The protocol that answers; as aiohttp's. It calls `Lent.answered` when it did."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin with a transport on which nothing came."""
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """End: the client left, or the request was answered."""
+
+    def data_received(self, data: bytes) -> None:
+        """Take bytes of the request."""
+
+    def pause_writing(self) -> None:
+        """Write no more for now."""
+
+    def resume_writing(self) -> None:
+        """Write more."""
+
+
+class Lender(Protocol):
+    """The connection that is lent."""
+
+    def returned(self, *, stays: bool) -> None:
+        """Hear that the request was answered, and whether the connection may carry another."""
+
+    def pause_reading(self) -> None:
+        """Have the client wait."""
+
+    def resume_reading(self) -> None:
+        """Let more come."""
+
+
+class Lent(asyncio.Transport):
+    """The transport that a borrower sees. Once the connection is given back it leads nowhere."""
+
+    def __init__(self, lender: Lender, transport: asyncio.Transport, head: RequestHead, borrower: Borrower) -> None:
+        """Lend `transport` to `borrower` for the request with this head."""
+        super().__init__()
+        self._lender = lender
+        self._transport: asyncio.Transport | None = transport
+        self._borrower: Borrower | None = borrower
+        self.head = head
+        self.begun = False
+        """Whether the borrower wrote something."""
+        self._is_endless = head.upgrades
+        self._left_bytes = max(0, head.length)
+        self._chunks = Chunks() if head.length == CHUNKED else None
+
+    def __repr__(self) -> str:
+        return f"<Lent to {self._borrower!r}>"
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of the request came; what follows is none of the borrower's."""
+        is_awaited = self._left_bytes > 0 or (self._chunks is not None and not self._chunks.is_whole)
+        return not (self._is_endless or is_awaited)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the connection was given back, or is closed."""
+        return self._transport is None
+
+    def begin(self, head: bytes, data: bytes) -> bytes:
+        """Give the borrower the head, and what of `data` is its; return the rest."""
+        assert self._borrower is not None
+        self._borrower.connection_made(self)
+        self._borrower.data_received(head)
+        return data if self.is_whole or not data else self.feed(data)
+
+    def feed(self, data: bytes) -> bytes:
+        """Give the borrower what of `data` is its; return the rest."""
+        rest = b""
+        if self._chunks is not None and not self._is_endless:
+            try:
+                self._chunks.feed(data)
+            except NotHttpError:
+                self._is_endless = True  # the borrower will say so, and nothing that follows is a request
+        elif not self._is_endless:
+            data, rest = data[: self._left_bytes], data[self._left_bytes :]
+            self._left_bytes -= len(data)
+        if self._borrower is not None:
+            self._borrower.data_received(data)
+        return rest
+
+    def answered(self, *, keeps_alive: bool) -> None:
+        """Give the connection back, for another request if that is possible. For the borrower, within its last call."""
+        is_followed = self._chunks is not None and self._chunks.is_followed  # by what the borrower has seen
+        stays = keeps_alive and self.is_whole and not is_followed
+        asyncio.get_running_loop().call_soon(self._return, stays)
+
+    def _return(self, stays: bool) -> None:
+        borrower, lender = self._borrower, self._lender
+        if self._transport is None or borrower is None:
+            return
+        self._end()
+        borrower.connection_lost(None)
+        lender.returned(stays=stays)
+
+    def _end(self) -> None:
+        self._transport = self._borrower = None
+        if self._chunks is not None:
+            self._chunks.close()
+
+    # --- for the connection --------------------------------------------------------------------------------------
+
+    def lost(self, exc: BaseException | None) -> None:
+        """End: the client left."""
+        borrower = self._borrower
+        self._end()
+        if borrower is not None:
+            borrower.connection_lost(exc)
+
+    def full(self) -> None:
+        """Have the borrower wait."""
+        if self._borrower is not None:
+            self._borrower.pause_writing()
+
+    def has_room(self) -> None:
+        """Have the borrower go on."""
+        if self._borrower is not None:
+            self._borrower.resume_writing()
+
+    # --- a transport ---------------------------------------------------------------------------------------------
+
+    def write(self, data: Any) -> None:
+        """Write, if the connection is still lent."""
+        if self._transport is not None:
+            self.begun = True
+            self._transport.write(data)
+
+    def writelines(self, list_of_data: Iterable[Any]) -> None:
+        """Write, if the connection is still lent."""
+        if self._transport is not None:
+            self.begun = True
+            self._transport.writelines(list_of_data)
+
+    def close(self) -> None:
+        """Close the connection, if it is still lent."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def abort(self) -> None:
+        """Cut the connection, if it is still lent."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def is_closing(self) -> bool:
+        """Say whether nothing can be written any more."""
+        return self._transport is None or self._transport.is_closing()
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        """Return what is known of the client."""
+        return default if self._transport is None else self._transport.get_extra_info(name, default)
+
+    def pause_reading(self) -> None:
+        """Have the client wait."""
+        if self._transport is not None:
+            self._lender.pause_reading()
+
+    def resume_reading(self) -> None:
+        """Let more come."""
+        if self._transport is not None:
+            self._lender.resume_reading()
+
+    def get_write_buffer_size(self) -> int:
+        """Return how much the client has not taken."""
+        return 0 if self._transport is None else self._transport.get_write_buffer_size()

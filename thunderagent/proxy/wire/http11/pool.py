@@ -1,0 +1,232 @@
+"""The connections to one replica: each carries one request at a time, and is kept for the next."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from base64 import b64encode
+from contextlib import suppress
+from functools import partial
+from math import inf
+from ssl import SSLContext, create_default_context
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from multidict import CIMultiDict
+from yarl import URL
+
+from thunderagent.proxy.wire.http11.answers import Answer, ClosedError, StaleError
+from thunderagent.proxy.wire.http11.client import Connection
+from thunderagent.proxy.wire.http11.heads import written
+from thunderagent.proxy.wire.http11.limits import Pause, Sweep
+
+_BODILESS_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
+"""Without a body they have no Content-Length either."""
+
+_IDEMPOTENT_METHODS = _BODILESS_METHODS | {"PUT", "DELETE"}
+"""RFC 9110, 9.2.2."""
+
+STALE_WITHIN_S = 1.0
+"""A kept connection that dies later than this after a request was sent was no stale one: the engine had the request."""
+
+_SENDABLE = re.compile(r"/[!\"$-~]*")
+"""Printable ASCII without `#`: nobody can end such a path sooner than we do."""
+
+
+class UnreachedError(OSError):
+    """No connection could be made; `is_refused` if nobody listens there."""
+
+    is_refused = False
+
+
+class ConnectLateError(TimeoutError):
+    """The connection was not made in time."""
+
+
+class Limits(NamedTuple):
+    """How long the parts of a request may take."""
+
+    connect_s: float
+    silence_s: float
+    """From the connection to the first byte, and between two bytes. It stands still while the replica is paused."""
+    total_s: float = inf
+    """For all of the answer, from the request on; it stands still, too."""
+
+
+class _Site(NamedTuple):
+    """What a base URL says of every request to it."""
+
+    host: str
+    port: int
+    is_secure: bool
+    path: str
+    headers: tuple[tuple[str, str], ...]
+    idle: list[Connection]
+    """The connections to there that carry no request; the newest is last, and is taken first."""
+
+
+class Pool:
+    """The connections to one replica, and how many requests are on them."""
+
+    def __init__(
+        self,
+        sweep: Sweep,
+        pause: Pause,
+        rank_headers: tuple[tuple[str, str], ...] = (),
+        *,
+        ssl_context: SSLContext | None = None,
+        keepalive_s: float = 4.0,
+    ) -> None:
+        """Have `sweep` look after limits; `rank_headers` replace the client's in every request.
+
+        A connection that is idle for longer than `keepalive_s` gets no request, and is closed. `ssl_context` says whom
+        to trust where a URL begins with https; None is whom the system trusts.
+        """
+        self._sweep = sweep
+        self._ssl_context = ssl_context
+        self._keepalive_s = keepalive_s
+        self.pause = pause
+        """Whether the replica is paused."""
+        self._sites: dict[str, _Site] = {}
+        self._idle: dict[tuple[str, int, bool], list[Connection]] = {}
+        self._connections: set[Connection] = set()
+        self._loop = asyncio.get_running_loop()
+        self.rank_headers = rank_headers
+        self.requests_count = 0
+        self._is_closed = False
+        self._all_closed: asyncio.Future[None] | None = None
+
+    async def close(self) -> None:
+        """Close all connections at once; requests on them fail as if the replica had closed them."""
+        self._is_closed = True
+        for connection in list(self._connections):
+            connection.give_up()
+        if self._connections:
+            self._all_closed = self._loop.create_future()
+            await self._all_closed
+
+    async def request(
+        self,
+        method: str,
+        base_url: str,
+        path: str,
+        headers: CIMultiDict[str],
+        body: bytes | None,
+        limits: Limits,
+        *,
+        may_repeat: bool = False,
+    ) -> Answer:
+        """Send a request and return its answer's head; the request counts until the answer is whole or closed.
+
+        It is sent once more, on a new connection, if a kept one dies at once: the engine closed it just then. Not so if
+        that might do something twice: neither does the method say that it may be, nor `may_repeat`. Raises
+        `UnreachedError`, `ConnectLateError`, `ClosedError`, `SilentError` or `TotalError`, which reading the body may
+        raise, too; and `ValueError` for a URL or headers that cannot be sent.
+        """
+        site = self._sites.get(base_url) or self._site(base_url)
+        if not _SENDABLE.fullmatch(path):  # it is sent as it was judged, or not at all
+            raise ValueError("the path of a request to a replica begins with / and holds no #, space or control")
+        sent = CIMultiDict(site.headers)
+        sent.extend(headers)
+        if body is not None:
+            sent["Content-Length"] = str(len(body))
+        elif method not in _BODILESS_METHODS:
+            sent["Content-Length"] = "0"
+        head = written(f"{method} {site.path}{path} HTTP/1.1", sent)
+        begun_s, sent_s = self.pause.clock_s(), self._loop.time()
+        kept = self._idle_connection(site)
+        if kept is not None:
+            try:
+                return await self._exchange(kept, method, head, body, limits, begun_s)
+            except StaleError:
+                if not (may_repeat or method in _IDEMPOTENT_METHODS) or self._loop.time() - sent_s > STALE_WITHIN_S:
+                    raise
+        self.requests_count += 1  # to connect is a part of it
+        try:
+            connection = await self._connect(site, limits.connect_s)
+        except (UnreachedError, ConnectLateError) as error:
+            if kept is None:
+                raise
+            # It was sent before, so this is no connection that could not be made.
+            raise ClosedError(f"it is gone: {error}") from None
+        finally:
+            self.requests_count -= 1
+        return await self._exchange(connection, method, head, body, limits, begun_s)
+
+    async def _exchange(
+        self, connection: Connection, method: str, head: bytes, body: bytes | None, limits: Limits, begun_s: float
+    ) -> Answer:
+        self.requests_count += 1  # until the connection says that it ended
+        return await connection.exchange(method, head, body, limits.silence_s, limits.total_s, begun_s)
+
+    def _idle_connection(self, site: _Site) -> Connection | None:
+        """Return the connection that was idle for the shortest time and is still good; None if there is none.
+
+        The others grow old and are closed, so no more stay than are of use, and the engine is about to close few.
+        """
+        now_s = self._loop.time()
+        while site.idle:
+            connection = site.idle.pop()
+            if connection.is_open and connection.due_s > now_s:
+                return connection
+            connection.give_up()
+        return None
+
+    async def _connect(self, site: _Site, connect_s: float) -> Connection:
+        if self._is_closed:
+            raise UnreachedError("the pool is closed")
+        make = partial(
+            Connection, self._loop, self._sweep, self.pause, partial(self._ended, site), partial(self._closed, site)
+        )
+        context = (self._ssl_context or _trusting_the_system()) if site.is_secure else None
+        try:
+            async with asyncio.timeout(connect_s):
+                _, connection = await self._loop.create_connection(make, site.host, site.port, ssl=context)
+        except TimeoutError:
+            raise ConnectLateError("the connection was not made in time") from None
+        except OSError as error:
+            unreached = UnreachedError(str(error) or type(error).__name__)
+            unreached.is_refused = isinstance(error, ConnectionRefusedError)
+            raise unreached from None
+        self._connections.add(connection)
+        if not connection.is_open:
+            self._connections.discard(connection)
+            raise UnreachedError("it was closed at once")
+        return connection
+
+    def _ended(self, site: _Site, connection: Connection) -> None:
+        """Take a connection back whose request ended."""
+        self.requests_count -= 1
+        if connection.is_open and not self._is_closed:
+            site.idle.append(connection)
+            connection.keep_until(self._loop.time() + self._keepalive_s)
+
+    def _closed(self, site: _Site, connection: Connection) -> None:
+        self._connections.discard(connection)
+        with suppress(ValueError):
+            site.idle.remove(connection)
+        if self._all_closed is not None and not self._connections and not self._all_closed.done():
+            self._all_closed.set_result(None)
+
+    def _site(self, base_url: str) -> _Site:
+        url = URL(base_url, encoded=True)
+        if url.host is None or url.scheme not in ("http", "https") or url.port is None:
+            raise ValueError("the URL of a replica begins with http:// or https:// and names a host")
+        headers = [("Host", url.host_port_subcomponent or "")]
+        if url.raw_user or url.raw_password:
+            login = f"{url.user or ''}:{url.password or ''}"
+            headers.append(("Authorization", f"Basic {b64encode(login.encode('latin1')).decode()}"))
+        where = (url.host, url.port, url.scheme == "https")
+        site = _Site(*where, urlsplit(base_url).path.rstrip("/"), tuple(headers), self._idle.setdefault(where, []))
+        self._sites[base_url] = site
+        return site
+
+
+_default_context: list[SSLContext] = []
+
+
+def _trusting_the_system() -> SSLContext:
+    """Return a context that trusts whom the system trusts; made once, as that takes long."""
+    if not _default_context:
+        _default_context.append(create_default_context())
+    return _default_context[0]

@@ -1,0 +1,350 @@
+"""A client's connection, as an asyncio Protocol: requests one after the other, each to whoever answers its kind.
+
+Theory of operation
+===================
+A connection reads one head, and asks whose it is. What is ours becomes an `Asked` and a task that answers it; the rest
+is lent to another protocol, aiohttp's, with the bytes as they came (`lent.py`). Where a request ends is read here
+alone: what comes after it waits here until it is answered. Of that, a little is kept. A client that sends more ahead
+than that has to come again on another connection.
+
+What is no HTTP that all servers read the same way is answered 400, and the connection closes. So it does after an
+answer to a request whose body has not come: what still comes would be read as the next request. Such a client is let
+finish for a moment, because to close on it at once would take the answer away from it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Protocol, cast
+
+import structlog
+
+from thunderagent.proxy.wire.http11.asked import Asked, LeftError, refusal
+from thunderagent.proxy.wire.http11.heads import NotHttpError, RequestHead, end_of_head, read_request
+from thunderagent.proxy.wire.http11.lent import Borrower, Lent
+from thunderagent.proxy.wire.http11.limits import Sweep, notice_lost_peers
+from thunderagent.proxy.wire.http11.waiting import Waiting
+
+log = structlog.get_logger("thunderagent.http")
+
+AHEAD_BYTES = 64 * 1024
+"""Of requests that come before the one before them was answered, so much is kept."""
+
+Handler = Callable[[Asked], Awaitable[None]]
+
+
+class Router(Protocol):
+    """Says who answers what."""
+
+    def handler(self, head: RequestHead) -> Handler | None:
+        """Return who answers a request of ours; None for one that is not ours."""
+
+    def borrower(self) -> Borrower:
+        """Return a protocol that answers one request which is not ours."""
+
+
+@dataclass(slots=True, eq=False)
+class Settings:
+    """What all connections of a server share."""
+
+    router: Router
+    sweep: Sweep
+    idle_s: float = 75.0
+    """For a head to come, from the first moment or the last answer on."""
+    stall_s: float = 120.0
+    """A client that takes nothing of its answer for so long is cut off."""
+    connections: set[Connection] = field(default_factory=set)
+    is_closing: bool = False
+    """Whether each answer is its connection's last."""
+    _closed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def ended(self, connection: Connection) -> None:
+        """Hear that a connection is closed."""
+        self.connections.discard(connection)
+        if not self.connections:
+            self._closed.set()
+
+    async def all_closed(self) -> None:
+        """Return when no connection is open."""
+        while self.connections:
+            self._closed.clear()
+            await self._closed.wait()
+
+
+class Connection(asyncio.Protocol):
+    """One client's connection."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Begin before it is made."""
+        self._settings = settings
+        self._loop = asyncio.get_running_loop()
+        self.transport: asyncio.Transport | None = None
+        self._waiting: Waiting | None = None
+        self._buffer = b""
+        self._looked_at = 0
+        """Of the buffer, so much holds no end of a head."""
+        self._asked: Asked | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._lent: Lent | None = None
+        self.closes = False
+        """Whether it ends with the answer that is due."""
+        self._is_lingering = False
+        self._is_paused = False
+        self.is_full = False
+        self._room: asyncio.Future[None] | None = None
+
+    def __repr__(self) -> str:
+        return f"<Connection, {'closed' if self.transport is None else self._asked or self._lent or 'idle'}>"
+
+    @property
+    def may_stay(self) -> bool:
+        """Whether it may carry another request."""
+        return not self.closes and self._asked is not None and self._asked.is_whole and not self._settings.is_closing
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it carries no request."""
+        return self._asked is None and self._lent is None
+
+    # --- what the transport tells --------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin to wait for a head."""
+        self.transport = cast("asyncio.Transport", transport)
+        notice_lost_peers(transport)
+        settings = self._settings
+        self._waiting = Waiting(self.transport, settings.sweep, settings.idle_s, settings.stall_s)
+        settings.connections.add(self)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """End: whoever answers answers nobody."""
+        self.transport = None
+        if self._waiting is not None:
+            self._waiting.over()
+        self._settings.ended(self)
+        lent, self._lent = self._lent, None
+        if lent is not None:
+            lent.lost(exc)
+        asked, self._asked = self._asked, None
+        if asked is not None:
+            asked.left()
+            if self._task is not None and not asked.is_over:
+                self._task.cancel()
+        self._task = None
+        self._has_room()
+
+    def data_received(self, data: bytes) -> None:
+        """Take bytes of a request, or of what follows it."""
+        if self._is_lingering:
+            return
+        asked, lent = self._asked, self._lent
+        if asked is not None and not asked.is_whole:
+            self._feed(asked, data)
+        elif lent is not None and not lent.is_whole:
+            self._keep(lent.feed(data))
+        elif asked is not None or lent is not None:
+            self._keep(data)
+        else:
+            self._buffer = self._buffer + data if self._buffer else data
+            self._next()
+
+    def eof_received(self) -> bool:
+        """Keep the connection if a whole request still waits for its answer to begin.
+
+        Who ends in the middle of a body or of an answer has left. TLS has no half of a connection.
+        """
+        due = self._asked or self._lent
+        if due is None or not due.is_whole or due.begun or self.transport is None:
+            return False
+        if self.transport.get_extra_info("sslcontext") is not None:
+            return False
+        self.closes = True
+        assert self._waiting is not None
+        self._waiting.for_sign(due)
+        return True
+
+    def pause_writing(self) -> None:
+        """Have whoever answers wait: the client takes nothing for now."""
+        self.is_full = True
+        assert self._waiting is not None
+        self._waiting.for_room()
+        if self._lent is not None:
+            self._lent.full()
+
+    def resume_writing(self) -> None:
+        """Go on: it took something."""
+        self.is_full = False
+        assert self._waiting is not None
+        self._waiting.for_answer()
+        if self.is_idle:
+            self._waiting.for_head()
+        self._has_room()
+        if self._lent is not None:
+            self._lent.has_room()
+
+    # --- for a request -------------------------------------------------------------------------------------------
+
+    async def room(self) -> None:
+        """Return when the client has taken something. Raises `LeftError`."""
+        while self.is_full and self.transport is not None:
+            if self._room is None:
+                self._room = self._loop.create_future()
+            await self._room
+        if self.transport is None:
+            raise LeftError("the client left")
+
+    def _has_room(self) -> None:
+        room, self._room = self._room, None
+        if room is not None and not room.done():
+            room.set_result(None)
+
+    def pause_reading(self) -> None:
+        """Have the client wait."""
+        if self.transport is not None and not self._is_paused:
+            self._is_paused = True
+            self.transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        """Let more come."""
+        if self._is_paused:
+            self._is_paused = False
+            if self.transport is not None:
+                self.transport.resume_reading()
+
+    def answered(self) -> None:
+        """Go on with the next request, or end."""
+        asked, self._asked, self._task = self._asked, None, None
+        if self.transport is None or self._waiting is None:
+            return
+        self.resume_reading()
+        if self.closes or self._settings.is_closing:
+            self._end(is_whole=asked is None or asked.is_whole)
+            return
+        self._waiting.for_head()
+        if self._buffer:
+            self._loop.call_soon(self._next)
+
+    def cut(self) -> None:
+        """End it with what was written so far."""
+        self._is_lingering = True
+        if self.transport is not None and self._waiting is not None:
+            self.transport.close()
+            self._waiting.for_room()  # it closes when that was taken
+
+    # --- requests ------------------------------------------------------------------------------------------------
+
+    def _next(self) -> None:
+        """Begin with the next request, if its head is there."""
+        if self.transport is None or self.transport.is_closing() or not self.is_idle:
+            return
+        buffer = self._buffer
+        if buffer.startswith(b"\r\n"):  # RFC 9112, 2.2: some clients end a body so
+            buffer = self._buffer = buffer[2:]
+        try:
+            end = end_of_head(buffer, self._looked_at)
+            if not end:
+                self._looked_at = len(buffer)
+                return
+            raw, self._buffer, self._looked_at = buffer[:end], buffer[end:], 0
+            head = read_request(raw)
+        except NotHttpError as error:
+            self._refuse(error)
+            return
+        assert self._waiting is not None
+        if not self.is_full:
+            self._waiting.for_answer()
+        self.closes = not head.keeps_alive
+        handler = self._settings.router.handler(head)
+        if handler is not None:
+            self._begin(Asked(self, head), handler)
+            return
+        self._lent = Lent(self, self.transport, head, self._settings.router.borrower())
+        rest, self._buffer = self._buffer, b""
+        self._buffer = self._lent.begin(raw, rest)
+
+    def _begin(self, asked: Asked, handler: Handler) -> None:
+        self._asked = asked
+        data = b""
+        if not asked.is_whole:
+            data, self._buffer = self._buffer, b""
+        if data and not self._feed(asked, data):
+            return
+        self._task = self._loop.create_task(self._answer(asked, handler))
+
+    async def _answer(self, asked: Asked, handler: Handler) -> None:
+        try:
+            await handler(asked)
+        except (ConnectionError, asyncio.CancelledError):
+            pass  # the client left; a task that kept the error would hold the whole turn until a collection
+        except Exception:
+            log.exception("http_server_error")
+        finally:
+            if not asked.is_over and self.transport is not None:
+                self.transport.abort()
+
+    def _feed(self, asked: Asked, data: bytes) -> bool:
+        """Take bytes of a body; say whether that is what they are."""
+        try:
+            rest = asked.feed(data)
+        except NotHttpError as error:
+            self._refuse(error)
+            return False
+        self._keep(rest)
+        if asked.is_followed:  # it cannot be told where that begins
+            self.closes = True
+        return True
+
+    def _keep(self, data: bytes) -> None:
+        """Keep what came ahead, or else end with the answer that is due."""
+        if len(self._buffer) + len(data) <= AHEAD_BYTES and not self.closes:
+            self._buffer += data
+        else:
+            self._buffer, self.closes = b"", True
+
+    def _refuse(self, error: NotHttpError) -> None:
+        """Answer what is no HTTP, or cut an answer that has begun, and end."""
+        log.info("request_is_not_http", why=str(error))
+        asked, task, transport = self._asked, self._task, self.transport
+        self._asked = self._task = None
+        if asked is not None:
+            asked.is_over = True
+            asked.left()
+        if task is not None:
+            task.cancel()
+        if transport is None or (asked is not None and asked.begun):
+            self.cut()
+            return
+        transport.write(refusal(str(error)))
+        self._end(is_whole=False)
+
+    def _end(self, *, is_whole: bool) -> None:
+        """End after what was written; a client that still sends is let finish for a moment."""
+        transport = self.transport
+        assert transport is not None
+        assert self._waiting is not None
+        self._is_lingering, self._buffer = True, b""
+        if is_whole or not transport.can_write_eof() or transport.is_closing():
+            self.cut()
+            return
+        transport.write_eof()
+        self._waiting.for_end()
+
+    # --- requests of others, and the end -------------------------------------------------------------------------
+
+    def returned(self, *, stays: bool) -> None:
+        """Hear that a lent request was answered, and whether the connection may carry another."""
+        lent, self._lent = self._lent, None
+        if stays:
+            self.answered()
+        elif self.transport is not None:
+            self._end(is_whole=lent is None or lent.is_whole)
+
+    def close(self, *, at_once: bool = False) -> None:
+        """End it after the answer that is due; if none is, or `at_once`, now."""
+        self.closes = True
+        if self.transport is not None and at_once:
+            self.transport.abort()
+        elif self.transport is not None and self.is_idle:
+            self.transport.close()
