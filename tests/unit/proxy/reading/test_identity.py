@@ -8,7 +8,7 @@ import pytest
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from thunderagent.errors import InvalidProgramIdError
-from thunderagent.proxy.reading.body_fields import OTHERS_FIELDS, SLOWLY_READ_BYTES
+from thunderagent.proxy.reading.body_fields import OTHERS_FIELDS, SLOWLY_READ_BYTES, in_utf8
 from thunderagent.proxy.reading.identity import (
     FINAL_HEADERS,
     PROGRAM_HEADERS,
@@ -17,7 +17,6 @@ from thunderagent.proxy.reading.identity import (
     check_program_id,
     identify,
     identify_side_call,
-    in_utf8,
 )
 
 MESSAGES = b'"messages":[{"role":"user","content":"hi"}]'
