@@ -89,7 +89,7 @@ async def test_a_block_is_a_program(proxy: RunningProxy) -> None:
                 client = p.async_openai(http_client=async_http_client, max_retries=0)
                 for _ in range(2):
                     await client.chat.completions.create(model="simulated", messages=MESSAGES, max_tokens=4)
-                (known,) = proxy.runtime.scheduler.programs
+                (known,) = proxy.runtime.scheduler.programs.values()
                 assert (known.program_id, known.turn_count) == (program_id, 2)
             assert live(proxy) == []
 
@@ -193,7 +193,7 @@ async def test_what_helpers_send(proxy: RunningProxy) -> None:
         )
         await async_say(p)
         await async_say(p.branch("helper"))
-        (known,) = proxy.runtime.scheduler.programs
+        (known,) = proxy.runtime.scheduler.programs.values()
         assert set(known.branches) == {"", "helper"}
         async with openai.AsyncOpenAI(base_url=f"{p.proxy}/v1", api_key="none") as plain:
             turn: Any = {"model": "simulated", "messages": MESSAGES, "max_tokens": 4}
@@ -221,7 +221,7 @@ async def test_a_child_process_runs_as_the_program(proxy: RunningProxy) -> None:
         )
         out, err = await child.communicate()
         assert (out, err) == (b"3\n", b"")
-        (known,) = proxy.runtime.scheduler.programs
+        (known,) = proxy.runtime.scheduler.programs.values()
         assert (known.program_id, known.turn_count) == ("père/1", 1)
     assert live(proxy) == []
 
