@@ -304,7 +304,7 @@ def queue_report(runtime: Runtime, limit: int) -> QueueReport:
         outside_count=queue.unadmitted.count,
         paused_acting_count=queue.resting.count,
         anonymous_held_count=len(scheduler.book.anonymous_held),
-        turns_held_count=scheduler.ledger.waiting_count,
+        turns_held_count=runtime.held_count,
         suspended_for=list(dict.fromkeys(cause for suspended_for in causes for cause in suspended_for)),
         held_in_place_count=sum(map(len, in_place)),
     )
