@@ -4,6 +4,7 @@
     scripts/bench policy union       # what it is worth to count a shared prefix once
     scripts/bench policy burst       # 64 programs at once: do the large ones wait longer, and who waits longest
     scripts/bench policy told        # a capacity that is told wrong by 2
+    scripts/bench policy real        # the load and the engine of `scripts/bench real`, simulated, beside the oracle
     scripts/bench policy counters    # engines that do not tell cached tokens of each turn, at several speeds and polls
     scripts/bench policy silent      # programs that never say release
     scripts/bench policy homes       # four replicas: restores that moved although there was room, prefix hits
@@ -25,11 +26,12 @@ where an engine's memory does, and absences over 300 s are cut to that: persons 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -38,7 +40,11 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from benchmarks.findings import Finding, Pick, mean_of, plot, ratio_of, table
-from benchmarks.machine import save_results
+from benchmarks.ideal import StandardLoad
+from benchmarks.load import LoadSpec
+from benchmarks.machine import RESULTS, save_results
+from benchmarks.real import engine_model
+from benchmarks.real_engine import RealEngineConfig
 from benchmarks.simulated import Runner, add_legend, colour_of, goodput_table, save_plot, scenario_of
 from thunderagent.errors import ConfigurationError, TraceError
 from thunderagent.programs.model.decisions import Pause, Restore
@@ -50,7 +56,7 @@ from thunderagent.simulator.bounds import Engines, turn_shapes
 from thunderagent.simulator.comparison import CAP_BEST, Run
 from thunderagent.simulator.contestants import Contestant
 from thunderagent.simulator.intervals import Interval
-from thunderagent.simulator.plans import Workload
+from thunderagent.simulator.plans import ProgramPlan, Workload
 from thunderagent.simulator.records import EngineConfig
 from thunderagent.simulator.report import RunResult
 from thunderagent.simulator.scenario import Scenario
@@ -75,6 +81,7 @@ ABLATIONS = {
 """Parts of the default policy, and the setting that switches each off."""
 
 AWAY_LIMIT_S = 300.0
+REAL_PROGRAMS_COUNT = 16
 SAMPLED_PLANS_COUNT = 200
 IDLE_PROGRAMS_COUNT, IDLE_TICKS_COUNT, IDLE_TICK_S = 32, 1000, 0.25
 
@@ -329,6 +336,39 @@ def counters(bench: Bench) -> list[Finding]:
     return found
 
 
+class RealLoad:
+    """The programs of `scripts/bench real`, which differ from seed to seed, as the simulator sees them."""
+
+    name = "standard load"
+
+    def program(self, index: int, seed: int) -> ProgramPlan:
+        """Return program `index`."""
+        return StandardLoad(LoadSpec(programs=REAL_PROGRAMS_COUNT, seed=seed)).program(index, seed)
+
+
+def real(bench: Bench) -> list[Finding]:
+    """Run the load and the engine of `scripts/bench real` for longer, at its speed and at a third, beside the oracle.
+
+    The engine's times are those that `scripts/bench fidelity` measured last.
+    """
+    profile = json.loads((RESULTS / "fidelity.json").read_text())["profile"]
+    known = {field.name for field in fields(TimingProfile)}
+    timing = TimingProfile(**{name: value for name, value in profile.items() if name in known})
+    found = []
+    for speed_ratio in (1.0, 0.33):
+        engine = engine_model(RealEngineConfig(), faster(timing, speed_ratio))
+        scenario = replace(bench.scenario(SMALL), engine=engine)
+        for tells in (False, True):
+            at = f"16 programs, speed x {speed_ratio:g}, {'told' if tells else 'counted'}"
+            policies = (bench.policy, "thunderagent", "passthrough", "oracle")
+            scene = replace(scenario, engine_tells_cached=tells)
+            runs = bench.runs(at, scene, RealLoad(), policies, REAL_PROGRAMS_COUNT)
+            for policy in (bench.policy, "oracle"):
+                ratio = ratio_of(runs[policy], runs["thunderagent"], turns_per_min)
+                found.append(Finding(at, policy, "turns/min / thunderagent", ratio))
+    return found
+
+
 def faster(timing: TimingProfile, ratio: float) -> TimingProfile:
     """Return an engine that is so many times as fast."""
     return replace(timing, **{name: getattr(timing, name) / ratio for name in COSTS_US.values()})
@@ -525,6 +565,7 @@ COMMANDS: dict[str, Callable[[Bench], list[Finding]]] = {
     "burst": burst,
     "told": told,
     "counters": counters,
+    "real": real,
     "silent": silent,
     "homes": homes,
     "imbalance": imbalance,
