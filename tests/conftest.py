@@ -32,6 +32,7 @@ def pytest_report_header() -> str:
     return f"core: {kind}"
 
 
+@pytest.hookimpl(tryfirst=True)  # before the groups are read
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Keep the real parts in two groups that can run side by side: what times a real engine, and all else."""
     for item in items:

@@ -328,18 +328,17 @@ async def test_ten_thousand_programs_are_pages(tmp_path: Path, open_page: OpenPa
 
 
 async def open_programs(url: str, count: int) -> None:
-    """Open programs `task-00000` and so on, on one connection, without waiting for each answer."""
+    """Open programs `task-00000` and so on, on one connection, a hundred at a time: so much is kept ahead of answers."""
     host, _, port = url.removeprefix("http://").partition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
-    for number in range(count):
-        body = json.dumps({"program_id": f"task-{number:05}"})
-        head = f"POST /programs HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n"
-        last = "Connection: close\r\n" if number == count - 1 else ""
-        writer.write(f"{head}{last}\r\n{body}".encode())
-        if number % 100 == 99:
-            await writer.drain()
-    async with asyncio.timeout(30):
-        assert (await reader.read(-1)).count(b'"opened": true') == count
+    for first in range(0, count, 100):
+        for number in range(first, first + 100):
+            body = json.dumps({"program_id": f"task-{number:05}"})
+            head = f"POST /programs HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n\r\n"
+            writer.write(f"{head}{body}".encode())
+        async with asyncio.timeout(30):
+            for _ in range(100):
+                await reader.readuntil(b'"opened":true')
     writer.close()
     await writer.wait_closed()
 

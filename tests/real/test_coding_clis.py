@@ -99,7 +99,7 @@ async def test_claude_code_with_a_sub_agent_is_one_program(programs_folder: Path
         proxy.runtime.observe(seen)
         output = await type_in(blocks("claude-code", "sh")[1], proxy, programs_folder, tmp_path)
         assert "hello to you" in output
-        assert '"released": true' in output
+        assert '"released":true' in output
         assert len(set(seen.arrived)) == 1
         assert seen.released == seen.arrived[:1]
         assert len({branch for branch in seen.branches if branch}) == 1
