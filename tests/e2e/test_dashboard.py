@@ -328,7 +328,7 @@ async def test_ten_thousand_programs_are_pages(tmp_path: Path, open_page: OpenPa
 
 
 async def open_programs(url: str, count: int) -> None:
-    """Open programs `task-00000` and so on, on one connection, a hundred at a time: so much is kept ahead of answers."""
+    """Open programs `task-00000` and so on, on one connection, a hundred ahead of their answers."""
     host, _, port = url.removeprefix("http://").partition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     for first in range(0, count, 100):
