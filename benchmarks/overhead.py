@@ -181,7 +181,7 @@ async def held_memory(engine_port: int, turns_count: int, log: Path) -> dict[str
 async def held_turns(port: int) -> int:
     """Ask a proxy how many turns it holds."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(b"GET /queue?limit=1 HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    writer.write(b"GET /queue?limit=1 HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
     answer = await reader.read()
     writer.close()
     return int(json.loads(answer.partition(b"\r\n\r\n")[2])["turns_held_count"])
