@@ -7,12 +7,13 @@ import os
 from typing import TYPE_CHECKING, NoReturn
 
 import pytest
+import structlog
 from hypothesis import HealthCheck, settings
 
 from thunderagent.core_build import STALE, core_kind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 # How long an example takes is the machine's business: a pause of it must fail no test. Where CI=true hypothesis would
 # try the same examples each time: they differ here too, and `scripts/test` says by which seed.
@@ -30,6 +31,15 @@ def pytest_report_header() -> str:
     if wanted and kind != wanted:
         pytest.exit(f"the core is {kind}, and WANTED_CORE={wanted}", returncode=4)
     return f"core: {kind}"
+
+
+@pytest.fixture(autouse=True, scope="session")
+def loggers_are_not_kept() -> Iterator[None]:
+    """Have a command that a test runs in this process keep no logger: those after it would hear nothing."""
+    configure = structlog.configure
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(structlog, "configure", lambda **more: configure(**{**more, "cache_logger_on_first_use": False}))
+        yield
 
 
 @pytest.hookimpl(tryfirst=True)  # before the groups are read
