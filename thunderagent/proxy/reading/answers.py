@@ -37,17 +37,6 @@ def read_answer(dialect: Dialect, body: bytes, content_encoding: str | None, kee
         return _usage_of(dialect, plain, keep_id), _tool_of(plain)
 
 
-def usage_of_answer(dialect: Dialect, body: bytes, content_encoding: str | None, keep_id: KeepId) -> Usage:
-    """Return the usage of a whole answer; `NO_USAGE` if it has none, or is no JSON, or is encoded unreadably."""
-    return read_answer(dialect, body, content_encoding, keep_id)[0]
-
-
-def tool_of_answer(body: bytes, content_encoding: str | None) -> str:
-    """Return the key of what a whole answer calls, in whichever API; empty if it calls nothing or cannot be read."""
-    plain = decoded(body, content_encoding) or b""
-    return _tool_of(plain) if may_call(plain) else ""
-
-
 def _usage_of(dialect: Dialect, plain: bytes, keep_id: KeepId) -> Usage:
     try:
         return dialect.read_answer(plain, keep_id)

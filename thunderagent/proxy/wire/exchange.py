@@ -1,9 +1,9 @@
-"""All that the flow of a turn knows of sockets: an exchange with its client, and the answer of an engine.
+"""All that the flow of a turn knows of the client: an exchange with it.
 
 Theory of operation
 ===================
 A turn is one request, read whole, and one answer, written whole or piece by piece. The flow (`proxy/turns/`) is written
-against the three protocols below, so it runs on any server and any client that have them, and on fakes.
+against the protocols below, so it runs on any server that has them, and on fakes.
 
 Who serves a connection
 - reads the head, has the guard judge it, reads the body, and makes an `Exchange` of it;
@@ -15,13 +15,13 @@ Who serves a connection
 
 A write never blocks and never buffers without end. It says by what it returns whether more is wanted: None for *go on*,
 or something to await before the next piece. So a stream whose client keeps up is carried from the engine's socket to
-the client's in one call for each piece (`Upstream.pipe`), and no task is woken for it.
+the client's in one call for each piece (`ReplicaClient.pipe`), and no task is woken for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from multidict import CIMultiDict, CIMultiDictProxy
 
@@ -91,55 +91,3 @@ class Exchange(Protocol):
 
     def cut(self) -> None:
         """Close the client's connection, which is how HTTP says that an answer that has begun is not whole."""
-
-
-class Upstream(Protocol):
-    """An answer of an engine whose head is there. Read it to its end, or close it."""
-
-    status: int
-    reason: str
-
-    @property
-    def headers(self) -> CIMultiDictProxy[str]:
-        """Return its headers as they came."""
-
-    @property
-    def content_type(self) -> str:
-        """Return the media type in lower case, without its parameters; empty if it has none."""
-
-    def close(self) -> None:
-        """End the request; its connection is kept only if the answer is whole. Once more changes nothing."""
-
-
-Answer = TypeVar("Answer", bound=Upstream)
-
-
-class Sender(Protocol[Answer]):
-    """Sends turns to replicas. All but `close` of an answer raise `ReplicaError`, never an error of a library."""
-
-    async def send(
-        self,
-        replica_id: str,
-        base_url: str,
-        method: str,
-        path: str,
-        headers: CIMultiDict[str],
-        body: bytes | None,
-        *,
-        may_repeat: bool = False,
-    ) -> Answer:
-        """Send a request and return when its answer's head is there.
-
-        `headers` are those that travel; Host, the body's length, and what the operator has all engines told are added.
-        `may_repeat` says that it may be sent once more if a kept connection dies before a byte of the answer.
-        """
-
-    async def read(self, replica_id: str, answer: Answer) -> bytes:
-        """Return the whole body of an answer."""
-
-    async def pipe(self, replica_id: str, answer: Answer, sink: Sink) -> None:
-        """Hand the body of an answer to `sink`, piece by piece, and return at its end.
-
-        What `sink` raises, or what it returned, is raised here, and no piece follows. Cancelling ends the piping; the
-        answer is still to be closed.
-        """

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from thunderagent.proxy.reading.answers import read_answer, tool_of_answer
+from thunderagent.proxy.reading.answers import read_answer
 from thunderagent.proxy.reading.dialects import NO_USAGE, TURN_DIALECTS, Dialect, Usage
+from thunderagent.proxy.reading.dialects.openai import OpenAI
 
 CALL = {"function": {"name": "bash", "arguments": '{"command": "cd a && pytest -x"}'}}
 CHAT = {"choices": [{"message": {"tool_calls": [CALL]}}]}
@@ -51,7 +52,7 @@ def test_what_is_odd_in_the_one_leaves_the_other(path: str, answer: dict[str, An
     assert read_answer(dialect, json.dumps(odd_calls).encode(), None, lambda _: None) == (usage, "")
     odd_usage = json.dumps({**answer, counts: ["```"]}).encode()
     assert read_answer(dialect, odd_usage, None, lambda _: None) == (NO_USAGE, "bash:pytest")
-    assert tool_of_answer(odd_usage, None) == "bash:pytest"
+    assert read_answer(OpenAI(), odd_usage, None, lambda _: None)[1] == "bash:pytest"
 
 
 @IN_EVERY_API

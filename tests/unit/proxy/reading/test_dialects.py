@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from thunderagent.proxy.reading.answers import usage_of_answer
+from thunderagent.proxy.reading.answers import read_answer
 from thunderagent.proxy.reading.dialects import DIALECTS, NO_USAGE, TURN_DIALECTS, Usage, dialect_of
 from thunderagent.proxy.reading.dialects.anthropic import Anthropic
 from thunderagent.proxy.reading.dialects.base import Dialect
@@ -99,7 +99,7 @@ STREAMS = {
 
 def usage_of(dialect: Dialect, answer: object, encoding: str | None = None) -> Usage:
     body = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
-    return usage_of_answer(dialect, gzip.compress(body) if encoding else body, encoding, lambda _: None)
+    return read_answer(dialect, gzip.compress(body) if encoding else body, encoding, lambda _: None)[0]
 
 
 def fed(dialect: Dialect, *pieces: bytes) -> StreamUsage:

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thunderagent.proxy.reading.answers import tool_of_answer
+from thunderagent.proxy.reading.answers import read_answer
+from thunderagent.proxy.reading.dialects.openai import OpenAI
 from thunderagent.proxy.reading.tool_calls import (
     MAX_CALLS,
     MAX_KEPT_CHARS,
@@ -82,6 +83,10 @@ def chat(*calls: tuple[str, object], content: str | None = None) -> dict[str, ob
     ]
     message = {"role": "assistant", "content": content, "tool_calls": tool_calls}
     return {"id": "1", "choices": [{"index": 0, "message": message, "finish_reason": "tool_calls"}], "usage": {}}
+
+
+def tool_of_answer(body: bytes, content_encoding: str | None) -> str:
+    return read_answer(OpenAI(), body, content_encoding, lambda _: None)[1]
 
 
 def tool_of(answer: object) -> str:

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thunderagent.proxy.reading.answers import decoded
-from thunderagent.proxy.reading.answers import usage_of_answer as usage_of
+from thunderagent.proxy.reading.answers import decoded, read_answer
 from thunderagent.proxy.reading.dialects import NO_USAGE, Usage
 from thunderagent.proxy.reading.dialects.openai import OpenAI
 from thunderagent.proxy.reading.usage import MAX_EVENT_BYTES, StreamUsage
@@ -31,7 +30,7 @@ def choice(text: str, *, finish: str | None = None, **more: object) -> dict[str,
 
 
 def usage_of_answer(body: bytes, content_encoding: str | None) -> Usage:
-    return usage_of(OpenAI(), body, content_encoding, lambda _: None)
+    return read_answer(OpenAI(), body, content_encoding, lambda _: None)[0]
 
 
 def fed(stream: StreamUsage, *pieces: bytes) -> bytes:
