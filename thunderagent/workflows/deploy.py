@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import inspect
 import logging
 import threading
@@ -22,9 +21,11 @@ from thunderagent.client import Program
 from thunderagent.workflows import policies as own_policies
 from thunderagent.workflows import stubs, timeline
 from thunderagent.workflows.control import Control
+from thunderagent.workflows.core.call import Call
 from thunderagent.workflows.declare import Agent, load_agents, uses_managed_state
 from thunderagent.workflows.errors import DeclarationError, StoreError, WorkflowError
 from thunderagent.workflows.future import Future, handle_of
+from thunderagent.workflows.hub import Hub, Launcher
 from thunderagent.workflows.instance import load_class
 from thunderagent.workflows.llm import check_session_name
 from thunderagent.workflows.node import Node
@@ -63,6 +64,7 @@ class Deployment:
         proxy: str,
         clock: Callable[[], float] | None,
         top: Path | None,
+        ray: str | Launcher = "",
     ) -> None:
         """Import the agents' classes and the policies. Raises `DeclarationError`."""
         self.kinds = {name: load_class(agent) for name, agent in agents.items()}
@@ -70,6 +72,9 @@ class Deployment:
         self.store = store
         self.period_s = period_s
         self.proxy = proxy
+        self._ray = ray
+        self.hub: Hub | None = None
+        """The link to instances in other processes; None where all run in this one."""
         self._top = top
         self._watch: Watch | None = None
         self.ended_sessions: dict[str, SessionInfo] = {}
@@ -136,11 +141,18 @@ class Deployment:
 
     async def _open(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self.node = Node(self.agents, self.kinds, clock=self._clock)
-        if not isinstance(self.store, MemoryStore):
-            self.node.on_touched = self._save_state
+        keeps_state = not isinstance(self.store, MemoryStore)
+        if self._ray:
+            launcher = await _on_ray(self._ray) if isinstance(self._ray, str) else self._ray
+            keep = self._save_state if keeps_state else None
+            self.hub = Hub(launcher, self.agents, period_s=self.period_s, on_kept=keep)
+        self.node = Node(self.agents, self.kinds, clock=self._clock, link=self.hub)
+        if self.hub is not None:
+            self.hub.node = self.node
+        if keeps_state:
+            self.node.on_answered = self._save_touched
         view = View({name: agent.directives for name, agent in self.agents.items()}, self._resources)
-        self.control = Control(self.node, view, self._policies, self.store, self.period_s)
+        self.control = Control(self.node, view, self._policies, self.store, self.period_s, self.hub)
         self._is_open = True
         if self._top is not None:
             self._watch = Watch(self._top, self.control.level)
@@ -154,6 +166,8 @@ class Deployment:
         if self._watch is not None:
             await self._watch.close()
         await self.control.stop()
+        if self.hub is not None:
+            await self.hub.close()
         await self.node.close()
         for name in list(self.node.sessions):
             await self._end_session(name, keep_state=True)
@@ -218,18 +232,20 @@ class Deployment:
             if around is not None and around.session.name != name:
                 info.parent = around.session.name
                 info.group = f"{around.session.name}/{around.call_id}"
-            for agent, values in (await self.store.load_states(name)).items():
-                if agent:
-                    self.node.kept_states[agent, name] = values
-                else:
-                    info.state = SessionState(values)
+            states = await self.store.load_states(name)
+            if "" in states:
+                info.state = SessionState(states.pop(""))
+            if self.hub is not None:
+                self.hub.begin_session(info, states)
+            else:
+                self.node.kept_states.update({(agent, name): values for agent, values in states.items()})
         info.runs_count += 1
         return info
 
     async def _leave_session(self, info: SessionInfo, *, is_named: bool) -> None:
         info.runs_count -= 1
-        if self.node.on_touched is not None and info.state is not None and info.state.touched:
-            self.node.on_touched("", info.name, info.state)
+        if self.node.on_answered is not None and info.state is not None and info.state.touched:
+            self._save_state("", info.name, info.state.take_touched())
         if not is_named and not info.runs_count and self._is_open:
             await self._end_session(info.name)
 
@@ -243,6 +259,8 @@ class Deployment:
 
     async def _end_session(self, name: str, *, keep_state: bool = False) -> None:
         info = self.node.end_session(name)
+        if self.hub is not None:
+            self.hub.end_session(name)
         self.control.level.view.priorities.pop(name, None)
         if info is None:
             return
@@ -254,10 +272,12 @@ class Deployment:
         if info.uses_proxy and self.proxy:
             await Program(self.proxy, name).async_release()
 
-    def _save_state(self, agent: str, session: str, state: SessionState) -> None:
-        touched = copy.deepcopy({name: state.values[name] for name in state.touched if name in state.values})
-        state.touched.clear()
-        task = self._loop.create_task(self._save(agent, session, touched))
+    def _save_touched(self, location: str, calls: list[Call]) -> None:
+        for session, values in self.node.touched_states(location, calls):
+            self._save_state(calls[0].agent, session, values)
+
+    def _save_state(self, agent: str, session: str, values: dict[str, Any]) -> None:
+        task = self._loop.create_task(self._save(agent, session, values))
         self._saving.add(task)
         task.add_done_callback(self._saving.discard)
 
@@ -282,7 +302,8 @@ class Deployment:
 
     def lose(self, location: str) -> None:
         """Take an instance away as if it had crashed: what is there fails."""
-        self._loop.call_soon_threadsafe(self.node.lose, location)
+        lose = self.node.lose if self.hub is None else self.hub.lose
+        self._loop.call_soon_threadsafe(lose, location)
 
     def write_timeline(self, session: str, path: str | Path) -> None:
         """Write a session's timeline: a page to `.html`, Chrome trace events to anything else. Raises `KeyError`."""
@@ -303,13 +324,16 @@ def deploy(
     proxy: str = "",
     clock: Callable[[], float] | None = None,
     top: str | Path = "",
+    ray: str | Launcher = "",
 ) -> Deployment:
     """Return a deployment of the agents that a YAML file, or a mapping of its shape, declares; enter it to start them.
 
     `policies` are names of this package's, or `package.module:function`; none is first come, first served. `store` is
     `redis://...`, to keep sessions' state and let others read the summaries; "" keeps all in this process. `period_s`
     is between two turns of the global loop. `resources` is what there is in all, for `provision`; None asks nobody.
-    `proxy` is the URL of thunderagent's proxy, which is told of a session's end. Raises `DeclarationError`.
+    `proxy` is the URL of thunderagent's proxy, which is told of a session's end. `ray` has the instances run on a Ray
+    cluster, and nothing in this process: `auto`, `HOST:PORT`, `local` for one of its own; a process that has called
+    `ray.init` keeps to that. Raises `DeclarationError`.
     """
     agents = load_agents(source)
     for name, directives in stubs.GIVEN_DIRECTIVES.items():
@@ -324,6 +348,7 @@ def deploy(
         proxy=proxy,
         clock=clock,
         top=Path(top) if top else None,
+        ray=ray,
     )
 
 
@@ -336,10 +361,18 @@ def _store_of(store: str | Store) -> Store:
         try:
             from thunderagent.workflows.redis_store import RedisStore  # noqa: PLC0415 - and the redis package with it
         except ModuleNotFoundError as error:
-            raise DeclarationError(f"a store on Redis needs the extra workflows-redis: {error}") from error
+            raise DeclarationError(f"a store on Redis needs pip install 'thunderagent[workflows-redis]': {error}") from error
 
         return RedisStore(store)
     raise DeclarationError(f"no store {store!r}: redis://... or nothing")
+
+
+async def _on_ray(address: str) -> Launcher:
+    try:
+        from thunderagent.workflows import on_ray  # noqa: PLC0415 - and Ray with it
+    except ModuleNotFoundError as error:
+        raise DeclarationError(f"Ray needs pip install 'thunderagent[workflows-ray]': {error}") from error
+    return await on_ray.connect(address)
 
 
 def _as_it_is(agent: Agent, kind: type) -> Agent:

@@ -47,7 +47,10 @@ def branch_of(scope: Scope) -> str:
     if call is None:
         return ""
     rules = scope.node.agents[call.agent].directives.rules
-    return call.agent if rules.is_pinned else f"{call.agent}/{call.call_id & CALL_NUMBER_MASK}"
+    if rules.is_pinned:
+        return call.agent
+    node_number, number = call.call_id >> NODE_BITS, call.call_id & CALL_NUMBER_MASK
+    return f"{call.agent}/{node_number}.{number}" if node_number else f"{call.agent}/{number}"
 
 
 class ProgramHook:
