@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import logging
 import threading
 import time
-import uuid
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
@@ -17,30 +15,23 @@ from typing import Any, Self, TypeVar
 
 import uvloop
 
-from thunderagent.client import Program
 from thunderagent.workflows import policies as own_policies
 from thunderagent.workflows import stubs, timeline
 from thunderagent.workflows.control import Control
-from thunderagent.workflows.core.call import Call
 from thunderagent.workflows.declare import Agent, load_agents, uses_managed_state
-from thunderagent.workflows.errors import DeclarationError, StoreError, WorkflowError
+from thunderagent.workflows.errors import DeclarationError, WorkflowError
 from thunderagent.workflows.future import Future, handle_of
 from thunderagent.workflows.hub import Hub, Launcher
 from thunderagent.workflows.instance import load_class
-from thunderagent.workflows.llm import check_session_name
 from thunderagent.workflows.node import Node
 from thunderagent.workflows.scope import Scope, SessionInfo, current
-from thunderagent.workflows.state import SessionState
+from thunderagent.workflows.sessions import Sessions
 from thunderagent.workflows.store import MemoryStore, Store
 from thunderagent.workflows.view import Act, View, load_policy
 from thunderagent.workflows.watch import Watch
 
-log = logging.getLogger("thunderagent.workflows")
-
 PERIOD_S = 0.05
 """Between two turns of the global loop."""
-KEPT_LOGS_COUNT = 256
-"""Sessions that have ended whose logs are kept."""
 
 Value = TypeVar("Value")
 
@@ -77,15 +68,14 @@ class Deployment:
         """The link to instances in other processes; None where all run in this one."""
         self._top = top
         self._watch: Watch | None = None
-        self.ended_sessions: dict[str, SessionInfo] = {}
         self._policies = [load_policy(name) for name in policies]
         self._resources = {name.lower(): amount for name, amount in (resources or {}).items()} or None
         self._clock = clock or time.time
         self._is_open = False
         self._thread: threading.Thread | None = None
-        self._saving: set[asyncio.Task[None]] = set()
         self.node: Node
         self.control: Control
+        self.sessions: Sessions
 
     def __repr__(self) -> str:
         return f"<Deployment of {', '.join(self.agents)}: {self.node if self._is_open else 'closed'}>"
@@ -141,18 +131,16 @@ class Deployment:
 
     async def _open(self) -> None:
         self._loop = asyncio.get_running_loop()
-        keeps_state = not isinstance(self.store, MemoryStore)
         if self._ray:
             launcher = await _on_ray(self._ray) if isinstance(self._ray, str) else self._ray
-            keep = self._save_state if keeps_state else None
-            self.hub = Hub(launcher, self.agents, period_s=self.period_s, on_kept=keep)
+            self.hub = Hub(launcher, self.agents, period_s=self.period_s)
         self.node = Node(self.agents, self.kinds, clock=self._clock, link=self.hub)
         if self.hub is not None:
             self.hub.node = self.node
-        if keeps_state:
-            self.node.on_answered = self._save_touched
         view = View({name: agent.directives for name, agent in self.agents.items()}, self._resources)
         self.control = Control(self.node, view, self._policies, self.store, self.period_s, self.hub)
+        keeps_state = not isinstance(self.store, MemoryStore)
+        self.sessions = Sessions(self.node, view, self.store, self.proxy, self.hub, keeps_state=keeps_state)
         self._is_open = True
         if self._top is not None:
             self._watch = Watch(self._top, self.control.level)
@@ -169,10 +157,7 @@ class Deployment:
         if self.hub is not None:
             await self.hub.close()
         await self.node.close()
-        for name in list(self.node.sessions):
-            await self._end_session(name, keep_state=True)
-        if self._saving:
-            await asyncio.wait(self._saving)
+        await self.sessions.close()
         await self.store.close()
 
     # --- drivers
@@ -191,15 +176,15 @@ class Deployment:
             call = self.run_async(main, *args, session=session, **kwargs)
             made = context.run(asyncio.run_coroutine_threadsafe, call, self._loop)
             return made.result()
-        info = self._on_loop(self._begin_session(session, current.get()))
+        info = self._on_loop(self.sessions.begin(session, current.get()))
         try:
             return self._run_driver(info, main, args, kwargs)
         finally:
-            self._on_loop(self._leave_session(info, is_named=bool(session)))
+            self._on_loop(self.sessions.leave(info, is_named=bool(session) or not self._is_open))
 
     async def run_async(self, main: Callable[..., Any], *args: Any, session: str = "", **kwargs: Any) -> Any:
         """Do as `run`, from the event loop: an `async` driver runs on it, a plain one in a thread of its own."""
-        info = await self._begin_session(session, current.get())
+        info = await self.sessions.begin(session, current.get())
         try:
             if not inspect.iscoroutinefunction(main):
                 with ThreadPoolExecutor(1, "workflow-driver") as thread:
@@ -213,7 +198,7 @@ class Deployment:
             finally:
                 current.reset(token)
         finally:
-            await self._leave_session(info, is_named=bool(session))
+            await self.sessions.leave(info, is_named=bool(session) or not self._is_open)
 
     def _run_driver(self, info: SessionInfo, main: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         token = current.set(Scope(self.node, info))
@@ -223,69 +208,13 @@ class Deployment:
         finally:
             current.reset(token)
 
-    async def _begin_session(self, name: str, around: Scope | None) -> SessionInfo:
-        info = self.node.sessions.get(name) if name else None
-        if info is None:
-            check_session_name(name)
-            name = name or f"session-{uuid.uuid4().hex}"
-            info = self.node.session(name)
-            if around is not None and around.session.name != name:
-                info.parent = around.session.name
-                info.group = f"{around.session.name}/{around.call_id}"
-            states = await self.store.load_states(name)
-            if "" in states:
-                info.state = SessionState(states.pop(""))
-            if self.hub is not None:
-                self.hub.begin_session(info, states)
-            else:
-                self.node.kept_states.update({(agent, name): values for agent, values in states.items()})
-        info.runs_count += 1
-        return info
-
-    async def _leave_session(self, info: SessionInfo, *, is_named: bool) -> None:
-        info.runs_count -= 1
-        if self.node.on_answered is not None and info.state is not None and info.state.touched:
-            self._save_state("", info.name, info.state.take_touched())
-        if not is_named and not info.runs_count and self._is_open:
-            await self._end_session(info.name)
-
     def end_session(self, name: str) -> None:
         """End a session: its state is dropped, calls that are left of it fail, the proxy is told."""
-        self._on_loop(self._end_session(name))
+        self._on_loop(self.sessions.end(name))
 
     async def end_session_async(self, name: str) -> None:
         """Do as `end_session`."""
-        await self._end_session(name)
-
-    async def _end_session(self, name: str, *, keep_state: bool = False) -> None:
-        info = self.node.end_session(name)
-        if self.hub is not None:
-            self.hub.end_session(name)
-        self.control.level.view.priorities.pop(name, None)
-        if info is None:
-            return
-        self.ended_sessions[name] = info
-        while len(self.ended_sessions) > KEPT_LOGS_COUNT:
-            del self.ended_sessions[next(iter(self.ended_sessions))]
-        if not keep_state:
-            await self.store.drop_session(name)
-        if info.uses_proxy and self.proxy:
-            await Program(self.proxy, name).async_release()
-
-    def _save_touched(self, location: str, calls: list[Call]) -> None:
-        for session, values in self.node.touched_states(location, calls):
-            self._save_state(calls[0].agent, session, values)
-
-    def _save_state(self, agent: str, session: str, values: dict[str, Any]) -> None:
-        task = self._loop.create_task(self._save(agent, session, values))
-        self._saving.add(task)
-        task.add_done_callback(self._saving.discard)
-
-    async def _save(self, agent: str, session: str, values: dict[str, Any]) -> None:
-        try:
-            await self.store.save_state(agent, session, values)
-        except StoreError as error:
-            log.warning("%s", error)
+        await self.sessions.end(name)
 
     # --- by hand
 
@@ -311,7 +240,7 @@ class Deployment:
 
     def session_log(self, name: str) -> SessionInfo:
         """Return what is kept of a session, ended or not. Raises `KeyError`."""
-        return self.node.sessions.get(name) or self.ended_sessions[name]
+        return self.node.sessions.get(name) or self.sessions.ended[name]
 
 
 def deploy(
@@ -361,7 +290,8 @@ def _store_of(store: str | Store) -> Store:
         try:
             from thunderagent.workflows.redis_store import RedisStore  # noqa: PLC0415 - and the redis package with it
         except ModuleNotFoundError as error:
-            raise DeclarationError(f"a store on Redis needs pip install 'thunderagent[workflows-redis]': {error}") from error
+            text = "a store on Redis needs pip install 'thunderagent[workflows-redis]'"
+            raise DeclarationError(f"{text}: {error}") from error
 
         return RedisStore(store)
     raise DeclarationError(f"no store {store!r}: redis://... or nothing")

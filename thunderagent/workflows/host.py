@@ -117,10 +117,10 @@ class Host:
         self._task = asyncio.create_task(self._run())
 
     async def close(self, *, is_over: bool) -> None:
-        """End; unless all `is_over`, only when the calls that were made here have come back, or `GRACE_S` have passed."""
+        """End; unless all `is_over`, only when the calls that were made here are over, or `GRACE_S` have passed."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(0 if is_over else GRACE_S):
-                while self.node.origin.records:
+                while self.node.origin.records:  # noqa: ASYNC110 - seldom, and short
                     await asyncio.sleep(self.hello.period_s)
         if self._task is not None:
             self._task.cancel()

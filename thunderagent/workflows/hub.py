@@ -1,8 +1,8 @@
 """The link to instances elsewhere, each in a process of its own: it starts them, carries messages, and hears of loss.
 
-It stands at the node where drivers run, which has the directory and the global loop. Hosts speak to it alone, so whatever
-two machines send each other arrives in order; what is for another host is passed on unread. Who starts processes is
-a `Launcher`: on Ray, `thunderagent.workflows.on_ray`.
+It stands at the node where drivers run, which has the directory and the global loop. Hosts speak to it alone, so
+whatever two machines send each other arrives in order; what is for another host is passed on unread. Who starts
+processes is a `Launcher`: on Ray, `thunderagent.workflows.on_ray`.
 """
 
 from __future__ import annotations
@@ -83,22 +83,17 @@ class _Member:
 
 
 class Hub:
-    """All hosts of a deployment. `on_kept` is told of an agent, a session, and managed state for the store to keep."""
+    """All hosts of a deployment."""
 
     node: Node
 
-    def __init__(
-        self,
-        launcher: Launcher,
-        agents: Mapping[str, Agent],
-        *,
-        period_s: float,
-        on_kept: Callable[[str, str, dict[str, Any]], None] | None,
-    ) -> None:
+    def __init__(self, launcher: Launcher, agents: Mapping[str, Agent], *, period_s: float) -> None:
+        """Start nothing yet; `node` is to be set first."""
+        self.on_kept: Callable[[str, str, dict[str, Any]], None] | None = None
+        """Told of an agent, a session, and managed state for the store to keep."""
         self._launcher = launcher
         self._agents = dict(agents)
         self._period_s = period_s
-        self._on_kept = on_kept
         self._members: dict[str, _Member] = {}
         """By location and by the name of the node: each is there twice."""
         self._begun: dict[str, SessionBegun] = {}
@@ -128,7 +123,7 @@ class Hub:
         member = _Member(location, f"node-{number}", peer)
         self._members[location] = self._members[member.name] = member
         known = [each for all_of in self.node.origin.router.instances.values() for each in all_of]
-        keeps_state = self._on_kept is not None
+        keeps_state = self.on_kept is not None
         hello = Hello(self._agents, location, number, self._period_s, keeps_state, known, [*self._begun.values()])
         try:
             await peer.open(hello)
@@ -238,8 +233,8 @@ class Hub:
         assert type(message) is Used
         if info is not None and message.uses_proxy:
             info.uses_proxy = True
-        if message.values and self._on_kept is not None:
-            self._on_kept(message.agent, message.session, message.values)
+        if message.values and self.on_kept is not None:
+            self.on_kept(message.agent, message.session, message.values)
 
     # --- ends
 

@@ -1,7 +1,8 @@
 """Instances on Ray: it starts a process for each where its resources are, and says when one is gone.
 
-Everything else stays ours: a call waits in our queues until it is to run, so it can move, be batched, be put first and be
-dropped as in one process. A cluster is one domain of trust: what travels is pickled, and who can send to it runs code.
+Everything else stays ours: a call waits in our queues until it is to run, so it can move, be batched, be put first and
+be dropped as in one process. A cluster is one domain of trust: what travels is pickled, and who can send to it runs
+code.
 """
 
 from __future__ import annotations
@@ -138,13 +139,13 @@ class RayLauncher:
 
 
 async def connect(address: str) -> RayLauncher:
-    """Enter a cluster, unless this process has: `auto`, `HOST:PORT`, or `local` for one of its own. Raises `WorkflowError`."""
+    """Enter a cluster, unless this process has: `auto`, `HOST:PORT`, or `local` for a new one. Raises `WorkflowError`."""
     if ray.is_initialized():
         return RayLauncher(is_ours=False)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     options = {"include_dashboard": False} if address == "local" else {}
     try:
-        await _in_thread(lambda: ray.init(address, logging_level="WARNING", **options))
+        await _in_thread(lambda: ray.init(address, logging_level="ERROR", **options))
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise WorkflowError(f"no Ray cluster at {address}: {error}") from error
     return RayLauncher(is_ours=True)

@@ -72,9 +72,9 @@ async def test_what_cannot_travel_fails_its_call_and_no_other() -> None:
             await call("echo", "say", threading.Lock())
         with pytest.raises(WorkflowError, match="the value cannot be sent"):
             await call("picky", "lock")
-        with pytest.raises(CallError, match=r"Strange: 1 and 2") as caught:
+        with pytest.raises(CallError, match=r"StrangeError: 1 and 2") as caught:
             await call("picky", "fail")
-        assert "raise Strange(1, 2)" in caught.value.remote_traceback
+        assert "raise StrangeError(1, 2)" in caught.value.remote_traceback
         assert caught.value.__cause__ is None, "an exception that does not come back is told by its text"
         with pytest.raises(WorkflowError, match=r"the arguments of call #\d+ cannot be read at echo/0"):
             await call("echo", "say", Unreadable())
@@ -85,7 +85,7 @@ async def test_what_cannot_travel_fails_its_call_and_no_other() -> None:
         await app.run_async(main)
 
 
-class Strange(Exception):
+class StrangeError(Exception):
     def __init__(self, one: int, two: int) -> None:
         super().__init__(f"{one} and {two}")
 
@@ -95,7 +95,7 @@ class Picky:
         return threading.Lock()
 
     async def fail(self) -> None:
-        raise Strange(1, 2)
+        raise StrangeError(1, 2)
 
 
 class Unreadable:

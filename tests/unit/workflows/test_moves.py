@@ -153,3 +153,19 @@ def test_a_session_whose_state_is_lost_fails_until_it_has_ended() -> None:
     again = model.call("managed", "s0")
     model.settle()
     assert again.outcome.error is None
+
+
+def test_a_home_that_was_lost_before_it_said_that_it_is_one_is_lost() -> None:
+    """Its word, and that of who sent the session there, may come after the news of its loss."""
+    model = moving(m.Transfer)
+    model.deliver(("managed/0", "managed/1"))
+    model.crashed = True
+    del model.machines["managed/1"]
+    for to in ("directory", "n0"):
+        model.handle(to, m.Gone("managed/1"))
+    model.deliver(("managed/1", "directory"))
+    late = model.call("managed", "s0")
+    model.broadcast("shell", m.Gone("managed/1"))
+    model.settle()
+    model.check_settled()
+    assert isinstance(late.outcome.error, LostError)

@@ -91,6 +91,8 @@ class Directory:
             self._out.append(m.Send(message.location, m.SessionEnded(message.session)))
         elif self._set(key, message.location, message.version) or self.homes[key].version == message.version:
             self._arriving.pop(key, None)
+            if self._gone.get(message.location) is False:  # it said so before it was lost
+                self._forget(key, lost_at=message.location)
             self._answer_all(key)
 
     def _set(self, key: tuple[str, str], location: str, version: int) -> bool:
