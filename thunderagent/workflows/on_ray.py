@@ -139,7 +139,10 @@ class RayLauncher:
 
 
 async def connect(address: str) -> RayLauncher:
-    """Enter a cluster, unless this process has: `auto`, `HOST:PORT`, or `local` for a new one. Raises `WorkflowError`."""
+    """Enter a cluster, unless this process has: `auto`, `HOST:PORT`, or `local` for one of its own.
+
+    Raises `WorkflowError`.
+    """
     if ray.is_initialized():
         return RayLauncher(is_ours=False)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
