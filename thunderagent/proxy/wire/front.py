@@ -22,7 +22,7 @@ from thunderagent.proxy.wire.errors import answer_of, plain_answer
 from thunderagent.proxy.wire.exchange import Exchange, KeptBody, done
 from thunderagent.proxy.wire.http11.asked import Asked
 from thunderagent.proxy.wire.http11.heads import RequestHead
-from thunderagent.proxy.wire.http11.server import Handler
+from thunderagent.proxy.wire.http11.line import Handler
 from thunderagent.proxy.wire.request_id import REQUEST_ID, REQUEST_ID_HEADER
 
 log = structlog.get_logger("thunderagent.proxy")

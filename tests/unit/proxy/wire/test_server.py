@@ -12,14 +12,15 @@ from multidict import CIMultiDict
 
 from thunderagent.proxy.wire.http11.heads import CHUNKED, MAX_HEAD_BYTES, NotHttpError, end_of_head, read_request
 from thunderagent.proxy.wire.http11.limits import Sweep
-from thunderagent.proxy.wire.http11.server import AHEAD_BYTES, Connection, Settings
+from thunderagent.proxy.wire.http11.line import Settings
+from thunderagent.proxy.wire.http11.server import AHEAD_BYTES, Connection
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from thunderagent.proxy.wire.http11.asked import Asked
     from thunderagent.proxy.wire.http11.heads import RequestHead
-    from thunderagent.proxy.wire.http11.server import Handler
+    from thunderagent.proxy.wire.http11.line import Handler
 
 DEADLINE_S = 10.0
 

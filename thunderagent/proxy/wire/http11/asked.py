@@ -8,10 +8,9 @@ written, and the connection is free for the next request then.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from email.utils import formatdate
 from time import time
-from typing import Any, Protocol
 
 from multidict import CIMultiDict, CIMultiDictProxy
 
@@ -19,6 +18,7 @@ from thunderagent.proxy.reading.target import Target
 from thunderagent.proxy.wire.exchange import KeptBody, Wait
 from thunderagent.proxy.wire.http11.chunks import Chunks
 from thunderagent.proxy.wire.http11.heads import BODILESS_STATUSES, CHUNKED, RequestHead, written
+from thunderagent.proxy.wire.http11.line import LeftError, Line, Room
 
 JOINED_BYTES = 64 * 1024
 """A larger body is not copied to stand behind its head."""
@@ -34,52 +34,6 @@ def refusal(why: str) -> bytes:
     body = f"400: {why}\n".encode()
     fields = f"Content-Type: text/plain\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
     return f"HTTP/1.1 400 Bad Request\r\n{fields}".encode() + body
-
-
-class LeftError(ConnectionResetError):
-    """The client left, or was cut off."""
-
-
-class Line(Protocol):
-    """The connection that a request came on."""
-
-    transport: asyncio.Transport | None
-    """What is written to; None once the client left."""
-    is_full: bool
-    """Whether the client takes nothing for now."""
-    closes: bool
-    """Whether it ends with the answer that is due."""
-
-    @property
-    def may_stay(self) -> bool:
-        """Whether the connection may carry another request."""
-
-    def answered(self) -> None:
-        """Hear that the last byte of the answer was written."""
-
-    def cut(self) -> None:
-        """End the connection with what was written so far."""
-
-    def pause_reading(self) -> None:
-        """Have the client wait."""
-
-    def resume_reading(self) -> None:
-        """Let more come."""
-
-    async def room(self) -> None:
-        """Return when the client has taken something. Raises `LeftError`."""
-
-
-class _Room:
-    """What is awaited before more is written; no coroutine, since it need not be awaited."""
-
-    __slots__ = ("_line",)
-
-    def __init__(self, line: Line) -> None:
-        self._line = line
-
-    def __await__(self) -> Generator[Any, Any, None]:
-        return self._line.room().__await__()
 
 
 class Asked:
@@ -303,7 +257,7 @@ class Asked:
 
     def _wait(self) -> Wait:
         line = self._line
-        return _Room(line) if line.is_full or line.transport is None else None
+        return Room(line) if line.is_full or line.transport is None else None
 
     def _over(self) -> Wait:
         self.is_over = True

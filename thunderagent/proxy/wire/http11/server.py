@@ -15,62 +15,21 @@ finish for a moment, because to close on it at once would take the answer away f
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
-from typing import Protocol, cast
+from typing import cast
 
 import structlog
 
-from thunderagent.proxy.wire.http11.asked import Asked, LeftError, refusal
-from thunderagent.proxy.wire.http11.heads import NotHttpError, RequestHead, end_of_head, read_request
-from thunderagent.proxy.wire.http11.lent import Borrower, Lent
-from thunderagent.proxy.wire.http11.limits import Sweep, notice_lost_peers
+from thunderagent.proxy.wire.http11.asked import Asked, refusal
+from thunderagent.proxy.wire.http11.heads import NotHttpError, end_of_head, read_request
+from thunderagent.proxy.wire.http11.lent import Lent
+from thunderagent.proxy.wire.http11.limits import notice_lost_peers
+from thunderagent.proxy.wire.http11.line import Handler, LeftError, Settings
 from thunderagent.proxy.wire.http11.waiting import Waiting
 
 log = structlog.get_logger("thunderagent.http")
 
 AHEAD_BYTES = 64 * 1024
 """Of requests that come before the one before them was answered, so much is kept."""
-
-Handler = Callable[[Asked], Awaitable[None]]
-
-
-class Router(Protocol):
-    """Says who answers what."""
-
-    def handler(self, head: RequestHead) -> Handler | None:
-        """Return who answers a request of ours; None for one that is not ours."""
-
-    def borrower(self) -> Borrower:
-        """Return a protocol that answers one request which is not ours."""
-
-
-@dataclass(slots=True, eq=False)
-class Settings:
-    """What all connections of a server share."""
-
-    router: Router
-    sweep: Sweep
-    idle_s: float = 75.0
-    """For a head to come, from the first moment or the last answer on."""
-    stall_s: float = 120.0
-    """A client that takes nothing of its answer for so long is cut off."""
-    connections: set[Connection] = field(default_factory=set)
-    is_closing: bool = False
-    """Whether each answer is its connection's last."""
-    _closed: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def ended(self, connection: Connection) -> None:
-        """Hear that a connection is closed."""
-        self.connections.discard(connection)
-        if not self.connections:
-            self._closed.set()
-
-    async def all_closed(self) -> None:
-        """Return when no connection is open."""
-        while self.connections:
-            self._closed.clear()
-            await self._closed.wait()
 
 
 class Connection(asyncio.Protocol):
