@@ -24,12 +24,13 @@ from thunderagent.proxy.reading.body_fields import (
     SIDE_CALL_TOKEN_FIELDS,
     UNREAD,
     BodyFields,
+    media_in,
     read_fields,
 )
 from thunderagent.proxy.reading.dialects.base import Dialect
 from thunderagent.proxy.reading.dialects.openai import OpenAI
 from thunderagent.proxy.reading.json_splice import has_member, remove_member, set_include_usage
-from thunderagent.proxy.reading.media import NO_MEDIA, MediaFound, media_of
+from thunderagent.proxy.reading.media import NO_MEDIA, MediaFound
 from thunderagent.proxy.reading.outline import Outline
 from thunderagent.proxy.reading.prefix import holds_token_ids, prefix_of
 
@@ -213,7 +214,7 @@ def identify(
     program_class = _id_of(headers, (CLASS_HEADER,), "program class") if headers.get(CLASS_HEADER) else ""
     has_whole_prompt = fields.previous_response_id is None
     may_be_a_program = program_id is not None or rules.infers_programs
-    media = media_of(outline.text, fields.model)
+    media = media_in(outline.text, fields)
     prefix: tuple[PrefixCut, ...] = ()
     if may_be_a_program and has_whole_prompt and rules.reads_prefixes:
         prefix = prefix_of(fields, outline, has_media=bool(media.size_bytes))
