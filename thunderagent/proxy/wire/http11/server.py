@@ -5,7 +5,8 @@ Theory of operation
 A connection reads one head, and asks whose it is. What is ours becomes an `Asked` and a task that answers it; the rest
 is lent to another protocol, aiohttp's, with the bytes as they came (`lent.py`). Where a request ends is read here
 alone: what comes after it waits here until it is answered. Of that, a little is kept. A client that sends more ahead
-than that has to come again on another connection.
+than that waits, and nothing is read of it, so that it left cannot be read either: until its answer begins it is asked
+now and then, as one that ended its requests is (`waiting.py`); after that, what it is sent would be refused.
 
 What is no HTTP that all servers read the same way is answered 400, and the connection closes. So it does after an
 answer to a request whose body has not come: what still comes would be read as the next request. Such a client is let
@@ -29,7 +30,7 @@ from thunderagent.proxy.wire.http11.waiting import Waiting
 log = structlog.get_logger("thunderagent.http")
 
 AHEAD_BYTES = 64 * 1024
-"""Of requests that come before the one before them was answered, so much is kept."""
+"""Who has sent more than this before the request before it was answered waits."""
 
 
 class Connection(asyncio.Protocol):
@@ -51,6 +52,8 @@ class Connection(asyncio.Protocol):
         """Whether it ends with the answer that is due."""
         self._is_lingering = False
         self._is_paused = False
+        self._is_ahead = False
+        """Whether the client has sent so much ahead that it waits until its request is answered."""
         self.is_full = False
         self._room: asyncio.Future[None] | None = None
 
@@ -166,8 +169,8 @@ class Connection(asyncio.Protocol):
             self.transport.pause_reading()
 
     def resume_reading(self) -> None:
-        """Let more come."""
-        if self._is_paused:
+        """Let more come, unless the client is too far ahead."""
+        if self._is_paused and not self._is_ahead:
             self._is_paused = False
             if self.transport is not None:
                 self.transport.resume_reading()
@@ -177,6 +180,7 @@ class Connection(asyncio.Protocol):
         asked, self._asked, self._task = self._asked, None, None
         if self.transport is None or self._waiting is None:
             return
+        self._is_ahead = False
         self.resume_reading()
         if self.closes or self._settings.is_closing:
             self._end(is_whole=asked is None or asked.is_whole)
@@ -256,11 +260,18 @@ class Connection(asyncio.Protocol):
         return True
 
     def _keep(self, data: bytes) -> None:
-        """Keep what came ahead, or else end with the answer that is due."""
-        if len(self._buffer) + len(data) <= AHEAD_BYTES and not self.closes:
-            self._buffer += data
-        else:
+        """Keep what came ahead; a client that is too far ahead waits. What follows its last request is not kept."""
+        self._buffer = b"" if self.closes else self._buffer + data
+        due = self._asked or self._lent
+        if len(self._buffer) <= AHEAD_BYTES or self._is_ahead or due is None:
+            return
+        if not due.head.is_http_11:  # it cannot be asked whether it is still there
             self._buffer, self.closes = b"", True
+            return
+        self._is_ahead = True
+        self.pause_reading()
+        assert self._waiting is not None
+        self._waiting.for_sign(due)
 
     def _refuse(self, error: NotHttpError) -> None:
         """Answer what is no HTTP, or cut an answer that has begun, and end."""
