@@ -62,6 +62,8 @@ class Forwarding:
     def headers_of(self, exchange: Exchange, record: Record) -> CIMultiDict[str]:
         """Return the headers that a turn goes to an engine with."""
         headers = forwarded_request_headers(exchange.headers)
+        if exchange.channel is not None:
+            headers["Connection"], headers["Upgrade"] = "Upgrade", exchange.headers["Upgrade"]
         if self._names_programs and record.turn.program_id is not None:
             headers["X-Session-ID"] = record.turn.program_id
         return headers
@@ -116,7 +118,7 @@ class Forwarding:
                 record.method,
                 record.target.sent,
                 headers,
-                body,
+                body or None,
                 may_repeat=not record.turn.is_unknown,
             )
 

@@ -25,9 +25,10 @@ from thunderagent.proxy.reading.usage import StreamUsage
 from thunderagent.proxy.turns.forward import Forwarding
 from thunderagent.proxy.turns.record import Record
 from thunderagent.proxy.watch.turn_metrics import TurnMetrics
-from thunderagent.proxy.wire.exchange import Exchange, Wait, done
+from thunderagent.proxy.wire.exchange import Channel, Exchange, Wait, done
 from thunderagent.proxy.wire.headers import forwarded_response_headers, lead_back
 from thunderagent.proxy.wire.http11.answers import Answer
+from thunderagent.proxy.wire.http11.heads import CHANGES_PROTOCOL
 
 PROGRESS_PERIOD_S = 1.0
 """The scheduler hears at most so often how far a stream has come."""
@@ -54,6 +55,9 @@ class Relay:
     async def relay(self, exchange: Exchange, record: Record, lease: OpenLease, upstream: Answer) -> None:
         """Relay an answer whose head has come. Raises `ReplicaError` if it breaks off before its client heard of it."""
         granted, record.status = lease.granted, upstream.status
+        if upstream.status == CHANGES_PROTOCOL and exchange.channel is not None:
+            await self._converse(exchange, exchange.channel, record, lease, upstream)
+            return
         streams = upstream.content_type == "text/event-stream"
         headers = forwarded_response_headers(upstream.headers, keep_length=not streams)
         lead_back(headers, granted.url, granted.replica_id, record.target)
@@ -103,6 +107,24 @@ class Relay:
         record.tool = streamed.tool_calls.key()
         self._end_lease(record, lease)
         await done(exchange.end())
+
+    async def _converse(
+        self, exchange: Exchange, client: Channel, record: Record, lease: OpenLease, upstream: Answer
+    ) -> None:
+        """Carry what both sides of a websocket say, until one of them closes; who that is closes the other."""
+        headers = forwarded_response_headers(upstream.headers, keep_length=True)
+        headers.update(record.headers())
+        lease.started()
+        await done(exchange.begin(upstream.status, upstream.reason, headers))
+        upstream.converse(client)
+        try:
+            await self._client.pipe(lease.granted.replica_id, upstream, exchange.write)
+        except ReplicaError as error:
+            record.outcome = "failed"
+            self._forwarding.failed(lease, error)
+        else:
+            self._end_lease(record, lease)
+        exchange.cut()
 
     def keep_id(self, replica_id: str) -> KeepId:
         """Return what remembers which answers a replica made."""
