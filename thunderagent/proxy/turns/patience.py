@@ -12,12 +12,14 @@ from collections.abc import Mapping
 from math import inf
 from typing import NamedTuple
 
+from multidict import istr
+
 from thunderagent.errors import RequestError
 
-PATIENCE_HEADER = "X-Program-Patience"
-TIMEOUT_HEADERS = ("X-Stainless-Read-Timeout", "X-Stainless-Timeout")
-RETRY_HEADER = "X-Stainless-Retry-Count"
-IDEMPOTENCY_HEADER = "Idempotency-Key"
+PATIENCE_HEADER = istr("X-Program-Patience")
+TIMEOUT_HEADERS = (istr("X-Stainless-Read-Timeout"), istr("X-Stainless-Timeout"))
+RETRY_HEADER = istr("X-Stainless-Retry-Count")
+IDEMPOTENCY_HEADER = istr("Idempotency-Key")
 
 LARGEST_COUNT = 1000
 
@@ -46,11 +48,11 @@ def patience_of(headers: Mapping[str, str], default_s: float | None = None) -> P
             if name in headers and (said_s := _seconds(headers[name])) is not None:
                 patience_s, counts_bytes = said_s, name == TIMEOUT_HEADERS[0]
                 break
-    return Patience(patience_s, counts_bytes, _retry_count(headers), headers.get(IDEMPOTENCY_HEADER, ""))
+    retry_count = _retry_count(headers[RETRY_HEADER]) if RETRY_HEADER in headers else 0
+    return Patience(patience_s, counts_bytes, retry_count, headers.get(IDEMPOTENCY_HEADER, ""))
 
 
-def _retry_count(headers: Mapping[str, str]) -> int:
-    text = headers.get(RETRY_HEADER, "")
+def _retry_count(text: str) -> int:
     return min(LARGEST_COUNT, int(text)) if text.isascii() and text.isdigit() and len(text) < 10 else 0
 
 
