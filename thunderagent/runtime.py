@@ -128,6 +128,8 @@ _OF_REPLICAS = (
 )
 """Events after which the replicas that they are about are pushed."""
 
+_KINDS_OF_REPLICAS = frozenset(_OF_REPLICAS)
+
 
 class Runtime:
     """Owner of the scheduler. All methods belong to one event loop."""
@@ -534,9 +536,12 @@ class Runtime:
             self._crashed.set()
             log.critical("scheduler_crashed", on_event=repr(event), exc_info=True)
             raise
-        if type(event) in _OF_REPLICAS:
+        about, by_kind = type(event), self._observers_by_kind
+        if about in _KINDS_OF_REPLICAS:
             self._push(event)
+        is_heard: object = by_kind.get(about, True)  # until that was found out, somebody may
         for decision in decisions:
+            is_heard = is_heard or by_kind.get(type(decision), True)
             self.decision_counts[type(decision), decision.reason] += 1
             if type(decision) is Grant:
                 waiter = self._waiters.get(decision.turn_id)
@@ -544,8 +549,9 @@ class Runtime:
                     waiter.set_result(decision)
             else:
                 self._carry_out(decision)
-        for _, observer in self._observers_of(event, decisions):
-            observer(event, decisions)
+        if is_heard:
+            for _, observer in self._observers_of(event, decisions):
+                observer(event, decisions)
         if self._event_log is not None:
             self._log_events(lambda event_log: event_log.write(event, decisions))
         return decisions
@@ -582,8 +588,9 @@ class Runtime:
         self._log_events(EventLogWriter.flush)
 
     def _begin(self, grant: Grant, held_s: float) -> OpenLease:
+        if not self.leases_count:
+            self._no_lease_left.clear()
         self.leases_count += 1
-        self._no_lease_left.clear()
         turn = self.scheduler.turns.get(grant.turn_id)
         program = turn.program if turn is not None else None
         lease = Lease(

@@ -28,7 +28,8 @@ from thunderagent.proxy.gate.admin_port import MUST_NAME
 from thunderagent.proxy.gate.bodies import Report, read_model, report_response
 from thunderagent.proxy.gate.keys import check_admin
 from thunderagent.proxy.gate.tenancy import Tenancy
-from thunderagent.proxy.reading.identity import Tokens, check_program_id, outcome_of
+from thunderagent.proxy.reading.header_words import check_program_id, outcome_of
+from thunderagent.proxy.reading.identity import Tokens
 from thunderagent.proxy.watch.metrics import exposition
 from thunderagent.runtime import Runtime
 

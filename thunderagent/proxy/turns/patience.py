@@ -15,16 +15,17 @@ from collections.abc import Mapping
 from math import inf
 from typing import NamedTuple
 
+from multidict import istr
+
 from thunderagent.errors import RequestError
 from thunderagent.leases import TurnHint
 from thunderagent.programs.model.hints import OFFLOAD, RETAIN
 
-PATIENCE_HEADER = "X-Program-Patience"
-TIMEOUT_HEADERS = ("X-Stainless-Read-Timeout", "X-Stainless-Timeout")
-RETRY_HEADER = "X-Stainless-Retry-Count"
-IDEMPOTENCY_HEADER = "Idempotency-Key"
-
-HINT_HEADER = "X-Program-Hint"
+PATIENCE_HEADER = istr("X-Program-Patience")
+TIMEOUT_HEADERS = (istr("X-Stainless-Read-Timeout"), istr("X-Stainless-Timeout"))
+RETRY_HEADER = istr("X-Stainless-Retry-Count")
+IDEMPOTENCY_HEADER = istr("Idempotency-Key")
+HINT_HEADER = istr("X-Program-Hint")
 
 LARGEST_COUNT = 1000
 
@@ -55,8 +56,9 @@ def patience_of(headers: Mapping[str, str], default_s: float | None = None) -> P
             if name in headers and (said_s := _seconds(headers[name])) is not None:
                 patience_s, counts_bytes = said_s, name == TIMEOUT_HEADERS[0]
                 break
+    retry_count = _retry_count(headers[RETRY_HEADER]) if RETRY_HEADER in headers else 0
     hint = hint_of(headers[HINT_HEADER]) if HINT_HEADER in headers else None
-    return Patience(patience_s, counts_bytes, _retry_count(headers), headers.get(IDEMPOTENCY_HEADER, ""), hint)
+    return Patience(patience_s, counts_bytes, retry_count, headers.get(IDEMPOTENCY_HEADER, ""), hint)
 
 
 def hint_of(text: str) -> TurnHint:
@@ -80,8 +82,7 @@ def _wrong_hint(text: str) -> RequestError:
     return RequestError(f"{HINT_HEADER} is like {example}, or keep=retain or keep=offload, not {text[:100]!r}")
 
 
-def _retry_count(headers: Mapping[str, str]) -> int:
-    text = headers.get(RETRY_HEADER, "")
+def _retry_count(text: str) -> int:
     return min(LARGEST_COUNT, int(text)) if text.isascii() and text.isdigit() and len(text) < 10 else 0
 
 

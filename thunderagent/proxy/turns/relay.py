@@ -15,13 +15,12 @@ from thunderagent.errors import ReplicaError
 from thunderagent.leases import OpenLease
 from thunderagent.proxy.fleet.client import ReplicaClient
 from thunderagent.proxy.fleet.made_answers import MadeAnswers
-from thunderagent.proxy.reading.answers import read_answer
+from thunderagent.proxy.reading.answers import StreamUsage, read_answer
 from thunderagent.proxy.reading.dialects import Usage
 from thunderagent.proxy.reading.dialects.base import KeepId
 from thunderagent.proxy.reading.inference import Inference
-from thunderagent.proxy.reading.outline import LARGE_BODY_BYTES, read_aside
+from thunderagent.proxy.reading.outline import LARGE_BODY_BYTES
 from thunderagent.proxy.reading.tool_calls import StreamToolCalls
-from thunderagent.proxy.reading.usage import StreamUsage
 from thunderagent.proxy.turns.forward import Forwarding
 from thunderagent.proxy.turns.record import Record
 from thunderagent.proxy.watch.turn_metrics import TurnMetrics
@@ -65,7 +64,9 @@ class Relay:
         if record.held_stream is not None and exchange.begun:
             await record.held_stream.refuse(body)  # the head of a stream was sent: it is told as an event
         else:
-            await done(exchange.answer(upstream.status, upstream.reason, headers, body))
+            wait = exchange.answer(upstream.status, upstream.reason, headers, body)
+            if wait is not None:
+                await wait
 
     async def _read(self, record: Record, lease: OpenLease, upstream: Answer) -> bytes:
         """Read an answer to its end, end the lease, and return it unchanged."""
@@ -75,9 +76,10 @@ class Relay:
             self._forwarding.failed(lease, error)
             raise
         if upstream.status < 400:
-            keep_id = partial(self._made.keep, replica_id=lease.granted.replica_id)
+            keep_id = self.keep_id(lease.granted.replica_id)
             read = partial(_read_answer, record, body, upstream.headers.get("Content-Encoding"), keep_id)
-            record.usage, record.tool = await read_aside(read, len(body))
+            is_small = len(body) <= LARGE_BODY_BYTES
+            record.usage, record.tool = read() if is_small else await asyncio.to_thread(read)
         self._end_lease(record, lease)
         return body
 
@@ -119,7 +121,8 @@ class Relay:
         if record.status is not None and record.status < 400:
             record.outcome = "finished"
             lease.finished(*record.usage, record.tool)
-            self.remember(record)
+            if record.chain is not None:
+                self.remember(record)
         else:
             record.outcome = "refused"
             lease.refused()
