@@ -11,7 +11,7 @@ from thunderagent.errors import RequestError
 from thunderagent.leases import TurnHint
 from thunderagent.proxy.gate.bodies import Report, read_model, report_response
 from thunderagent.proxy.gate.tenancy import Tenancy
-from thunderagent.proxy.reading.identity import check_program_id
+from thunderagent.proxy.reading.header_words import check_program_id
 from thunderagent.runtime import Runtime
 
 
