@@ -40,7 +40,7 @@ from thunderagent.errors import (
     TurnAbortedError,
 )
 from thunderagent.event_log import EventLogWriter
-from thunderagent.leases import UNBOUNDED, Lease, OpenLease, ReplicaMap, ReplicaState, TurnAsk, TurnEnd
+from thunderagent.leases import UNBOUNDED, Lease, OpenLease, ReplicaMap, ReplicaState, TurnAsk, TurnEnd, TurnHint
 from thunderagent.programs.model.decisions import (
     Decision,
     Grant,
@@ -53,6 +53,7 @@ from thunderagent.programs.model.decisions import (
 from thunderagent.programs.model.events import (
     Event,
     PinnedTurnArrived,
+    ProgramHinted,
     ProgramJudged,
     ProgramOpened,
     ProgramReleased,
@@ -196,6 +197,8 @@ class Runtime:
             self._superseded_ids.add(ask.supersedes_id)
         arrived_s = self.now_s()
         decisions = self.dispatch(_arrival(ask, arrived_s))
+        if ask.hint is not None and ask.program_id is not None:
+            self.hint(ask.program_id, ask.hint)
         for decision in reversed(decisions):
             if type(decision) is Grant and decision.turn_id == turn_id:
                 return self._begin(decision, 0.0)
@@ -405,6 +408,14 @@ class Runtime:
         """Say that a program's tool is through, `inferred` if its client did not; False if there is no such program."""
         self.dispatch(ToolEnded(self.now_s(), program_id, inferred))
         return self.scheduler.programs.get(program_id) is not None
+
+    def hint(self, program_id: str, hint: TurnHint, branch_id: str = "") -> bool:
+        """Say what a client says of a program's next turn; False if there is no such program."""
+        known = self.scheduler.programs.get(program_id) is not None
+        if known:
+            said = (hint.next_turn_in_s, hint.confidence_ratio, hint.keep)
+            self.dispatch(ProgramHinted(self.now_s(), program_id, *said, branch_id))
+        return known
 
     def replica_polled(
         self,

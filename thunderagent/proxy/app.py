@@ -18,6 +18,7 @@ from thunderagent.errors import (
     ThunderAgentError,
 )
 from thunderagent.proxy.admin.admin import Admin
+from thunderagent.proxy.admin.between_turns import BetweenTurns
 from thunderagent.proxy.admin.configuration import ConfigurationHandlers, Reloads
 from thunderagent.proxy.admin.dashboard import Dashboard
 from thunderagent.proxy.admin.keys import KeyHandlers
@@ -179,6 +180,7 @@ def build_app(
         *weight_sync.routes(),
         *leases.routes(),
         *SandboxHandlers(sandboxes, tenancy).routes(),
+        *BetweenTurns(runtime, tenancy).routes(),
         *Admin(runtime, replicas, registry, tenancy, sandboxes, turn_settings.identity.tokens).routes(),
         *ReplicaHandlers(runtime, replicas, discovery).routes(),
         *Primitives(runtime, provisioner).routes(),

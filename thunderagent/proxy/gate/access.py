@@ -71,6 +71,7 @@ ROUTES: tuple[tuple[Access, str, str], ...] = (
     (DATA, "DELETE", "/programs/{}"),
     (DATA, "POST", "/programs/{}/tools/start"),
     (DATA, "POST", "/programs/{}/tools/end"),
+    (DATA, "POST", "/programs/{}/hints"),
     (DATA, "GET POST", "/programs/{}/sandboxes"),
     (DATA, "DELETE", "/programs/{}/sandboxes/{}"),
     (DATA, "GET", "/sandboxes/events"),  # of all programs: the handler asks for an admin key

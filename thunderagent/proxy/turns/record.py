@@ -168,4 +168,5 @@ def ask_for(
         pinned_replica_id=record.chosen_id,
         wanted_replica_id=record.maker_id or home_id,
         abortable=is_abortable(record.target.engine_path, has_token_prompt=turn.has_token_prompt),
+        hint=attempt.patience.hint,
     )
