@@ -132,8 +132,11 @@ class Turns:
         """
         arrived_s, target = monotonic(), exchange.target
         tenancy = self._tenancy if self._tenancy.applies else None
-        read = partial(read_turn, exchange, self._settings.identity, tenancy, chosen_id)
-        turn, prompt = read() if len(exchange.body) <= LARGE_BODY_BYTES else await asyncio.to_thread(read)
+        what = exchange, self._settings.identity, tenancy, chosen_id
+        if len(exchange.body) <= LARGE_BODY_BYTES:
+            turn, prompt = read_turn(*what)
+        else:
+            turn, prompt = await asyncio.to_thread(read_turn, *what)
         turn = self._of_program(exchange, turn, prompt, tenancy)
         dialect = TURN_DIALECTS.get(target.spelt) or dialect_of(target.spelt)
         record = Record(turn, exchange.method, target, dialect, arrived_s, exchange.body, prompt, chosen_id)
