@@ -94,7 +94,7 @@ class Vllm:
 
 
 class Sglang:
-    """SGLang, whose package is for GPUs: its scheduler, radix cache and server as they are, on PyTorch's own attention."""
+    """SGLang, whose package is for GPUs: its scheduler, cache and server as they are, on PyTorch's own attention."""
 
     version = "0.5.23"
     module = "sglang.launch_server"

@@ -8,7 +8,8 @@ starts a fresh proxy and an empty prefix cache. Runs with one seed have the same
 turns at going first. `held` is the part of the time that turns ran in which the proxy held them, `idle` the part of all
 time in which the engine had no turn while some waited, `least ratio` the least part of the capacity that could be
 claimed. `--stock-flags` takes an engine that does not tell cached tokens for each turn, `--slow 0.33` lets it have a
-third of its core, `--engine sglang` takes an SGLang. The table goes to the terminal, all figures to `benchmarks/results/<name>.json`.
+third of its core, `--engine sglang` takes an SGLang. The table goes to the terminal, all figures to
+`benchmarks/results/<name>.json`.
 """
 
 from __future__ import annotations

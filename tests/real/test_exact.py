@@ -8,7 +8,7 @@ import httpx2
 import pytest
 
 from benchmarks.engine_kinds import MODEL_NAME
-from tests.real.support import CHAT, COMPLETIONS, assert_same, chat, completion, words
+from tests.real.support import CHAT, COMPLETIONS, ask, assert_same, chat, completion, words
 
 if TYPE_CHECKING:
     from benchmarks.processes import Server
