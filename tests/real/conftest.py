@@ -1,4 +1,4 @@
-"""Two real vLLM engines for the whole session, the proxy as a process in front of them, and a real Docker engine."""
+"""Real engines for the whole session, the proxy as a process in front of them, and a real Docker engine."""
 
 from __future__ import annotations
 

@@ -107,6 +107,11 @@ async def load_of(direct: httpx2.AsyncClient) -> Json:
     return dict(load)
 
 
+def heard_count(engine: RealEngine, path: str) -> int:
+    """Return how often the engine has answered 200 to a notice, by its own log."""
+    return engine.log_path.read_text().count(f'"POST {path} HTTP/1.1" 200')
+
+
 async def until_in_engine(direct: httpx2.AsyncClient, running_count: int, waiting_count: int) -> None:
     async def are_there() -> bool:
         load = await load_of(direct)
@@ -275,10 +280,15 @@ async def assert_it_ends(client: httpx2.AsyncClient | None, direct: httpx2.Async
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_leaving_a_turn_that_runs_ends_it(
-    client: httpx2.AsyncClient, direct: httpx2.AsyncClient, stream: bool
+    engine: RealEngine, client: httpx2.AsyncClient, direct: httpx2.AsyncClient, stream: bool
 ) -> None:
-    """In mid-stream, or with nothing of a whole answer come: the engine counts an abort."""
-    aborted = (await metrics(direct, "")).get("sglang:num_aborted_requests_total", 0)
+    """In mid-stream, or with nothing of a whole answer come: the engine is told, and counts an abort."""
+
+    async def is_told() -> bool:
+        return heard_count(engine, "/abort_request") > told_count
+
+    aborted_count = (await metrics(direct, "")).get("sglang:num_aborted_requests_total", 0)
+    told_count = heard_count(engine, "/abort_request")
     if stream:
         body = chat(words(50, seed=9), OUTPUT_TOKENS, program_id="leaver", stream=True)
         async with client.stream("POST", CHAT, json=body) as response:
@@ -289,7 +299,8 @@ async def test_leaving_a_turn_that_runs_ends_it(
         async with long_turn(client, "leaver"):
             await until_in_engine(direct, 1, 0)
     await assert_it_ends(client, direct)
-    assert (await metrics(direct, ""))["sglang:num_aborted_requests_total"] == aborted + 1
+    assert (await metrics(direct, ""))["sglang:num_aborted_requests_total"] == aborted_count + 1
+    await until(is_told)
 
 
 async def test_leaving_before_the_first_byte_ends_a_turn_that_waits_in_the_engine(
@@ -363,8 +374,13 @@ async def test_memory_of_a_program_stays_until_it_is_released(
     assert await cached_tokens(program_id="tagged") == 0
     await fill(direct, 1000)
     assert await cached_tokens(program_id="tagged") == 599
+    told_count = heard_count(engine, "/close_session")
     await client.post("/programs/release", json={"program_id": "tagged"})
-    await asyncio.sleep(1.0)  # nothing says when the engine has heard of it
+
+    async def is_told() -> bool:
+        return heard_count(engine, "/close_session") > told_count
+
+    await until(is_told)
     await fill(direct, 2000)
     assert await cached_tokens() == 0
 
