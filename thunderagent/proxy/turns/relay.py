@@ -15,19 +15,19 @@ from thunderagent.errors import ReplicaError
 from thunderagent.leases import OpenLease
 from thunderagent.proxy.fleet.client import ReplicaClient
 from thunderagent.proxy.fleet.made_answers import MadeAnswers
-from thunderagent.proxy.reading.answers import read_answer
+from thunderagent.proxy.reading.answers import StreamUsage, read_answer
 from thunderagent.proxy.reading.dialects import Usage
 from thunderagent.proxy.reading.dialects.base import KeepId
 from thunderagent.proxy.reading.inference import Inference
-from thunderagent.proxy.reading.outline import LARGE_BODY_BYTES, read_aside
+from thunderagent.proxy.reading.outline import LARGE_BODY_BYTES
 from thunderagent.proxy.reading.tool_calls import StreamToolCalls
-from thunderagent.proxy.reading.usage import StreamUsage
 from thunderagent.proxy.turns.forward import Forwarding
 from thunderagent.proxy.turns.record import Record
 from thunderagent.proxy.watch.turn_metrics import TurnMetrics
-from thunderagent.proxy.wire.exchange import Exchange, Wait, done
+from thunderagent.proxy.wire.exchange import Channel, Exchange, Wait, done
 from thunderagent.proxy.wire.headers import forwarded_response_headers, lead_back
 from thunderagent.proxy.wire.http11.answers import Answer
+from thunderagent.proxy.wire.http11.heads import CHANGES_PROTOCOL
 
 PROGRESS_PERIOD_S = 1.0
 """The scheduler hears at most so often how far a stream has come."""
@@ -54,6 +54,9 @@ class Relay:
     async def relay(self, exchange: Exchange, record: Record, lease: OpenLease, upstream: Answer) -> None:
         """Relay an answer whose head has come. Raises `ReplicaError` if it breaks off before its client heard of it."""
         granted, record.status = lease.granted, upstream.status
+        if upstream.status == CHANGES_PROTOCOL and exchange.channel is not None:
+            await self._converse(exchange, exchange.channel, record, lease, upstream)
+            return
         streams = upstream.content_type == "text/event-stream"
         headers = forwarded_response_headers(upstream.headers, keep_length=not streams)
         lead_back(headers, granted.url, granted.replica_id, record.target)
@@ -65,7 +68,9 @@ class Relay:
         if record.held_stream is not None and exchange.begun:
             await record.held_stream.refuse(body)  # the head of a stream was sent: it is told as an event
         else:
-            await done(exchange.answer(upstream.status, upstream.reason, headers, body))
+            wait = exchange.answer(upstream.status, upstream.reason, headers, body)
+            if wait is not None:
+                await wait
 
     async def _read(self, record: Record, lease: OpenLease, upstream: Answer) -> bytes:
         """Read an answer to its end, end the lease, and return it unchanged."""
@@ -75,9 +80,10 @@ class Relay:
             self._forwarding.failed(lease, error)
             raise
         if upstream.status < 400:
-            keep_id = partial(self._made.keep, replica_id=lease.granted.replica_id)
+            keep_id = self.keep_id(lease.granted.replica_id)
             read = partial(_read_answer, record, body, upstream.headers.get("Content-Encoding"), keep_id)
-            record.usage, record.tool = await read_aside(read, len(body))
+            is_small = len(body) <= LARGE_BODY_BYTES
+            record.usage, record.tool = read() if is_small else await asyncio.to_thread(read)
         self._end_lease(record, lease)
         return body
 
@@ -104,6 +110,24 @@ class Relay:
         self._end_lease(record, lease)
         await done(exchange.end())
 
+    async def _converse(
+        self, exchange: Exchange, client: Channel, record: Record, lease: OpenLease, upstream: Answer
+    ) -> None:
+        """Carry what both sides of a websocket say, until one of them closes; who that is closes the other."""
+        headers = forwarded_response_headers(upstream.headers, keep_length=True)
+        headers.update(record.headers())
+        lease.started()
+        await done(exchange.begin(upstream.status, upstream.reason, headers))
+        upstream.converse(client)
+        try:
+            await self._client.pipe(lease.granted.replica_id, upstream, exchange.write)
+        except ReplicaError as error:
+            record.outcome = "failed"
+            self._forwarding.failed(lease, error)
+        else:
+            self._end_lease(record, lease)
+        exchange.cut()
+
     def keep_id(self, replica_id: str) -> KeepId:
         """Return what remembers which answers a replica made."""
         return partial(self._made.keep, replica_id=replica_id)
@@ -119,7 +143,8 @@ class Relay:
         if record.status is not None and record.status < 400:
             record.outcome = "finished"
             lease.finished(*record.usage, record.tool)
-            self.remember(record)
+            if record.chain is not None:
+                self.remember(record)
         else:
             record.outcome = "refused"
             lease.refused()
