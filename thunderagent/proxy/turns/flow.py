@@ -132,8 +132,11 @@ class Turns:
         """
         arrived_s, target = monotonic(), exchange.target
         tenancy = self._tenancy if self._tenancy.applies else None
-        read = partial(read_turn, exchange, self._settings.identity, tenancy, chosen_id)
-        turn, prompt = read() if len(exchange.body) <= LARGE_BODY_BYTES else await asyncio.to_thread(read)
+        what = exchange, self._settings.identity, tenancy, chosen_id
+        if len(exchange.body) <= LARGE_BODY_BYTES:
+            turn, prompt = read_turn(*what)
+        else:
+            turn, prompt = await asyncio.to_thread(read_turn, *what)
         turn = self._of_program(exchange, turn, prompt, tenancy)
         dialect = TURN_DIALECTS.get(target.spelt) or dialect_of(target.spelt)
         record = Record(turn, exchange.method, target, dialect, arrived_s, exchange.body, prompt, chosen_id)
@@ -218,7 +221,9 @@ class Turns:
                 self._metrics.observe_hold(granted.held_s)
                 self._metrics.observe_added(monotonic() - record.arrived_s - record.held_s)
                 authorization = headers.get("Authorization")
-                named = await forwarding.named(record, granted.replica_id, authorization)
+                named = None
+                if forwarding.names(granted.replica_id):
+                    named = await forwarding.named(record, granted.replica_id, authorization)
                 body = record.turn.body if named is None else named.body
                 try:
                     try:

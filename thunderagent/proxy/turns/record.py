@@ -114,7 +114,7 @@ class Record:
             outcome=self.outcome,
             status=self.status,
             reason=self.reason,
-            held_s=round(self.held_s, 4),
+            held_s=round(self.held_s, 4) if self.held_s else 0.0,
             duration_s=round(duration_s, 4),
             tries_count=self.tries_count,
             prompt_tokens=prompt_tokens,
