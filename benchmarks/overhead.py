@@ -25,10 +25,10 @@ from typing import Any
 
 import uvloop
 
+from benchmarks.environments import RealEngineError, ensure_environment
 from benchmarks.instant import chat_requests, drive, instant_engine
 from benchmarks.machine import save_results
 from benchmarks.processes import resident_mb
-from benchmarks.real_engine import RealEngineError, ensure_environment
 from thunderagent.serving import raise_file_limit
 
 PROGRAMS_COUNT = 1000
