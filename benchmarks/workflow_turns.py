@@ -35,7 +35,7 @@ WORKERS_FACTOR = 4
 """Instances are workers here, not GPUs: all share the engine."""
 SANDBOXES_COUNT = 10
 MEMORY_TOKENS = {"short": 100_000, "ample": 2_000_000}
-RATES_PER_S = {"financial": 0.5, "router": 8.0, "software": 0.5}
+RATES_PER_S = {"software": 0.5, "financial": 0.5, "router": 8.0}
 COUNT = 40
 """Sessions of a run."""
 
@@ -43,11 +43,12 @@ COUNT = 40
 class Rig:
     """The engine, and the runtime whose leases its turns take."""
 
-    def __init__(self, loop: VirtualLoop, kv_tokens: int, policy: str, policy_args: dict[str, object]) -> None:
+    def __init__(self, loop: VirtualLoop, kv_tokens: int, hints: str) -> None:
         """Begin at the loop's time, with one replica that is up."""
         self.loop = loop
+        self.hints = hints
         self.engine = Engine(EngineConfig(kv_tokens, timing=profile(PROFILE), max_num_batched_tokens=8192))
-        self.runtime = Runtime(Scheduler(load_policy(policy, policy_args)), clock=loop.time)
+        self.runtime = Runtime(Scheduler(load_policy("breakeven")), clock=loop.time)
         self.runtime.replica_polled("engine", kv_tokens, None)
         self.runtime.replica_up("engine", kv_tokens)
         self.space = TokenSpace(16)
@@ -97,7 +98,9 @@ class Rig:
         context.append(answer_tokens)
 
     def say(self, session: str, said: dict[str, Any]) -> None:
-        """Take a hint as `POST /programs/{id}/hints` does."""
+        """Take a hint as `POST /programs/{id}/hints` does, if its kind is on."""
+        if self.hints == "branches" and "branch" not in said:
+            return
         hint = TurnHint(said.get("next_turn_in_s"), said.get("confidence", 1.0), said.get("keep", ""))
         self.runtime.hint(session, hint, said.get("branch", ""))
 
@@ -150,31 +153,35 @@ def agents_of(agents: dict[str, Any], *, has_sandboxes: bool) -> dict[str, Any]:
     return found
 
 
-CHOICES: dict[str, tuple[bool, tuple[str, ...], bool]] = {
-    "static, sticky, FCFS": (True, (), False),
-    "default and srtf": (False, (*DEFAULTS, "srtf"), False),
-    "default and srtf, hints": (False, (*DEFAULTS, "srtf"), True),
+ADAPTIVE = (*DEFAULTS, "srtf")
+CHOICES: dict[str, tuple[bool, tuple[str, ...], str]] = {
+    "static, sticky, FCFS": (True, (), ""),
+    "default and srtf": (False, ADAPTIVE, ""),
+    "default and srtf, ended branches": (False, ADAPTIVE, "branches"),
+    "default and srtf, hints": (False, ADAPTIVE, "all"),
 }
-"""By their names: whether instances are static, the policies, and whether hints are said."""
+"""By their names: whether instances are static, the policies, and which hints are said."""
+PAIRS = (
+    ("default and srtf", "static, sticky, FCFS"),
+    ("default and srtf, ended branches", "default and srtf"),
+    ("default and srtf, hints", "default and srtf"),
+    ("default and srtf, hints", "default and srtf, ended branches"),
+)
 
 
-def run(
-    case: Case, choice: str, memory: str, seed: int, policy: str = "breakeven", **settings: object
-) -> dict[str, Any]:
+def run(case: Case, choice: str, memory: str, seed: int) -> dict[str, Any]:
     """Run one load in virtual time; return latencies in seconds, programs an hour, and what became of hints."""
     loop = VirtualLoop()
     try:
-        return loop.run_until_complete(_run(case, choice, memory, seed, policy, settings, loop))
+        return loop.run_until_complete(_run(case, choice, memory, seed, loop))
     finally:
         loop.close()
 
 
-async def _run(
-    case: Case, choice: str, memory: str, seed: int, policy: str, settings: dict[str, object], loop: VirtualLoop
-) -> dict[str, Any]:
-    is_static, policies, says_hints = CHOICES[choice]
+async def _run(case: Case, choice: str, memory: str, seed: int, loop: VirtualLoop) -> dict[str, Any]:
+    is_static, policies, hints = CHOICES[choice]
     agents = agents_of(case.static if is_static else case.agents, has_sandboxes="developer" in case.agents)
-    rig = Rig(loop, MEMORY_TOKENS[memory], policy, settings)
+    rig = Rig(loop, MEMORY_TOKENS[memory], hints)
     _rig.append(rig)
     rng, latencies = random.Random(seed), list[float]()
     rate_per_s = case.rates_per_s[0]
@@ -189,7 +196,7 @@ async def _run(
     aside = [asyncio.create_task(rig.drive()), asyncio.create_task(rig.runtime.run())]
     options: dict[str, Any] = {"policies": policies, "period_s": 1.0, "clock": loop.time}
     async with deploy(agents, resources={"gpu": case.gpus * WORKERS_FACTOR}, **options) as app:
-        if says_hints:
+        if hints:
             app.node.hints = Hints(app.node, rig.say)
         began_s, users = loop.time(), []
         for number in range(case.count):
@@ -211,24 +218,20 @@ async def _run(
     }
 
 
-def compare(seeds_count: int, *, names: tuple[str, ...] = ("software", "financial", "router")) -> dict[str, Any]:
+def compare(seeds_count: int) -> dict[str, Any]:
     """Run every case under every choice, memory short and not; return what each seed gave, and the pairs' ratios."""
     found: dict[str, Any] = {}
-    for name in names:
-        case = replace(CASES[name], rates_per_s=(RATES_PER_S[name],), count=COUNT)
+    for name, rate_per_s in RATES_PER_S.items():
+        case = replace(CASES[name], rates_per_s=(rate_per_s,), count=COUNT)
         for memory in MEMORY_TOKENS:
             runs = {choice: [run(case, choice, memory, seed) for seed in range(seeds_count)] for choice in CHOICES}
-            found[f"{name}, memory {memory}"] = {"runs": runs} | {
-                f"{better} against {base}": ratios(runs[better], runs[base])
-                for better, base in (
-                    ("default and srtf", "static, sticky, FCFS"),
-                    ("default and srtf, hints", "default and srtf"),
-                )
-            }
+            pairs = {f"{better} against {base}": ratios(runs[better], runs[base]) for better, base in PAIRS}
+            found[f"{name}, memory {memory}"] = {"runs": runs, "ratios": pairs}
             for choice, each in runs.items():
                 figures = {key: statistics.mean(one[key] for one in each) for key in each[0] if key != "hints"}
                 print(name, memory, choice, {key: round(value, 3) for key, value in figures.items()}, each[0]["hints"])
-            print(found[f"{name}, memory {memory}"]["default and srtf, hints against default and srtf"], flush=True)
+            for pair, said in pairs.items():
+                print("   ", pair, said, flush=True)
     return found
 
 
