@@ -48,7 +48,7 @@ class Rig:
         self.loop = loop
         self.hints = hints
         self.engine = Engine(EngineConfig(kv_tokens, timing=profile(PROFILE), max_num_batched_tokens=8192))
-        self.runtime = Runtime(Scheduler(load_policy("breakeven")), clock=loop.time)
+        self.runtime = Runtime(Scheduler(load_policy("breakeven", {})), clock=loop.time)
         self.runtime.replica_polled("engine", kv_tokens, None)
         self.runtime.replica_up("engine", kv_tokens)
         self.space = TokenSpace(16)

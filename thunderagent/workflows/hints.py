@@ -84,7 +84,7 @@ class _Expected:
 
 
 class Hints:
-    """Says when the next turns of a node's sessions come. All but `made` and `waits` belong to the node's loop."""
+    """Says when the next turns of a node's sessions come. `settled` and `session_ended` belong to its loop."""
 
     def __init__(self, node: Node, say: Say) -> None:
         """Know nothing of any method yet."""
@@ -112,7 +112,14 @@ class Hints:
         else:
             self._node.enter(lambda: self._estimate(session))
 
-    def turn_began(self, scope: Scope) -> None:
+    def turn_begins(self, scope: Scope) -> None:
+        """Note that code of a session makes a turn; from any thread."""
+        if threading.get_ident() == self._node.thread_id:
+            self._learn(scope)
+        else:
+            self._node.enter(lambda: self._learn(scope))
+
+    def _learn(self, scope: Scope) -> None:
         """Learn how long the session's turn was in coming, and how long a call until its first."""
         expected = self._expected.pop(scope.session.name, None)
         now_s = self._node.clock()

@@ -31,8 +31,8 @@ def turn_headers() -> dict[str, str]:
         return {}
     session = scope.session
     session.uses_proxy = True
-    if (hints := scope.node.hints) is not None:
-        scope.node.enter(lambda: hints.turn_began(scope))
+    if scope.node.hints is not None:
+        scope.node.hints.turn_begins(scope)
     headers = {"X-Program-ID": session.name}
     if branch := branch_of(scope):
         headers["X-Program-Branch"] = branch
