@@ -9,6 +9,7 @@ from typing import Any
 from thunderagent.programs.core import Core
 from thunderagent.programs.model.decisions import Reason
 from thunderagent.programs.model.events import (
+    ProgramCrowdedOut,
     ProgramJudged,
     ProgramOpened,
     ProgramReleased,
@@ -45,6 +46,7 @@ class Lives:
         """Return what takes in each event."""
         return {
             ProgramOpened: self._program_opened,
+            ProgramCrowdedOut: self._program_crowded_out,
             ProgramReleased: self._program_released,
             ProgramsReleased: self._programs_released,
             ProgramJudged: self._program_judged,
@@ -112,6 +114,12 @@ class Lives:
             core.routing.send(program)
         core.book.resize(program)
         program.note(core.book.now_s, "opened", "", None)
+
+    def _program_crowded_out(self, event: ProgramCrowdedOut) -> None:
+        oldest = self._core.limits.whom_to_forget(event.tenant)
+        if oldest is not None:
+            self._core.end(oldest, Reason.FORGOTTEN)
+            self._core.balance(Moment.PROGRAM_ENDED)
 
     # --- tools ------------------------------------------------------------------------------------------------------
 

@@ -33,6 +33,7 @@ from thunderagent.proxy.fleet.replicas import Replicas, Watcher
 from thunderagent.proxy.gate.held import NO_LIMITS, HeldLimits, HeldTurns
 from thunderagent.proxy.gate.tenancy import ClientPriority, Tenancy
 from thunderagent.proxy.judge import Judge
+from thunderagent.proxy.reading.body_fields import model_named
 from thunderagent.proxy.reading.dialects import dialect_of
 from thunderagent.proxy.reading.identity import CLASS_HEADER, NO_RULES, IdentityRules, TurnRequest
 from thunderagent.proxy.reading.inference import Inference, Prompt
@@ -138,6 +139,8 @@ class Turns:
             turn, exchange.method, target, dialect_of(target.spelt), arrived_s, exchange.body, prompt, chosen_id
         )
         del prompt  # as large as the body, and of no more use
+        if self._leases.replicas.names_models:
+            record.model = model_named(turn.model, turn.body)
         if turn.previous_response_id:
             record.maker_id = self._made.maker(turn.previous_response_id)
         attempt = self._attempt(exchange, record)
@@ -242,7 +245,7 @@ class Turns:
             attempt.supersedes_id, attempt.turn_id = attempt.turn_id, self._leases.new_turn_id()
         self._tenancy.check(record.turn.program_id)  # once more: it may have become another's since the last try
         asked_s, lease = monotonic(), None
-        home_id = self._leases.home_of(record.turn.told_id) if record.turn.told_id else None
+        home_id = self._leases.home_of(record.turn.told_id, record.model) if record.turn.told_id else None
         ask = ask_for(record, attempt, self._leases.now_s(), deadline_s, avoid_replica_id, home_id)
         waiting = self._leases.lease(ask, self._held.turn(exchange.kept, record.held_bytes))
         try:
