@@ -23,6 +23,10 @@ Programs that a route binds to one replica wait where `first_waiting` and its li
 there, a policy lets no program have the room of a replica for which one waits that goes before it, neither a newcomer
 nor one that waits as well: it leaves the replica out (`without_routed_before`), or lets pass for a bounded time.
 
+A policy that holds by what it costs to compute a claim again may say how long that is worth in `hold_threshold_s`, with
+the arguments of `hold_s`. Then what a client says of its program's next turn takes the place of its guess; `hint_ratio`
+is the part of a replica's limit that may be kept so for longer than by the guess (`hints.py`).
+
 To write one, subclass nothing: a frozen dataclass with these members is a policy, its fields are its settings. Parts of
 it can be chosen apart, and a policy may have more than these members: see `parts.py`.
 """
@@ -40,6 +44,9 @@ from thunderagent.programs.model.ranked_set import Rank
 from thunderagent.programs.model.signals import Signal
 from thunderagent.programs.model.view import View
 from thunderagent.programs.model.views import ProgramView, ReplicaView
+
+HINT_RATIO = 0.25
+"""The `hint_ratio` of a policy that does not say another."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from thunderagent.programs.model.policy import (
+    HINT_RATIO,
     Admission,
     ClaimRules,
     EnginePriority,
@@ -94,6 +95,8 @@ class Composed:
         self.restore_rank = base.restore_rank if order is None else order.restore_rank
         self.pause_rank = base.pause_rank if victims is None else victims.pause_rank
         self.hold_s = base.hold_s
+        self.hold_threshold_s = getattr(base, "hold_threshold_s", None)
+        self.hint_ratio: float = getattr(base, "hint_ratio", HINT_RATIO)
         self._observers = observers_of(base, *(part for part in given.values() if part is not None))
         if self._observers:
             self.observe = self._observe
