@@ -186,6 +186,10 @@ class Runtime:
         self._unheard_ids: set[str] = set()
         """Replicas of the first moments that nobody has asked anything yet."""
         self._settled = asyncio.Event()
+        self._unlisted_ids: set[str] = set()
+        """Replicas that never said which models they serve."""
+        self._listed = asyncio.Event()
+        """Set when one says so, for those that wait for it now."""
         self._closing = False
         self._crash: Exception | None = None
         self._crashed = asyncio.Event()
@@ -213,7 +217,7 @@ class Runtime:
             raise ShuttingDownError("the proxy is shutting down")
         turn_id = ask.turn_id
         if self.pools.several:
-            self.pools.send(turn_id, self._pool_of(ask))
+            self.pools.send(turn_id, await self._pool_when_known(ask, while_held))
         if ask.supersedes_id is not None and ask.supersedes_id in self.pools.turns:
             self._superseded_ids.add(ask.supersedes_id)
         arrived_s = self.now_s()
@@ -256,6 +260,24 @@ class Runtime:
             async with asyncio.timeout(SETTLING_LIMIT_S):
                 await self._settled.wait()
 
+    async def _pool_when_known(self, ask: TurnAsk, while_held: AbstractContextManager[object]) -> Pool:
+        """Return the pool that a turn is for; a replica that never came up yet may serve what no other does.
+
+        Raises `UnknownModelError`, in that case once turns would have waited for a replica for too long.
+        """
+        ends_s = self.now_s() + min(self.scheduler.settings.no_replica_limit_s, ask.patience_s or inf)
+        while True:
+            try:
+                return self._pool_of(ask)
+            except UnknownModelError:
+                if not self._unlisted_ids or self.now_s() >= ends_s:
+                    raise
+            with suppress(TimeoutError), while_held:
+                async with asyncio.timeout(ends_s - self.now_s()):
+                    await self._listed.wait()
+            if self._closing:
+                raise ShuttingDownError("the proxy is shutting down")
+
     def _pool_of(self, ask: TurnAsk) -> Pool:
         """Return the pool that a turn is for. Raises `UnknownModelError`."""
         if ask.pinned_replica_id is not None:
@@ -296,7 +318,10 @@ class Runtime:
         if self.pools.listing_of(replica_id) == models:
             return
         self.pools.listed(replica_id, models)
+        self._unlisted_ids.discard(replica_id)
         self._pools_changed()
+        self._listed.set()
+        self._listed = asyncio.Event()
 
     def replica_heard(self, replica_id: str) -> None:
         """Say that a replica was asked how it is, and answered or did not."""
@@ -548,8 +573,10 @@ class Runtime:
     def replica_at(self, replica_id: str, url: str) -> None:
         """Say where a replica is; its leases tell."""
         self._urls[replica_id] = url
-        if self.pools.may_be_several and not self._settled.is_set():
-            self._unheard_ids.add(replica_id)
+        if self.pools.may_be_several and self.pools.listing_of(replica_id) is None:
+            self._unlisted_ids.add(replica_id)
+            if not self._settled.is_set():
+                self._unheard_ids.add(replica_id)
 
     def replica_up(self, replica_id: str, capacity_tokens: int | None = None) -> None:
         """Say that a replica may be used, and how large it is if that is known."""
@@ -588,6 +615,7 @@ class Runtime:
         self._urls.pop(replica_id, None)
         self.dispatch(ReplicaRemoved(self.now_s(), replica_id))
         self.pools.forget(replica_id)
+        self._unlisted_ids.discard(replica_id)
         self.replica_heard(replica_id)
 
     def replica_tripped(self, replica_id: str, *, tripped: bool) -> None:
@@ -709,6 +737,8 @@ class Runtime:
     async def close(self) -> None:
         """Grant nothing more, refuse who waits, let turns in flight end up to the grace period."""
         self._closing = True
+        self._settled.set()
+        self._listed.set()
         for waiter in self._waiters.values():
             if not waiter.done():
                 waiter.set_exception(ShuttingDownError("the proxy is shutting down; the turn was not forwarded"))

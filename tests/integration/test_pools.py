@@ -145,14 +145,55 @@ async def test_what_waits_in_one_pool_holds_up_nobody_in_the_other() -> None:
 
 
 async def test_adapters_of_one_engine_are_one_pool() -> None:
-    """And what lists nothing takes what no other does."""
-    async with fake_replica() as one, fake_replica() as two, fake_replica() as odd:
-        one.models, two.models = ("base", "lora-1"), ("base", "lora-2")
-        async with running_proxy(one.url, two.url, odd.url) as proxy:
-            assert pool_names(proxy) == ["", "base"]
-            assert (await ask(proxy.url, model="anything")).header("X-Replica-ID") == odd.replica_id
-            for name in ("base", "lora-1", "lora-2"):
-                assert (await ask(proxy.url, model=name)).header("X-Replica-ID") in (one.replica_id, two.replica_id)
+    """Which takes what nobody lists, where one of its replicas lists nothing."""
+    async with fake_replica() as one, fake_replica() as two, fake_replica() as odd, fake_replica() as other:
+        one.models, two.models, other.models = ("base", "lora-1"), ("base", "lora-2"), ("other",)
+        async with running_proxy(one.url, two.url) as proxy:
+            assert pool_names(proxy) == ["base"]
+            for url in (odd.url, other.url):
+                await post(proxy.url, "/replicas", {"url": url})
+            await proxy.up(4)
+            assert pool_names(proxy) == ["base", "other"]
+            of_base = {one.replica_id, two.replica_id, odd.replica_id}
+            for name in ("base", "lora-1", "lora-2", "anything"):
+                assert (await ask(proxy.url, model=name)).header("X-Replica-ID") in of_base
+
+
+async def test_a_replica_that_says_later_what_it_serves_goes_there() -> None:
+    """What it generates meanwhile comes to its end, and nothing more of the first model is sent there."""
+    gate = Gate()
+    async with fake_replica() as one, fake_replica(gate) as other:
+        one.models = ("a",)
+        async with running_proxy(one.url) as proxy:
+            await post(proxy.url, "/replicas", {"url": other.url})
+            await proxy.up(2)
+            asked = [asyncio.create_task(ask(proxy.url, f"p{number}", model="a")) for number in range(4)]
+            await other.call()
+            other.models = ("b",)
+            await until(lambda: pool_names(proxy) == ["a", "b"])
+            after = await asyncio.gather(*(ask(proxy.url, f"q{number}", model="a") for number in range(4)))
+            assert {answer.header("X-Replica-ID") for answer in after} == {one.replica_id}
+            gate.open()
+            assert {answer.status for answer in await asyncio.gather(*asked)} == {200}
+            assert (await ask(proxy.url, model="b")).header("X-Replica-ID") == other.replica_id
+
+
+async def test_a_model_whose_replica_has_not_come_up_yet_is_waited_for() -> None:
+    """And is a 404 once that took too long."""
+    async with fake_replica() as one, fake_replica() as two, fake_replica() as late:
+        one.models, two.models, late.models = ("a",), ("b",), ("c",)
+        late.healthy = False
+        await late.stop()
+        config: dict[str, Any] = {"no_replica_limit_s": 0.3}
+        async with running_proxy(one.url, two.url, late.url, up=2, **config) as proxy:
+            await until(lambda: pool_names(proxy) == ["a", "b"])
+            assert (await ask(proxy.url, model="c")).status == 404
+        async with running_proxy(one.url, two.url, late.url, up=2) as proxy:
+            await until(lambda: pool_names(proxy) == ["a", "b"])
+            waits = asyncio.create_task(ask(proxy.url, model="c"))
+            late.healthy = True
+            await late.start()
+            assert (await waits).header("X-Replica-ID") == late.replica_id
 
 
 async def test_an_alias_stands_for_a_model() -> None:

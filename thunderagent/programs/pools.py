@@ -7,16 +7,14 @@ common, LoRA adapters included, for these share their engine's memory; and each 
 ledger, what is learned, break-even and capacity are a pool's own, and nothing that one pool waits for holds up another.
 A program that has turns in several pools is a program of the same id in each of them; its release ends it in all.
 
-With one pool there is nothing here to do: events go to its scheduler, and this hears of none of them. With several,
-`handle` says whose an event is: a turn's is its pool's, a replica's that of the replica, and what is about a program,
-or about all, goes to each that it is about. A program that leaves one pool by being forgotten there, and lives in
-another, did not end: that release is told to nobody.
+With one pool events go to its scheduler, and this hears of none of them. With several, `handle` has each pool hear
+what it is about. A program that is forgotten in one pool, and lives in another, did not end: nobody is told.
 
 **Where a replica goes.** To the pool with which it shares a name when it comes up; to one without replicas or programs,
 or to a new one, if it shares none. It stays there until it is removed, or comes up with a list that has nothing in
 common with its pool. Where a list connects two pools that live already, they become one as soon as one of them has no
 program: until then the replica serves the names of its own. So no turn is ever taken from where it waits. A replica
-that lists nothing is in a pool without a name, which takes the models that nobody lists.
+that lists nothing is taken to serve what its pool does, which is the first, and that pool takes models nobody lists.
 
 **Limits over all.** Programs are counted over all pools, once for each that they live in. A pool that has nobody to
 forget for a newcomer has another one forget somebody.
@@ -70,9 +68,9 @@ class Pool:
         return tuple(dict.fromkeys(name for names in self.listed.values() for name in names))
 
     @property
-    def lists_nothing(self) -> bool:
-        """Whether it has replicas that list no name, and none that does."""
-        return bool(self.listed) and not any(self.listed.values())
+    def may_serve_any(self) -> bool:
+        """Whether one of its replicas lists nothing."""
+        return not all(self.listed.values())
 
     @property
     def is_idle(self) -> bool:
@@ -120,7 +118,7 @@ class Pools:
         self._of_replica: dict[str, Pool] = {}
         self._to_come: dict[int, Pool] = {}
         self._to_tell: list[Addressed] = []
-        """What pools that are new must hear first."""
+        """What some must hear before the next event."""
         self._overlap = False
         """Whether two of them list the same name."""
         self._listeners: list[Listener] = []
@@ -141,12 +139,12 @@ class Pools:
         return tuple(self._by_model)
 
     def of_model(self, model: str) -> Pool | None:
-        """Return the pool that serves a model; one that lists nothing takes what no other does.
+        """Return the pool that serves a model; that of a replica which lists nothing takes what no other does.
 
         SGLang knows an adapter as `model:adapter`, too.
         """
         pool = self._by_model.get(model) or self._by_model.get(model.rpartition(":")[0])
-        return pool if pool is not None else next((pool for pool in self.all if pool.lists_nothing), None)
+        return pool if pool is not None else next((pool for pool in self.all if pool.may_serve_any), None)
 
     def of_replica(self, replica_id: str | None) -> Pool:
         """Return the pool of a replica; the first for one that is not known."""
@@ -174,13 +172,26 @@ class Pools:
     # --- what replicas list -----------------------------------------------------------------------------------------
 
     def listed(self, replica_id: str, models: tuple[str, ...]) -> None:
-        """Take in what a replica lists; one that is in no pool yet gets one."""
+        """Take in what a replica lists; one that is in no pool yet, or listed nothing until now, gets one by that."""
         pool = self._of_replica.get(replica_id)
-        if pool is None:
-            pool = self._find(models) or self._empty_or_new()
-            self._of_replica[replica_id] = pool
-        pool.listed[replica_id] = models
+        before = pool.listed[replica_id] if pool is not None else ()
+        if pool is not None:
+            pool.listed[replica_id] = models
+        if pool is None or (not before and self.is_strange(replica_id)):
+            self._place(replica_id, models)
         self._index()
+
+    def _place(self, replica_id: str, models: tuple[str, ...]) -> None:
+        """Put a replica into a pool, and tell the schedulers if another one knows it, if only that it is down."""
+        known_by = self.of_replica(replica_id)
+        known_by.listed.pop(replica_id, None)
+        pool = self._of_replica[replica_id] = self._find(models) or self._empty_or_new()
+        pool.listed[replica_id] = models
+        replica = known_by.scheduler.replicas.get(replica_id)
+        if replica is not None and known_by is not pool:
+            now_s = known_by.scheduler.now_s
+            self._to_tell.append((known_by, ReplicaRemoved(now_s, replica_id)))
+            self._to_tell.extend((pool, event) for event in _as_it_is(replica, now_s))
 
     def is_strange(self, replica_id: str) -> bool:
         """Say whether a replica lists nothing that others of its pool do: its engine serves something else by now."""
@@ -200,11 +211,11 @@ class Pools:
 
     def _find(self, models: tuple[str, ...]) -> Pool | None:
         """Return the pool where a replica with such a list belongs, if there is one."""
-        if self._make is None:
+        if self._make is None or not models:
             return self.all[0]
-        if not models:
-            return next((pool for pool in self.all if pool.lists_nothing), None)
-        return next((pool for name in models if (pool := self._by_model.get(name)) is not None), None)
+        named = next((pool for name in models if (pool := self._by_model.get(name)) is not None), None)
+        only_unnamed = not self.several and not self.all[0].models
+        return self.all[0] if named is None and only_unnamed else named
 
     def _empty_or_new(self) -> Pool:
         for pool in self.all:

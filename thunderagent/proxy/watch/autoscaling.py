@@ -63,8 +63,6 @@ class AutoscalingCollector:
             "How long the turn has waited that has waited longest; 0 if none waits.",
             oldest_hold_s(pools.schedulers, now_s) or 0.0,
         )
-        if not pools.several:
-            return
         by_pool = GaugeMetricFamily(
             "thunderagent_pool_demand_ratio", "The same ratio for each of several pools.", labels=["pool"]
         )
@@ -79,7 +77,7 @@ class AutoscalingCollector:
             "1 for each replica, with its pool, where there are several.",
             labels=["pool", "replica"],
         )
-        for pool in pools.all:
+        for pool in pools.all if pools.several else ():
             if (value := demand_ratio([pool.scheduler])) is not None:
                 by_pool.add_metric([pool.name], value)
             oldest.add_metric([pool.name], oldest_hold_s([pool.scheduler], now_s) or 0.0)
