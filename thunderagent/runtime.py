@@ -41,7 +41,7 @@ from thunderagent.errors import (
     UnknownModelError,
 )
 from thunderagent.event_log import EventLogWriter
-from thunderagent.leases import UNBOUNDED, Lease, OpenLease, ReplicaMap, ReplicaState, TurnAsk, TurnEnd
+from thunderagent.leases import UNBOUNDED, Lease, OpenLease, ReplicaMap, ReplicaState, TurnAsk, TurnEnd, TurnHint
 from thunderagent.programs.model.decisions import (
     Decision,
     Grant,
@@ -54,6 +54,7 @@ from thunderagent.programs.model.decisions import (
 from thunderagent.programs.model.events import (
     Event,
     PinnedTurnArrived,
+    ProgramHinted,
     ProgramJudged,
     ProgramOpened,
     ProgramReleased,
@@ -137,6 +138,8 @@ _OF_REPLICAS = (
 )
 """Events after which the replicas that they are about are pushed."""
 
+_KINDS_OF_REPLICAS = frozenset(_OF_REPLICAS)
+
 
 class Runtime:
     """Owner of the scheduler. All methods belong to one event loop."""
@@ -211,17 +214,17 @@ class Runtime:
 
     async def lease(self, ask: TurnAsk, while_held: AbstractContextManager[object] = UNBOUNDED) -> OpenLease:
         """Wait for leave to run one turn; see `LeaseSource`."""
-        if self._unheard_ids and not self._settled.is_set():
-            await self._settle(while_held)
+        if self.replicas.names_models:
+            await self._find_pool(ask, while_held)
         if self._closing:
             raise ShuttingDownError("the proxy is shutting down")
         turn_id = ask.turn_id
-        if self.pools.several:
-            self.pools.send(turn_id, await self._pool_when_known(ask, while_held))
         if ask.supersedes_id is not None and ask.supersedes_id in self.pools.turns:
             self._superseded_ids.add(ask.supersedes_id)
         arrived_s = self.now_s()
         decisions = self.dispatch(_arrival(ask, arrived_s))
+        if ask.hint is not None and ask.program_id is not None:
+            self.hint(ask.program_id, ask.hint)
         for decision in reversed(decisions):
             if type(decision) is Grant and decision.turn_id == turn_id:
                 return self._begin(decision, 0.0)
@@ -254,11 +257,14 @@ class Runtime:
 
     # --- pools
 
-    async def _settle(self, while_held: AbstractContextManager[object]) -> None:
-        """Wait in the first moments until it is known which replica serves what."""
-        with suppress(TimeoutError), while_held:
-            async with asyncio.timeout(SETTLING_LIMIT_S):
-                await self._settled.wait()
+    async def _find_pool(self, ask: TurnAsk, while_held: AbstractContextManager[object]) -> None:
+        """Find the pool that a turn is for; in the first moments only once it is known which replica serves what."""
+        if self._unheard_ids and not self._settled.is_set():
+            with suppress(TimeoutError), while_held:
+                async with asyncio.timeout(SETTLING_LIMIT_S):
+                    await self._settled.wait()
+        if self.pools.several and not self._closing:
+            self.pools.send(ask.turn_id, await self._pool_when_known(ask, while_held))
 
     async def _pool_when_known(self, ask: TurnAsk, while_held: AbstractContextManager[object]) -> Pool:
         """Return the pool that a turn is for; a replica that never came up yet may serve what no other does.
@@ -544,6 +550,14 @@ class Runtime:
         self.dispatch(ToolEnded(self.now_s(), program_id, inferred))
         return program_id in self.programs
 
+    def hint(self, program_id: str, hint: TurnHint, branch_id: str = "") -> bool:
+        """Say what a client says of a program's next turn; False if there is no such program."""
+        known = program_id in self.programs
+        if known:
+            said = (hint.next_turn_in_s, hint.confidence_ratio, hint.keep)
+            self.dispatch(ProgramHinted(self.now_s(), program_id, *said, branch_id))
+        return known
+
     def replica_polled(
         self,
         replica_id: str,
@@ -696,11 +710,14 @@ class Runtime:
             self._crashed.set()
             log.critical("scheduler_crashed", on_event=repr(event), exc_info=True)
             raise
-        if type(event) in _OF_REPLICAS:
+        about, by_kind = type(event), self._observers_by_kind
+        if about in _KINDS_OF_REPLICAS:
             self._push(event)
-        elif in_pools and type(event) is Tick and any(type(each) in _OF_REPLICAS for _, each, _ in pools.handled):
+        elif in_pools and about is Tick and any(type(each) in _KINDS_OF_REPLICAS for _, each, _ in pools.handled):
             self._pools_changed()  # some have become one
+        is_heard: object = by_kind.get(about, True)  # until that was found out, somebody may
         for decision in decisions:
+            is_heard = is_heard or by_kind.get(type(decision), True)
             self.decision_counts[type(decision), decision.reason] += 1
             if type(decision) is Grant:
                 waiter = self._waiters.get(decision.turn_id)
@@ -708,8 +725,9 @@ class Runtime:
                     waiter.set_result(decision)
             else:
                 self._carry_out(decision)
-        for _, observer in self._observers_of(event, decisions):
-            observer(event, decisions)
+        if is_heard:
+            for _, observer in self._observers_of(event, decisions):
+                observer(event, decisions)
         if self._event_log is not None:
             if in_pools:
                 self._log_events(lambda event_log: event_log.write_pools(pools.handled))
@@ -751,8 +769,9 @@ class Runtime:
         self._log_events(EventLogWriter.flush)
 
     def _begin(self, grant: Grant, held_s: float) -> OpenLease:
+        if not self.leases_count:
+            self._no_lease_left.clear()
         self.leases_count += 1
-        self._no_lease_left.clear()
         turn = self.pools.turns.get(grant.turn_id)
         program = turn.program if turn is not None else None
         lease = Lease(
