@@ -160,7 +160,7 @@ def build_app(
     guard = Guard(guard_settings, keyring, registry, logins, held, quotas)
     control = Control(runtime, client, replicas, control_settings)
     weight_sync = WeightSync(runtime, replicas, limit_s=control_settings.weight_sync_limit_s)
-    leases = Leases(runtime, replicas, tenancy, held, aliases, limit_s=control_settings.lease_limit_s)
+    leases = Leases(runtime, replicas, tenancy, held, limit_s=control_settings.lease_limit_s, aliases=aliases)
     app = web.Application(client_max_size=guard_settings.max_body_bytes)
     app[STALL_LIMIT_S] = guard_settings.client_stall_limit_s
     app[GUARD], app[HELD] = guard, held

@@ -14,6 +14,7 @@ import asyncio
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Annotated, Literal
 
 import structlog
@@ -127,9 +128,9 @@ class Leases:
         replicas: Replicas,
         tenancy: Tenancy,
         held: HeldTurns,
-        aliases: Mapping[str, str],
         *,
         limit_s: float,
+        aliases: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """Take `leases`; one of which nothing is heard for `limit_s` is ended. `aliases` are of models."""
         self._aliases = aliases
