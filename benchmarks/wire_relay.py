@@ -14,8 +14,10 @@ from thunderagent.proxy.wire.http11.asked import Asked
 from thunderagent.proxy.wire.http11.heads import RequestHead
 from thunderagent.proxy.wire.http11.lent import Borrower
 from thunderagent.proxy.wire.http11.limits import Pause, Sweep
+from thunderagent.proxy.wire.http11.line import Handler, Settings
 from thunderagent.proxy.wire.http11.pool import Limits, Pool
-from thunderagent.proxy.wire.http11.server import Connection, Handler, Settings
+from thunderagent.proxy.wire.http11.server import Connection
+from thunderagent.serving import keep_freed_memory
 
 LIMITS = Limits(connect_s=5.0, silence_s=3600.0)
 
@@ -56,6 +58,7 @@ class Relay:
 
 async def main(upstream: str, port: int) -> None:
     """Relay until told to stop."""
+    keep_freed_memory()
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, stop.set)
     sweep = Sweep(loop)

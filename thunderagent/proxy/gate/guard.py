@@ -160,17 +160,24 @@ class Guard:
 
         return handle
 
-    async def let_in(self, asked: Asked) -> KeptBody | None:
+    async def let_in(self, asked: Asked, *, for_admin: bool) -> KeptBody | None:
         """Judge a turn that our own server read, and have its body come. Raises like a handler of `before`.
 
+        A page of any origin may open a websocket, and then read it; so its origin is looked at, as if it did something.
         Returns what counts the body, until the turn has ended; None for one that came with its head.
         """
         headers = asked.headers
         REQUEST_ID.set(take_request_id(headers))
-        if self._hosts is not None and self._is_judged_by_name(headers, is_operators=False):
+        if self._hosts is not None and self._is_judged_by_name(headers, is_operators=for_admin):
             self._hosts.check(headers)
+        if for_admin:
+            self._check_site(asked)
+        if (for_admin or asked.head.upgrades) and "Origin" in headers:
+            self._check_page(asked)
         if self._checks_keys_or_rate:
-            await self._check_key_and_rate(asked, for_admin=False, is_turn=True)
+            await self._check_key_and_rate(asked, for_admin=for_admin, is_turn=not for_admin)
+        if asked.head.upgrades:
+            return None
         if asked.is_whole:
             asked.body = asked.taken()
             if len(asked.body) > self._settings.max_body_bytes:
@@ -270,8 +277,11 @@ class Guard:
         Browsers send such requests without asking first, and without a key they may be enough on loopback. What goes
         to an engine is the engine's to judge, unless it controls the engine.
         """
-        if request.method in SAFE_METHODS or asks_engine:
-            return
+        if request.method not in SAFE_METHODS and not asks_engine:
+            self._check_page(request)
+
+    def _check_page(self, request: Visitor) -> None:
+        """Refuse what a page of another origin asks for, whatever it is."""
         origin = request.headers["Origin"]
         if _host_and_port(origin) != request.host and not self._is_allowed(origin):
             raise OriginRefusedError("a page of this origin may not do that; cors_origins says which may")

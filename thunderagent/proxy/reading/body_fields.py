@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, Raw
 
-from thunderagent.proxy.reading.prefix import PromptFields
+from thunderagent.proxy.reading.media import NO_MEDIA, MediaFound, media_of
+from thunderagent.proxy.reading.prefix import PromptFields, begins_with
 
 
 class BodyFields(PromptFields):
@@ -67,6 +69,14 @@ _decode_raw_fields = msgspec.json.Decoder(_RawFields).decode
 LARGE_FIELD_BYTES = 64 * 1024
 """A value that is larger, and no text, is not built."""
 
+_TEXT_MESSAGE = re.compile(
+    rb'\s*\{(?:\s*"(?:role|name|tool_call_id|id|type)"\s*:\s*"[^"\\]*"\s*,)*\s*"content"\s*:\s*["n]'
+)
+"""How a message begins whose content is a text, or null. Quotes in a text are escaped, so it holds no mark of media."""
+
+MAX_UNREAD_BYTES = 4096
+"""A body with no more than this beside its prompt and its tools has no media there."""
+
 SLOWLY_READ_BYTES = 2**20
 """What only Python's own module reads is read up to this size: 1 ms for a text, 0.1 s for a million empty lists."""
 
@@ -109,7 +119,29 @@ def read_fields(body: bytes) -> BodyFields | None:
         return None
     if not isinstance(value, dict):
         return None
-    return BodyFields(**{name: value[name] for name in _BUILT_FIELDS if name in value})
+    fields = BodyFields(**{name: value[name] for name in _BUILT_FIELDS if name in value})
+    fields.model = Raw(json.dumps(value.get("model")).encode())
+    return fields
+
+
+_FORM_MODEL = b'name="model"'
+_FORM_VALUE = re.compile(rb"\r\n\r\n([^\r\n]{1,512})\r\n")
+FORM_ENDS_BYTES = 64 * 1024
+"""So much of a form is searched for the model's name, at its begin and at its end: between lies a file."""
+
+
+def model_named(model: Raw, body: bytes) -> str:
+    """Return the model that a request names, by that field of its body, or by its form; empty if it names none."""
+    if model:
+        name = msgspec.json.decode(model)
+        return name if isinstance(name, str) else ""
+    if body[:2] == b"--":
+        for part in (body[:FORM_ENDS_BYTES], body[-FORM_ENDS_BYTES:]):
+            at = part.find(_FORM_MODEL)
+            value = _FORM_VALUE.match(part, at + len(_FORM_MODEL)) if at >= 0 else None
+            if value is not None:
+                return value[1].decode("utf-8", "replace")
+    return ""
 
 
 def _read_large(body: bytes) -> BodyFields:
@@ -126,3 +158,17 @@ def _read_large(body: bytes) -> BodyFields:
         if value and (len(value) <= LARGE_FIELD_BYTES or bytes(memoryview(value)[:1]) == b'"'):
             setattr(fields, name, msgspec.json.decode(value))
     return fields
+
+
+def media_in(body: bytes, fields: PromptFields) -> MediaFound:
+    """Return what in a body with these fields is neither text nor token ids, as `media_of` does.
+
+    Cost: a look at the beginning of each message where all of them are texts, however long these are.
+    """
+    texts = (fields.prompt, fields.text, fields.input, fields.system, fields.instructions)
+    read_bytes = len(fields.tools) + sum(len(text) for text in texts if begins_with(text, b'"'))
+    messages = fields.messages or ()
+    if len(body) - read_bytes - sum(map(len, messages)) > MAX_UNREAD_BYTES:
+        return media_of(body, fields.model)
+    others = [message for message in messages if not _TEXT_MESSAGE.match(message)]
+    return media_of(b"".join(others), fields.model) if others else NO_MEDIA
