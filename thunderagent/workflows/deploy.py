@@ -21,6 +21,7 @@ from thunderagent.workflows.control import Control
 from thunderagent.workflows.declare import Agent, load_agents, uses_managed_state
 from thunderagent.workflows.errors import DeclarationError, WorkflowError
 from thunderagent.workflows.future import Future, handle_of
+from thunderagent.workflows.hints import Hints, Teller
 from thunderagent.workflows.hub import Hub, Launcher
 from thunderagent.workflows.instance import load_class
 from thunderagent.workflows.node import Node
@@ -53,6 +54,7 @@ class Deployment:
         period_s: float,
         resources: Mapping[str, float] | None,
         proxy: str,
+        hints: bool,
         clock: Callable[[], float] | None,
         top: Path | None,
         ray: str | Launcher = "",
@@ -66,6 +68,7 @@ class Deployment:
         self._ray = ray
         self.hub: Hub | None = None
         """The link to instances in other processes; None where all run in this one."""
+        self._teller = Teller(proxy) if hints and proxy else None
         self._top = top
         self._watch: Watch | None = None
         self._policies = [load_policy(name) for name in policies]
@@ -142,6 +145,9 @@ class Deployment:
         keeps_state = not isinstance(self.store, MemoryStore)
         self.sessions = Sessions(self.node, view, self.store, self.proxy, self.hub, keeps_state=keeps_state)
         self._is_open = True
+        if self._teller is not None:
+            self._teller.start()
+            self.node.hints = Hints(self.node, self._teller.say)
         if self._top is not None:
             self._watch = Watch(self._top, self.control.level)
             await self._watch.open()
@@ -158,6 +164,8 @@ class Deployment:
             await self.hub.close()
         await self.node.close()
         await self.sessions.close()
+        if self._teller is not None:
+            await self._teller.stop()
         await self.store.close()
 
     # --- drivers
@@ -251,6 +259,7 @@ def deploy(
     period_s: float = PERIOD_S,
     resources: Mapping[str, float] | None = None,
     proxy: str = "",
+    hints: bool = False,
     clock: Callable[[], float] | None = None,
     top: str | Path = "",
     ray: str | Launcher = "",
@@ -260,9 +269,10 @@ def deploy(
     `policies` are names of this package's, or `package.module:function`; none is first come, first served. `store` is
     `redis://...`, to keep sessions' state and let others read the summaries; "" keeps all in this process. `period_s`
     is between two turns of the global loop. `resources` is what there is in all, for `provision`; None asks nobody.
-    `proxy` is the URL of thunderagent's proxy, which is told of a session's end. `ray` has the instances run on a Ray
-    cluster, and nothing in this process: `auto`, `HOST:PORT`, `local` for one of its own; a process that has called
-    `ray.init` keeps to that. Raises `DeclarationError`.
+    `proxy` is the URL of thunderagent's proxy, which is told of a session's end, and with `hints` of when its next turn
+    comes and which of its branches have ended. `ray` has the instances run on a Ray cluster, and nothing in this
+    process: `auto`, `HOST:PORT`, `local` for one of its own; a process that has called `ray.init` keeps to that. Raises
+    `DeclarationError`.
     """
     agents = load_agents(source)
     for name, directives in stubs.GIVEN_DIRECTIVES.items():
@@ -275,6 +285,7 @@ def deploy(
         period_s=period_s,
         resources=resources,
         proxy=proxy,
+        hints=hints,
         clock=clock,
         top=Path(top) if top else None,
         ray=ray,

@@ -24,6 +24,7 @@ from thunderagent.workflows.core.router import agent_of
 from thunderagent.workflows.declare import Agent
 from thunderagent.workflows.errors import DeadlockError, StateError, WorkflowError
 from thunderagent.workflows.future import Future, Handle, take_futures
+from thunderagent.workflows.hints import Hints
 from thunderagent.workflows.instance import Instance
 from thunderagent.workflows.scope import NODE_BITS, Scope, SessionInfo
 from thunderagent.workflows.state import SessionState
@@ -71,6 +72,8 @@ class Node:
         self.new_session: Callable[[str], SessionInfo] = SessionInfo
         self.retired: set[str] = set()
         """Locations that are gone, and had nothing any more."""
+        self.hints: Hints | None = None
+        """Who says when sessions' next turns come; None if nobody wants to know."""
         self._kinds = kinds
         self._link = link
         self._machines: dict[str, Any] = {self.name: self.origin}
@@ -110,6 +113,8 @@ class Node:
         )
         handle = Handle(call, tuple(needs.values()))
         handle.node = self
+        if self.hints is not None:
+            self.hints.made(handle)
         if threading.get_ident() == self.thread_id:
             self._inbox.append((self.name, self.name, m.Create(handle)))
             if not self._is_draining:
@@ -237,6 +242,8 @@ class Node:
                     outcome.error is not None,
                 )
             )
+        if self.hints is not None:
+            self.hints.settled(cast("Handle", record))
         call.args = ()
         call.values = None
         cast("Handle", record).notify()
@@ -300,6 +307,8 @@ class Node:
     def end_session(self, name: str) -> SessionInfo | None:
         """Forget a session, and fail the calls that are left of it."""
         self.tell_all(m.SessionEnded(name))
+        if self.hints is not None:
+            self.hints.session_ended(name)
         return self.sessions.pop(name, None)
 
     def find_circle(self) -> Handle | None:
