@@ -62,12 +62,21 @@ class SchedulerView:
     @property
     def changed_replicas(self) -> Sequence[ReplicaView]:
         """See `View`."""
-        return [replica for replica in self._book.changed_replicas.values() if replica.grants]
+        return [replica for replica in self._book.changed_replicas.values() if replica.account.usable]
+
+    @property
+    def limit_tokens(self) -> float:
+        """See `View`."""
+        return self._book.granting_limit_tokens
+
+    def roomiest(self, ratio: float, count: int) -> Sequence[ReplicaView]:
+        """See `View`."""
+        return self._book.roomiest(ratio, count)
 
     def replica(self, replica_id: str | None) -> ReplicaView | None:
         """See `View`."""
         replica = self._book.replicas.get(replica_id) if replica_id is not None else None
-        return replica if replica is not None and replica.grants else None
+        return replica if replica is not None and replica.account.usable else None
 
     @property
     def active_count(self) -> int:
@@ -312,6 +321,19 @@ class SchedulerView:
             return False
         self._core.pause(own, reason)
         return True
+
+    def propose_pause_until(
+        self,
+        replica: ReplicaView,
+        most_tokens: float,
+        reason: Reason,
+        *,
+        least_count: int = 0,
+        expired_first: bool = False,
+    ) -> None:
+        """See `View`."""
+        own = self._replica(replica)
+        self._core.pause_until(own, most_tokens, reason, least_count=least_count, expired_first=expired_first)
 
     def propose_mark(self, program: ProgramView, reason: Reason) -> bool:
         """See `View`. Accepted for an active program with a turn in flight that is not marked yet."""

@@ -43,9 +43,9 @@ class PrefixTree:
     def __len__(self) -> int:
         return len(self.cuts)
 
-    def enter(self, chain: Chain, replica_id: str) -> int:
+    def enter(self, chain: Chain, replica_id: str, previous_tokens: int = 0) -> int:
         """Count a chain on a replica; return how many tokens of it others claim there already."""
-        shared_tokens = previous_tokens = 0
+        shared_tokens = 0
         for digest, tokens in chain:
             cut = self.cuts.get(digest)
             if cut is None:
@@ -71,6 +71,24 @@ class PrefixTree:
                 if not cut.counts:
                     del self.cuts[digest]
         return shared_tokens
+
+    def replace(self, before: Chain, chain: Chain, replica_id: str) -> int:
+        """Count a chain in place of another one; return by how much the replica's shared tokens grow.
+
+        Mostly it is the same prompt that grew: what both begin with stays counted. A cut that is nobody else's has the
+        size that it has now.
+        """
+        same_count = previous_tokens = 0
+        for (before_digest, _), (digest, tokens) in zip(before, chain, strict=False):
+            if digest != before_digest:
+                break
+            cut = self.cuts[digest]
+            if len(cut.counts) == 1 and cut.counts[replica_id] == 1:
+                cut.own_tokens = max(0, tokens - previous_tokens)
+            previous_tokens = tokens
+            same_count += 1
+        left_tokens = self.leave(before[same_count:], replica_id)
+        return self.enter(chain[same_count:], replica_id, previous_tokens) - left_tokens
 
     def resize(self, chain: Chain) -> dict[str, int]:
         """Give a chain's cuts the sizes that it has now; return by how much each replica's shared tokens grow."""
@@ -128,9 +146,7 @@ class SharedPrefixes:
         """Take in where a branch's prompt may part from others; `account` is where its program is active."""
         chain = chain_of(cuts, tokens_per_byte_ratio)
         if account is not None:
-            replica_id = program.replica_id or ""
-            account.share(-self.tree.leave(branch.prefix, replica_id))
-            account.share(self.tree.enter(chain, replica_id))
+            account.share(self.tree.replace(branch.prefix, chain, program.replica_id or ""))
         branch.prefix = chain
 
     def enter(self, program: Program, account: Account) -> None:
@@ -141,6 +157,8 @@ class SharedPrefixes:
 
     def leave(self, program: Program, account: Account, branches: Sequence[Branch] | None = None) -> None:
         """Count a program no longer that is paused or ends, or some of its branches that end."""
+        if not self.tree.cuts:
+            return
         for branch in program.branches.values() if branches is None else branches:
             if branch.prefix:
                 account.share(-self.tree.leave(branch.prefix, program.replica_id or ""))

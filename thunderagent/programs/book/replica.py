@@ -42,7 +42,7 @@ class ReplicaPlace(Place):
         account.demand_tokens += tokens
         account.growth_tokens += program.growth_tokens
         if self.kept is not None:
-            self.kept.add(program, self._rank_of(program))
+            self.rank(program)
 
     def leave(self, program: Program, now_s: float) -> None:  # noqa: ARG002
         """Let a program go that is here."""
@@ -84,11 +84,6 @@ class LeavingPlace(ReplicaPlace):
     """Where programs leave: only those that the policy marked stand in the order, the last to be marked first."""
 
     __slots__ = ()
-
-    def enter(self, program: Program, now_s: float) -> None:
-        """Take a program in."""
-        super().enter(program, now_s)
-        self.rank(program)
 
     def rank(self, program: Program) -> None:
         """Put a program that is here where its rank says, or out of the order if it leaves whatever the policy says."""

@@ -23,6 +23,9 @@ Programs that a route binds to one replica wait where `first_waiting` and its li
 there, a policy lets no program have the room of a replica for which one waits that goes before it, neither a newcomer
 nor one that waits as well: it leaves the replica out (`without_routed_before`), or lets pass for a bounded time.
 
+A policy that has an active program go on where it is, whenever its replica grants, may say `stays_home = True`: then it
+is not asked for the turns of such programs, which are most.
+
 To write one, subclass nothing: a frozen dataclass with these members is a policy, its fields are its settings. Parts of
 it can be chosen apart, and a policy may have more than these members: see `parts.py`.
 """

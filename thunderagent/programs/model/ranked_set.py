@@ -15,6 +15,9 @@ Order = Rank | tuple[float, Rank]
 COMPACT_ABOVE = 64
 """Entries below which the dead are not worth looking for."""
 
+DEAD_AHEAD_COUNT = 8
+"""So many of the dead may be passed over each time, before they are taken out of the way."""
+
 
 class RankedSet(Generic[T]):
     """Members in ascending order of rank; equal ranks in order of entry.
@@ -84,21 +87,28 @@ class RankedSet(Generic[T]):
     def lowest(self, count: int, wanted: Callable[[T], bool] | None = None) -> list[T]:
         """Return the `count` members with the lowest ranks, in order: those before the first that is not `wanted`.
 
-        Cost: O((as many as are returned + dead there) log members).
+        The heap is walked from its root, and stays as it is. Cost: O(k log k) for k = as many as are returned, and a
+        few of the dead among them.
         """
-        heap = self._heap
-        entries: list[tuple[Order, int, T]] = []
-        while heap and len(entries) < count:
-            entry = heap[0]
-            living = self._lives(entry)
-            if living and wanted is not None and not wanted(entry[2]):
+        heap, dead_count = self._heap, 0
+        found: list[T] = []
+        ahead = [(heap[0], 0)] if heap else []
+        while ahead and len(found) < count:
+            entry, index = heappop(ahead)
+            if not self._lives(entry):
+                dead_count += 1
+            elif wanted is None or wanted(entry[2]):
+                found.append(entry[2])
+            else:
                 break
-            heappop(heap)
-            if living:
-                entries.append(entry)
-        for entry in entries:
-            heappush(heap, entry)
-        return [entry[2] for entry in entries]
+            for child in (2 * index + 1, 2 * index + 2):
+                if child < len(heap):
+                    heappush(ahead, (heap[child], child))
+        if dead_count > DEAD_AHEAD_COUNT:
+            for entry in [heappop(heap) for _ in range(len(found) + dead_count)]:
+                if self._lives(entry):
+                    heappush(heap, entry)
+        return found
 
     def __iter__(self) -> Iterator[T]:
         """Yield members by rank. Costs O(members log members): for reports, not for deciding."""

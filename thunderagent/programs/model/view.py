@@ -29,6 +29,16 @@ class View(Protocol):
     def changed_replicas(self) -> Sequence[ReplicaView]:
         """Those of `replicas` on which programs came, went or changed in size since `balance` was asked last."""
 
+    @property
+    def limit_tokens(self) -> float:
+        """What may be claimed of `replicas` together; infinite where one's capacity is not known."""
+
+    def roomiest(self, ratio: float, count: int) -> Sequence[ReplicaView]:
+        """Return the `count` of `replicas` with most of `ratio` of their limits unclaimed. Cost: O(count log replicas).
+
+        A policy always asks with the same ratio. Of equal ones any is the first.
+        """
+
     def replica(self, replica_id: str | None) -> ReplicaView | None:
         """Return one of `replicas` by its name; None if it is not among them."""
 
@@ -202,6 +212,21 @@ class View(Protocol):
 
     def propose_pause(self, program: ProgramView, reason: Reason) -> bool:
         """Take an acting program's claim away."""
+
+    def propose_pause_until(
+        self,
+        replica: ReplicaView,
+        most_tokens: float,
+        reason: Reason,
+        *,
+        least_count: int = 0,
+        expired_first: bool = False,
+    ) -> None:
+        """Pause acting programs there, in one batch, until at most `most_tokens` are claimed besides marked programs.
+
+        Programs go by pause rank, with `expired_first` those first that are held for longer than is worth it, while
+        more than `least_count` are active. Acting ones are weighed where their claims fade.
+        """
 
     def propose_mark(self, program: ProgramView, reason: Reason) -> bool:
         """Pause a reasoning program at the end of its turn."""

@@ -51,7 +51,7 @@ from thunderagent.programs.model.policy import ClaimRules, Moment, Placement, le
 from thunderagent.programs.model.view import View
 from thunderagent.programs.model.views import AccountView, ProgramView, ReplicaView
 from thunderagent.programs.policies.foresight import foreseen_tokens, is_short
-from thunderagent.programs.policies.helpers import home_of, largest_capacity_tokens
+from thunderagent.programs.policies.helpers import largest_capacity_tokens
 from thunderagent.programs.policies.setting_checks import check_not_negative
 
 RESIDENT_RATIO = 0.1
@@ -81,6 +81,7 @@ class BreakEven:
     home_wait_ratio: float = 1.0
     name: ClassVar[str] = "breakeven"
     tick_s: ClassVar[float] = 1.0
+    stays_home: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Refuse settings that mean nothing."""
@@ -117,7 +118,9 @@ class BreakEven:
 
     def place(self, view: View, program: ProgramView, candidates: Sequence[ReplicaView]) -> Placement:
         """Return the program's own replica while it is active, else one with room, if it is its turn."""
-        home = home_of(program, candidates)
+        home = view.replica(program.replica_id)
+        if home is not None and candidates is not view.replicas and home not in candidates:
+            home = None
         if program.status is Status.ACTIVE and home is not None:
             return Placement(home, Reason.HOME)
         if view.comes_before_all_waiting(program):
@@ -174,18 +177,16 @@ class BreakEven:
 
         Nor on one that is kept for a program that is bound to it.
         """
-        if reserved is None and not view.routed_count:
-            return self._find(view, program, candidates, home, make_room=make_room)
-        others = [
-            replica for replica in candidates if replica is not reserved and not self._is_kept(view, program, replica)
-        ]
-        if not others:
+        some_routed = view.routed_count > 0
+        if some_routed:
+            candidates = [each for each in candidates if each is reserved or not self._is_kept(view, program, each)]
+        if not candidates or (len(candidates) == 1 and candidates[0] is reserved):
             return Placement(None, Reason.QUEUE_AHEAD)
-        if home is not None and (home is reserved or self._is_kept(view, program, home)):
+        if home is not None and (home is reserved or (some_routed and self._is_kept(view, program, home))):
             if self._waits_for_home(view, program, home):
                 return Placement(None, Reason.HOME_SOON)
             home = None
-        return self._find(view, program, others, home, make_room=make_room)
+        return self._find(view, program, candidates, home, reserved, make_room=make_room)
 
     def _is_kept(self, view: View, program: ProgramView, replica: ReplicaView) -> bool:
         """Say whether one waits for that replica alone, goes before a program, and is not to be passed any more."""
@@ -207,7 +208,7 @@ class BreakEven:
         """Return the replica that takes nobody else in, once the head of the queue has waited for long enough."""
         if head is None or not self._has_waited_long(view, head):
             return None
-        return self._roomiest(view, head, view.replicas, foresees=self._foresees(view, head))
+        return self._roomiest(view, head, view.replicas, None, foresees=self._foresees(view, head))
 
     def _has_waited_long(self, view: View, program: ProgramView) -> bool:
         return view.now_s - program.waiting_since_s > self.wait_ratio * view.median_residence_s
@@ -220,15 +221,17 @@ class BreakEven:
         program: ProgramView,
         candidates: Sequence[ReplicaView],
         home: ReplicaView | None,
+        reserved: ReplicaView | None,
         *,
         make_room: bool,
     ) -> Placement:
         """Return where a paused program could be active; with `make_room`, those who expired make room for it.
 
-        `home` need not be among the candidates, which may be those only where something changed.
+        `home` need not be among the candidates, which may be those only where something changed. `reserved` may be
+        one of them, and is left out.
         """
         foresees = self._foresees(view, program)
-        roomiest = self._roomiest(view, program, candidates, foresees=foresees)
+        roomiest = self._roomiest(view, program, candidates, reserved, foresees=foresees)
         if self._is_oversize(view, program, roomiest):
             return Placement(roomiest, Reason.OVERSIZE)
         if home is not None:
@@ -279,20 +282,38 @@ class BreakEven:
         return not program.turn_count and self.foresight_ratio > 0 and is_short(view, program, self.low_ratio)
 
     def _roomiest(
-        self, view: View, program: ProgramView, candidates: Sequence[ReplicaView], *, foresees: bool
+        self,
+        view: View,
+        program: ProgramView,
+        candidates: Sequence[ReplicaView],
+        reserved: ReplicaView | None,
+        *,
+        foresees: bool,
     ) -> ReplicaView:
-        """Return the replica with most room; among equals, as where no capacity is known, that with least on it."""
+        """Return the replica with most room but for the reserved one; among equals that with least on it.
+
+        Without foresight all replicas are in that order already. With it each is looked at.
+        """
         if len(candidates) == 1:
             return candidates[0]
+        if candidates is view.replicas and not foresees:
+            first = [replica for replica in view.roomiest(self.low_ratio, 2 + (reserved is not None)) if replica is not reserved]
+            if len(first) == 1 or self._free_tokens(first[0].account, 0) > self._free_tokens(first[1].account, 0):
+                return first[0]
         roomiest: list[ReplicaView] = []
         most_tokens, ratio = -inf, self.low_ratio
+        foreseen: dict[int | None, float] = {}
         for replica in candidates:  # a call for each would cost more than all the rest
             account = replica.account
+            free_tokens = ratio * account.limit_tokens - account.demand_tokens
+            if free_tokens < most_tokens or replica is reserved:
+                continue
             if foresees:
-                grown_tokens = foreseen_tokens(view, program, replica, self.foresight_ratio)
-                free_tokens = self._free_tokens(account, grown_tokens)
-            else:
-                free_tokens = ratio * account.limit_tokens - account.demand_tokens
+                grown_tokens = foreseen.get(account.capacity_tokens)
+                if grown_tokens is None:
+                    grown_tokens = foreseen_tokens(view, program, replica, self.foresight_ratio)
+                    foreseen[account.capacity_tokens] = grown_tokens
+                free_tokens -= min(account.growth_tokens, account.active_count * grown_tokens)
             if free_tokens > most_tokens:
                 most_tokens, roomiest = free_tokens, [replica]
             elif free_tokens == most_tokens:
@@ -312,11 +333,11 @@ class BreakEven:
         """Pause, then mark, until all claims but the marked ones are under the high watermark; take marks back."""
         account = replica.account
         limit_tokens = self.high_ratio * account.limit_tokens
+        if account.demand_tokens - account.marked_tokens > limit_tokens:
+            view.propose_pause_until(replica, limit_tokens, Reason.THRASHING, least_count=1, expired_first=True)
         while account.demand_tokens - account.marked_tokens > limit_tokens and account.active_count != 1:
-            program = view.first_expired(replica) or view.first_to_pause(replica) or view.first_to_mark(replica)
-            if program is None:
-                break
-            if not view.propose_pause(program, Reason.THRASHING) and not view.propose_mark(program, Reason.THRASHING):
+            program = view.first_to_mark(replica)
+            if program is None or not view.propose_mark(program, Reason.THRASHING):
                 break
         while (marked := view.last_marked(replica)) is not None:
             if account.demand_tokens - account.marked_tokens + marked.claim_tokens > limit_tokens:

@@ -160,6 +160,7 @@ class Continuum:
     _lost_memory: set[str] = field(init=False, repr=False, default_factory=set)
     """Programs that had lost their memory when their tool was through, until their next turn is granted."""
     tick_s: ClassVar[float] = 0.1
+    stays_home: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Refuse settings that mean nothing."""

@@ -54,6 +54,7 @@ class InferCept:
     reserve_tokens: int = 256
     name: ClassVar[str] = "infercept"
     tick_s: ClassVar[float] = 0.25
+    stays_home: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Refuse settings that mean nothing."""

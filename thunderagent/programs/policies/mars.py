@@ -74,6 +74,7 @@ class Mars:
     priority: MarsPriority = field(init=False)
     order: MarsOrder = field(init=False)
     name: ClassVar[str] = "mars"
+    stays_home: ClassVar[bool] = True
     part_settings: ClassVar[Mapping[str, str]] = {"tool_cpu_count": "admission", "window_max_count": "admission"}
     """Settings that are passed on to a part, by its kind: to the one that is chosen in its place, too."""
 
@@ -194,11 +195,10 @@ class Mars:
     def _relieve(self, view: View, replica: ReplicaView) -> None:
         """Pause, then mark, until all claims but the marked ones fit; take marks back."""
         account = replica.account
+        view.propose_pause_until(replica, account.limit_tokens, Reason.THRASHING, least_count=1, expired_first=True)
         while _free_tokens(replica) + account.marked_tokens < 0 and account.active_count > 1:
-            victim = view.first_expired(replica) or view.first_to_pause(replica) or view.first_to_mark(replica)
-            if victim is None:
-                break
-            if not view.propose_pause(victim, Reason.THRASHING) and not view.propose_mark(victim, Reason.THRASHING):
+            victim = view.first_to_mark(replica)
+            if victim is None or not view.propose_mark(victim, Reason.THRASHING):
                 break
         while (marked := view.last_marked(replica)) is not None:
             if _free_tokens(replica) + account.marked_tokens < marked.claim_tokens:

@@ -36,6 +36,7 @@ class Ttl:
     ttl_s: float = 10.0
     reserve_tokens: int = 256
     name: ClassVar[str] = "ttl"
+    stays_home: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Refuse settings that mean nothing."""
