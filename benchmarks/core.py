@@ -134,7 +134,7 @@ def plain_turns(policy_name: str, turns_count: int) -> list[float]:
     for count in range(turns_count):
         number = count % PLAIN_PROGRAMS_COUNT
         arrived = load.arrive(f"p{number}", CONTEXT_BYTES + 2000 * (count // PLAIN_PROGRAMS_COUNT % 20), cuts[number])
-        tokens = arrived.prompt_bytes // 4
+        tokens = int(arrived.prompt_bytes * load.rng.uniform(0.23, 0.28))
         started = TurnStarted(load.now_s + 0.1, arrived.turn_id)
         finished = TurnFinished(load.now_s + 0.4, arrived.turn_id, tokens, 200, tokens - 500, "bash")
         began = perf_counter()

@@ -131,6 +131,9 @@ class SchedulerView:
         """See `View`."""
         now_s = self._book.now_s
         expiring = self._replica(replica).acting.expiring
+        first = expiring.first()
+        if first is None or first.hold_until_s > now_s:
+            return ()
         return expiring.lowest(count, lambda program: program.hold_until_s <= now_s)
 
     def last_marked(self, replica: ReplicaView) -> ProgramView | None:

@@ -9,11 +9,11 @@ from thunderagent.programs.book.replica import Replica
 from thunderagent.programs.core import Core
 from thunderagent.programs.handlers.lives import Lives
 from thunderagent.programs.model.decisions import Hold, Reason, Reject
-from thunderagent.programs.model.events import Media, PinnedTurnArrived, PrefixCut, TurnArrived
+from thunderagent.programs.model.events import Media, PinnedTurnArrived, TurnArrived
 from thunderagent.programs.model.places import Kind
 from thunderagent.programs.model.policy import Moment
 from thunderagent.programs.model.program import Program
-from thunderagent.programs.model.turn import MAIN_BRANCH, Branch, Turn
+from thunderagent.programs.model.turn import MAIN_BRANCH, Turn
 
 
 class Arrivals:
@@ -80,7 +80,10 @@ class Arrivals:
         book.turns[turn.turn_id] = turn
         branch = program.branch_of(turn, event.parent_branch_id)
         if event.prefix and core.claim_rules.share_prefixes:
-            self._set_prefix(program, branch, event.prefix, tokens_per_byte_ratio)
+            grown = book.prefixes.set_prefix(program, branch, event.prefix, tokens_per_byte_ratio)
+            for replica_id, tokens in grown.items():
+                if tokens:
+                    book.touch(book.replicas[replica_id]).share(tokens)
         self._place_turn(program, turn, earlier)
 
     def _new_turn(self, event: TurnArrived, program: Program, earlier: Turn | None) -> Turn:
@@ -108,15 +111,6 @@ class Arrivals:
 
     def _measure_media(self, turn: Turn, media: Media) -> None:
         turn.media, turn.media_tokens = media, self._core.knowledge.media_sizes.tokens(media)
-
-    def _set_prefix(self, program: Program, branch: Branch, cuts: Sequence[PrefixCut], first_ratio: float) -> None:
-        book, account = self._core.book, None
-        if program.place.active:
-            account = book.touch(book.replicas[program.replica_id or ""])
-        book.prefixes.set_prefix(program, branch, cuts, branch.tokens_per_byte_ratio or first_ratio, account)
-        if branch.tokens_per_byte_ratio is not None:  # the size of what is shared was a guess before
-            for replica_id, tokens in book.prefixes.tree.resize(branch.prefix).items():
-                book.touch(book.replicas[replica_id]).share(tokens)
 
     def _place_turn(self, program: Program, turn: Turn, earlier: Turn | None) -> None:
         """Grant a turn where its program has others in flight, place its program anew, or hold it where that is."""

@@ -156,8 +156,22 @@ class BreakEven:
             self._let_pass(view, head, replicas)
 
     def _let_pass(self, view: View, head: ProgramView, replicas: Sequence[ReplicaView]) -> None:
+        """Let those in who may pass the head of the queue: some of the oldest, those first that are in memory still.
+
+        Mostly no room is enough for anybody, which is found out first.
+        """
+        followers = [
+            program
+            for program in view.first_waiting_few(self.pass_count + 1)[1:]
+            if self._may_fit(view, program, view.replica(program.replica_id))
+            or any(self._may_fit(view, program, replica) for replica in replicas)
+        ]
+        if not followers:
+            return
+        if self.resident_first:
+            followers.sort(key=lambda program: not self._is_resident(view, program))
         reserved = self._reserved(view, head)
-        for program in self._followers(view):
+        for program in followers:
             home = view.replica(program.replica_id)
             placement = self._find_beside(view, program, replicas, home, reserved, make_room=False)
             if placement.replica is not None:
@@ -193,12 +207,14 @@ class BreakEven:
         bound = view.first_routed_before(program, replica)
         return bound is not None and (not self.pass_count or self._has_waited_long(view, bound))
 
-    def _followers(self, view: View) -> Sequence[ProgramView]:
-        """Return who may pass the head of the queue: some of the oldest, those first whose history is in memory."""
-        followers = view.first_waiting_few(self.pass_count + 1)[1:]
-        if not self.resident_first:
-            return followers
-        return sorted(followers, key=lambda program: not self._is_resident(view, program))
+    def _may_fit(self, view: View, program: ProgramView, replica: ReplicaView | None) -> bool:
+        """Say whether a program may fit on a replica as it is: not if its claim alone is too large, and it no larger."""
+        if replica is None:
+            return False
+        account = replica.account
+        if view.claim_tokens_on(program, replica) <= self._free_tokens(account, 0):
+            return True
+        return not account.active_count or program.claim_tokens > self.low_ratio * (account.capacity_tokens or inf)
 
     def _is_resident(self, view: View, program: ProgramView) -> bool:
         home = view.replica(program.replica_id)
