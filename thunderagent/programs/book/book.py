@@ -268,7 +268,7 @@ class Book:
         self.granting_limit_tokens = float(sum(replica.account.limit_tokens for replica in self.granting_replicas))
 
     def roomiest(self, ratio: float, count: int) -> Sequence[Replica]:
-        """Return the `count` replicas that grant with most of `ratio` of their limits left; from now on that is kept."""
+        """Return the `count` replicas that grant with most of `ratio` of their limits left; kept from now on."""
         if self.rooms is None or self.rooms.ratio != ratio:
             self.rooms = Rooms(ratio)
             self.rooms.set_granting(self.granting_replicas)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from math import inf
 
 from thunderagent.programs.book.accounts import Account
@@ -74,10 +74,11 @@ class ReplicaPlace(Place):
         """Who is here by rank, the lowest first; from now on that is kept."""
         if self.kept is None:
             self.kept = RankedSet()
-            for program in self._programs.values():
-                if program.place is self:
-                    self.rank(program)
+            self._fill([program for program in self._programs.values() if program.place is self], self.kept)
         return self.kept
+
+    def _fill(self, programs: Sequence[Program], order: RankedSet[Program]) -> None:
+        order.fill(programs, self._rank_of)
 
 
 class LeavingPlace(ReplicaPlace):
@@ -93,6 +94,10 @@ class LeavingPlace(ReplicaPlace):
             self.kept.add(program, -self._rank_of(program))
         else:
             self.kept.discard(program)
+
+    def _fill(self, programs: Sequence[Program], order: RankedSet[Program]) -> None:  # noqa: ARG002
+        for program in programs:
+            self.rank(program)
 
 
 class ActingPlace(ReplicaPlace):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from heapq import heapify, heappop, heappush
 from operator import itemgetter
 from typing import Any, Generic, TypeVar
@@ -59,6 +59,16 @@ class RankedSet(Generic[T]):
         heappush(heap, entry)
         if len(heap) > self._compact_above:
             self._compact()
+
+    def fill(self, members: Iterable[T], rank_of: Callable[[T], Order]) -> None:
+        """Put members into an empty set. Cost: O(members)."""
+        heap, entry_of = self._heap, self._entry_of
+        for member in members:
+            entry: Entry = (rank_of(member), self._next_entry_id, member)
+            self._next_entry_id += 1
+            entry_of[member] = entry
+            heap.append(entry)
+        heapify(heap)
 
     def _compact(self) -> None:
         """Drop the dead if they outnumber the living, and look again when the heap has doubled."""

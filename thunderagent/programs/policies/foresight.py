@@ -1,5 +1,7 @@
 """Whether memory is short, and for how much growth of each program a newcomer leaves room: see `breakeven`."""
 
+# compiled: it is asked of every newcomer
+
 from __future__ import annotations
 
 from math import hypot, inf

@@ -43,7 +43,12 @@ from thunderagent.programs.model.places import Status
 from thunderagent.programs.model.policy import ClaimRules, Moment, Placement
 from thunderagent.programs.model.view import View
 from thunderagent.programs.model.views import ProgramView, ReplicaView
-from thunderagent.programs.policies.helpers import home_of, largest_capacity_tokens, without_routed_before
+from thunderagent.programs.policies.helpers import (
+    home_of,
+    largest_capacity_tokens,
+    without_routed_before,
+    worth_a_look,
+)
 from thunderagent.programs.policies.mars_admission import MarsAdmission
 from thunderagent.programs.policies.mars_priority import MarsOrder, MarsPriority, level_of
 from thunderagent.programs.policies.setting_checks import check_not_negative
@@ -127,8 +132,7 @@ class Mars:
 
     def balance(self, view: View, moment: Moment) -> None:
         """Evict where claims are over the memory, and restore who fits."""
-        by_time = moment in (Moment.TICK, Moment.REPLICAS_CHANGED)
-        replicas = view.replicas if by_time else view.changed_replicas
+        replicas = worth_a_look(view, moment)
         for replica in replicas:
             self._relieve(view, replica)
         while replicas and self._restore_one(view, replicas):
