@@ -49,7 +49,7 @@ class TurnEnds:
         if self._core.book.anonymous_held.pop(turn.turn_id, None) is not None:
             self._core.book.ledger.wait_ends(self._core.book.now_s)
         elif turn.account_id is not None:
-            account = self._core.book.touch(self._core.book.replicas[turn.account_id])
+            account = self._core.book.changes(self._core.book.replicas[turn.account_id])
             account.claim_other(-turn.claim_tokens)
             account.turn_count -= 1
 
