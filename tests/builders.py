@@ -13,6 +13,7 @@ from thunderagent.programs.model.decisions import Decision, Grant, Reason, Rejec
 from thunderagent.programs.model.events import (
     Event,
     PinnedTurnArrived,
+    ProgramHinted,
     ProgramJudged,
     ProgramOpened,
     ProgramReleased,
@@ -266,6 +267,12 @@ class Driver:
 
     def releases(self, program_id: str, generation: int | None = None, outcome: str = "") -> list[Decision]:
         return self.send(ProgramReleased(self.now_s, program_id, generation, outcome))
+
+    def is_hinted(
+        self, program_id: str, next_turn_in_s: float | None = None, confidence: float = 1.0, **more: str
+    ) -> list[Decision]:
+        """Let a client say when the next turn comes, or what to `keep`, and of which `branch_id`."""
+        return self.send(ProgramHinted(self.now_s, program_id, next_turn_in_s, confidence, **more))
 
     def is_judged(
         self,

@@ -24,13 +24,14 @@ settings.load_profile("any_machine")
 
 
 def pytest_report_header() -> str:
-    """Say on which core the tests run; they do not on one that is not what its sources say."""
+    """Say on which core the tests run, and on how many processors; not on a core that is not what its sources say."""
     kind, wanted = core_kind(), os.environ.get("WANTED_CORE")
     if kind == "stale":
         pytest.exit(STALE, returncode=4)
     if wanted and kind != wanted:
         pytest.exit(f"the core is {kind}, and WANTED_CORE={wanted}", returncode=4)
-    return f"core: {kind}"
+    usable_count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"core: {kind}; may use {usable_count} of the machine's {os.cpu_count()} processors"
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -48,7 +49,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "tests/real/" in item.path.as_posix() or "tests/e2e/" in item.path.as_posix():
             fixtures = getattr(item, "fixturenames", ())
-            item.add_marker(pytest.mark.xdist_group("engine" if "vllm" in fixtures else "beside"))
+            item.add_marker(pytest.mark.xdist_group("beside" if {"vllm", "sglang"}.isdisjoint(fixtures) else "engine"))
 
 
 def pytest_collection_finish() -> None:

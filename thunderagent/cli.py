@@ -312,9 +312,10 @@ def run_record(args: argparse.Namespace) -> int:
 def configure_logging(level: str, *, as_json: bool) -> None:
     """Send structlog's events to standard error, one line each; JSON by the fastest way that structlog has."""
     factory: Any
+    min_level = logging.getLevelNamesMapping()[level.upper()]
     if as_json:
         processors: list[Any] = [json_line]
-        lines = LineLogger(sys.stderr.buffer)
+        lines = LineLogger(sys.stderr.buffer, wants_info=min_level <= logging.INFO)
         factory = lambda *_: lines  # noqa: E731 - one for all loggers: their lines keep their order
     else:
         processors = [
@@ -328,7 +329,7 @@ def configure_logging(level: str, *, as_json: bool) -> None:
         factory = structlog.WriteLoggerFactory(file=sys.stderr)
     structlog.configure(
         processors=processors,
-        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
+        wrapper_class=structlog.make_filtering_bound_logger(min_level),
         logger_factory=factory,
         cache_logger_on_first_use=True,
     )

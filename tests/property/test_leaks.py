@@ -17,6 +17,7 @@ from thunderagent.policy_loader import load_policy
 from thunderagent.programs.model.decisions import Grant, Reject
 from thunderagent.programs.model.events import (
     Event,
+    ProgramHinted,
     ProgramJudged,
     ProgramReleased,
     Tick,
@@ -111,6 +112,7 @@ class Load:
         yield TurnFinished(self.now_s, turn_id, tokens, 100, tokens // 2, tool=f"tool-{turn_id % 6}")
         if turns_left:
             yield ToolStarted(self.now_s, program_id, "edit")
+            yield ProgramHinted(self.now_s, program_id, self._rng.random())
             self._acting.append((program_id, tokens + 1000, turns_left - 1))
         else:
             yield ProgramJudged(self.now_s, program_id, 1, 1, will_succeed=True, confidence_ratio=0.9)

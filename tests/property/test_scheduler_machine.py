@@ -17,6 +17,7 @@ from thunderagent.programs.model.decisions import Decision, Grant, Pause, Reject
 from thunderagent.programs.model.events import (
     Event,
     PinnedTurnArrived,
+    ProgramHinted,
     ProgramJudged,
     ProgramOpened,
     ProgramReleased,
@@ -54,6 +55,8 @@ from thunderagent.programs.model.fleet_events import (
     ResidencyReported,
     RouteSet,
 )
+from thunderagent.programs.model.hints import KEEPS
+from thunderagent.programs.model.policy import HINT_RATIO
 from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.model.signals import GpuEnd, GpuSubmit, Signal, ToolNum
 from thunderagent.programs.scheduler import Scheduler
@@ -229,6 +232,23 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(program_id=PROGRAMS, inferred=st.booleans())
     def tool_ends(self, program_id: str | None, *, inferred: bool) -> None:
         self.send(ToolEnded(self.now_s, program_id or "nobody", inferred))
+
+    @rule(
+        program_id=PROGRAMS,
+        next_turn_in_s=st.none() | st.floats(0, 40),
+        confidence=st.floats(0, 1),
+        keep=st.sampled_from(["", "", *KEEPS]),
+        branch_id=BRANCHES,
+    )
+    def program_is_hinted(
+        self, program_id: str | None, next_turn_in_s: float | None, confidence: float, keep: str, branch_id: str
+    ) -> None:
+        self.send(ProgramHinted(self.now_s, program_id or "nobody", next_turn_in_s, confidence, keep, branch_id))
+        program = self.scheduler.programs.get(program_id or "nobody")
+        if program is not None and program.hint_keeps:
+            replica = self.scheduler.replicas[program.replica_id or ""]
+            ratio = getattr(self.scheduler.policy, "hint_ratio", HINT_RATIO)
+            assert replica.acting.hint_tokens <= ratio * replica.account.limit_tokens, "hints keep more than they may"
 
     @rule(elapsed_s=st.floats(0, 30))
     def time_passes(self, elapsed_s: float) -> None:

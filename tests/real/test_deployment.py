@@ -19,7 +19,7 @@ from tests.real import base_image
 from tests.real.base_image import BASE_IMAGE, BUILD_IMAGE, make_base_images
 from tests.real.conftest import free_ports
 from tests.real.docker_engine import DockerEngine, DockerEngineError, ensure_docker
-from tests.real.support import events, until
+from tests.real.support import events, replicas, until, until_all_up
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
@@ -162,8 +162,8 @@ async def test_the_stack_gets_ready_serves_drains_and_goes(
     proxy = container(client, "thunderagent")
     await until(lambda: are_healthy(client))
 
-    replicas = (await stack.get("/replicas")).json()["replicas"]
-    assert {each["replica_id"]: each["up"] for each in replicas} == {"engine-1:8100": True, "engine-2:8100": True}
+    await until_all_up(stack, "")  # it is healthy before it has asked both
+    assert {each["replica_id"] for each in await replicas(stack, "")} == {"engine-1:8100", "engine-2:8100"}
 
     answer = await stack.post("/p/task-1/v1/chat/completions", json=chat(8))
     assert answer.status_code == 200, answer.text

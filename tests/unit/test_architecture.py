@@ -98,7 +98,7 @@ ARROWS: dict[str, frozenset[str]] = {
     "leases": frozenset({"programs"}),
     "signal_log": frozenset({"errors", "programs"}),
     "runtime": frozenset({"errors", "programs", "event_log", "leases"}),
-    "proxy": frozenset({"errors", "programs", "leases", "runtime", "backends", "faults", "core_build"}),
+    "proxy": frozenset({"errors", "programs", "leases", "runtime", "backends", "faults", "core_build", "log_lines"}),
     "client": frozenset(),
     # Which of its own files are compiled: setup.py loads it alone.
     "core_build": frozenset(),
@@ -224,7 +224,8 @@ def wrong_imports(module: Module) -> Iterator[str]:
 
 
 # Room of the core, or module beside the rooms: what else of the core it may import.
-VERBS = frozenset({"model", "book", "learned", "rules", "placing", "leases", "turn_ends", "stream", "global_policy"})
+PARTS = frozenset({"placing", "leases", "turn_ends", "hints", "stream", "global_policy"})
+VERBS = frozenset({"model", "book", "learned", "rules"}) | PARTS
 CORE_ARROWS: dict[str, frozenset[str]] = {
     "model": frozenset(),
     "book": frozenset({"model"}),
@@ -236,6 +237,7 @@ CORE_ARROWS: dict[str, frozenset[str]] = {
     "placing": frozenset({"model", "book", "rules"}),
     "leases": frozenset({"model", "book", "rules", "stream"}),
     "turn_ends": frozenset({"model"}),  # and the core, which it is a part of, for its type
+    "hints": frozenset({"model", "learned"}),  # the same
     "core": VERBS,
     "operations": VERBS | {"core"},
     "view": VERBS,  # and the core and its operations, for their types

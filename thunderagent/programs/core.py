@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from thunderagent.programs.book.book import Book
 from thunderagent.programs.book.replica import Replica
+from thunderagent.programs.hints import Hints
 from thunderagent.programs.learned.knowledge import Knowledge
 from thunderagent.programs.leases import Leases
 from thunderagent.programs.model.decisions import Reason, Reject
@@ -61,6 +62,7 @@ class Core:
         self.admission: Admission | None = getattr(policy, "admission", None)
         self.leases = Leases(book, deadlines, stream, view, getattr(policy, "priority", None))
         self.turn_ends = TurnEnds(self)
+        self.hints = Hints(self)
         self.active_before_count = 0
         """Active programs before this event."""
 
@@ -332,6 +334,8 @@ class Core:
             for turn in program.in_flight.values():
                 self.stream.lost(turn)
         tool_ran = program.tool_runs
+        if program.hint is not None:
+            self.hints.program_ended(program)
         self.knowledge.program_ended(program, book.now_s)
         if self.stream.flows:
             if tool_ran:

@@ -138,6 +138,9 @@ def _check_program(scheduler: Scheduler, program: Program) -> None:
     assert bool(program.leaves_for) == (place.kind is Kind.LEAVING), (
         f"leaves, or not, for {program.leaves_for}\n{story}"
     )
+    assert not program.hint_keeps or (program.hint is not None and place.kind is Kind.ACTING), (
+        f"a hint keeps what it may not\n{story}"
+    )
     if place.active:
         replica = book.replicas[program.replica_id or ""]
         assert homes == [program.replica_id] == [place.replica_id], f"active on {homes}\n{story}"
@@ -192,6 +195,8 @@ def _check_replica(scheduler: Scheduler, replica: Replica) -> None:
     assert _holds(replica.leaving.kept, by_policy), f"marked programs differ: {replica!r}"
     expiring = {program for program in acting if program.hold_until_s < inf}
     assert _holds(replica.acting.kept_expiring, expiring), f"who expires differs: {replica!r}"
+    hint_tokens = sum(program.claim_tokens for program in acting if program.hint_keeps)
+    assert replica.acting.hint_tokens == hint_tokens, f"what hints keep differs: {replica!r}"
     if account.decayed is not None:
         now_s, decayed = scheduler.now_s, account.decayed
         weighed_tokens = sum(p.claim_tokens * decayed.weight(now_s - p.acting_since_s) for p in acting)

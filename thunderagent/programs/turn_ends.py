@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from thunderagent.programs.model.decisions import Reason, Reject
 from thunderagent.programs.model.places import Kind, Phase
 from thunderagent.programs.model.program import Program
-from thunderagent.programs.model.turn import Turn
+from thunderagent.programs.model.turn import Branch, Turn
 
 if TYPE_CHECKING:
     from thunderagent.programs.core import Core
@@ -69,7 +69,12 @@ class TurnEnds:
     def forget_branches(self, program: Program, ended: Turn, *, finished: bool) -> None:
         """Drop side branches of a program that are not used again."""
         forgotten = program.forget_ended_branches(ended, finished=finished)
-        if forgotten and program.place.active:
+        if forgotten:
+            self.leave_prefixes(program, forgotten)
+
+    def leave_prefixes(self, program: Program, forgotten: list[Branch]) -> None:
+        """Have branches that a program had claim nothing of what others there share with them."""
+        if program.place.active:
             account = self._core.book.changes(self._core.book.replicas[program.replica_id or ""])
             self._core.book.prefixes.leave(program, account, forgotten)
 
@@ -100,6 +105,10 @@ class TurnEnds:
         if tool_begins:
             self._core.tool_began(program)
         program.hold_until_s = book.now_s + self._core.policy.hold_s(self._core.view, program)
+        if (hint := program.hint) is not None:
+            program.hold_until_s, program.hint_keeps = self._core.hints.hold_until_s(
+                program, hint, program.hold_until_s
+            )
         if place.active and place.kind is not Kind.LEAVING:
             book.move(program, book.replicas[place.replica_id or ""].acting, resized=True)
             self._core.limits.watch(program)

@@ -144,6 +144,7 @@ class Book:
         else:
             self.prefixes.leave(program, account)
             program.leaves_for.clear()
+            program.hint_keeps = False
             del replica.programs[program.program_id]
             replica.let_in.discard(program)
             self.active_count -= 1
@@ -163,13 +164,13 @@ class Book:
         if self._shares is not None and place.claims and program.claim_tokens != claim_tokens:
             self._shares.claims(program.tenant, program.claim_tokens - claim_tokens)
 
-    def act_anew(self, program: Program, since_s: float, hold_until_s: float) -> None:
-        """Take in since when the tool of a program runs, and until when its claim is worth holding."""
+    def act_anew(self, program: Program, since_s: float, hold_until_s: float, *, hint_keeps: bool = False) -> None:
+        """Take in since when a program's tool runs, and until when, by a hint or not, its claim is worth holding."""
         place = program.place
         if place.active:
             self.changes(self.replicas[place.replica_id or ""])
         place.leave(program, self.now_s)
-        program.acting_since_s, program.hold_until_s = since_s, hold_until_s
+        program.acting_since_s, program.hold_until_s, program.hint_keeps = since_s, hold_until_s, hint_keeps
         place.enter(program, self.now_s)
 
     def rank_anew(self, program: Program) -> None:

@@ -103,13 +103,15 @@ class LeavingPlace(ReplicaPlace):
 class ActingPlace(ReplicaPlace):
     """Where tools run: the sum of the claims may fade with time, and who is held too long is found."""
 
-    __slots__ = ("kept_expiring",)
+    __slots__ = ("hint_tokens", "kept_expiring")
 
     def __init__(
         self, kind: Kind, replica_id: str, account: Account, programs: Mapping[str, Program], rank_of: RankOf
     ) -> None:
         """Make an empty one."""
         super().__init__(kind, replica_id, account, programs, rank_of)
+        self.hint_tokens = 0
+        """What hints of clients keep here for longer than the policy would have."""
         self.kept_expiring: RankedSet[Program] | None = None
 
     def enter(self, program: Program, now_s: float) -> None:
@@ -119,6 +121,8 @@ class ActingPlace(ReplicaPlace):
             self._account.decayed.add(program.claim_tokens, program.acting_since_s, now_s)
         if self.kept_expiring is not None and program.hold_until_s < inf:
             self.kept_expiring.add(program, program.hold_until_s)
+        if program.hint_keeps:
+            self.hint_tokens += program.claim_tokens
 
     def leave(self, program: Program, now_s: float) -> None:
         """Let a program go that is here."""
@@ -127,6 +131,8 @@ class ActingPlace(ReplicaPlace):
             self._account.decayed.remove(program.claim_tokens, program.acting_since_s, now_s)
         if self.kept_expiring is not None:
             self.kept_expiring.discard(program)
+        if program.hint_keeps:
+            self.hint_tokens -= program.claim_tokens
 
     def resize(self, program: Program, claim_tokens: int, growth_tokens: int, now_s: float) -> None:
         """Take in that a program that is here has another size than these."""
@@ -134,6 +140,8 @@ class ActingPlace(ReplicaPlace):
         if self._account.decayed is not None:
             self._account.decayed.remove(claim_tokens, program.acting_since_s, now_s)
             self._account.decayed.add(program.claim_tokens, program.acting_since_s, now_s)
+        if program.hint_keeps:
+            self.hint_tokens += program.claim_tokens - claim_tokens
 
     @property
     def expiring(self) -> RankedSet[Program]:

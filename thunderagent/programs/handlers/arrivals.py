@@ -72,6 +72,8 @@ class Arrivals:
             lives.announced_begins(program, event)
         elif program.tool_runs:
             lives.tool_returned(program)
+        if program.hint is not None:
+            core.hints.turn_came(program)
         if core.routing.routes:
             core.routing.send(program)
         turn = self._new_turn(event, program, earlier)

@@ -9,6 +9,7 @@ from typing import Any
 from thunderagent.programs.core import Core
 from thunderagent.programs.model.decisions import Reason
 from thunderagent.programs.model.events import (
+    ProgramHinted,
     ProgramJudged,
     ProgramOpened,
     ProgramReleased,
@@ -48,6 +49,7 @@ class Lives:
             ProgramReleased: self._program_released,
             ProgramsReleased: self._programs_released,
             ProgramJudged: self._program_judged,
+            ProgramHinted: self._core.hints.take,
             ToolStarted: self._tool_started,
             ToolEnded: self._tool_ended,
             SandboxReady: self._sandbox_ready,
@@ -133,7 +135,7 @@ class Lives:
             program.tool, program.tool_named = event.tool, not event.inferred
         core.limits.hear_of(program)
         core.tool_began(program)
-        self._act_anew(program, book.now_s, core.policy.hold_s(core.view, program))
+        self._act_anew(program, book.now_s, book.now_s + core.policy.hold_s(core.view, program))
 
     def _tool_ended(self, event: ToolEnded) -> None:
         """Hold on to a program that will be back at once; where nobody said so, as long as at the begin of its tool."""
@@ -142,12 +144,17 @@ class Lives:
             return
         core.limits.hear_of(program)
         self.tool_returned(program)
-        hold_s = core.policy.hold_s(core.view, program) if event.inferred else inf
-        self._act_anew(program, program.acting_since_s, hold_s)
+        if event.inferred:
+            hold_until_s = core.book.now_s + core.policy.hold_s(core.view, program)
+            self._act_anew(program, program.acting_since_s, hold_until_s)
+        else:
+            self._act_anew(program, program.acting_since_s, inf, is_hinted=False)
 
-    def _act_anew(self, program: Program, since_s: float, hold_s: float) -> None:
-        core = self._core
-        core.book.act_anew(program, since_s, core.book.now_s + hold_s)
+    def _act_anew(self, program: Program, since_s: float, hold_until_s: float, *, is_hinted: bool = True) -> None:
+        core, keeps = self._core, False
+        if is_hinted and program.hint is not None:
+            hold_until_s, keeps = core.hints.hold_until_s(program, program.hint, hold_until_s)
+        core.book.act_anew(program, since_s, hold_until_s, hint_keeps=keeps)
         if program.place.kind is Kind.ACTING:
             core.limits.watch(program)
         else:

@@ -7,6 +7,7 @@ from math import inf
 from thunderagent.programs.learned.capacity import CapacityCorrection
 from thunderagent.programs.learned.goodput import Goodput
 from thunderagent.programs.learned.growth import RESIDENCE_EDGES_S, Growth, PrefillSpeed
+from thunderagent.programs.learned.hint_record import HintRecord
 from thunderagent.programs.learned.histogram import LogHistogram
 from thunderagent.programs.learned.judge_record import JudgeRecord
 from thunderagent.programs.learned.media_sizes import MediaSizes
@@ -54,6 +55,7 @@ class Knowledge:
         "_turn_tokens",
         "goodput",
         "growth",
+        "hints",
         "judge_record",
         "mean_tool_s",
         "media_sizes",
@@ -78,6 +80,7 @@ class Knowledge:
         self.restore_pace = RestorePace()
         self.role_outputs = RoleOutputs()
         self.judge_record = JudgeRecord()
+        self.hints = HintRecord()
         self.tools_running_count = 0
         """Programs whose tool runs."""
         self.mean_tool_s = 0.0

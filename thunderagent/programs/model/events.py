@@ -191,6 +191,23 @@ class ProgramJudged:
 
 
 @dataclass(slots=True)
+class ProgramHinted:
+    """A client says when its program's next turn comes, or what may become of its memory until then.
+
+    `next_turn_in_s` counts from now, or, while a turn of the program is with us, from the end of the last one; None is
+    not said. `confidence_ratio` is how sure the client is, 0 to 1. `keep` is `retain`, `offload` or `drop`; empty if
+    that follows from when the turn comes. With `drop`, a side branch that is named has ended.
+    """
+
+    now_s: float
+    program_id: str
+    next_turn_in_s: float | None = None
+    confidence_ratio: float = 1.0
+    keep: str = ""
+    branch_id: str = ""
+
+
+@dataclass(slots=True)
 class ToolStarted:
     """A program's tool begins now: sharper than the end of the turn that called it.
 
@@ -275,6 +292,7 @@ Event = (
     | ProgramReleased
     | ProgramsReleased
     | ProgramJudged
+    | ProgramHinted
     | ReplicaUp
     | ReplicaDown
     | ReplicaDraining

@@ -26,6 +26,10 @@ nor one that waits as well: it leaves the replica out (`without_routed_before`),
 A policy that has an active program go on where it is, whenever its replica grants, may say `stays_home = True`: then it
 is not asked for the turns of such programs, which are most.
 
+A policy that holds by what it costs to compute a claim again may say how long that is worth in `hold_threshold_s`, with
+the arguments of `hold_s`. Then what a client says of its program's next turn takes the place of its guess; `hint_ratio`
+is the part of a replica's limit that may be kept so for longer than by the guess (`hints.py`).
+
 To write one, subclass nothing: a frozen dataclass with these members is a policy, its fields are its settings. Parts of
 it can be chosen apart, and a policy may have more than these members: see `parts.py`.
 """
@@ -43,6 +47,9 @@ from thunderagent.programs.model.ranked_set import Rank
 from thunderagent.programs.model.signals import Signal
 from thunderagent.programs.model.view import View
 from thunderagent.programs.model.views import ProgramView, ReplicaView
+
+HINT_RATIO = 0.25
+"""The `hint_ratio` of a policy that does not say another."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import inf
 
 from thunderagent.programs.model.decisions import Reason
+from thunderagent.programs.model.hints import Hint
 from thunderagent.programs.model.places import Kind, Phase, Place, Status
 from thunderagent.programs.model.routes import Route
 from thunderagent.programs.model.turn import MAIN_BRANCH, Branch, Turn
@@ -78,6 +79,9 @@ class Program:
         "growth_tokens",
         "held",
         "held_s_total",
+        "hint",
+        "hint_keeps",
+        "hint_score",
         "hold_reason",
         "hold_until_s",
         "ideal_s_total",
@@ -131,6 +135,12 @@ class Program:
         self.censored_after_s: float | None = None
         """For how long its tool had run when its claim was taken: of the time after that less is known."""
         self.hold_until_s = inf
+        self.hint: Hint | None = None
+        """What its client said of its next turn."""
+        self.hint_keeps = False
+        """Whether that keeps its claim for longer than its policy would have."""
+        self.hint_score = (0.0, 0.0)
+        """Weight of the hints on it that were right, and of all that were measured."""
         self.group: Group | None = None
         self.limits_since_s = 0.0
         """When it was heard of last, on the clock of the limits, which stands still while nothing is granted."""

@@ -10,7 +10,8 @@ memory; letting go costs to compute the history again. Both grow with its size, 
 same for all on a replica: β·C, the time in which it could prefill its whole memory (β seconds a token, C tokens), times
 `hold_ratio`. How long a tool will run is not known, only how long tools of its name ran so far; so a program is held
 until its tool's rate of return falls under one in that time (`tool_times.py`). After that it is *expired*: its claim
-goes as soon as the first in the queue needs the room, and not before.
+goes as soon as the first in the queue needs the room, and not before. What a client says of its next turn takes the
+place of that guess, for the break-even time at most, and for at most `hint_ratio` of a replica (`hints.py`).
 
 **Admission by age.** Whoever was there first goes first, on every event that frees room. That bounds waiting without a
 timer: nobody waits for more than what those before it take. If the first does not fit anywhere, newcomers and the
@@ -45,7 +46,7 @@ from math import inf
 from typing import ClassVar
 
 from thunderagent.errors import ConfigurationError
-from thunderagent.programs.model.policy import ClaimRules, Moment, Placement
+from thunderagent.programs.model.policy import HINT_RATIO, ClaimRules, Moment, Placement
 from thunderagent.programs.model.view import View
 from thunderagent.programs.model.views import ProgramView, ReplicaView
 from thunderagent.programs.policies.helpers import worth_a_look
@@ -71,6 +72,7 @@ class BreakEven:
     wait_ratio: float = 0.5
     resident_first: bool = True
     home_wait_ratio: float = 1.0
+    hint_ratio: float = HINT_RATIO
     _letting_in: LettingIn = field(init=False, repr=False, compare=False)
     name: ClassVar[str] = "breakeven"
     tick_s: ClassVar[float] = 1.0
@@ -79,7 +81,7 @@ class BreakEven:
     def __post_init__(self) -> None:
         """Refuse settings that mean nothing."""
         names = ("hold_ratio", "reserve_tokens", "foresight_ratio", "pass_count", "wait_ratio", "home_wait_ratio")
-        check_not_negative("breakeven", self, *names)
+        check_not_negative("breakeven", self, *names, "hint_ratio")
         if not 0 < self.low_ratio <= self.high_ratio:
             raise ConfigurationError(
                 f"breakeven: needs 0 < low_ratio <= high_ratio, not {self.low_ratio} and {self.high_ratio}"
@@ -109,7 +111,11 @@ class BreakEven:
 
     def hold_s(self, view: View, program: ProgramView) -> float:
         """Return until when the program's tool returns more often than once in the break-even time."""
-        return view.tool_hold_s(program.tool, self.hold_ratio * view.break_even_s(program.replica_id))
+        return view.tool_hold_s(program.tool, self.hold_threshold_s(view, program))
+
+    def hold_threshold_s(self, view: View, program: ProgramView) -> float:
+        """Return the break-even time, times `hold_ratio`."""
+        return self.hold_ratio * view.break_even_s(program.replica_id)
 
     def pause_rank(self, program: ProgramView) -> float:
         """Rank the youngest first, and the last of a group last."""

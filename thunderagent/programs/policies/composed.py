@@ -30,6 +30,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from thunderagent.programs.model.policy import (
+    HINT_RATIO,
     Admission,
     ClaimRules,
     EnginePriority,
@@ -95,6 +96,8 @@ class Composed:
         self.pause_rank = base.pause_rank if victims is None else victims.pause_rank
         self.hold_s = base.hold_s
         self.stays_home: bool = getattr(base, "stays_home", False)
+        self.hold_threshold_s = getattr(base, "hold_threshold_s", None)
+        self.hint_ratio: float = getattr(base, "hint_ratio", HINT_RATIO)
         self._observers = observers_of(base, *(part for part in given.values() if part is not None))
         if self._observers:
             self.observe = self._observe

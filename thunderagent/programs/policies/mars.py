@@ -109,7 +109,11 @@ class Mars:
 
     def hold_s(self, view: View, program: ProgramView) -> float:
         """Return until when a warm return is worth more than the memory."""
-        return view.tool_hold_s(program.tool, self.warm_ratio * view.break_even_s(program.replica_id))
+        return view.tool_hold_s(program.tool, self.hold_threshold_s(view, program))
+
+    def hold_threshold_s(self, view: View, program: ProgramView) -> float:
+        """Return the break-even time, times `warm_ratio`."""
+        return self.warm_ratio * view.break_even_s(program.replica_id)
 
     def pause_rank(self, program: ProgramView) -> float:
         """Rank the lowest level first, in it the largest footprint; the last of a group last."""

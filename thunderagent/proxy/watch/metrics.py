@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from thunderagent.programs.learned.judge_record import TURN_EDGES_COUNT
+from thunderagent.programs.model.hints import KEEPS
 from thunderagent.programs.model.places import Phase, Status
 from thunderagent.programs.model.verdicts import FAILURE, OUTCOMES, SUCCESS, Level
 from thunderagent.programs.rules.tenants import Tenants
@@ -41,6 +42,7 @@ class StateCollector:
         yield from self._tenants()
         yield from self._learned()
         yield from self._judged()
+        yield from self._hinted()
 
     def _programs(self) -> Iterator[Metric]:
         programs = GaugeMetricFamily(
@@ -260,6 +262,28 @@ class StateCollector:
                 if (ratio := record.predicted_ratio(outcome, turn_count)) is not None:
                     ratios.add_metric([str(turn_count)], ratio)
             yield ratios
+
+    def _hinted(self) -> Iterator[Metric]:
+        record = self._runtime.scheduler.knowledge.hints
+        taken = CounterMetricFamily(
+            "thunderagent_hints", "Hints of clients by what they said of the memory.", labels=["keep"]
+        )
+        for keep in ("", *KEEPS):
+            taken.add_metric([keep or "unsaid"], record.taken_counts[keep])
+        yield taken
+        measured = CounterMetricFamily(
+            "thunderagent_hints_measured",
+            "First hints between two turns, by when the turn came that they were about.",
+            labels=["outcome"],
+        )
+        for outcome, count in record.outcome_counts.items():
+            measured.add_metric([outcome], count)
+        yield measured
+        yield CounterMetricFamily(
+            "thunderagent_hint_error_seconds",
+            "By how much turns came sooner or later than within half to twice the time that hints said.",
+            record.error_s_total,
+        )
 
 
 def exposition(registry: CollectorRegistry) -> bytes:

@@ -1,0 +1,62 @@
+"""How often clients' hints were right, and how far they are believed for it.
+
+A program is believed as far as its client says it is sure, and no further than its own hints were right so far. Until
+there are some of its own, its tenant's stand in; a client of whom nothing was seen is believed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+
+from thunderagent.programs.model.program import Program
+
+MAX_TENANTS_COUNT = 1024
+"""Of more, the one longest not heard of is forgotten."""
+
+FORGETTING_RATIO = 0.98
+"""Weight of a hint over that of the next one of its program, or tenant."""
+
+FIRST_WEIGHT = 4.0
+"""What was believed before weighs as much as so many hints of one's own."""
+
+OUTCOMES = RIGHT, EARLY, LATE = ("right", "early", "late")
+"""The turn came when it was said, sooner, or later."""
+
+
+class HintRecord:
+    """Hints by what they said and by what came of them."""
+
+    __slots__ = ("_of_tenant", "error_s_total", "outcome_counts", "taken_counts")
+
+    def __init__(self) -> None:
+        """Begin with nothing heard."""
+        self.taken_counts: Counter[str] = Counter()
+        """By what they say of the memory; empty if only when the next turn comes."""
+        self.outcome_counts: dict[str, int] = dict.fromkeys(OUTCOMES, 0)
+        """Of those that were measured."""
+        self.error_s_total = 0.0
+        """By how much turns came outside of what was expected of them."""
+        self._of_tenant: OrderedDict[str, tuple[float, float]] = OrderedDict()
+
+    def confidence_ratio(self, program: Program, said_ratio: float) -> float:
+        """Return how far a hint on a program is believed whose client is so sure of it. Cost: O(1)."""
+        right, weight = self._of_tenant.get(program.tenant, (0.0, 0.0))
+        tenant_ratio = (FIRST_WEIGHT + right) / (FIRST_WEIGHT + weight)
+        own_right, own_weight = program.hint_score
+        own_ratio = (FIRST_WEIGHT * tenant_ratio + own_right) / (FIRST_WEIGHT + own_weight)
+        return min(said_ratio, own_ratio)
+
+    def learn(self, program: Program, came_s: float, least_s: float, most_s: float) -> str:
+        """Take in after how long a turn came that was expected within these bounds; return how that was."""
+        outcome = EARLY if came_s < least_s else LATE if came_s > most_s else RIGHT
+        self.outcome_counts[outcome] += 1
+        self.error_s_total += max(0.0, least_s - came_s, came_s - most_s)
+        is_right = float(outcome == RIGHT)
+        own_right, own_weight = program.hint_score
+        program.hint_score = (own_right * FORGETTING_RATIO + is_right, own_weight * FORGETTING_RATIO + 1.0)
+        right, weight = self._of_tenant.get(program.tenant, (0.0, 0.0))
+        self._of_tenant[program.tenant] = (right * FORGETTING_RATIO + is_right, weight * FORGETTING_RATIO + 1.0)
+        self._of_tenant.move_to_end(program.tenant)
+        if len(self._of_tenant) > MAX_TENANTS_COUNT:
+            self._of_tenant.popitem(last=False)
+        return outcome
