@@ -57,14 +57,11 @@ class Core:
         self.global_policies = global_policies
         self.stream = stream
         self.claim_rules = policy.claim_rules
-        self.stays_home: bool = getattr(policy, "stays_home", False)
-        """Whether the policy has an active program go on where it is, whenever that grants: then it is not asked."""
         self.admission: Admission | None = getattr(policy, "admission", None)
         self.leases = Leases(book, deadlines, stream, view, getattr(policy, "priority", None))
         self.turn_ends = TurnEnds(self)
         self.hints = Hints(self)
-        self.active_before_count = 0
-        """Active programs before this event."""
+        self.active_before_count = 0  # active programs before this event
 
     # --- claims -----------------------------------------------------------------------------------------------------
 
@@ -93,25 +90,13 @@ class Core:
         self.leave(program, self.book.paused_place(program), reason)
         self.watch_paused(program)
 
-    def pause_until(
-        self,
-        replica: Replica,
-        most_tokens: float,
-        reason: Reason,
-        *,
-        least_count: int,
-        expired_first: bool,
-    ) -> None:
+    def pause_until(self, replica: Replica, most_tokens: float, reason: Reason, least_count: int) -> None:
         """Pause acting programs of a replica: see `View.propose_pause_until`."""
-        account, acting, now_s = replica.account, replica.acting, self.book.now_s
+        account, now_s = replica.account, self.book.now_s
         while account.active_count > least_count:
             claimed = account.demand_tokens if account.decayed is None else account.weighed_tokens(now_s)
-            if claimed - account.leaving.tokens <= most_tokens:
-                return
-            program = acting.expiring.first() if expired_first else None
-            if program is None or program.hold_until_s > now_s:
-                program = acting.order.first()
-            if program is None:
+            program = replica.acting.first_to_go(now_s)
+            if program is None or claimed - account.leaving.tokens <= most_tokens:
                 return
             self.pause(program, reason)
 

@@ -199,4 +199,3 @@ class Scheduler:
             wanted, idle_s = in_demand and full, account.idle_waited_s
             if correction.step(book.now_s, active_count=account.active_count, wanted=wanted, idle_s=idle_s):
                 account.set_limit(account.capacity_tokens, correction.ratio)
-        book.sum_limits()

@@ -290,12 +290,8 @@ class Ledger:
         flight_tokens, acting_tokens = account.claimed_tokens
         told_tokens = account.capacity_tokens
         capacity_tokens = told_tokens if told_tokens is not None else inf
-        fitting_tokens = flight_tokens
-        if flight_tokens > capacity_tokens:
-            fitting_tokens = capacity_tokens
-            account.flight_s += elapsed_s * (fitting_tokens / flight_tokens)
-        else:
-            account.flight_s += elapsed_s
+        fitting_tokens = min(flight_tokens, capacity_tokens)
+        account.flight_s += elapsed_s * (fitting_tokens / flight_tokens if flight_tokens else 1.0)
         account.flight_token_s += elapsed_s * fitting_tokens
         account.costs.caching_token_s += elapsed_s * min(acting_tokens, capacity_tokens - fitting_tokens)
         waited_s = self.waited_s(now_s) if self.waiting_count else self._waited_s

@@ -52,8 +52,6 @@ class Book:
         """On which a program may get a claim, now or when grants go on."""
         self.granting_replicas: list[Replica] = []
         """Those of them on which grants are not suspended: what a policy sees."""
-        self.granting_limit_tokens = 0.0
-        """What may be claimed of these."""
         self.changed_replicas: dict[str, Replica] = {}
         """On which programs came, went or changed in size since the policy was asked to balance."""
         self.rooms: Rooms | None = None
@@ -263,10 +261,6 @@ class Book:
     def set_usable(self, replica: Replica) -> None:
         """Note from when on a replica's memory can be had, or no longer."""
         self.touch(replica).usable = replica.grants
-
-    def sum_limits(self) -> None:
-        """Sum up what may be claimed, after a limit changed, or who grants."""
-        self.granting_limit_tokens = float(sum(replica.account.limit_tokens for replica in self.granting_replicas))
 
     def roomiest(self, ratio: float, count: int) -> Sequence[Replica]:
         """Return the `count` replicas that grant with most of `ratio` of their limits left; kept from now on."""

@@ -143,6 +143,11 @@ class ActingPlace(ReplicaPlace):
         if program.hint_keeps:
             self.hint_tokens += program.claim_tokens - claim_tokens
 
+    def first_to_go(self, now_s: float) -> Program | None:
+        """Return who is held for too long, the longest first, or else who is first by rank."""
+        first = self.expiring.first()
+        return first if first is not None and first.hold_until_s <= now_s else self.order.first()
+
     @property
     def expiring(self) -> RankedSet[Program]:
         """Who is here by the time until which it is worth holding, if there is one; from now on that is kept."""

@@ -29,6 +29,8 @@ class Arrivals:
         """Work on the parts of `core`."""
         self._core = core
         self._lives = lives
+        self._stays_home: bool = getattr(core.policy, "stays_home", False)
+        """Whether the policy has an active program go on where it is, whenever that grants: then it is not asked."""
 
     def handlers(self) -> dict[type[Any], Callable[[Any], None]]:
         """Return what takes in each event."""
@@ -120,7 +122,7 @@ class Arrivals:
         if not place.active:
             self._ask(program, turn, earlier)
             return
-        if place.kind is Kind.ACTING and core.stays_home:
+        if place.kind is Kind.ACTING and self._stays_home:
             home = core.book.replicas[place.replica_id or ""]
             if self._goes_on_at(home, program, turn):
                 core.limits.turn_came(program)

@@ -74,7 +74,6 @@ class Fleet:
         before = book.open_replicas, book.granting_replicas
         book.open_replicas = [replica for replica in book.replicas.values() if replica.open_to_programs]
         book.granting_replicas = [replica for replica in book.open_replicas if replica.grants]
-        book.sum_limits()
         if book.rooms is not None:
             book.rooms.set_granting(book.granting_replicas)
         if self._tenants is not None:

@@ -29,10 +29,6 @@ class View(Protocol):
     def changed_replicas(self) -> Sequence[ReplicaView]:
         """Those of `replicas` on which programs came, went or changed in size since `balance` was asked last."""
 
-    @property
-    def limit_tokens(self) -> float:
-        """What may be claimed of `replicas` together; infinite where one's capacity is not known."""
-
     def roomiest(self, ratio: float, count: int) -> Sequence[ReplicaView]:
         """Return the `count` of `replicas` with most of `ratio` of their limits unclaimed. Cost: O(count log replicas).
 
@@ -213,19 +209,11 @@ class View(Protocol):
     def propose_pause(self, program: ProgramView, reason: Reason) -> bool:
         """Take an acting program's claim away."""
 
-    def propose_pause_until(
-        self,
-        replica: ReplicaView,
-        most_tokens: float,
-        reason: Reason,
-        *,
-        least_count: int = 0,
-        expired_first: bool = False,
-    ) -> None:
-        """Pause acting programs there, in one batch, until at most `most_tokens` are claimed besides marked programs.
+    def propose_pause_until(self, replica: ReplicaView, tokens: float, reason: Reason, least_count: int = 0) -> None:
+        """Pause acting programs there, in one batch, until at most `tokens` are claimed by others than marked programs.
 
-        Programs go by pause rank, with `expired_first` those first that are held for longer than is worth it, while
-        more than `least_count` are active. Acting ones are weighed where their claims fade.
+        First go those that are held for longer than is worth it, then by pause rank, while more than `least_count` are
+        active. Acting ones are weighed where their claims fade.
         """
 
     def propose_mark(self, program: ProgramView, reason: Reason) -> bool:

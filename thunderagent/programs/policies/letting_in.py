@@ -284,7 +284,7 @@ class LettingIn:
         account = replica.account
         limit_tokens = self.high_ratio * account.limit_tokens
         if account.demand_tokens - account.marked_tokens > limit_tokens:
-            view.propose_pause_until(replica, limit_tokens, Reason.THRASHING, least_count=1, expired_first=True)
+            view.propose_pause_until(replica, limit_tokens, Reason.THRASHING, least_count=1)
         while account.demand_tokens - account.marked_tokens > limit_tokens and account.active_count != 1:
             program = view.first_to_mark(replica)
             if program is None or not view.propose_mark(program, Reason.THRASHING):

@@ -203,7 +203,7 @@ class Mars:
     def _relieve(self, view: View, replica: ReplicaView) -> None:
         """Pause, then mark, until all claims but the marked ones fit; take marks back."""
         account = replica.account
-        view.propose_pause_until(replica, account.limit_tokens, Reason.THRASHING, least_count=1, expired_first=True)
+        view.propose_pause_until(replica, account.limit_tokens, Reason.THRASHING, least_count=1)
         while _free_tokens(replica) + account.marked_tokens < 0 and account.active_count > 1:
             victim = view.first_to_mark(replica)
             if victim is None or not view.propose_mark(victim, Reason.THRASHING):
