@@ -34,6 +34,7 @@ from thunderagent.proxy.fleet.replicas import Replicas, Watcher
 from thunderagent.proxy.gate.held import NO_LIMITS, HeldLimits, HeldTurns
 from thunderagent.proxy.gate.tenancy import ClientPriority, Tenancy
 from thunderagent.proxy.judge import Judge
+from thunderagent.proxy.reading.body_fields import model_named
 from thunderagent.proxy.reading.dialects import TURN_DIALECTS, dialect_of
 from thunderagent.proxy.reading.header_words import CLASS_HEADER
 from thunderagent.proxy.reading.identity import NO_RULES, IdentityRules, TurnRequest
@@ -132,16 +133,15 @@ class Turns:
         """
         arrived_s, target = monotonic(), exchange.target
         tenancy = self._tenancy if self._tenancy.applies else None
-        what = exchange, self._settings.identity, tenancy, chosen_id
-        if len(exchange.body) <= LARGE_BODY_BYTES:
-            turn, prompt = read_turn(*what)
-        else:
-            turn, prompt = await asyncio.to_thread(read_turn, *what)
+        what, is_small = (exchange, self._settings.identity, tenancy, chosen_id), len(exchange.body) <= LARGE_BODY_BYTES
+        turn, prompt = read_turn(*what) if is_small else await asyncio.to_thread(read_turn, *what)
         turn = self._of_program(exchange, turn, prompt, tenancy)
         dialect = TURN_DIALECTS.get(target.spelt) or dialect_of(target.spelt)
         record = Record(turn, exchange.method, target, dialect, arrived_s, exchange.body, prompt, chosen_id)
         record.tenancy = tenancy
         del prompt  # as large as the body, and of no more use
+        if self._leases.replicas.names_models:
+            record.model = model_named(turn.model, turn.body)
         if turn.previous_response_id:
             record.maker_id = self._made.maker(turn.previous_response_id)
         attempt = self._attempt(exchange, record)
@@ -212,7 +212,7 @@ class Turns:
             record.tenancy.mend(headers)
         if self._settings.heartbeat_s is not None:
             self._may_beat(exchange, record, self._settings.heartbeat_s)
-        deadline_s = self._deadline_s(record, attempt) if attempt.patience.patience_s is not None else None
+        deadline_s = self._deadline_s(record, attempt)
         while True:
             with await self._lease(exchange, record, attempt, deadline_s, avoid_replica_id) as lease:
                 if exchange.kept is not None:
@@ -221,9 +221,8 @@ class Turns:
                 self._metrics.observe_hold(granted.held_s)
                 self._metrics.observe_added(monotonic() - record.arrived_s - record.held_s)
                 authorization = headers.get("Authorization")
-                named = None
-                if forwarding.names(granted.replica_id):
-                    named = await forwarding.named(record, granted.replica_id, authorization)
+                names = forwarding.names(granted.replica_id)
+                named = await forwarding.named(record, granted.replica_id, authorization) if names else None
                 body = record.turn.body if named is None else named.body
                 try:
                     try:
@@ -258,7 +257,7 @@ class Turns:
             if record.tenancy is not None:
                 record.tenancy.check(record.turn.program_id)  # once more: it may have become another's since
         asked_s, lease = monotonic(), None
-        home_id = self._leases.home_of(record.turn.told_id) if record.turn.told_id else None
+        home_id = self._leases.home_of(record.turn.told_id, record.model) if record.turn.told_id else None
         ask = ask_for(record, attempt, self._leases.now_s(), deadline_s, avoid_replica_id, home_id)
         waiting = self._leases.lease(ask, self._held.turn(exchange.kept, record.held_bytes))
         try:
@@ -297,13 +296,13 @@ class Turns:
 
     def _deadline_s(self, record: Record, attempt: Attempt) -> float | None:
         """Return when the client gives up; None if it never does, or if heartbeats will keep it waiting."""
-        patience, settings = attempt.patience, self._settings
-        if patience.patience_s is None or not settings.client_patience:
+        patience_s, settings = attempt.patience.patience_s, self._settings
+        if patience_s is None or not settings.client_patience:
             return None
-        beats = record.held_stream is not None and settings.heartbeat_s is not None
-        if beats and patience.counts_bytes and (settings.heartbeat_s or 0.0) < patience.patience_s:
+        beat_s = settings.heartbeat_s if record.held_stream is not None else None
+        if beat_s is not None and attempt.patience.counts_bytes and beat_s < patience_s:
             return None
-        return self._leases.now_s() + patience.patience_s
+        return self._leases.now_s() + patience_s
 
     def _lives(self, record: Record) -> bool:
         """Say whether the program of a turn with a lease did not end since: another of the same id is another."""
