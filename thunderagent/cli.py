@@ -343,9 +343,10 @@ def configure_logging(level: str, *, as_json: bool) -> None:
     from thunderagent.log_lines import LineLogger, json_line
 
     factory: Any
+    min_level = logging.getLevelNamesMapping()[level.upper()]
     if as_json:
         processors: list[Any] = [json_line]
-        lines = LineLogger(sys.stderr.buffer)
+        lines = LineLogger(sys.stderr.buffer, wants_info=min_level <= logging.INFO)
         factory = lambda *_: lines  # noqa: E731 - one for all loggers: their lines keep their order
     else:
         processors = [
@@ -359,7 +360,7 @@ def configure_logging(level: str, *, as_json: bool) -> None:
         factory = structlog.WriteLoggerFactory(file=sys.stderr)
     structlog.configure(
         processors=processors,
-        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
+        wrapper_class=structlog.make_filtering_bound_logger(min_level),
         logger_factory=factory,
         cache_logger_on_first_use=True,
     )

@@ -30,6 +30,14 @@ left."""
 UNBOUNDED = nullcontext()
 
 
+class TurnHint(Struct, frozen=True, array_like=True, gc=False):
+    """What a client says of its program's next turn; more is as in `ProgramHinted`."""
+
+    next_turn_in_s: float | None = None
+    confidence_ratio: float = 1.0
+    keep: str = ""
+
+
 class TurnAsk(Struct, frozen=True, kw_only=True, array_like=True, tag="acquire", gc=False):
     """A turn that wants to run: all that a scheduler may know of it. More is as in `TurnArrived`.
 
@@ -60,6 +68,8 @@ class TurnAsk(Struct, frozen=True, kw_only=True, array_like=True, tag="acquire",
     wanted_replica_id: str | None = None
     abortable: bool = False
     """Whether a trainer may end its wait."""
+    hint: TurnHint | None = None
+    """What comes after it, counted from its end."""
 
 
 class Lease(Struct, frozen=True, array_like=True, tag="grant", gc=False):

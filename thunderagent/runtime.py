@@ -40,7 +40,7 @@ from thunderagent.errors import (
     TurnAbortedError,
 )
 from thunderagent.event_log import EventLogWriter
-from thunderagent.leases import UNBOUNDED, Lease, OpenLease, ReplicaMap, ReplicaState, TurnAsk, TurnEnd
+from thunderagent.leases import UNBOUNDED, Lease, OpenLease, ReplicaMap, ReplicaState, TurnAsk, TurnEnd, TurnHint
 from thunderagent.programs.model.decisions import (
     Decision,
     Grant,
@@ -53,6 +53,7 @@ from thunderagent.programs.model.decisions import (
 from thunderagent.programs.model.events import (
     Event,
     PinnedTurnArrived,
+    ProgramHinted,
     ProgramJudged,
     ProgramOpened,
     ProgramReleased,
@@ -127,6 +128,8 @@ _OF_REPLICAS = (
 )
 """Events after which the replicas that they are about are pushed."""
 
+_KINDS_OF_REPLICAS = frozenset(_OF_REPLICAS)
+
 
 class Runtime:
     """Owner of the scheduler. All methods belong to one event loop."""
@@ -194,6 +197,8 @@ class Runtime:
             self._superseded_ids.add(ask.supersedes_id)
         arrived_s = self.now_s()
         decisions = self.dispatch(_arrival(ask, arrived_s))
+        if ask.hint is not None and ask.program_id is not None:
+            self.hint(ask.program_id, ask.hint)
         for decision in reversed(decisions):
             if type(decision) is Grant and decision.turn_id == turn_id:
                 return self._begin(decision, 0.0)
@@ -404,6 +409,14 @@ class Runtime:
         self.dispatch(ToolEnded(self.now_s(), program_id, inferred))
         return self.scheduler.programs.get(program_id) is not None
 
+    def hint(self, program_id: str, hint: TurnHint, branch_id: str = "") -> bool:
+        """Say what a client says of a program's next turn; False if there is no such program."""
+        known = self.scheduler.programs.get(program_id) is not None
+        if known:
+            said = (hint.next_turn_in_s, hint.confidence_ratio, hint.keep)
+            self.dispatch(ProgramHinted(self.now_s(), program_id, *said, branch_id))
+        return known
+
     def replica_polled(
         self,
         replica_id: str,
@@ -523,9 +536,12 @@ class Runtime:
             self._crashed.set()
             log.critical("scheduler_crashed", on_event=repr(event), exc_info=True)
             raise
-        if type(event) in _OF_REPLICAS:
+        about, by_kind = type(event), self._observers_by_kind
+        if about in _KINDS_OF_REPLICAS:
             self._push(event)
+        is_heard: object = by_kind.get(about, True)  # until that was found out, somebody may
         for decision in decisions:
+            is_heard = is_heard or by_kind.get(type(decision), True)
             self.decision_counts[type(decision), decision.reason] += 1
             if type(decision) is Grant:
                 waiter = self._waiters.get(decision.turn_id)
@@ -533,8 +549,9 @@ class Runtime:
                     waiter.set_result(decision)
             else:
                 self._carry_out(decision)
-        for _, observer in self._observers_of(event, decisions):
-            observer(event, decisions)
+        if is_heard:
+            for _, observer in self._observers_of(event, decisions):
+                observer(event, decisions)
         if self._event_log is not None:
             self._log_events(lambda event_log: event_log.write(event, decisions))
         return decisions
@@ -571,8 +588,9 @@ class Runtime:
         self._log_events(EventLogWriter.flush)
 
     def _begin(self, grant: Grant, held_s: float) -> OpenLease:
+        if not self.leases_count:
+            self._no_lease_left.clear()
         self.leases_count += 1
-        self._no_lease_left.clear()
         turn = self.scheduler.turns.get(grant.turn_id)
         program = turn.program if turn is not None else None
         lease = Lease(

@@ -468,6 +468,8 @@ async def test_a_data_key_touches_programs_of_its_own_tenant_alone(replica: Fake
             assert (answer.status, answer.json()["released"]) == (200, False), target
         for which in ("start", "end"):
             assert not (await call(proxy.url, "POST", f"/programs/a/tools/{which}", BLUE)).json()["known"]
+        hint = {"next_turn_in_s": 1.0}
+        assert not (await call(proxy.url, "POST", "/programs/a/hints", BLUE, body=hint)).json()["known"]
         refusals: list[tuple[str, object, list[Header]]] = [
             (CHAT, turn("a"), []),
             (CHAT, turn(), [("X-Program-ID", "a")]),

@@ -994,6 +994,7 @@ async def test_with_an_admin_port_the_data_port_controls_nothing() -> None:
             ("GET", "/sandboxes/events"),
             ("GET", "/dashboard"),
             ("POST", f"/workers/{id_of(replica)}/pause"),
+            ("POST", f"/workers/{id_of(replica)}/v1/chat/completions"),
             ("POST", "/weight_sync/begin"),
         ):
             assert (await exchange(proxy.url, method, path)).status == 404, path

@@ -16,7 +16,7 @@ import tarfile
 import tomllib
 from typing import TYPE_CHECKING
 
-from benchmarks.real_engine import made_once
+from benchmarks.environments import made_once
 from tests.debian import apt_get
 from tests.real.docker_engine import DockerEngine, DockerEngineError
 

@@ -1,4 +1,4 @@
-"""Two real vLLM engines for the whole session, the proxy as a process in front of them, and a real Docker engine."""
+"""Real engines for the whole session, the proxy as a process in front of them, and a real Docker engine."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import httpx2
 import pytest
 import pytest_asyncio
 
+from benchmarks.engine_kinds import KINDS
+from benchmarks.environments import RealEngineError
 from benchmarks.processes import Server, thunderagent
-from benchmarks.real_engine import RealEngine, RealEngineConfig, RealEngineError, ensure_model, ensure_vllm_environment
+from benchmarks.real_engine import RealEngine, RealEngineConfig, ensure_model
 from tests.real.docker_engine import DockerEngine, DockerEngineError, ensure_docker, import_busybox_image
 from tests.real.support import until_all_up
 
@@ -41,13 +43,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def vllm(require_real: Callable[[str], NoReturn], pytestconfig: pytest.Config) -> None:
     """Make vLLM's environment and the model, at the first time in some minutes, saying so."""
+    _install("vllm", require_real, pytestconfig)
+
+
+@pytest.fixture(scope="session")
+def sglang(require_real: Callable[[str], NoReturn], pytestconfig: pytest.Config) -> None:
+    """Make SGLang's environment and the model, at the first time in some minutes, saying so."""
+    _install("sglang", require_real, pytestconfig)
+
+
+def _install(name: str, require_real: Callable[[str], NoReturn], pytestconfig: pytest.Config) -> None:
+    kind = KINDS[name]
     capture = pytestconfig.pluginmanager.getplugin("capturemanager")
     try:
         with capture.global_and_fixture_disabled():
-            ensure_vllm_environment()
-        ensure_model(HIDDEN_SIZE, LAYERS, max_model_len=MAX_MODEL_LEN)
+            kind.ensure_environment()
+        ensure_model(HIDDEN_SIZE, LAYERS, max_model_len=MAX_MODEL_LEN, kind=kind)
     except RealEngineError as error:
-        require_real(f"no vLLM: {error}")
+        require_real(f"no {name}: {error}")
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

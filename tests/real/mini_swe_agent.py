@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from aiohttp import web
 
-from benchmarks.real_engine import ensure_environment
+from benchmarks.environments import ensure_environment
 from tests.loopback import on_loopback
 from tests.real.docker_engine import busybox_root
 

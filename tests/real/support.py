@@ -5,19 +5,31 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import httpx2
+import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.real_engine import MODEL_NAME
+from benchmarks.engine_kinds import MODEL_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
+    from pathlib import Path
+
+    from benchmarks.processes import Server
+    from benchmarks.real_engine import RealEngine
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 Json = dict[str, Any]
+
+HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding"}
+MOMENTS = re.compile(rb'"(\w+_(?:ts|time|wait|latency|throughput))":[\d.e+-]+')
+"""What SGLang's /generate says of its times."""
+OF_THE_PROXY = {"x-replica-id", "x-program-id", "x-program-id-source", "x-hold-ms", "x-request-id"}
 
 
 def words(count: int, seed: int) -> str:
@@ -87,3 +99,72 @@ def events(body: bytes) -> list[Json]:
     *found, done, rest = body.decode().split("\n\n")
     assert (done, rest) == ("data: [DONE]", "")
     return [json.loads(event.removeprefix("data: ")) for event in found]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer without what differs from one moment to the next."""
+
+    status: int
+    reason: str
+    headers: list[tuple[str, str]]
+    body: bytes
+
+
+async def ask(engine: RealEngine, url: str, path: str, body: dict[str, Any] | bytes | None) -> Answer:
+    """Ask with an empty prefix cache and a pinned request id; with no body, by GET."""
+    await engine.reset_prefix_cache()
+    request: dict[str, Any] = {"content": body} if isinstance(body, bytes) else {"json": body}
+    headers = {"X-Request-Id": "pinned", "X-Program-ID": "exact", "Content-Type": "application/json"}
+    async with httpx2.AsyncClient(base_url=url, timeout=60, headers=headers) as client:
+        response = await (client.get(path) if body is None else client.post(path, **request))
+    dropped = HOP_BY_HOP | OF_THE_PROXY | {"date"}
+    kept = [(name.lower(), value) for name, value in response.headers.multi_items() if name.lower() not in dropped]
+    moment = re.sub(rb'"created(_at)?":\d+', b'"created":0', response.content)
+    moment = re.sub(rb'"(msg|resp)_\w+"', b'"id"', moment)
+    moment = re.sub(rb'"modelperm-\w+"', b'"modelperm"', moment)
+    moment = MOMENTS.sub(rb'"\1":0', moment)
+    return Answer(response.status_code, response.reason_phrase, kept, moment)
+
+
+async def assert_same(engine: RealEngine, proxy: Server, path: str, body: dict[str, Any] | bytes | None) -> Answer:
+    """Compare the engine's own answer with that through the proxy, and return it.
+
+    An engine whose server is late puts several tokens into one event of a stream, so one difference proves nothing.
+    """
+    for tries_left in range(7, -1, -1):
+        direct = await ask(engine, engine.url, path, body)
+        through = await ask(engine, proxy.url, path, body)
+        if through == direct:
+            return through
+        if not tries_left:
+            assert through.body.split(b"\n\n") == direct.body.split(b"\n\n")  # first, because it reads better
+            assert through == direct
+    raise AssertionError("the last try returns or raises")
+
+
+class Programs:
+    """Agents behind one proxy, each with a history that grows; `salt` makes their words new to the engine."""
+
+    def __init__(self, client: httpx2.AsyncClient, salt: str) -> None:
+        self.client = client
+        self.salt = salt
+        self.messages: dict[str, list[dict[str, str]]] = {}
+
+    async def turn(self, program_id: str, new_tokens: int = 100) -> None:
+        messages = self.messages.setdefault(program_id, [])
+        seed = int.from_bytes(f"{self.salt}/{program_id}".encode(), "big") * 100 + len(messages)
+        messages.append({"role": "user", "content": words(new_tokens, seed=seed)})
+        answer = await self.client.post(CHAT, json=conversation(messages, 4), headers={"X-Program-ID": program_id})
+        assert answer.status_code == 200, answer.text
+        messages.append({"role": "assistant", "content": answer.json()["choices"][0]["message"]["content"]})
+
+
+def priorities_in(event_log: Path) -> dict[str, int]:
+    """Return the priority of each program's last grant."""
+    found: dict[str, int] = {}
+    for line in event_log.read_bytes().splitlines()[1:]:
+        for kind, decision in msgspec.json.decode(line)[2]:
+            if kind == "Grant" and decision["engine_priority"] is not None:
+                found[decision["program_id"]] = decision["engine_priority"]
+    return found

@@ -8,7 +8,7 @@ import httpx2
 import openai
 import pytest
 
-from benchmarks.real_engine import MODEL_NAME
+from benchmarks.engine_kinds import MODEL_NAME
 from tests.real.support import words
 
 if TYPE_CHECKING:

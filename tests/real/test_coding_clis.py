@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from benchmarks.real_engine import made_once
+from benchmarks.environments import made_once
 from tests.integration.support import running_proxy
 from tests.real.scripted_model import ScriptedModel
 from tests.real.test_integrations import PAGES, Seen

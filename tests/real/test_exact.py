@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import httpx2
 import pytest
 
-from benchmarks.real_engine import MODEL_NAME
-from tests.real.support import CHAT, COMPLETIONS, chat, completion, words
+from benchmarks.engine_kinds import MODEL_NAME
+from tests.real.support import CHAT, COMPLETIONS, ask, assert_same, chat, completion, words
 
 if TYPE_CHECKING:
     from benchmarks.processes import Server
@@ -68,50 +66,6 @@ SIDE_CALLS = {
     "version": ("/version", None),
     "method not allowed": (CHAT, None),
 }
-
-HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding"}
-OF_THE_PROXY = {"x-replica-id", "x-program-id", "x-program-id-source", "x-hold-ms", "x-request-id"}
-
-
-@dataclass(frozen=True)
-class Answer:
-    """An answer without what differs from one moment to the next."""
-
-    status: int
-    reason: str
-    headers: list[tuple[str, str]]
-    body: bytes
-
-
-async def ask(engine: RealEngine, url: str, path: str, body: dict[str, Any] | bytes | None) -> Answer:
-    """Ask with an empty prefix cache and a pinned request id; with no body, by GET."""
-    await engine.reset_prefix_cache()
-    request: dict[str, Any] = {"content": body} if isinstance(body, bytes) else {"json": body}
-    headers = {"X-Request-Id": "pinned", "X-Program-ID": "exact", "Content-Type": "application/json"}
-    async with httpx2.AsyncClient(base_url=url, timeout=60, headers=headers) as client:
-        response = await (client.get(path) if body is None else client.post(path, **request))
-    dropped = HOP_BY_HOP | OF_THE_PROXY | {"date"}
-    kept = [(name.lower(), value) for name, value in response.headers.multi_items() if name.lower() not in dropped]
-    moment = re.sub(rb'"created(_at)?":\d+', b'"created":0', response.content)
-    moment = re.sub(rb'"(msg|resp)_\w+"', b'"id"', moment)
-    moment = re.sub(rb'"modelperm-\w+"', b'"modelperm"', moment)
-    return Answer(response.status_code, response.reason_phrase, kept, moment)
-
-
-async def assert_same(engine: RealEngine, proxy: Server, path: str, body: dict[str, Any] | bytes | None) -> Answer:
-    """Compare the engine's own answer with that through the proxy, and return it.
-
-    An engine whose server is late puts several tokens into one event of a stream, so one difference proves nothing.
-    """
-    for tries_left in range(7, -1, -1):
-        direct = await ask(engine, engine.url, path, body)
-        through = await ask(engine, proxy.url, path, body)
-        if through == direct:
-            return through
-        if not tries_left:
-            assert through.body.split(b"\n\n") == direct.body.split(b"\n\n")  # first, because it reads better
-            assert through == direct
-    raise AssertionError("the last try returns or raises")
 
 
 @pytest.mark.parametrize(("path", "body"), ANSWERS.values(), ids=ANSWERS)

@@ -12,9 +12,10 @@ import httpx2
 import pytest
 from rich.console import Console
 
+from benchmarks.engine_kinds import MODEL_NAME
 from benchmarks.fidelity import measure_all, table
 from benchmarks.real import Comparison
-from benchmarks.real_engine import MODEL_NAME, RealEngineConfig
+from benchmarks.real_engine import RealEngineConfig
 from tests.real.conftest import MAX_SEQS, free_ports
 from tests.real.support import COMPLETIONS, completion
 from thunderagent.simulator.contestants import Contestant

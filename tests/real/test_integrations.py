@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from benchmarks.real_engine import RealEngineError, ensure_environment
+from benchmarks.environments import RealEngineError, ensure_environment
 from tests.integration.support import metrics_of, running_proxy
 from tests.real.scripted_model import ScriptedModel
 from thunderagent.programs.model.decisions import Decision

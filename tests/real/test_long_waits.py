@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import httpx2
 import pytest
 
+from benchmarks.engine_kinds import MODEL_NAME
 from benchmarks.processes import thunderagent
-from benchmarks.real_engine import MODEL_NAME
 from tests.real.support import metrics, until
 
 if TYPE_CHECKING:

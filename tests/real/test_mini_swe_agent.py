@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import httpx2
 import pytest
 
-from benchmarks.real_engine import RealEngineError
+from benchmarks.environments import RealEngineError
 from tests.real.docker_engine import DockerEngine, DockerEngineError, ensure_docker
 from tests.real.mini_swe_agent import (
     EXAMPLE,

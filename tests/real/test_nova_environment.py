@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from benchmarks.real_engine import RealEngineError, ensure_environment
+from benchmarks.environments import RealEngineError, ensure_environment
 
 if TYPE_CHECKING:
     from collections.abc import Callable

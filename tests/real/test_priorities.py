@@ -17,7 +17,7 @@ from zmq.asyncio import Context
 
 from benchmarks.real_engine import RealEngine, RealEngineConfig
 from tests.real.conftest import HIDDEN_SIZE, LAYERS, MAX_MODEL_LEN, free_ports
-from tests.real.support import CHAT, COMPLETIONS, completion, conversation, words
+from tests.real.support import COMPLETIONS, Programs, completion, priorities_in, words
 from thunderagent.backends.kv_messages import BlocksStored, read_events, read_message
 
 if TYPE_CHECKING:
@@ -53,23 +53,6 @@ async def one_at_a_time(vllm: None) -> AsyncIterator[tuple[RealEngine, str]]:
         yield engine, f"tcp://127.0.0.1:{events_port}"
 
 
-class Programs:
-    """Agents behind one proxy, each with a history that grows; `salt` makes their words new to the engine."""
-
-    def __init__(self, client: httpx2.AsyncClient, salt: str) -> None:
-        self.client = client
-        self.salt = salt
-        self.messages: dict[str, list[dict[str, str]]] = {}
-
-    async def turn(self, program_id: str, new_tokens: int = 100) -> None:
-        messages = self.messages.setdefault(program_id, [])
-        seed = int.from_bytes(f"{self.salt}/{program_id}".encode(), "big") * 100 + len(messages)
-        messages.append({"role": "user", "content": words(new_tokens, seed=seed)})
-        answer = await self.client.post(CHAT, json=conversation(messages, 4), headers={"X-Program-ID": program_id})
-        assert answer.status_code == 200, answer.text
-        messages.append({"role": "assistant", "content": answer.json()["choices"][0]["message"]["content"]})
-
-
 async def stored_at_s(address: str, found: list[tuple[float, str]]) -> None:
     """Note when, by its own clock, the engine stored a block of a program."""
     with Context() as context, context.socket(zmq.SUB) as socket:
@@ -92,16 +75,6 @@ async def waiting_count(engine: httpx2.AsyncClient) -> int:
     exposition = (await engine.get("/metrics")).text
     lines = [line for line in exposition.splitlines() if line.startswith("vllm:num_requests_waiting{")]
     return int(sum(float(line.rpartition(" ")[2]) for line in lines))
-
-
-def priorities_in(event_log: Path) -> dict[str, int]:
-    """Return the priority of each program's last grant."""
-    found: dict[str, int] = {}
-    for line in event_log.read_bytes().splitlines()[1:]:
-        for kind, decision in msgspec.json.decode(line)[2]:
-            if kind == "Grant" and decision["engine_priority"] is not None:
-                found[decision["program_id"]] = decision["engine_priority"]
-    return found
 
 
 @dataclass(frozen=True)

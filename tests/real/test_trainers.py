@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from benchmarks.real_engine import RealEngineError, ensure_environment
+from benchmarks.environments import RealEngineError, ensure_environment
 from tests.integration.support import post, until
 from tests.integration.trained_engine import continuation, trained_engines
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from benchmarks.real_engine import RealEngineError, ensure_environment
+from benchmarks.environments import RealEngineError, ensure_environment
 from tests.debian import install
 
 if TYPE_CHECKING:

@@ -100,7 +100,7 @@ ARROWS: dict[str, frozenset[str]] = {
     "leases": frozenset({"programs"}),
     "signal_log": frozenset({"errors", "programs"}),
     "runtime": frozenset({"errors", "programs", "event_log", "leases"}),
-    "proxy": frozenset({"errors", "programs", "leases", "runtime", "backends", "faults", "core_build"}),
+    "proxy": frozenset({"errors", "programs", "leases", "runtime", "backends", "faults", "core_build", "log_lines"}),
     "client": frozenset(),
     # Which of its own files are compiled: setup.py loads it alone.
     "core_build": frozenset(),

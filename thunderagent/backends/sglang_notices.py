@@ -4,9 +4,9 @@ Theory of operation
 -------------------
 **Leaving.** Some versions notice a closed connection late (a stream only 2 s after it) or not at all, and generate on
 for nobody. `/abort_request {"rid"}` ends a request by its id. So a turn gets an id of ours, as the body's field `rid`,
-where the client sent none. SGLang aborts whatever id *begins* with the one it is given: ours are as long as its own
-(32 hex digits), so none begins with another. The answer then shows ours where it would show one that SGLang made up:
-as `id`, or as `meta_info.id`.
+where the client sent none. SGLang aborts whatever id *begins* with the one it is given, in newer versions (0.5.23) only
+if there is a request of just that id: ours are as long as its own (32 hex digits), so none begins with another. The
+answer then shows ours where it would show one that SGLang made up: as `id`, or as `meta_info.id`.
 
 A request of several prompts or samples gets none: SGLang would spread an id over them, and older versions refuse that.
 

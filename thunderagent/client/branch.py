@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import os
+from functools import partial
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import quote, urlsplit
+
+from thunderagent.client.exchange import exchange, in_thread
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI, OpenAI
@@ -17,6 +21,11 @@ TURN_TIMEOUT_S = 3600.0
 """How long the helpers' clients wait for an answer: a turn that is held sends no byte until it runs."""
 
 CONNECT_TIMEOUT_S = 5.0
+
+HINT_TIMEOUT_S = 5.0
+"""What a hint says is soon old."""
+
+Keep = Literal["retain", "offload", "drop"]
 
 _ANTHROPIC_KEYS = ("ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN")
 
@@ -57,6 +66,24 @@ class Branch:
         if not _fits_a_header(self.program_id):
             raise ValueError(f"the program id {self.program_id!r} cannot stand in a header: use base_url or extra_body")
         return {"X-Program-ID": self.program_id, **self._turn_headers}
+
+    def hint(self, next_turn_in_s: float | None = None, *, confidence: float = 1.0, keep: Keep | None = None) -> bool:
+        """Say when the next turn comes, in seconds, or what may become of its memory; return whether that is known.
+
+        `confidence` is how sure you are, 0 to 1. `keep="drop"` says that a sub-agent's branch has ended; all else is of
+        the whole program. Raises `ClientError`.
+        """
+        body = {"next_turn_in_s": next_turn_in_s, "confidence": confidence, "keep": keep, "branch": self.branch_id}
+        path = f"/programs/{quote(self.program_id, safe='')}/hints"
+        answer = exchange(self.proxy, "POST", path, body, timeout_s=HINT_TIMEOUT_S)
+        return bool(answer.get("known"))
+
+    async def async_hint(
+        self, next_turn_in_s: float | None = None, *, confidence: float = 1.0, keep: Keep | None = None
+    ) -> bool:
+        """Do as `hint`."""
+        say = partial(self.hint, next_turn_in_s, confidence=confidence, keep=keep)
+        return await asyncio.wrap_future(in_thread(say))
 
     @property
     def _turn_headers(self) -> dict[str, str]:

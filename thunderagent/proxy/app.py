@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Protocol
+from urllib.parse import unquote
 
 import structlog
 from aiohttp import hdrs, web
@@ -17,6 +18,7 @@ from thunderagent.errors import (
     ThunderAgentError,
 )
 from thunderagent.proxy.admin.admin import Admin
+from thunderagent.proxy.admin.between_turns import BetweenTurns
 from thunderagent.proxy.admin.configuration import ConfigurationHandlers, Reloads
 from thunderagent.proxy.admin.dashboard import Dashboard
 from thunderagent.proxy.admin.keys import KeyHandlers
@@ -26,7 +28,7 @@ from thunderagent.proxy.admin.primitives import Primitives, Provisioner
 from thunderagent.proxy.admin.replica_routes import ReplicaHandlers, SourceCollector
 from thunderagent.proxy.admin.sandboxes import SandboxCollector, Sandboxes, SandboxHandlers
 from thunderagent.proxy.control.control import Control, ControlSettings
-from thunderagent.proxy.control.facade import Facade
+from thunderagent.proxy.control.facade import Facade, is_of_one_replica, turn_on
 from thunderagent.proxy.control.leases import Leases
 from thunderagent.proxy.control.weight_sync import WeightSync
 from thunderagent.proxy.fleet.breaker import Breakers
@@ -35,10 +37,10 @@ from thunderagent.proxy.fleet.commands import command_of
 from thunderagent.proxy.fleet.discovery import Discovery
 from thunderagent.proxy.fleet.made_answers import MadeAnswers
 from thunderagent.proxy.fleet.replicas import Replicas, Watcher
-from thunderagent.proxy.gate.access import CATCH_ALL, Use, use_of
+from thunderagent.proxy.gate.access import CATCH_ALL, WEBSOCKETS, Use, use_of
 from thunderagent.proxy.gate.admin_port import AdminPort
 from thunderagent.proxy.gate.guard import Guard, GuardSettings, Handler, says_nothing_yet
-from thunderagent.proxy.gate.held import HeldTurns
+from thunderagent.proxy.gate.held import HeldTurns, KeptBody
 from thunderagent.proxy.gate.keys import Keyring
 from thunderagent.proxy.gate.keys.file import KeysFile
 from thunderagent.proxy.gate.keys.quotas import HEARD as QUOTAS_HEARD
@@ -59,9 +61,10 @@ from thunderagent.proxy.watch.turn_metrics import LoopLag, TurnMetrics
 from thunderagent.proxy.wire.aiohttp_errors import answering_errors
 from thunderagent.proxy.wire.aiohttp_exchange import AiohttpExchange
 from thunderagent.proxy.wire.aiohttp_request import target_of, told_path
-from thunderagent.proxy.wire.front import Front
+from thunderagent.proxy.wire.front import Front, Way
 from thunderagent.proxy.wire.front import Tracing as FrontTracing
 from thunderagent.proxy.wire.http11.asked import Asked
+from thunderagent.proxy.wire.http11.heads import RequestHead
 from thunderagent.proxy.wire.stall import STALL_LIMIT_S
 from thunderagent.runtime import Runtime
 
@@ -162,7 +165,7 @@ def build_app(
     app[GUARD], app[HELD] = guard, held
     guard.attach(app)
     app[FRONT], app[LOOP_LAG] = (
-        _front(flow, guard, tracing, simulated=simulated, access_log=access_log),
+        _front(flow, guard, admin_port, replicas, tracing, simulated=simulated, access_log=access_log),
         LoopLag(registry),
     )
     app[HISTORY] = History(runtime, replicas, metrics.hold_counts)
@@ -177,6 +180,7 @@ def build_app(
         *weight_sync.routes(),
         *leases.routes(),
         *SandboxHandlers(sandboxes, tenancy).routes(),
+        *BetweenTurns(runtime, tenancy).routes(),
         *Admin(runtime, replicas, registry, tenancy, sandboxes, turn_settings.identity.tokens).routes(),
         *ReplicaHandlers(runtime, replicas, discovery).routes(),
         *Primitives(runtime, provisioner).routes(),
@@ -225,8 +229,7 @@ class TurnHandlers:
 
     async def handle_on(self, request: web.Request, replica_id: str, target: Target) -> web.StreamResponse:
         """Answer one turn on the replica that its client chose: nobody's, whoever's it says it is."""
-        spelt = target.plainly() if target.spelt in TURN_DIALECTS else target
-        return await self._answer(request, spelt, replica_id)
+        return await self._answer(request, target, replica_id)
 
     async def _answer(self, request: web.Request, target: Target, chosen_id: str | None = None) -> web.StreamResponse:
         exchange = await AiohttpExchange.of(request, target)
@@ -234,7 +237,16 @@ class TurnHandlers:
         return exchange.response
 
 
-def _front(flow: Turns, guard: Guard, tracing: Tracing | None, *, simulated: bool, access_log: bool) -> Front:
+def _front(
+    flow: Turns,
+    guard: Guard,
+    admin_port: AdminPort | None,
+    replicas: Replicas,
+    tracing: Tracing | None,
+    *,
+    simulated: bool,
+    access_log: bool,
+) -> Front:
     """Return what answers the turns that our own server reads."""
 
     def decorate(asked: Asked, headers: CIMultiDict[str]) -> None:
@@ -242,12 +254,24 @@ def _front(flow: Turns, guard: Guard, tracing: Tracing | None, *, simulated: boo
             headers[ENGINES_HEADER] = "simulated"
         guard.mark_cors(asked, headers)
 
-    def is_turn(target: Target) -> bool:
-        return use_of(target, "POST") is Use.TURN
+    def way_of(head: RequestHead, target: Target) -> Way | None:
+        if head.upgrades:
+            wants_one = head.headers["Upgrade"].lower() == "websocket"
+            return Way(target.plainly()) if wants_one and target.spelt in WEBSOCKETS else None
+        if use_of(target, "POST") is Use.TURN:
+            return Way(target.plainly())
+        if is_of_one_replica(target) and (found := turn_on(target, "POST", replicas)) is not None:
+            return Way(found[1], found[0], is_operators=True)
+        return None
+
+    async def let_in(asked: Asked, way: Way) -> KeptBody | None:
+        if way.is_operators and admin_port is not None:
+            admin_port.check(asked.transport, unquote(way.target.path))
+        return await guard.let_in(asked, for_admin=way.is_operators)
 
     adds = simulated or guard.marks_cors
     around = logged_turn if access_log else None
-    return Front(is_turn, guard.let_in, flow.answer, decorate if adds else None, tracing, around)
+    return Front(way_of, let_in, flow.answer, decorate if adds else None, tracing, around)
 
 
 def _quotas(runtime: Runtime, registry: CollectorRegistry, held: HeldTurns, *, hears: bool) -> Quotas:

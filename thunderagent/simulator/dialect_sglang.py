@@ -3,10 +3,10 @@
 Theory of operation
 -------------------
 As `server.py` does for vLLM's. Three things are SGLang's own. A request has an id that the client may choose (`rid`),
-and `/abort_request` ends all whose id begins with the one given: they answer at once, with what they have got. The
-engine can be paused (`/pause_generation`): new requests wait at the door, and those inside are aborted, stand still, or
-lose their memory and wait (`abort`, `in_place`, `retract`). And KV can be tagged with a session: at `/close_session`
-what nobody else tags is the first to go.
+and `/abort_request` ends the one whose id is given, and all whose ids begin with it: they answer at once, with what
+they have got. The engine can be paused (`/pause_generation`): new requests wait at the door, and those inside are
+aborted, stand still, or lose their memory and wait (`abort`, `in_place`, `retract`). And KV can be tagged with a
+session: at `/close_session` what nobody else tags is the first to go.
 """
 
 from __future__ import annotations
@@ -213,8 +213,10 @@ class SglangServer:
 
     async def _abort_request(self, request: web.Request) -> web.Response:
         body = parse(await request.read(), AbortBody)
-        if body.abort_all or body.rid:
-            self._sglang.abort("" if body.abort_all else body.rid or "")
+        if body.abort_all:
+            self._sglang.abort_all()
+        elif body.rid:
+            self._sglang.abort(body.rid)
         return web.Response()
 
     async def _pause_generation(self, request: web.Request) -> web.Response:
@@ -228,7 +230,7 @@ class SglangServer:
     async def _update_weight_version(self, request: web.Request) -> web.Response:
         body = parse(await request.read(), WeightVersionBody)
         if body.abort_all_requests:
-            self._sglang.abort("")
+            self._sglang.abort_all()
         self._sglang.weight_version = version = body.new_version
         said = {"success": True, "message": f"Weight version updated to {version}", "new_version": version}
         return json_response(said)

@@ -60,7 +60,7 @@ def generate_answer(running: Running, tokenizer: WordTokenizer, *, now_s: float)
         "finish_reason": running.finish_reason,
         "prompt_tokens": len(running.asked.prompt),
         "weight_version": running.weight_version,
-        "total_retractions": running.generation.finished.preemption_count if running.generation.finished else 0,
+        "num_retractions": running.generation.finished.preemption_count if running.generation.finished else 0,
         "completion_tokens": len(output_ids),
         "cached_tokens": running.cached_tokens,
     }
@@ -85,18 +85,20 @@ class OpenAIForm:
 
     def first_chunks(self) -> list[Json]:
         """Return what a stream begins with: of a chat, the role."""
-        return [self._chunk({"role": "assistant", "content": ""}, None)] if self.is_chat else []
+        return (
+            [self._chunk({"reasoning_content": None, "role": "assistant", "content": ""}, None)] if self.is_chat else []
+        )
 
     def chunk(self, words: list[str], *, is_first: bool) -> Json:
         """Return the chunk for these words."""
         text = "".join(f" {word}" for word in words)
         if not self.is_chat:
             return self._chunk(text, None)
-        return self._chunk({"role": None, "content": text[1:] if is_first else text}, None)
+        return self._chunk({"reasoning_content": None, "content": text[1:] if is_first else text}, None)
 
     def last_chunk(self, finish_reason: Json) -> Json:
         """Return the chunk that says why the answer ends."""
-        return self._chunk({"role": None, "content": None} if self.is_chat else "", finish_reason)
+        return self._chunk({"reasoning_content": None} if self.is_chat else "", finish_reason)
 
     def usage_chunk(self, usage: Json) -> Json:
         """Return the chunk that holds the usage and no choice."""
@@ -107,7 +109,7 @@ class OpenAIForm:
         text = "".join(f" {word}" for word in words)
         choice: Json = {"index": 0, "text": text}
         if self.is_chat:
-            message = {"role": "assistant", "content": text[1:], "reasoning_content": None, "tool_calls": None}
+            message = {"role": "assistant", "content": text[1:], "reasoning_content": None}
             choice = {"index": 0, "message": message}
         choice |= {"logprobs": None, **_finish(finish_reason)}
         metadata = {"weight_version": self.weight_version}
@@ -120,7 +122,8 @@ class OpenAIForm:
     def _chunk(self, said: Json | str, finish_reason: Json | None) -> Json:
         piece = {"text": said} if isinstance(said, str) else {"delta": said}
         choice = {"index": 0, **piece, "logprobs": None, **_finish(finish_reason)}
-        return {**self._head(chunk=True), "choices": [choice], "usage": None}
+        no_usage = {} if self.is_chat else {"usage": None}
+        return {**self._head(chunk=True), "choices": [choice], **no_usage}
 
 
 def _finish(finish_reason: Json | None) -> Json:

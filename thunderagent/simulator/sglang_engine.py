@@ -75,9 +75,17 @@ class SglangEngine:
         running.cached_tokens = finished.cached_tokens if finished else cached_tokens or running.cached_tokens
 
     def abort(self, rid: str) -> None:
-        """End every request whose id begins with `rid`, with what it has got."""
+        """End the request of that id, with what it has got, and those whose ids begin with it; without it none."""
+        if any(running.asked.rid == rid for running in self._running):
+            self._abort_all(rid)
+
+    def abort_all(self) -> None:
+        """End every request, with what it has got."""
+        self._abort_all("")
+
+    def _abort_all(self, beginning: str) -> None:
         for running in list(self._running):
-            if running.asked.rid.startswith(rid):
+            if running.asked.rid.startswith(beginning):
                 self.note_cached(running)
                 self._live.realtime.abort(running.generation)
 
@@ -85,7 +93,7 @@ class SglangEngine:
         """Let nothing in; abort what is inside, or let it stand still, without its memory if it is retracted."""
         self._door.clear()
         if mode == "abort":
-            self.abort("")
+            self.abort_all()
         else:
             self._live.stand_still()
             if mode == "retract":

@@ -56,20 +56,13 @@ def loads(engine: Engine) -> Json:
         "dp_rank": 0,
         "num_running_reqs": stats.running_count,
         "num_waiting_reqs": stats.waiting_count,
-        "num_total_reqs": stats.running_count + stats.waiting_count,
         "num_used_tokens": used_tokens,
         "num_total_tokens": used_tokens + engine.waiting_tokens,
         "max_total_num_tokens": config.capacity_tokens,
         "max_running_requests": config.max_num_seqs,
         "token_usage": stats.kv_usage_ratio,
     }
-    aggregate = {
-        "total_running_reqs": stats.running_count,
-        "total_waiting_reqs": stats.waiting_count,
-        "total_reqs": stats.running_count + stats.waiting_count,
-    }
-    head = {"timestamp": datetime.now(UTC).isoformat(), "version": VERSION, "dp_rank_count": 1}
-    return {**head, "loads": [of_rank], "aggregate": aggregate}
+    return {"timestamp": datetime.now(UTC).isoformat(), "version": VERSION, "loads": [of_rank]}
 
 
 def load(engine: Engine) -> list[Json]:

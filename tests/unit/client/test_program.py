@@ -476,3 +476,18 @@ def test_sandboxes_that_are_off_are_said_to_be(proxy: FakeProxy) -> None:
     proxy.answer(PATH, (404, REFUSAL))
     with pytest.raises(ProxyRefusedError, match="sandboxes are off"):
         program("a/b", proxy=proxy.url).sandboxes()
+
+
+# --- between turns
+
+
+async def test_what_is_known_of_the_next_turn_is_said(proxy: FakeProxy) -> None:
+    """Of a program, and of a branch by its name; the answer says whether anybody knew it."""
+    proxy.answer("/programs/a%2Fb/hints", (200, {"program_id": "a/b", "known": True}), (200, {"known": False}))
+    a = Program(proxy.url, "a/b")
+    assert a.hint(12.5, confidence=0.8)
+    assert not await a.branch("sub").async_hint(keep="drop")
+    assert [body for _, _, body in proxy.requests] == [
+        {"next_turn_in_s": 12.5, "confidence": 0.8, "keep": None, "branch": ""},
+        {"next_turn_in_s": None, "confidence": 1.0, "keep": "drop", "branch": "sub"},
+    ]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from benchmarks.real_engine import made_once
+from benchmarks.environments import made_once
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -28,7 +28,8 @@ from thunderagent.proxy.gate.admin_port import MUST_NAME
 from thunderagent.proxy.gate.bodies import Report, read_model, report_response
 from thunderagent.proxy.gate.keys import check_admin
 from thunderagent.proxy.gate.tenancy import Tenancy
-from thunderagent.proxy.reading.identity import Tokens, check_program_id, outcome_of
+from thunderagent.proxy.reading.header_words import check_program_id, outcome_of
+from thunderagent.proxy.reading.identity import Tokens
 from thunderagent.proxy.watch.metrics import exposition
 from thunderagent.runtime import Runtime
 
@@ -63,14 +64,6 @@ class OpenRequest(BaseModel):
     tenant: str = Field("", max_length=256)
     program_class: str = Field("", max_length=256)
     sandboxes: list[dict[str, Any]] | None = None
-
-
-class ToolRequest(BaseModel):
-    """A tool that begins now; its name may be left out."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True, coerce_numbers_to_str=True)
-
-    tool: str = Field("", max_length=256)
 
 
 class HealthReport(Report):
@@ -115,13 +108,6 @@ class ReplicasReport(Report):
     replicas: list[ReplicaReport]
 
 
-class ToolReport(Report):
-    """A program whose tool began or ended."""
-
-    program_id: str
-    known: bool = Field(description="false if no program of that id lives")
-
-
 class OpenedReport(Report):
     """A program that lives now."""
 
@@ -162,8 +148,6 @@ class Admin:
             web.get("/programs", self.programs),
             web.post("/programs", self.open),
             web.post("/programs/release", self.release),
-            web.post("/programs/{program_id:.+}/tools/start", self.tool_start),
-            web.post("/programs/{program_id:.+}/tools/end", self.tool_end),
             web.get("/programs/{program_id:.+}", self.program),
             web.delete("/programs/{program_id:.+}", self.delete_program),
             web.post("/finish_session", self.finish_session),
@@ -238,20 +222,6 @@ class Admin:
         token = {"token": self._tokens.token_of(program_id)} if self._tokens is not None else {}
         said = {"program_id": program_id, "opened": opened, "sandboxes": made, **token}
         return report_response(OpenedReport.model_validate(said), without_unset=True)
-
-    async def tool_start(self, request: web.Request) -> web.Response:
-        """Take in that a program's tool begins now: sharper than the end of the turn that called it."""
-        program_id = check_program_id(request.match_info["program_id"])
-        body = await request.read()
-        tool = read_model(ToolRequest, body).tool if body.strip() else ""
-        known = self._tenancy.has(program_id) and self._runtime.tool_started(program_id, tool)
-        return report_response(ToolReport(program_id=program_id, known=known))
-
-    async def tool_end(self, request: web.Request) -> web.Response:
-        """Take in that a program's tool is through. Idempotent; an unknown program is no error."""
-        program_id = check_program_id(request.match_info["program_id"])
-        known = self._tenancy.has(program_id) and self._runtime.tool_ended(program_id)
-        return report_response(ToolReport(program_id=program_id, known=known))
 
     async def _request_sandboxes(self, program_id: str, wanted: list[dict[str, Any]], *, opened: bool) -> None:
         assert self._sandboxes is not None

@@ -11,7 +11,7 @@ import thunderagent
 from thunderagent.errors import RequestError
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.gate.bodies import Report, report_response
-from thunderagent.proxy.reading.identity import check_program_id
+from thunderagent.proxy.reading.header_words import check_program_id
 from thunderagent.proxy.watch.autoscaling import demand_ratio, oldest_hold_s
 from thunderagent.proxy.watch.event_feed import KINDS, SIGNAL_KINDS, EventFeed
 from thunderagent.proxy.watch.event_stream import stream_events

@@ -30,9 +30,8 @@ from thunderagent.proxy.admin.admin import (
     ReleasedTogetherReport,
     ReleaseRequest,
     ReplicasReport,
-    ToolReport,
-    ToolRequest,
 )
+from thunderagent.proxy.admin.between_turns import HintReport, HintRequest, ToolReport, ToolRequest
 from thunderagent.proxy.admin.configuration import ReloadReport
 from thunderagent.proxy.admin.keys import KeyRequest, KeysReport, NewKeyReport, RevokedKeyReport
 from thunderagent.proxy.admin.live import HistoryReport, SummaryReport
@@ -164,6 +163,7 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation("DELETE", "/sessions/{program_id}", (ReleasedReport,)),
     Operation("POST", "/programs/{program_id}/tools/start", (ToolReport,), body=(ToolRequest,)),
     Operation("POST", "/programs/{program_id}/tools/end", (ToolReport,)),
+    Operation("POST", "/programs/{program_id}/hints", (HintReport,), body=(HintRequest,)),
     Operation("GET", "/programs/{program_id}/sandboxes", (ProgramSandboxesReport,)),
     Operation(
         "POST",

@@ -17,7 +17,7 @@ from thunderagent.errors import NotFoundError, RequestError
 from thunderagent.proxy.gate.bodies import Report, report_response
 from thunderagent.proxy.gate.keys import check_admin
 from thunderagent.proxy.gate.tenancy import Tenancy
-from thunderagent.proxy.reading.identity import TENANT_HEADER, check_program_id
+from thunderagent.proxy.reading.header_words import TENANT_HEADER, check_program_id
 from thunderagent.proxy.reading.sse import server_sent
 from thunderagent.proxy.watch.event_stream import stream_events
 

@@ -93,6 +93,18 @@ class HoldingReport(Report):
     )
 
 
+class HintedReport(Report):
+    """What its client said of its next turn."""
+
+    next_turn_in_s: float | None = Field(
+        description="from when it counts: now, less than 0 if it is overdue; null if only `keep` was said"
+    )
+    counts: bool = Field(description="false while a turn is with us, from the end of which it will count")
+    keep: str
+    believed_ratio: float = Field(description="what its client says, and no more than its hints were right so far")
+    keeps_claim: bool = Field(description="whether it keeps the claim for longer than the policy would have")
+
+
 class VerdictReport(Report):
     """What a judge said."""
 
@@ -115,6 +127,7 @@ class ProgramStoryReport(ProgramReport):
     judged: JudgedReport | None = Field(description="null before the first verdict")
     waiting: WaitingReport | None
     holding: HoldingReport | None
+    hinted: HintedReport | None = Field(description="null if nothing was said since its last turn came")
     turns: list[TurnReport]
     story: list[StoryReport]
 
@@ -138,6 +151,7 @@ def program_story(runtime: Runtime, program: Program) -> ProgramStoryReport:
         judged=_judged(program),
         waiting=_waiting(runtime.scheduler, program, now_s),
         holding=_holding(program, now_s),
+        hinted=_hinted(runtime.scheduler, program, now_s),
         turns=[_turn(turn, now_s) for turn in (*program.in_flight.values(), *program.held.values())],
         story=story,
     )
@@ -299,4 +313,20 @@ def _holding(program: Program, now_s: float) -> HoldingReport | None:
         tool=program.tool,
         for_s=round(now_s - program.acting_since_s, 3),
         hold_until_in_s=round(until_in_s, 3) if isfinite(until_in_s) else None,
+    )
+
+
+def _hinted(scheduler: Scheduler, program: Program, now_s: float) -> HintedReport | None:
+    hint = program.hint
+    if hint is None:
+        return None
+    in_s = hint.next_turn_in_s
+    if in_s is not None and hint.given_s is not None:
+        in_s -= now_s - hint.given_s
+    return HintedReport(
+        next_turn_in_s=None if in_s is None else round(in_s, 3),
+        counts=hint.given_s is not None,
+        keep=hint.keep,
+        believed_ratio=round(scheduler.knowledge.hints.confidence_ratio(program, hint.confidence_ratio), 3),
+        keeps_claim=program.hint_keeps,
     )

@@ -9,6 +9,7 @@ sent on as it is, also what is never sent to all replicas.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 from urllib.parse import quote
 
@@ -27,7 +28,28 @@ from thunderagent.runtime import Runtime
 ForwardTo = Callable[[web.Request, str, Target], Awaitable[web.StreamResponse]]
 """Send a request on to a replica, for a target there, with a lease or without, and relay the answer."""
 
+REPLICAS_PATH = "/workers/"
+
 OLD_LOAD_PATHS = ("/get_load", "/get_loads")
+
+
+def is_of_one_replica(target: Target) -> bool:
+    """Say whether a target lies below one replica's URL here."""
+    return target.path.startswith(REPLICAS_PATH) and target.path.count("/") > 2
+
+
+def turn_on(target: Target, method: str, replicas: Replicas) -> tuple[str, Target] | None:
+    """Return the replica that a turn below its URL is for, and what it asks for there; None if it is no turn.
+
+    Nor is it one if there is no such replica. Raises `RequestError`.
+    """
+    replica_id, below = target.below()
+    use = use_of(below, method)
+    is_turn = use is Use.TURN or (use is Use.GENERATE and is_known(below, method))
+    if not is_turn or replica_id not in replicas.known or command_of(below.spelt) is not None:
+        return None
+    below = below.plainly() if use is Use.TURN else below
+    return replica_id, replace(below, path=target.path)
 
 
 class Facade:
@@ -83,9 +105,8 @@ class Facade:
         command = command_of(target.spelt)
         if command is not None:
             return await self._control.tell_one(request, target.plainly(), replica_id, command)
-        use = use_of(target, request.method)
-        if use is Use.TURN or (use is Use.GENERATE and is_known(target, request.method)):
-            return await self._turn_on(request, replica_id, target)
+        if (found := turn_on(target_of(request), request.method, self._replicas)) is not None:
+            return await self._turn_on(request, *found)
         if request.method == "GET" and target.spelt == "/v1/loads":
             return await self._loads_of(request, replica_id, target.plainly())
         if request.method == "GET" and target.spelt in OLD_LOAD_PATHS:

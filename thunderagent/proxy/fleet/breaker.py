@@ -20,8 +20,7 @@ begins anew: whatever came back up in its place did not fail yet.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -107,31 +106,15 @@ class Breakers:
             return None
         return max(0.0, breaker.until_s - self._runtime.now_s())
 
-    @asynccontextmanager
-    async def trying(self, replica_id: str) -> AsyncIterator[None]:
-        """Send a turn there in this block, which ends when the head of its answer is there; how it ends is reported.
-
-        Waits before, and raises, as `admit` does.
-        """
-        probe = await self.admit(replica_id)
-        try:
-            yield
-        except ReplicaRemovedError:
-            self.left(replica_id, probe)
-            raise
-        except ReplicaError:
-            self.failed(replica_id)
-            raise
-        except BaseException:
-            self.left(replica_id, probe)
-            raise
-        self.succeeded(replica_id)
+    def knows(self, replica_id: str) -> bool:
+        """Say whether a replica failed a turn lately; else there is nothing to wait for, nor to hear of a success."""
+        return replica_id in self._breakers
 
     async def admit(self, replica_id: str) -> asyncio.Future[bool] | None:
         """Wait, if a replica is tried with another turn just now, for the outcome.
 
         Returns what stands for the probe if this turn is it, for `left`. Raises `ReplicaTrippedError` if the other
-        turn failed. Say afterwards how it went: `succeeded`, `failed` or `left`.
+        turn failed. Say afterwards how it went: `succeeded` or `lost`.
         """
         breaker = self._breakers.get(replica_id)
         while breaker is not None and breaker.state is BreakerState.HALF_OPEN:
@@ -169,6 +152,13 @@ class Breakers:
         too_many = breaker.failure_count >= self._settings.failure_count
         if breaker.state is BreakerState.HALF_OPEN or (breaker.state is BreakerState.CLOSED and too_many):
             self._open(replica_id, breaker)
+
+    def lost(self, replica_id: str, error: BaseException, probe: asyncio.Future[bool] | None) -> None:
+        """Say what ended a turn that was sent before the head of its answer was there."""
+        if isinstance(error, ReplicaError) and not isinstance(error, ReplicaRemovedError):
+            self.failed(replica_id)
+        else:
+            self.left(replica_id, probe)
 
     def left(self, replica_id: str, probe: asyncio.Future[bool] | None) -> None:
         """Say that a turn ended before its first byte by no fault of the replica's: if it was the probe, another is."""

@@ -141,14 +141,15 @@ class ReplicaClient:
         if pool.rank_headers and names_rank:
             headers = headers.copy()  # other tries of the request go elsewhere
             headers.update(pool.rank_headers)
-        if self._settings.outgoing is not None:
-            self._settings.outgoing.mend(headers)
+        settings = self._settings
+        if settings.outgoing is not None:
+            settings.outgoing.mend(headers)
         if "@" in base_url:  # its name and password are sent, and no other
             headers = headers.copy()  # as above
             headers.popall("Authorization", None)
         limits = self._limits
         if silence_timeout_s is not None:
-            limits = Limits(self._settings.connect_timeout_s, silence_timeout_s)
+            limits = Limits(settings.connect_timeout_s, silence_timeout_s)
         try:
             answer = await pool.request(method, base_url, path, headers, body, limits, may_repeat=may_repeat)
         except (UnreachedError, ConnectLateError) as error:
@@ -165,15 +166,15 @@ class ReplicaClient:
             raise ReplicaClosedEarlyError(
                 f"replica {replica_id} closed the connection before it answered: {error}", replica_id=replica_id
             ) from None
-        if self._settings.outgoing is not None:
-            self._settings.outgoing.answered(answer.status)
-        if self._settings.first_byte_timeout_s is not None and silence_timeout_s is None:
-            answer.limit_silence(self._settings.silence_timeout_s)  # another limit was for the first byte
+        if settings.outgoing is not None:
+            settings.outgoing.answered(answer.status)
+        if settings.first_byte_timeout_s is not None and silence_timeout_s is None:
+            answer.limit_silence(settings.silence_timeout_s)  # another limit was for the first byte
         return answer
 
     async def read(self, replica_id: str, answer: Answer) -> bytes:
         """Read the whole body of an answer. Raises like `next_chunk`."""
-        return await _received(replica_id, answer.read())
+        return await (answer.read() if answer.is_whole else _received(replica_id, answer.read()))
 
     async def next_chunk(self, replica_id: str, answer: Answer) -> bytes:
         """Return the next bytes of an answer's body, whatever has come; empty at its end.

@@ -256,6 +256,11 @@ class Replicas:
             group.create_task(self.priorities.run(client))
             group.create_task(self._notices.run(client))
 
+    def has_notices(self, replica_id: str) -> bool:
+        """Say whether a replica is told of turns and programs; not one that was removed: sending says so."""
+        known = self.known.get(replica_id)
+        return known is not None and known.endpoint.backend.notices is not None
+
     def name_turn(
         self, replica_id: str, path: str, body: bytes, program_id: str | None, authorization: str | None
     ) -> NamedTurn:

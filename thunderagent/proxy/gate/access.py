@@ -71,6 +71,7 @@ ROUTES: tuple[tuple[Access, str, str], ...] = (
     (DATA, "DELETE", "/programs/{}"),
     (DATA, "POST", "/programs/{}/tools/start"),
     (DATA, "POST", "/programs/{}/tools/end"),
+    (DATA, "POST", "/programs/{}/hints"),
     (DATA, "GET POST", "/programs/{}/sandboxes"),
     (DATA, "DELETE", "/programs/{}/sandboxes/{}"),
     (DATA, "GET", "/sandboxes/events"),  # of all programs: the handler asks for an admin key
@@ -102,6 +103,7 @@ ROUTES: tuple[tuple[Access, str, str], ...] = (
     (ENGINE, "*", "/v1/messages**"),
     (ENGINE, "*", "/v1/embeddings"),
     (ENGINE, "GET", "/v1/models**"),
+    (ENGINE, "GET", "/v1/realtime"),  # a websocket
     (ENGINE, "*", "/v1/audio/transcriptions"),
     (ENGINE, "*", "/v1/audio/translations"),
     (ENGINE, "*", "/v1/files**"),
@@ -145,6 +147,9 @@ _KEEP_NOTHING = (
     *("/model_info", "/get_model_info", "/api/show", "/version", "/ping", "/v1/files**"),
 )
 """Paths on which a POST generates nothing. On any other it may, and takes a lease."""
+
+WEBSOCKETS = frozenset({"/v1/realtime"})
+"""Paths on which a websocket may be asked for. What is said there is not read; it takes a lease while it lasts."""
 
 _NEVER_GENERATE = frozenset({"GET", "HEAD", "OPTIONS", "DELETE"})
 """Methods with which nothing is generated. Any other may do what POST does: SGLang takes PUT for it on `/generate`."""

@@ -6,6 +6,7 @@ served there alone, so that a network can keep agents away from it. The data por
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 
 from aiohttp import web
@@ -57,23 +58,28 @@ class AdminPort:
             return self._only_here(handler, lambda request: request[NEEDS] is Access.ADMIN)
         return handler
 
+    def check(self, transport: asyncio.Transport | None, path: str) -> None:
+        """Raise `NotFoundError` for a request for operators that came elsewhere."""
+        if not self._is_here(transport):
+            raise NotFoundError(f"there is no {path} on this port")
+
     def _only_here(self, handler: Handler, concerns: Callable[[web.Request], bool]) -> Handler:
         async def handle(request: web.Request) -> web.StreamResponse:
-            if not self._came_here(request) and concerns(request):
-                raise NotFoundError(f"there is no {told_path(request)} on this port")
+            if concerns(request):
+                self.check(request.transport, told_path(request))
             return await handler(request)
 
         return handle
 
     def _named_elsewhere(self, handler: Handler) -> Handler:
         async def handle(request: web.Request) -> web.StreamResponse:
-            request[MUST_NAME] = not self._came_here(request)
+            request[MUST_NAME] = not self._is_here(request.transport)
             return await handler(request)
 
         return handle
 
-    def _came_here(self, request: web.Request) -> bool:
-        if request.transport is None:
+    def _is_here(self, transport: asyncio.Transport | None) -> bool:
+        if transport is None:
             return False
-        address = request.transport.get_extra_info("sockname")
+        address = transport.get_extra_info("sockname")
         return self.port is not None and address is not None and address[1] == self.port

@@ -1,6 +1,6 @@
 """What every request passes before its handler: an id, its target, host, origin, key, rate, its body in time.
 
-Where none of that is configured, a request costs here no more than its id and a look for the header `Origin`.
+Where none of that is configured, a turn costs here no more than its id and a look for what only browsers send.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 from aiohttp.http import HttpVersion11
-from multidict import CIMultiDict
+from multidict import CIMultiDict, CIMultiDictProxy
 from prometheus_client import CollectorRegistry
 
 from thunderagent.errors import (
@@ -105,6 +105,8 @@ class Guard:
         self._limits = None
         if settings.rate_limit_per_s is not None:
             self._limits = RateLimits(settings.rate_limit_per_s, settings.rate_limit_burst_count, registry)
+        self._checks_keys_or_rate = bool(keyring) or self._limits is not None
+        """Built in, as whether keys are asked for is."""
 
     def set_rate_limit(self, per_s: float | None, burst_count: int) -> bool:
         """Let callers ask so often from now on; False if it takes a restart to begin or to end that."""
@@ -126,7 +128,7 @@ class Guard:
     def before(self, handler: Handler, method: str, route_path: str) -> Handler:
         """Wrap the handler of a route; errors are raised to whoever wraps it again."""
         access = self._access_of(method, route_path)
-        checks_keys_or_rate = access is not Access.OPEN and (bool(self._keyring) or self._limits is not None)
+        checks_keys_or_rate = access is not Access.OPEN and self._checks_keys_or_rate
 
         may_be_turn = access is Access.ENGINE or (method == "POST" and route_path == "/leases")
         tells_all = method == "GET" and (route_path in OF_OWN_TENANT or route_path == "/sandboxes/events")
@@ -134,7 +136,8 @@ class Guard:
         async def handle(request: web.Request) -> web.StreamResponse:
             REQUEST_ID.set(take_request_id(request.headers))
             needs = request[NEEDS] = self._needs(request, access)
-            if self._hosts is not None and self._is_judged_by_name(request, tells_all or needs is Access.ADMIN):
+            is_operators = tells_all or needs is Access.ADMIN
+            if self._hosts is not None and self._is_judged_by_name(request.headers, is_operators=is_operators):
                 self._hosts.check(request.headers)
             if needs is Access.ADMIN:
                 self._check_site(request)
@@ -157,18 +160,24 @@ class Guard:
 
         return handle
 
-    async def let_in(self, asked: Asked) -> KeptBody | None:
+    async def let_in(self, asked: Asked, *, for_admin: bool) -> KeptBody | None:
         """Judge a turn that our own server read, and have its body come. Raises like a handler of `before`.
 
+        A page of any origin may open a websocket, and then read it; so its origin is looked at, as if it did something.
         Returns what counts the body, until the turn has ended; None for one that came with its head.
         """
-        REQUEST_ID.set(take_request_id(asked.headers))
-        if self._hosts is not None and self._is_judged_by_name(asked, is_operators=False):
-            self._hosts.check(asked.headers)
-        if "Origin" in asked.headers:
-            self._check_origin(asked, asks_engine=True)
-        if self._keyring or self._limits is not None:
-            await self._check_key_and_rate(asked, for_admin=False, is_turn=True)
+        headers = asked.headers
+        REQUEST_ID.set(take_request_id(headers))
+        if self._hosts is not None and self._is_judged_by_name(headers, is_operators=for_admin):
+            self._hosts.check(headers)
+        if for_admin:
+            self._check_site(asked)
+        if (for_admin or asked.head.upgrades) and "Origin" in headers:
+            self._check_page(asked)
+        if self._checks_keys_or_rate:
+            await self._check_key_and_rate(asked, for_admin=for_admin, is_turn=not for_admin)
+        if asked.head.upgrades:
+            return None
         if asked.is_whole:
             asked.body = asked.taken()
             if len(asked.body) > self._settings.max_body_bytes:
@@ -232,11 +241,11 @@ class Guard:
             partial(_invite, request) if request.version >= HttpVersion11 else None,
         )
 
-    def _is_judged_by_name(self, request: Visitor, is_operators: bool) -> bool:
+    def _is_judged_by_name(self, headers: CIMultiDictProxy[str], *, is_operators: bool) -> bool:
         """Say whether what a request calls us matters: without a key, to operators' routes and from browsers."""
-        if not (is_operators or comes_from_a_browser(request.headers)):
+        if not (is_operators or comes_from_a_browser(headers)):
             return False
-        return not self._keyring or self._keyring.key_of(request.headers) is None
+        return not self._keyring or self._keyring.key_of(headers) is None
 
     # --- browsers ------------------------------------------------------------------------------------------------
 
@@ -268,8 +277,11 @@ class Guard:
         Browsers send such requests without asking first, and without a key they may be enough on loopback. What goes
         to an engine is the engine's to judge, unless it controls the engine.
         """
-        if request.method in SAFE_METHODS or asks_engine:
-            return
+        if request.method not in SAFE_METHODS and not asks_engine:
+            self._check_page(request)
+
+    def _check_page(self, request: Visitor) -> None:
+        """Refuse what a page of another origin asks for, whatever it is."""
         origin = request.headers["Origin"]
         if _host_and_port(origin) != request.host and not self._is_allowed(origin):
             raise OriginRefusedError("a page of this origin may not do that; cors_origins says which may")

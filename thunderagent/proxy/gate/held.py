@@ -13,7 +13,6 @@ bound of their own, for all and for each key, which is checked before a turn ask
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal, get_args
@@ -96,9 +95,8 @@ class HeldTurns:
         """Return the block that a turn with a body of this size is held in; until now `kept` counted it, if anybody."""
         return HeldTurn(self, kept, body_bytes)
 
-    @contextmanager
-    def running(self, body_bytes: int) -> Iterator[None]:
-        """Count the body of a turn until it ends. Raises `TooManyHeldError`, also where only a key has too much."""
+    def runs(self, body_bytes: int) -> str:
+        """Count the body of a turn until it `ran`; return whose it is. Raises `TooManyHeldError`."""
         key, max_bytes = caller_key(), self._limits.running_bytes
         name = key.name if key is not None else ""
         own_bytes = self._running_by_key.get(name, 0)
@@ -108,13 +106,16 @@ class HeldTurns:
             raise self._error("running_bytes", f"turns have bodies of {self._running_bytes:,} bytes")
         self._running_bytes += body_bytes
         self._running_by_key[name] = own_bytes + body_bytes
-        try:
-            yield
-        finally:
-            self._running_bytes -= body_bytes
-            self._running_by_key[name] -= body_bytes
-            if not self._running_by_key[name]:
-                del self._running_by_key[name]
+        return name
+
+    def ran(self, name: str, body_bytes: int) -> None:
+        """Count the body of a turn that has ended no longer."""
+        self._running_bytes -= body_bytes
+        own_bytes = self._running_by_key[name] - body_bytes
+        if own_bytes:
+            self._running_by_key[name] = own_bytes
+        else:
+            del self._running_by_key[name]
 
     def collect(self) -> Iterator[Metric]:
         """Yield what is kept now; turns are counted by the scheduler."""

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from ipaddress import ip_address
 
-from multidict import CIMultiDictProxy
+from multidict import CIMultiDictProxy, istr
 
 from thunderagent.errors import HostRefusedError
 
 ANY = "*"
+
+_ORIGIN, _SITE, _USER_AGENT = istr("Origin"), istr("Sec-Fetch-Site"), istr("User-Agent")
 
 
 class Hosts:
@@ -48,4 +50,4 @@ def host_of(value: str) -> str:
 
 def comes_from_a_browser(headers: CIMultiDictProxy[str]) -> bool:
     """Say whether a request is a browser's, by what all of them send."""
-    return "Origin" in headers or "Sec-Fetch-Site" in headers or headers.get("User-Agent", "").startswith("Mozilla/")
+    return _ORIGIN in headers or _SITE in headers or headers.get(_USER_AGENT, "").startswith("Mozilla/")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from multidict import CIMultiDict
+from multidict import CIMultiDict, istr
 
 from thunderagent.proxy.gate.keys import KEY_HEADER, Keyring
 from thunderagent.proxy.wire.request_id import REQUEST_ID, REQUEST_ID_HEADER
+
+_KEY_HEADER, _REQUEST_ID_HEADER = istr(KEY_HEADER), istr(REQUEST_ID_HEADER)
 
 
 class TraceContext(Protocol):
@@ -35,7 +37,8 @@ class Outgoing:
 
         Without `forwards_authorization` what clients send there is for us alone, as it names programs.
         """
-        self._keyring = keyring
+        self._keyring = keyring or None
+        """Built in, as whether keys are asked for is."""
         self._forwards_authorization = forwards_authorization
         self._authorization = f"Bearer {backend_api_key}" if backend_api_key else ""
         self._tracing = tracing
@@ -43,18 +46,20 @@ class Outgoing:
     def mend(self, headers: CIMultiDict[str]) -> None:
         """Mend the headers of a request."""
         request_id = REQUEST_ID.get()
-        if request_id and headers.get(REQUEST_ID_HEADER) != request_id:
-            headers[REQUEST_ID_HEADER] = request_id
-        if self._keyring:
+        if request_id and headers.get(_REQUEST_ID_HEADER) != request_id:
+            headers[_REQUEST_ID_HEADER] = request_id
+        if self._keyring is not None:
             self._keyring.take_out(headers)
-        else:
-            headers.popall(KEY_HEADER, None)
+        elif _KEY_HEADER in headers:
+            headers.popall(_KEY_HEADER)
         if not self._forwards_authorization and headers.get("Authorization") != self._authorization:
             headers.popall("Authorization", None)
         # Where data needs a key of ours, what is left in Authorization is meant for the engine. Where it does not,
         # there is no telling, as most clients must send some text there: the engine gets the one that is configured.
-        if self._authorization and not (self._keyring.has_data_keys and "Authorization" in headers):
-            headers["Authorization"] = self._authorization
+        if self._authorization:
+            asks = self._keyring is not None and self._keyring.has_data_keys
+            if not (asks and "Authorization" in headers):
+                headers["Authorization"] = self._authorization
         if self._tracing is not None:
             self._tracing.inject(headers)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Literal, Protocol
 
-from multidict import CIMultiDict
+from multidict import CIMultiDict, istr
 
 from thunderagent.backends.priority_field import PRIORITY_HEADER
 from thunderagent.errors import OtherTenantError
@@ -19,6 +19,8 @@ from thunderagent.proxy.gate.keys.quotas import Quotas
 from thunderagent.proxy.reading.identity import IdentityRules
 
 ClientPriority = Literal["keep", "drop"]
+
+_PRIORITY_HEADER = istr(PRIORITY_HEADER)
 
 
 class Tenants(Protocol):
@@ -48,6 +50,12 @@ class Tenancy:
         self._tenants = tenants
         self._quotas = quotas
         self._from_key = from_key
+        self._judges_all = quotas is not None or client_priority == "drop"
+
+    @property
+    def applies(self) -> bool:
+        """Whether anything here may matter to this request; if not, nothing of it need be asked."""
+        return self._judges_all or caller_key() is not None
 
     @property
     def own(self) -> str | None:
@@ -69,8 +77,8 @@ class Tenancy:
 
     def mend(self, headers: CIMultiDict[str]) -> None:
         """Take out of the headers that go to an engine what this request's client has no say in."""
-        if PRIORITY_HEADER in headers and self.drops_priority:
-            headers.popall(PRIORITY_HEADER)
+        if _PRIORITY_HEADER in headers and self.drops_priority:
+            headers.popall(_PRIORITY_HEADER)
 
     def named(self, said: str) -> str:
         """Return the tenant of a program that this request opens; what its client `said` counts without a data key."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import msgspec
 from msgspec import UNSET
 
-from thunderagent.proxy.reading.prefix import PromptFields
+from thunderagent.proxy.reading.media import NO_MEDIA, MediaFound, media_of
+from thunderagent.proxy.reading.prefix import PromptFields, begins_with
 
 
 class BodyFields(PromptFields):
@@ -67,6 +69,14 @@ _decode_raw_fields = msgspec.json.Decoder(_RawFields).decode
 LARGE_FIELD_BYTES = 64 * 1024
 """A value that is larger, and no text, is not built."""
 
+_TEXT_MESSAGE = re.compile(
+    rb'\s*\{(?:\s*"(?:role|name|tool_call_id|id|type)"\s*:\s*"[^"\\]*"\s*,)*\s*"content"\s*:\s*["n]'
+)
+"""How a message begins whose content is a text, or null. Quotes in a text are escaped, so it holds no mark of media."""
+
+MAX_UNREAD_BYTES = 4096
+"""A body with no more than this beside its prompt and its tools has no media there."""
+
 SLOWLY_READ_BYTES = 2**20
 """What only Python's own module reads is read up to this size: 1 ms for a text, 0.1 s for a million empty lists."""
 
@@ -74,8 +84,10 @@ SLOWLY_READ_BYTES = 2**20
 def in_utf8(body: bytes) -> bytes:
     """Return a body that is JSON in UTF-16 or UTF-32, or has a byte order mark, in plain UTF-8, as engines read it.
 
-    Any other is returned as it is. Cost: a look at four bytes, as a rule.
+    Any other is returned as it is. Cost: a look at two bytes, as a rule.
     """
+    if body[:1] == b"{" and body[1:2] != b"\0":
+        return body
     encoding = json.detect_encoding(body)
     if encoding == "utf-8":
         return body
@@ -124,3 +136,17 @@ def _read_large(body: bytes) -> BodyFields:
         if value and (len(value) <= LARGE_FIELD_BYTES or bytes(memoryview(value)[:1]) == b'"'):
             setattr(fields, name, msgspec.json.decode(value))
     return fields
+
+
+def media_in(body: bytes, fields: PromptFields) -> MediaFound:
+    """Return what in a body with these fields is neither text nor token ids, as `media_of` does.
+
+    Cost: a look at the beginning of each message where all of them are texts, however long these are.
+    """
+    texts = (fields.prompt, fields.text, fields.input, fields.system, fields.instructions)
+    read_bytes = len(fields.tools) + sum(len(text) for text in texts if begins_with(text, b'"'))
+    messages = fields.messages or ()
+    if len(body) - read_bytes - sum(map(len, messages)) > MAX_UNREAD_BYTES:
+        return media_of(body, fields.model)
+    others = [message for message in messages if not _TEXT_MESSAGE.match(message)]
+    return media_of(b"".join(others), fields.model) if others else NO_MEDIA

@@ -9,76 +9,37 @@ it was. What others call a request, a trace or a correlation never names a progr
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from msgspec import UNSET
 from multidict import CIMultiDictProxy
 
-from thunderagent.errors import InvalidProgramIdError, RequestError
+from thunderagent.errors import InvalidProgramIdError
 from thunderagent.programs.model.events import PrefixCut
-from thunderagent.programs.model.verdicts import OUTCOMES
 from thunderagent.proxy.reading.body_fields import (
     OTHERS_FIELDS,
     SIDE_CALL_TOKEN_FIELDS,
     UNREAD,
     BodyFields,
+    media_in,
     read_fields,
 )
 from thunderagent.proxy.reading.dialects.base import Dialect
 from thunderagent.proxy.reading.dialects.openai import OpenAI
+from thunderagent.proxy.reading.header_words import (
+    Said,
+    check_program_id,
+    outcome_of,
+    program_header_of,
+    program_in,
+    said_in,
+    words_in,
+)
 from thunderagent.proxy.reading.json_splice import has_member, remove_member, set_include_usage
-from thunderagent.proxy.reading.media import NO_MEDIA, MediaFound, media_of
+from thunderagent.proxy.reading.media import NO_MEDIA, MediaFound
 from thunderagent.proxy.reading.outline import Outline
 from thunderagent.proxy.reading.prefix import holds_token_ids, prefix_of
-
-MAX_PROGRAM_ID_BYTES = 256
-
-BRANCH_HEADER = "X-Program-Branch"
-PROGRAM_HEADERS = {
-    "X-Program-ID": BRANCH_HEADER,
-    "X-Session-ID": BRANCH_HEADER,  # SkyRL, prime-rl, Harbor
-    "X-SMG-Routing-Key": BRANCH_HEADER,  # slime, the gateway of SGLang
-    "X-Session-Affinity": BRANCH_HEADER,
-    "X-Dynamo-Session-ID": BRANCH_HEADER,
-    "X-Claude-Code-Session-Id": "X-Claude-Code-Agent-Id",
-    "Session-Id": "Thread-Id",  # Codex
-    "Session_Id": "Thread-Id",
-    "X-LiteLLM-Session-Id": BRANCH_HEADER,  # OpenHands, LiteLLM
-}
-"""Headers that name the program, ours first, and those that name its branch beside them."""
-
-FINAL_HEADERS = ("X-Program-Final", "X-Dynamo-Session-Final")
-"""Say that a turn is the program's last."""
-
-OUR_HEADERS = "X-Program-"
-"""What is there and empty is an error in ours; in other people's it is left out."""
-
-_OURS, *_OTHERS = PROGRAM_HEADERS
-
-PARENT_BRANCH_HEADERS = {
-    "X-Claude-Code-Agent-Id": "X-Claude-Code-Parent-Agent-Id",
-    "Thread-Id": "X-Codex-Parent-Thread-Id",
-}
-"""Headers that name a branch, and those that name the branch which waits for it; without one it is the main branch."""
-
-PARENT_HEADERS = ("X-Program-Parent", "X-Dynamo-Parent-Session-ID", "X-Codex-Parent-Thread-Id")
-"""Name a program that waits for this one. A thread of Codex is one where it is no branch: where each has a session."""
-
-TENANT_HEADER = "X-Program-Tenant"
-GROUP_HEADER = "X-Program-Group"
-ROLE_HEADER = "X-Program-Role"
-"""Which of a program's agents speaks: what turns of that role generate is learned."""
-
-OUTCOME_HEADER = "X-Program-Outcome"
-"""What became of a program, with its last turn or its release."""
-
-CLASS_HEADER = "X-Program-Class"
-"""What sort of program it is: says which sandboxes it gets."""
-
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
-
 
 _OPENAI = OpenAI()
 
@@ -157,27 +118,6 @@ class IdentityRules(NamedTuple):
 NO_RULES = IdentityRules()
 
 
-def check_program_id(value: object) -> str:
-    """Return a program id as text. Raises `InvalidProgramIdError` if it is none."""
-    return _check_id(value, "program id")
-
-
-def _check_id(value: object, what: str) -> str:
-    if isinstance(value, int) and not isinstance(value, bool):
-        value = str(value)
-    if not isinstance(value, str) or not value:
-        raise InvalidProgramIdError(f"a {what} is a text that is not empty")
-    try:
-        size_bytes = len(value.encode())
-    except UnicodeEncodeError:  # bytes of a header that are no UTF-8
-        raise InvalidProgramIdError(f"a {what} is UTF-8") from None
-    if size_bytes > MAX_PROGRAM_ID_BYTES:
-        raise InvalidProgramIdError(f"a {what} has at most {MAX_PROGRAM_ID_BYTES} bytes")
-    if _CONTROL.search(value):
-        raise InvalidProgramIdError(f"a {what} holds no control characters")
-    return value
-
-
 def identify(
     path_id: str | None,
     headers: CIMultiDictProxy[str],
@@ -194,59 +134,44 @@ def identify(
     fields = read_fields(outline.text)
     if fields is None:
         return None
-    header = program_header_of(headers, rules.program_headers)
-    program_id, source = _program_of(path_id, headers, header, fields, rules)
+    said = said_in(headers, rules.program_headers)
+    header = program_header_of(said, rules.program_headers)
+    program_id, source = _program_of(path_id, headers, said, header, fields, rules)
+    words = words_in(said, header, program_id)
     text = _without_ours(outline.text, fields, rules)
     usage_added = dialect.asks_for_usage and fields.stream is True and _leaves_usage_out(fields.stream_options)
     if usage_added:
         text = set_include_usage(text, fields.stream_options)
     if text is not outline.text:
         body = outline.filled(text)
-    branch_header = PROGRAM_HEADERS.get(header, BRANCH_HEADER)
-    branch_id = _id_of(headers, (BRANCH_HEADER, branch_header), "branch id")
-    group_id = _id_of(headers, (GROUP_HEADER,), "group id")
-    parent_branch_id = ""
-    if branch_id not in ("", program_id) and BRANCH_HEADER not in headers and branch_header in PARENT_BRANCH_HEADERS:
-        parent_branch_id = _id_of(headers, (PARENT_BRANCH_HEADERS[branch_header],), "branch id")
-    parent_id = _id_of(headers, PARENT_HEADERS[:-1] if parent_branch_id else PARENT_HEADERS, "program id")
-    tenant = _id_of(headers, (TENANT_HEADER,), "tenant")
-    program_class = _id_of(headers, (CLASS_HEADER,), "program class") if headers.get(CLASS_HEADER) else ""
     has_whole_prompt = fields.previous_response_id is None
     may_be_a_program = program_id is not None or rules.infers_programs
-    media = media_of(outline.text, fields.model)
+    media = media_in(outline.text, fields)
     prefix: tuple[PrefixCut, ...] = ()
     if may_be_a_program and has_whole_prompt and rules.reads_prefixes:
         prefix = prefix_of(fields, outline, has_media=bool(media.size_bytes))
-    is_final = any(name in headers and headers[name].lower() in ("1", "true") for name in FINAL_HEADERS)
+    previous_id = fields.previous_response_id
     return TurnRequest(
         program_id,
         source,
-        branch_id,
-        group_id,
+        words.branch_id,
+        words.group_id,
         body,
         usage_added,
         prefix,
-        is_final,
+        words.is_final,
         has_whole_prompt,
-        parent_id,
-        tenant,
-        program_class,
+        words.parent_id,
+        words.tenant,
+        words.program_class,
         streams=fields.stream is True,
-        previous_response_id=fields.previous_response_id if isinstance(fields.previous_response_id, str) else "",
-        has_token_prompt=holds_token_ids(fields.prompt),
-        role=_id_of(headers, (ROLE_HEADER,), "role") if ROLE_HEADER in headers else "",
-        outcome=outcome_of(headers) if is_final else "",
-        parent_branch_id=parent_branch_id,
+        previous_response_id=previous_id if isinstance(previous_id, str) else "",
+        has_token_prompt=bool(fields.prompt) and holds_token_ids(fields.prompt),
+        role=words.role,
+        outcome=outcome_of(headers) if words.is_final else "",
+        parent_branch_id=words.parent_branch_id,
         media=media,
     )
-
-
-def outcome_of(headers: CIMultiDictProxy[str]) -> str:
-    """Return what became of a program by its header; empty if nobody says. Raises `RequestError` for other words."""
-    outcome = headers.get(OUTCOME_HEADER, "").strip().lower()
-    if outcome and outcome not in OUTCOMES:
-        raise RequestError(f"{OUTCOME_HEADER} is one of {', '.join(OUTCOMES)}, not {outcome!r}")
-    return outcome
 
 
 def identify_side_call(
@@ -258,8 +183,9 @@ def identify_side_call(
     """
     outline = Outline.of(body, SIDE_CALL_TOKEN_FIELDS)
     fields = read_fields(outline.text) if body else None
-    header = program_header_of(headers, rules.program_headers)
-    program_id, source = _program_of(path_id, headers, header, fields or BodyFields(), rules)
+    said = said_in(headers, rules.program_headers)
+    header = program_header_of(said, rules.program_headers)
+    program_id, source = _program_of(path_id, headers, said, header, fields or BodyFields(), rules)
     if fields is not None:
         text = _without_ours(outline.text, fields, rules)
         if text is not outline.text:
@@ -293,38 +219,18 @@ def _without_ours(text: bytes, fields: BodyFields, rules: IdentityRules) -> byte
     return text
 
 
-def _id_of(headers: CIMultiDictProxy[str], names: Sequence[str], what: str) -> str:
-    """Return the id that the first of these headers holds which is there; empty if none is."""
-    for name in names:
-        if name in headers and (name.startswith(OUR_HEADERS) or headers[name]):
-            return _check_id(_only_value(headers, name), what)
-    return ""
-
-
-def _only_value(headers: CIMultiDictProxy[str], name: str) -> str:
-    """Return a header's value. Which of two would be meant nobody knows."""
-    values = headers.getall(name)
-    if len(values) > 1:
-        raise InvalidProgramIdError(f"the header {name} stands there {len(values)} times")
-    if not values[0]:
-        raise InvalidProgramIdError(f"the header {name} is empty; leave it out, or give it a value")
-    return values[0]
-
-
-def program_header_of(headers: CIMultiDictProxy[str], more_headers: Sequence[str] = ()) -> str:
-    """Return the header that names the program; empty if none does. One that is not ours, and is empty, does not."""
-    if _OURS in headers:
-        return _OURS
-    return next((name for name in (*more_headers, *_OTHERS) if name in headers and any(headers.getall(name))), "")
-
-
 def _program_of(
-    path_id: str | None, headers: CIMultiDictProxy[str], header: str, fields: BodyFields, rules: IdentityRules
+    path_id: str | None,
+    headers: CIMultiDictProxy[str],
+    said: Said,
+    header: str,
+    fields: BodyFields,
+    rules: IdentityRules,
 ) -> tuple[str | None, str]:
     if path_id is not None:
         return check_program_id(path_id), "path"
     if header:
-        return check_program_id(_only_value(headers, header)), header.lower()
+        return program_in(said, header), header.lower()
     if fields.program_id is not None and fields.program_id is not UNSET:
         return check_program_id(fields.program_id), "body"
     if isinstance(fields.extra_body, dict) and fields.extra_body.get("program_id") is not None:

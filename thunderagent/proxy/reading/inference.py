@@ -201,12 +201,12 @@ class Inference:
 
 def _row_of(fields: PromptFields, outline: Outline) -> tuple[str, bytes]:
     """Return the kind of a prompt and its row; empty if it is neither messages nor one text nor one list of ids."""
-    if _is_there(fields.messages):
+    if fields.messages is not None:
         return "messages", _row_of_messages(fields.messages)
     if _is_there(fields.input):
         if bytes(memoryview(fields.input)[:1]) == b'"':
             return "messages", _canonical({"role": "user", "content": _decode_text(fields.input)})
-        return "messages", _row_of_messages(fields.input)
+        return "messages", _row_of_messages(_decode_list(fields.input))
     prompts = (fields.prompt, fields.text, fields.input_ids, fields.prompt_token_ids, fields.token_ids)
     prompt = next((bytes(prompt) for prompt in prompts if _is_there(prompt)), b"")
     if prompt.startswith(b'"'):
@@ -214,9 +214,9 @@ def _row_of(fields: PromptFields, outline: Outline) -> tuple[str, bytes]:
     return "ids", written_ids(outline.token_ids if outline.is_placeholder(prompt) else prompt)
 
 
-def _row_of_messages(messages: Raw) -> bytes:
+def _row_of_messages(messages: Sequence[Raw]) -> bytes:
     """Return messages as a row, one after the other: no step takes long."""
-    return b"".join(_canonical(_decode_message(message)) for message in _decode_list(messages))
+    return b"".join(_canonical(_decode_message(message)) for message in messages)
 
 
 def _is_there(value: Raw) -> bool:

@@ -9,10 +9,12 @@ they were sent.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Sequence
-from hashlib import blake2b
+from functools import partial
 from itertools import chain
+from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec import Raw
@@ -20,6 +22,9 @@ from msgspec import Raw
 from thunderagent.programs.model.events import PrefixCut
 from thunderagent.proxy.reading.media import media_of
 from thunderagent.proxy.reading.outline import Outline
+
+if TYPE_CHECKING:
+    from hashlib import _Hash
 
 STEPS = (1, *chain.from_iterable((2**exponent, 3 * 2 ** (exponent - 1)) for exponent in range(1, 32)))
 """1, 2, 3, 4, 6, 8, 12, 16, 24, ...: after so many messages, or half kibibytes of a text, a prompt is cut."""
@@ -36,12 +41,15 @@ _TEXT_CUTS_BYTES = tuple(
 )
 _TOKEN_IDS = re.compile(rb"\[[\s\[]*[0-9]")
 _decode_list = msgspec.json.Decoder(list[Raw]).decode
+_sha1 = partial(hashlib.sha1, usedforsecurity=False)
+"""The quickest that the standard library has, and of 63 bits no other can be more."""
 
 
 class PromptFields(msgspec.Struct):
     """The top-level fields of a body that its prompt is made of, as they were sent; empty if they are not there.
 
-    Of the chat APIs of OpenAI and Anthropic, of the Responses API, and of what takes a text or token ids.
+    Of the chat APIs of OpenAI and Anthropic, of the Responses API, and of what takes a text or token ids. Messages are
+    told apart in the pass that finds them.
     """
 
     model: Raw = Raw()
@@ -49,7 +57,7 @@ class PromptFields(msgspec.Struct):
     tools: Raw = Raw()
     system: Raw = Raw()
     instructions: Raw = Raw()
-    messages: Raw = Raw()
+    messages: list[Raw] | None = None
     input: Raw = Raw()
     prompt: Raw = Raw()
     text: Raw = Raw()
@@ -102,14 +110,13 @@ def _cuts_of_messages(fields: PromptFields, *, has_media: bool) -> tuple[PrefixC
 def _messages(fields: PromptFields) -> Sequence[Raw]:
     """Return what follows the tools; raises as msgspec does if it is neither a list nor a text."""
     system = fields.system or fields.instructions
-    messages = fields.messages or fields.input
-    items = [messages] if messages is fields.input and _begins_with(messages, b'"') else _decode_list(messages)
+    items = fields.messages or ([fields.input] if begins_with(fields.input, b'"') else _decode_list(fields.input))
     return [system, *items] if system else items
 
 
 def _cuts_of_text(fields: PromptFields, text: bytes) -> tuple[PrefixCut, ...]:
     """Cut a text, or a list of token ids as it is written, at certain bytes; several prompts in one are left alone."""
-    if not _begins_with(text, b'"') and not _is_list_of_numbers(text):
+    if not begins_with(text, b'"') and not _is_list_of_numbers(text):
         return ()
     digest = _begun(fields, b"text")
     view = memoryview(text)
@@ -123,17 +130,18 @@ def _cuts_of_text(fields: PromptFields, text: bytes) -> tuple[PrefixCut, ...]:
     return tuple(cuts)
 
 
-def _begun(fields: PromptFields, kind: bytes) -> blake2b:
+def _begun(fields: PromptFields, kind: bytes) -> _Hash:
     """Begin a digest with what separates prompts from the start. It is the same in every process."""
-    return blake2b(b"\0".join((kind, fields.model, fields.cache_salt, b"")), digest_size=8)
+    return _sha1(b"\0".join((kind, fields.model, fields.cache_salt, b"")))
 
 
-def _number(digest: blake2b) -> int:
+def _number(digest: _Hash) -> int:
     """Return what was hashed so far as a number of 63 bits, which every reader of JSON takes."""
-    return int.from_bytes(digest.digest(), "big") >> 1
+    return int.from_bytes(digest.digest()[:8], "big") >> 1
 
 
-def _begins_with(value: bytes, first: bytes) -> bool:
+def begins_with(value: bytes, first: bytes) -> bool:
+    """Say whether a value, as it was sent, begins with this byte."""
     return bytes(memoryview(value)[:1]) == first
 
 

@@ -68,16 +68,13 @@ class Target:
     """What of the path is the engine's."""
     words: tuple[str, ...]
     """The parts of `engine_path`, as an engine may at most read them."""
+    spelt: str
+    """The engine's part, spelt as the tables have it."""
 
     @property
     def sent(self) -> str:
         """The path and query that an engine gets."""
         return self.engine_path + self.query
-
-    @property
-    def spelt(self) -> str:
-        """The engine's part, spelt as the tables have it."""
-        return "/" + "/".join(self.words)
 
     def plainly(self) -> Target:
         """Return the target as the tables spell it: what it was judged to be is what is sent."""
@@ -133,7 +130,7 @@ def _parse(raw: str) -> Target:
     engine_path = _SLASHES.sub("/", engine_path)
     parts = _SEPARATORS.split(unquote(engine_path).lower())
     words = tuple(word for part in parts if (word := part.partition(";")[0]))
-    return Target(path, mark + query, program_id, prefix, engine_path, words)
+    return Target(path, mark + query, program_id, prefix, engine_path, words, "/" + "/".join(words))
 
 
 _parsed = lru_cache(maxsize=CACHED_COUNT)(_parse)

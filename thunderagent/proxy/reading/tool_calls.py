@@ -146,7 +146,7 @@ class StreamToolCalls:
 
     def read(self, events: bytes) -> None:
         """Take in whole events."""
-        if not self._reads_text() and not may_call(events):
+        if not self._matters(events):
             return
         for event in events_in(events):
             try:
@@ -160,11 +160,13 @@ class StreamToolCalls:
             return _joined_key(_key(name, arguments) for name, arguments in self._calls.values())
         return _key_of_text(self._text or "")
 
-    def _reads_text(self) -> bool:
-        return self._text is not None and len(self._text) < MAX_KEPT_CHARS
+    def _matters(self, data: bytes) -> bool:
+        if self._text is not None and len(self._text) < MAX_KEPT_CHARS:
+            return True
+        return may_call(data) or (bool(self._calls) and b'"input_json_delta"' in data)  # more of a call that began
 
     def _read_event(self, event: bytes) -> None:
-        if not self._reads_text() and not may_call(event):
+        if not self._matters(event):
             return
         if b'"choices"' in event:
             for choice in _decode_choices_event(data_of(event)).choices or ():
@@ -207,7 +209,6 @@ def may_call(data: bytes) -> bool:
     return (
         b'"tool_' in data  # tool_calls and tool_use
         or b'_call"' in data  # function_call, custom_tool_call, local_shell_call and shell_call
-        or b'"input_json_delta"' in data
         or (b"`" in data and b"```" in data)  # the first search is many times faster, and enough as a rule
     )
 

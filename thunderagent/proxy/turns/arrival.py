@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from multidict import CIMultiDictProxy
 
 from thunderagent.proxy.gate.tenancy import Tenancy
@@ -11,35 +9,40 @@ from thunderagent.proxy.reading.body_fields import in_utf8
 from thunderagent.proxy.reading.dialects import TURN_DIALECTS
 from thunderagent.proxy.reading.identity import IdentityRules, TurnRequest, identify, identify_side_call
 from thunderagent.proxy.reading.inference import Prompt, prompt_of
-from thunderagent.proxy.reading.outline import read_aside
 from thunderagent.proxy.reading.target import Target
 from thunderagent.proxy.wire.exchange import Exchange
 
 
-async def read_turn(
-    exchange: Exchange, rules: IdentityRules, tenancy: Tenancy, *, is_of_nobody: bool
+def read_turn(
+    exchange: Exchange, rules: IdentityRules, tenancy: Tenancy | None, chosen_id: str | None
 ) -> tuple[TurnRequest, Prompt | None]:
     """Return whose turn a request is, and its prompt where that must be inferred from it.
 
-    What is no JSON object, or is on an API that we do not speak, is nobody's. A large body is read on a thread.
+    What is no JSON object, or is on an API that we do not speak, is nobody's; so is what goes to a replica that its
+    client chose.
     """
-    read = partial(_read, exchange.target, exchange.headers, exchange.body, rules, tenancy)
-    turn, prompt = await read_aside(read, len(exchange.body))
-    if is_of_nobody:
+    turn, prompt = _read(exchange.target, exchange.headers, exchange.body, rules, tenancy)
+    if chosen_id is not None:
         return turn._replace(program_id=None, source="anonymous", is_final=False, told_id=""), None
     return turn, prompt
 
 
 def _read(
-    target: Target, headers: CIMultiDictProxy[str], body: bytes, rules: IdentityRules, tenancy: Tenancy
+    target: Target, headers: CIMultiDictProxy[str], body: bytes, rules: IdentityRules, tenancy: Tenancy | None
 ) -> tuple[TurnRequest, Prompt | None]:
-    body, rules = in_utf8(body), tenancy.rules(rules)
+    body = in_utf8(body)
+    if tenancy is not None:
+        rules = tenancy.rules(rules)
     dialect = TURN_DIALECTS.get(target.spelt)
     turn = identify(target.program_id, headers, body, rules, dialect) if dialect is not None else None
     if dialect is None or turn is None:
-        turn = _unread(target, headers, body, rules)._replace(tenant=tenancy.named(""))
-        return turn if tenancy.may_touch(turn.told_id or None) else turn._replace(told_id=""), None
-    if (tenant := tenancy.named(turn.tenant)) != turn.tenant:
+        turn = _unread(target, headers, body, rules)
+        if tenancy is not None:
+            turn = turn._replace(tenant=tenancy.named(""))
+        if tenancy is not None and not tenancy.may_touch(turn.told_id or None):
+            turn = turn._replace(told_id="")
+        return turn, None
+    if tenancy is not None and (tenant := tenancy.named(turn.tenant)) != turn.tenant:
         turn = turn._replace(tenant=tenant)
     infers = rules.infers_programs and turn.program_id is None and turn.has_whole_prompt
     return turn, prompt_of(body, dialect, turn.tenant) if infers else None

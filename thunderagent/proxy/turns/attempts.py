@@ -83,7 +83,12 @@ class Attempts:
         key = _key_of(attempt)
         if key is None:
             return
-        live = self._live.setdefault(key, [])
+        live = self._live.get(key)
+        if live is None:
+            self._live[key] = [attempt]
+            if attempt.patience.retry_count:
+                self._goes_on(attempt, now_s)
+            return
         others = [other for other in live if not other.superseded and other.is_same(attempt)]
         earlier = _earlier_of(attempt, others)
         if earlier is not None:
@@ -95,12 +100,16 @@ class Attempts:
             if earlier.task is not None:
                 earlier.task.cancel()
         elif attempt.patience.retry_count:
-            ended = self._ended.pop(_place_of(attempt), None)
-            if ended is not None and now_s - ended[1] <= REMEMBER_S:
-                attempt.since_s, _, attempt.supersedes_id = ended
+            self._goes_on(attempt, now_s)
         for each in (attempt, *others) if others else ():
             each.is_sample = True
         live.append(attempt)
+
+    def _goes_on(self, attempt: Attempt, now_s: float) -> None:
+        """Give an attempt the age of the one before, if that ended without an answer a moment ago."""
+        ended = self._ended.pop(_place_of(attempt), None)
+        if ended is not None and now_s - ended[1] <= REMEMBER_S:
+            attempt.since_s, _, attempt.supersedes_id = ended
 
     def end(self, attempt: Attempt, now_s: float, *, answered: bool) -> None:
         """Let go of an attempt; one that got no answer may come again."""
@@ -108,9 +117,10 @@ class Attempts:
         if key is None:
             return
         live = self._live[key]
-        live.remove(attempt)
-        if not live:
+        if len(live) == 1:
             del self._live[key]
+        else:
+            live.remove(attempt)
         if not answered and not attempt.superseded:
             self._remember(_place_of(attempt), attempt, now_s)
 
@@ -123,8 +133,9 @@ class Attempts:
 
 def _key_of(attempt: Attempt) -> str | None:
     """Return what attempts at one turn have in common for certain; None if this one is nobody's."""
-    if attempt.turn.program_id is not None:
-        return attempt.turn.program_id
+    program_id = attempt.turn.program_id
+    if program_id is not None:
+        return program_id
     key = attempt.patience.idempotency_key
     return f"\0{attempt.turn.tenant}\0{key}" if key else None  # no program's id begins so
 

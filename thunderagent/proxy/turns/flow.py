@@ -27,16 +27,18 @@ from multidict import CIMultiDict
 
 from thunderagent.errors import ReplicaError, RequestError, ThunderAgentError, TurnAbortedError, TurnSupersededError
 from thunderagent.leases import LeaseSource, OpenLease
+from thunderagent.log_lines import line_writer
 from thunderagent.proxy.fleet.client import ReplicaClient
 from thunderagent.proxy.fleet.made_answers import MadeAnswers
 from thunderagent.proxy.fleet.replicas import Replicas, Watcher
 from thunderagent.proxy.gate.held import NO_LIMITS, HeldLimits, HeldTurns
 from thunderagent.proxy.gate.tenancy import ClientPriority, Tenancy
 from thunderagent.proxy.judge import Judge
-from thunderagent.proxy.reading.dialects import dialect_of
-from thunderagent.proxy.reading.identity import CLASS_HEADER, NO_RULES, IdentityRules, TurnRequest
+from thunderagent.proxy.reading.dialects import TURN_DIALECTS, dialect_of
+from thunderagent.proxy.reading.header_words import CLASS_HEADER
+from thunderagent.proxy.reading.identity import NO_RULES, IdentityRules, TurnRequest
 from thunderagent.proxy.reading.inference import Inference, Prompt
-from thunderagent.proxy.reading.outline import read_aside
+from thunderagent.proxy.reading.outline import LARGE_BODY_BYTES, read_aside
 from thunderagent.proxy.turns.aborts import abort_answer
 from thunderagent.proxy.turns.arrival import read_turn
 from thunderagent.proxy.turns.attempts import Attempt, Attempts
@@ -118,7 +120,7 @@ class Turns:
             client, replicas, watcher, self._budget, metrics, names_programs=settings.names_programs
         )
         self._relay = Relay(client, self._forwarding, made, self._inference, metrics)
-        self._log = log.bind()
+        self._write = line_writer(log)
         self._loop: asyncio.AbstractEventLoop | None = None
         """Kept, because to ask for it costs a system call."""
 
@@ -128,25 +130,27 @@ class Turns:
         A body that is no JSON object goes to an engine as it is, for its own words on it. Raises `ThunderAgentError` if
         there is no answer, and none was begun.
         """
-        arrived_s = monotonic()
-        turn, prompt = await read_turn(
-            exchange, self._settings.identity, self._tenancy, is_of_nobody=chosen_id is not None
-        )
-        turn = self._of_program(exchange, turn, prompt)
-        target = exchange.target
-        record = Record(
-            turn, exchange.method, target, dialect_of(target.spelt), arrived_s, exchange.body, prompt, chosen_id
-        )
+        arrived_s, target = monotonic(), exchange.target
+        tenancy = self._tenancy if self._tenancy.applies else None
+        what = exchange, self._settings.identity, tenancy, chosen_id
+        if len(exchange.body) <= LARGE_BODY_BYTES:
+            turn, prompt = read_turn(*what)
+        else:
+            turn, prompt = await asyncio.to_thread(read_turn, *what)
+        turn = self._of_program(exchange, turn, prompt, tenancy)
+        dialect = TURN_DIALECTS.get(target.spelt) or dialect_of(target.spelt)
+        record = Record(turn, exchange.method, target, dialect, arrived_s, exchange.body, prompt, chosen_id)
+        record.tenancy = tenancy
         del prompt  # as large as the body, and of no more use
         if turn.previous_response_id:
             record.maker_id = self._made.maker(turn.previous_response_id)
         attempt = self._attempt(exchange, record)
-        now_s = self._leases.now_s()
-        self._budget.turn_came(now_s)
-        self._attempts.begin(attempt, now_s)
+        self._budget.turn_came(attempt.since_s)
+        self._attempts.begin(attempt, attempt.since_s)
+        running = None
         try:
-            with self._held.running(record.held_bytes):
-                await self._run(exchange, record, attempt)
+            running = self._held.runs(record.held_bytes)
+            await self._run(exchange, record, attempt)
         except TurnAbortedError:
             await self._say_aborted(exchange, record)
         except ThunderAgentError as error:
@@ -162,6 +166,8 @@ class Turns:
             record.status = TurnSupersededError.status
             await _tell(exchange, record, TurnSupersededError("the same turn was tried again; that attempt goes on"))
         finally:
+            if running is not None:
+                self._held.ran(running, record.held_bytes)
             self._attempts.end(attempt, self._leases.now_s(), answered=record.outcome == "finished")
             self._write_line(record)
             if record.outcome == "finished":
@@ -169,12 +175,15 @@ class Turns:
 
     # --- what a turn is ----------------------------------------------------------------------------------------------
 
-    def _of_program(self, exchange: Exchange, turn: TurnRequest, prompt: Prompt | None) -> TurnRequest:
+    def _of_program(
+        self, exchange: Exchange, turn: TurnRequest, prompt: Prompt | None, tenancy: Tenancy | None
+    ) -> TurnRequest:
         """Infer whose turn it is, if nobody says and the operator wants that, and have its sandboxes prepared.
 
         Raises `OtherTenantError` if its program is not one of its key's.
         """
-        self._tenancy.check(turn.program_id)
+        if tenancy is not None:
+            tenancy.check(turn.program_id)
         if prompt is not None and self._inference is not None:
             turn = self._inference.named(turn, prompt)
         if self._sandboxes is not None and turn.program_id is not None and CLASS_HEADER in exchange.headers:
@@ -197,11 +206,13 @@ class Turns:
 
     async def _run(self, exchange: Exchange, record: Record, attempt: Attempt) -> None:
         """Take a lease, forward, relay; before the first byte of an answer, try another replica if one fails."""
-        headers = self._forwarding.headers_of(exchange, record)
-        self._tenancy.mend(headers)
-        self._may_beat(exchange, record)
-        deadline_s = self._deadline_s(record, attempt)
-        avoid_replica_id = None
+        forwarding, avoid_replica_id = self._forwarding, None
+        headers = forwarding.headers_of(exchange, record)
+        if record.tenancy is not None:
+            record.tenancy.mend(headers)
+        if self._settings.heartbeat_s is not None:
+            self._may_beat(exchange, record, self._settings.heartbeat_s)
+        deadline_s = self._deadline_s(record, attempt) if attempt.patience.patience_s is not None else None
         while True:
             with await self._lease(exchange, record, attempt, deadline_s, avoid_replica_id) as lease:
                 if exchange.kept is not None:
@@ -210,14 +221,15 @@ class Turns:
                 self._metrics.observe_hold(granted.held_s)
                 self._metrics.observe_added(monotonic() - record.arrived_s - record.held_s)
                 authorization = headers.get("Authorization")
-                named = await self._forwarding.named(record, granted.replica_id, authorization)
+                named = await forwarding.named(record, granted.replica_id, authorization)
+                body = record.turn.body if named is None else named.body
                 try:
                     try:
-                        upstream = await self._forwarding.send(exchange, record, granted, headers, named.body)
+                        upstream = await forwarding.send(exchange, record, granted, headers, body)
                     except ReplicaError as error:
                         lives = self._lives(record)
-                        self._forwarding.failed(lease, error)
-                        if not lives or not self._forwarding.may_retry(record, attempt, error, self._leases.now_s()):
+                        forwarding.failed(lease, error)
+                        if not lives or not forwarding.may_retry(record, attempt, error, self._leases.now_s()):
                             raise
                         avoid_replica_id = error.replica_id
                         continue
@@ -227,7 +239,8 @@ class Turns:
                     finally:
                         upstream.close()
                 finally:
-                    self._forwarding.left(record, granted, named, authorization)
+                    if named is not None:
+                        forwarding.left(record, granted, named, authorization)
 
     async def _lease(
         self,
@@ -240,7 +253,8 @@ class Turns:
         """Wait for a lease, with signs of life if they are wanted; a second one is for a turn that kept its age."""
         if record.tries_count:
             attempt.supersedes_id, attempt.turn_id = attempt.turn_id, self._leases.new_turn_id()
-        self._tenancy.check(record.turn.program_id)  # once more: it may have become another's since the last try
+            if record.tenancy is not None:
+                record.tenancy.check(record.turn.program_id)  # once more: it may have become another's since
         asked_s, lease = monotonic(), None
         home_id = self._leases.home_of(record.turn.told_id) if record.turn.told_id else None
         ask = ask_for(record, attempt, self._leases.now_s(), deadline_s, avoid_replica_id, home_id)
@@ -273,9 +287,9 @@ class Turns:
             )
         return lease
 
-    def _may_beat(self, exchange: Exchange, record: Record) -> None:
-        turn, period_s = record.turn, self._settings.heartbeat_s
-        if period_s is not None and turn.streams:
+    def _may_beat(self, exchange: Exchange, record: Record, period_s: float) -> None:
+        turn = record.turn
+        if turn.streams:
             headers = identity_headers(turn.program_id, turn.source)
             record.held_stream = HeldStream(exchange, record.target.engine_path, record.dialect, period_s, headers)
 
@@ -323,23 +337,7 @@ class Turns:
         duration_s = monotonic() - record.arrived_s
         is_there = record.replica_id is not None and self._leases.replicas.get(record.replica_id) is not None
         self._metrics.turn_ended(record.replica_id if is_there else None, record.status, duration_s)
-        prompt_tokens, output_tokens, cached_tokens = record.usage
-        self._log.info(
-            "turn",
-            program_id=record.turn.program_id,
-            replica_id=record.replica_id,
-            outcome=record.outcome,
-            status=record.status,
-            reason=record.reason,
-            held_s=round(record.held_s, 4),
-            duration_s=round(duration_s, 4),
-            tries_count=record.tries_count,
-            prompt_tokens=prompt_tokens,
-            output_tokens=output_tokens,
-            cached_tokens=cached_tokens,
-            tool=record.tool,
-            request_id=REQUEST_ID.get(),
-        )
+        self._write(record.line(duration_s, REQUEST_ID.get()))
 
 
 async def _tell(exchange: Exchange, record: Record, error: ThunderAgentError) -> None:

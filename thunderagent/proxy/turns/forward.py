@@ -8,12 +8,13 @@ reported.
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
 from functools import partial
 
 import structlog
 from multidict import CIMultiDict
 
-from thunderagent.backends.base import NamedTurn
+from thunderagent.backends.base import NamedTurn, Priorities
 from thunderagent.errors import (
     FirstByteTimeoutError,
     ReplicaError,
@@ -62,29 +63,44 @@ class Forwarding:
     def headers_of(self, exchange: Exchange, record: Record) -> CIMultiDict[str]:
         """Return the headers that a turn goes to an engine with."""
         headers = forwarded_request_headers(exchange.headers)
+        if exchange.channel is not None:
+            headers["Connection"], headers["Upgrade"] = "Upgrade", exchange.headers["Upgrade"]
         if self._names_programs and record.turn.program_id is not None:
             headers["X-Session-ID"] = record.turn.program_id
         return headers
 
-    async def named(self, record: Record, replica_id: str, authorization: str | None) -> NamedTurn:
-        """Return the body as it goes to an engine: with an id, where that wants to be told of clients that left."""
+    async def named(self, record: Record, replica_id: str, authorization: str | None) -> NamedTurn | None:
+        """Return the body with an id of its own, where the engine wants to be told of clients that left; else None."""
+        if not self._replicas.has_notices(replica_id):
+            return None
         turn, path = record.turn, record.target.engine_path
         name = partial(self._replicas.name_turn, replica_id, path, turn.body, turn.program_id, authorization)
         return await read_aside(name, len(turn.body))
 
-    async def send(
+    def send(
         self, exchange: Exchange, record: Record, lease: Lease, headers: CIMultiDict[str], body: bytes
-    ) -> Answer:
+    ) -> Awaitable[Answer]:
         """Forward a turn, with its priority if the scheduler gives it one, and return when its answer's head came.
 
         A turn that its engine refuses for its priority is sent again without. Raises `ReplicaError`.
         """
-        given = None
         if lease.engine_priority is not None:
             given = self._replicas.priorities.for_engine(lease.replica_id, lease.engine_priority)
-        if given is None:
-            return await self._send_once(exchange, record, lease, headers, body)
-        (priorities, priority), with_priority = given, CIMultiDict(headers)
+            if given is not None:
+                return self._send_with(*given, exchange, record, lease, headers, body)
+        return self._send_once(exchange, record, lease, headers, body)
+
+    async def _send_with(
+        self,
+        priorities: Priorities,
+        priority: int,
+        exchange: Exchange,
+        record: Record,
+        lease: Lease,
+        headers: CIMultiDict[str],
+        body: bytes,
+    ) -> Answer:
+        with_priority = CIMultiDict(headers)
         put = partial(priorities.put, record.target.engine_path, body, with_priority, priority)
         with_it = await read_aside(put, len(body))
         upstream = await self._send_once(exchange, record, lease, with_priority, with_it)
@@ -106,19 +122,28 @@ class Forwarding:
     async def _send_once(
         self, exchange: Exchange, record: Record, lease: Lease, headers: CIMultiDict[str], body: bytes
     ) -> Answer:
+        """Forward a turn as it is; how it went its replica's breaker hears. Raises `ReplicaError`."""
         if exchange.begun:
             headers = CIMultiDict(headers)
             headers["Accept-Encoding"] = "identity"  # the head was sent, and promises nothing else
-        async with self._replicas.breakers.trying(lease.replica_id):
-            return await self._client.send(
-                lease.replica_id,
+        breakers, replica_id = self._replicas.breakers, lease.replica_id
+        probe = await breakers.admit(replica_id) if breakers.knows(replica_id) else None
+        try:
+            upstream = await self._client.send(
+                replica_id,
                 lease.url,
                 record.method,
                 record.target.sent,
                 headers,
-                body,
+                body or None,
                 may_repeat=not record.turn.is_unknown,
             )
+        except BaseException as error:
+            breakers.lost(replica_id, error, probe)
+            raise
+        if breakers.knows(replica_id):
+            breakers.succeeded(replica_id)
+        return upstream
 
     def may_retry(self, record: Record, attempt: Attempt, error: ReplicaError, now_s: float) -> bool:
         """Say whether a turn may be tried again that failed before its first byte."""
@@ -151,6 +176,6 @@ class Forwarding:
             look_at(self._watcher, error)
 
     def left(self, record: Record, lease: Lease, named: NamedTurn, authorization: str | None) -> None:
-        """Have an engine end what nobody waits for any more, where that is told of clients that left."""
+        """Have an engine end what nobody waits for any more, if it knows the turn by an id of its own."""
         if named.engine_request_id and record.outcome not in ("finished", "refused"):
             self._replicas.abort_turn(lease.replica_id, named.engine_request_id, authorization)

@@ -1,9 +1,12 @@
-"""How long a client waits for its answer, and how often it asked before, as it says itself.
+"""How long a client waits for its answer, how often it asked before, and when it will ask again, as it says itself.
 
 `openai` and `anthropic` for Python send `x-stainless-read-timeout` with every request: the seconds that they wait for
 the next byte (600.0 unless told otherwise, nothing if their timeout is None), and `x-stainless-retry-count`: 0, 1, 2.
 Their TypeScript twins send `x-stainless-timeout`, seconds too. A client of any other kind may send
 `X-Program-Patience`. What is no number in other people's headers is no error.
+
+`X-Program-Hint: next_turn_in_s=12.5, confidence=0.8` says when the program's next turn comes, counted from the end of
+this one; `keep=retain` or `keep=offload` what may become of its memory until then. It is a dictionary of RFC 8941.
 """
 
 from __future__ import annotations
@@ -12,12 +15,17 @@ from collections.abc import Mapping
 from math import inf
 from typing import NamedTuple
 
-from thunderagent.errors import RequestError
+from multidict import istr
 
-PATIENCE_HEADER = "X-Program-Patience"
-TIMEOUT_HEADERS = ("X-Stainless-Read-Timeout", "X-Stainless-Timeout")
-RETRY_HEADER = "X-Stainless-Retry-Count"
-IDEMPOTENCY_HEADER = "Idempotency-Key"
+from thunderagent.errors import RequestError
+from thunderagent.leases import TurnHint
+from thunderagent.programs.model.hints import OFFLOAD, RETAIN
+
+PATIENCE_HEADER = istr("X-Program-Patience")
+TIMEOUT_HEADERS = (istr("X-Stainless-Read-Timeout"), istr("X-Stainless-Timeout"))
+RETRY_HEADER = istr("X-Stainless-Retry-Count")
+IDEMPOTENCY_HEADER = istr("Idempotency-Key")
+HINT_HEADER = istr("X-Program-Hint")
 
 LARGEST_COUNT = 1000
 
@@ -25,13 +33,15 @@ LARGEST_COUNT = 1000
 class Patience(NamedTuple):
     """What a client says of its waiting; `patience_s` None is for ever.
 
-    With `counts_bytes` every byte that comes renews it. `retry_count` is 0 at the first attempt.
+    With `counts_bytes` every byte that comes renews it. `retry_count` is 0 at the first attempt. `hint` is about what
+    comes after the turn.
     """
 
     patience_s: float | None = None
     counts_bytes: bool = False
     retry_count: int = 0
     idempotency_key: str = ""
+    hint: TurnHint | None = None
 
 
 def patience_of(headers: Mapping[str, str], default_s: float | None = None) -> Patience:
@@ -46,11 +56,33 @@ def patience_of(headers: Mapping[str, str], default_s: float | None = None) -> P
             if name in headers and (said_s := _seconds(headers[name])) is not None:
                 patience_s, counts_bytes = said_s, name == TIMEOUT_HEADERS[0]
                 break
-    return Patience(patience_s, counts_bytes, _retry_count(headers), headers.get(IDEMPOTENCY_HEADER, ""))
+    retry_count = _retry_count(headers[RETRY_HEADER]) if RETRY_HEADER in headers else 0
+    hint = hint_of(headers[HINT_HEADER]) if HINT_HEADER in headers else None
+    return Patience(patience_s, counts_bytes, retry_count, headers.get(IDEMPOTENCY_HEADER, ""), hint)
 
 
-def _retry_count(headers: Mapping[str, str]) -> int:
-    text = headers.get(RETRY_HEADER, "")
+def hint_of(text: str) -> TurnHint:
+    """Read the value of `X-Program-Hint`. Raises `RequestError` for one that is none."""
+    fields = [field.partition("=") for field in text.split(",")]
+    said = {name.strip(): value.strip() for name, _, value in fields}
+    try:
+        seconds = said.pop("next_turn_in_s", None)
+        next_turn_in_s = None if seconds is None else float(seconds)
+        confidence_ratio, keep = float(said.pop("confidence", 1.0)), said.pop("keep", "")
+    except ValueError:
+        raise _wrong_hint(text) from None
+    is_right = not said and keep in ("", RETAIN, OFFLOAD) and (keep or next_turn_in_s is not None)
+    if not is_right or not 0 <= (next_turn_in_s or 0.0) < inf or not 0 <= confidence_ratio <= 1:
+        raise _wrong_hint(text)
+    return TurnHint(next_turn_in_s, confidence_ratio, keep)
+
+
+def _wrong_hint(text: str) -> RequestError:
+    example = "next_turn_in_s=12.5, confidence=0.8"
+    return RequestError(f"{HINT_HEADER} is like {example}, or keep=retain or keep=offload, not {text[:100]!r}")
+
+
+def _retry_count(text: str) -> int:
     return min(LARGEST_COUNT, int(text)) if text.isascii() and text.isdigit() and len(text) < 10 else 0
 
 

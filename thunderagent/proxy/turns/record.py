@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from multidict import CIMultiDict
-
 from thunderagent.leases import TurnAsk
+from thunderagent.log_lines import Line
+from thunderagent.proxy.gate.tenancy import Tenancy
 from thunderagent.proxy.reading.answers import Completions
 from thunderagent.proxy.reading.dialects import NO_USAGE, Dialect
 from thunderagent.proxy.reading.identity import TurnRequest
@@ -14,6 +14,24 @@ from thunderagent.proxy.turns.aborts import is_abortable
 from thunderagent.proxy.turns.attempts import Attempt
 from thunderagent.proxy.turns.heartbeat import HeldStream
 from thunderagent.proxy.wire.headers import HOLD_HEADER, REPLICA_HEADER, identity_headers
+
+
+class TurnLine(Line):
+    """The canonical line of a turn."""
+
+    program_id: str | None
+    replica_id: str | None
+    outcome: str
+    status: int | None
+    reason: str | None
+    held_s: float
+    duration_s: float
+    tries_count: int
+    prompt_tokens: int | None
+    output_tokens: int | None
+    cached_tokens: int | None
+    tool: str
+    request_id: str
 
 
 class Record:
@@ -37,6 +55,7 @@ class Record:
         "replica_id",
         "status",
         "target",
+        "tenancy",
         "tool",
         "tries_count",
         "turn",
@@ -70,6 +89,8 @@ class Record:
         self.held_stream: HeldStream | None = None
         """What a held stream shows; its head may have been sent."""
         self.chain: Chain | None = prompt.chain() if prompt is not None else None
+        self.tenancy: Tenancy | None = None
+        """Who says what of others' it may touch; None where it may touch all, as everybody may."""
         self.completions = Completions(dialect) if prompt is not None else None
         """What is answered, where the program was inferred: its next prompt begins so."""
         self.generation = 0
@@ -83,13 +104,33 @@ class Record:
         self.usage = NO_USAGE
         self.tool = ""
 
-    def headers(self) -> CIMultiDict[str]:
+    def line(self, duration_s: float, request_id: str) -> TurnLine:
+        """Return its canonical line, once it has ended."""
+        prompt_tokens, output_tokens, cached_tokens = self.usage
+        return TurnLine(
+            event="turn",
+            program_id=self.turn.program_id,
+            replica_id=self.replica_id,
+            outcome=self.outcome,
+            status=self.status,
+            reason=self.reason,
+            held_s=round(self.held_s, 4) if self.held_s else 0.0,
+            duration_s=round(duration_s, 4),
+            tries_count=self.tries_count,
+            prompt_tokens=prompt_tokens,
+            output_tokens=output_tokens,
+            cached_tokens=cached_tokens,
+            tool=self.tool,
+            request_id=request_id,
+        )
+
+    def headers(self) -> dict[str, str]:
         """Return what the answer to the turn says about it."""
         turn = self.turn
-        headers = CIMultiDict({HOLD_HEADER: str(round(self.held_s * 1000))})
+        headers = identity_headers(turn.program_id or turn.told_id or None, turn.source)
+        headers[HOLD_HEADER] = str(round(self.held_s * 1000)) if self.held_s else "0"
         if self.replica_id is not None:
             headers[REPLICA_HEADER] = self.replica_id
-        headers.update(identity_headers(turn.program_id or turn.told_id or None, turn.source))
         return headers
 
 
@@ -127,4 +168,5 @@ def ask_for(
         pinned_replica_id=record.chosen_id,
         wanted_replica_id=record.maker_id or home_id,
         abortable=is_abortable(record.target.engine_path, has_token_prompt=turn.has_token_prompt),
+        hint=attempt.patience.hint,
     )

@@ -1,6 +1,7 @@
 """The answer to a turn on its way to its client: relayed as it comes, read for its usage and the tool that it calls.
 
-When it is whole, and before its client can send the program's next turn, the lease ends with what was read.
+When it is whole, and before the program's next turn can begin, the lease ends with what was read. A client has a whole
+answer before that is booked: what it sends then is read later, and begun after whatever waits for the loop already.
 """
 
 from __future__ import annotations
@@ -15,19 +16,18 @@ from thunderagent.errors import ReplicaError
 from thunderagent.leases import OpenLease
 from thunderagent.proxy.fleet.client import ReplicaClient
 from thunderagent.proxy.fleet.made_answers import MadeAnswers
-from thunderagent.proxy.reading.answers import read_answer
-from thunderagent.proxy.reading.dialects import Usage
+from thunderagent.proxy.reading.answers import StreamUsage, read_answer
 from thunderagent.proxy.reading.dialects.base import KeepId
 from thunderagent.proxy.reading.inference import Inference
-from thunderagent.proxy.reading.outline import LARGE_BODY_BYTES, read_aside
+from thunderagent.proxy.reading.outline import LARGE_BODY_BYTES
 from thunderagent.proxy.reading.tool_calls import StreamToolCalls
-from thunderagent.proxy.reading.usage import StreamUsage
 from thunderagent.proxy.turns.forward import Forwarding
 from thunderagent.proxy.turns.record import Record
 from thunderagent.proxy.watch.turn_metrics import TurnMetrics
-from thunderagent.proxy.wire.exchange import Exchange, Wait, done
+from thunderagent.proxy.wire.exchange import Channel, Exchange, Wait, done
 from thunderagent.proxy.wire.headers import forwarded_response_headers, lead_back
 from thunderagent.proxy.wire.http11.answers import Answer
+from thunderagent.proxy.wire.http11.heads import CHANGES_PROTOCOL
 
 PROGRESS_PERIOD_S = 1.0
 """The scheduler hears at most so often how far a stream has come."""
@@ -54,6 +54,9 @@ class Relay:
     async def relay(self, exchange: Exchange, record: Record, lease: OpenLease, upstream: Answer) -> None:
         """Relay an answer whose head has come. Raises `ReplicaError` if it breaks off before its client heard of it."""
         granted, record.status = lease.granted, upstream.status
+        if upstream.status == CHANGES_PROTOCOL and exchange.channel is not None:
+            await self._converse(exchange, exchange.channel, record, lease, upstream)
+            return
         streams = upstream.content_type == "text/event-stream"
         headers = forwarded_response_headers(upstream.headers, keep_length=not streams)
         lead_back(headers, granted.url, granted.replica_id, record.target)
@@ -61,25 +64,40 @@ class Relay:
         if streams and not (exchange.begun and upstream.status >= 400):
             await self._stream(exchange, record, lease, upstream, headers)
             return
-        body = await self._read(record, lease, upstream)
+        body = await self._read(lease, upstream)
+        if len(body) > LARGE_BODY_BYTES:
+            await asyncio.to_thread(self._look_into, record, lease, upstream, body)
         if record.held_stream is not None and exchange.begun:
+            self._end_lease(record, lease)
             await record.held_stream.refuse(body)  # the head of a stream was sent: it is told as an event
-        else:
-            await done(exchange.answer(upstream.status, upstream.reason, headers, body))
-
-    async def _read(self, record: Record, lease: OpenLease, upstream: Answer) -> bytes:
-        """Read an answer to its end, end the lease, and return it unchanged."""
+            return
         try:
-            body = await self._client.read(lease.granted.replica_id, upstream)
+            wait = exchange.answer(upstream.status, upstream.reason, headers, body)
+            if len(body) <= LARGE_BODY_BYTES:
+                await asyncio.sleep(0)  # it goes out first; a next turn that comes now is begun after this
+        finally:
+            if len(body) <= LARGE_BODY_BYTES:
+                self._look_into(record, lease, upstream, body)
+            self._end_lease(record, lease)
+        if wait is not None:
+            await wait
+
+    async def _read(self, lease: OpenLease, upstream: Answer) -> bytes:
+        """Read an answer to its end."""
+        try:
+            return await self._client.read(lease.granted.replica_id, upstream)
         except ReplicaError as error:
             self._forwarding.failed(lease, error)
             raise
+
+    def _look_into(self, record: Record, lease: OpenLease, upstream: Answer, body: bytes) -> None:
+        """Read the usage of a whole answer, and which tool it calls; and what it says if that is wanted."""
         if upstream.status < 400:
-            keep_id = partial(self._made.keep, replica_id=lease.granted.replica_id)
-            read = partial(_read_answer, record, body, upstream.headers.get("Content-Encoding"), keep_id)
-            record.usage, record.tool = await read_aside(read, len(body))
-        self._end_lease(record, lease)
-        return body
+            encoding = upstream.headers.get("Content-Encoding")
+            if record.completions is not None:
+                record.completions.read_answer(body, encoding)
+            keep_id = self.keep_id(lease.granted.replica_id)
+            record.usage, record.tool = read_answer(record.dialect, body, encoding, keep_id)
 
     async def _stream(
         self, exchange: Exchange, record: Record, lease: OpenLease, upstream: Answer, headers: CIMultiDict[str]
@@ -104,6 +122,24 @@ class Relay:
         self._end_lease(record, lease)
         await done(exchange.end())
 
+    async def _converse(
+        self, exchange: Exchange, client: Channel, record: Record, lease: OpenLease, upstream: Answer
+    ) -> None:
+        """Carry what both sides of a websocket say, until one of them closes; who that is closes the other."""
+        headers = forwarded_response_headers(upstream.headers, keep_length=True)
+        headers.update(record.headers())
+        lease.started()
+        await done(exchange.begin(upstream.status, upstream.reason, headers))
+        upstream.converse(client)
+        try:
+            await self._client.pipe(lease.granted.replica_id, upstream, exchange.write)
+        except ReplicaError as error:
+            record.outcome = "failed"
+            self._forwarding.failed(lease, error)
+        else:
+            self._end_lease(record, lease)
+        exchange.cut()
+
     def keep_id(self, replica_id: str) -> KeepId:
         """Return what remembers which answers a replica made."""
         return partial(self._made.keep, replica_id=replica_id)
@@ -119,7 +155,8 @@ class Relay:
         if record.status is not None and record.status < 400:
             record.outcome = "finished"
             lease.finished(*record.usage, record.tool)
-            self.remember(record)
+            if record.chain is not None:
+                self.remember(record)
         else:
             record.outcome = "refused"
             lease.refused()
@@ -199,10 +236,3 @@ class _Streamed:
         assert self._record.completions is not None
         self.tool_calls.read(events)
         self._record.completions.read_events(events)
-
-
-def _read_answer(record: Record, body: bytes, content_encoding: str | None, keep_id: KeepId) -> tuple[Usage, str]:
-    """Return the usage of a whole answer, and which tool it calls; and read what it says if that is wanted."""
-    if record.completions is not None:
-        record.completions.read_answer(body, content_encoding)
-    return read_answer(record.dialect, body, content_encoding, keep_id)

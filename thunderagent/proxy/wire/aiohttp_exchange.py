@@ -33,6 +33,10 @@ class AiohttpExchange:
         return cls(request, target, await request.read())
 
     @property
+    def channel(self) -> None:
+        """Nothing: aiohttp changes no protocol for us."""
+
+    @property
     def method(self) -> str:
         """The method."""
         return self._request.method

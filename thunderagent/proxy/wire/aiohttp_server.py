@@ -21,7 +21,8 @@ from thunderagent.proxy.wire.aiohttp_request import keep_target, routed
 from thunderagent.proxy.wire.http11.heads import RequestHead
 from thunderagent.proxy.wire.http11.lent import Borrower, Lent
 from thunderagent.proxy.wire.http11.limits import Sweep
-from thunderagent.proxy.wire.http11.server import Connection, Handler, Settings
+from thunderagent.proxy.wire.http11.line import Handler, Settings
+from thunderagent.proxy.wire.http11.server import Connection
 
 log = structlog.get_logger("thunderagent.http")
 

@@ -47,6 +47,19 @@ class KeptBody(Protocol):
         """Count it no longer; idempotent."""
 
 
+class Channel(Protocol):
+    """What a client says after the head of a request that asked for another protocol."""
+
+    def pour(self, sink: Callable[[bytes], None]) -> None:
+        """Give `sink` what came, and from now on what comes, as it comes."""
+
+    def hold(self) -> None:
+        """Have the client wait."""
+
+    def go_on(self) -> None:
+        """Let more come."""
+
+
 class Exchange(Protocol):
     """One request as it was read, and its answer as it is written. It is answered once."""
 
@@ -69,6 +82,10 @@ class Exchange(Protocol):
     @property
     def kept(self) -> KeptBody | None:
         """Return what counts the body; None for one that came with its head, which nobody counts."""
+
+    @property
+    def channel(self) -> Channel | None:
+        """Return the way for what its client says after the head, if it asks for a websocket."""
 
     @property
     def begun(self) -> bool:

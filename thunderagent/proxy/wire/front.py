@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from http import HTTPStatus
-from typing import Protocol
+from typing import NamedTuple, Protocol
 from urllib.parse import unquote
 
 import structlog
@@ -22,7 +22,7 @@ from thunderagent.proxy.wire.errors import answer_of, plain_answer
 from thunderagent.proxy.wire.exchange import Exchange, KeptBody, done
 from thunderagent.proxy.wire.http11.asked import Asked
 from thunderagent.proxy.wire.http11.heads import RequestHead
-from thunderagent.proxy.wire.http11.server import Handler
+from thunderagent.proxy.wire.http11.line import Handler
 from thunderagent.proxy.wire.request_id import REQUEST_ID, REQUEST_ID_HEADER
 
 log = structlog.get_logger("thunderagent.proxy")
@@ -42,23 +42,34 @@ class Tracing(Protocol):
         """Have a turn that is asked for in the block be known as this request's."""
 
 
+class Way(NamedTuple):
+    """How a request is answered that our server reads."""
+
+    target: Target
+    """What is asked of an engine."""
+    chosen_id: str | None = None
+    """The replica that its client chose."""
+    is_operators: bool = False
+    """Whether it is for operators and trainers."""
+
+
 class Front:
     """Answers the turns that our server reads, and says which requests these are."""
 
     def __init__(
         self,
-        is_turn: Callable[[Target], bool],
-        let_in: Callable[[Asked], Awaitable[KeptBody | None]],
-        answer: Callable[[Exchange], Awaitable[None]],
+        way_of: Callable[[RequestHead, Target], Way | None],
+        let_in: Callable[[Asked, Way], Awaitable[KeptBody | None]],
+        answer: Callable[[Exchange, str | None], Awaitable[None]],
         decorate: Callable[[Asked, CIMultiDict[str]], None] | None = None,
         tracing: Tracing | None = None,
         around: Callable[[Handler], Handler] | None = None,
     ) -> None:
-        """Have what `let_in` lets pass answered by `answer`.
+        """Have what `let_in` lets pass answered by `answer`; `way_of` says how, or that a request is none of ours.
 
         `decorate` adds to the heads of all answers, and `around` wraps each of those who answer.
         """
-        self._is_turn = is_turn
+        self._way_of = way_of
         self._let_in = let_in
         self._flow = answer
         self._more = decorate
@@ -66,30 +77,35 @@ class Front:
         self._around = around
 
     def handler_of(self, head: RequestHead) -> Handler | None:
-        """Return who answers a turn; None for all else, of which a target that is refused is a part."""
-        if head.method != "POST" or head.upgrades:
+        """Return who answers a turn; None for all else, of which a target that is refused is a part.
+
+        A turn is a POST, or asks for a websocket, and has nothing after its head then.
+        """
+        if head.method != "POST" if not head.upgrades else head.method != "GET" or head.length:
             return None
         try:
             target = Target.parse(head.target.decode("utf-8", "surrogateescape"), head.headers.get("Host", ""))
+            way = self._way_of(head, target)
         except RequestError:
             return None
-        if not self._is_turn(target):
+        if way is None:
             return None
         answer = self._answer if self._tracing is None else partial(self._traced, self._tracing)
-        handler: Handler = partial(answer, target.plainly())
+        handler: Handler = partial(answer, way)
         return handler if self._around is None else self._around(handler)
 
-    async def _traced(self, tracing: Tracing, target: Target, asked: Asked) -> None:
-        with tracing.request(asked.headers, unquote(target.path)) as trace:
-            await self._answer(target, asked)
+    async def _traced(self, tracing: Tracing, way: Way, asked: Asked) -> None:
+        with tracing.request(asked.headers, unquote(way.target.path)) as trace:
+            await self._answer(way, asked)
             trace.answered(asked.status)
 
-    async def _answer(self, target: Target, asked: Asked) -> None:
+    async def _answer(self, way: Way, asked: Asked) -> None:
+        target = way.target
         asked.target, asked.decorate = target, self._decorate
         told = None
         try:
-            asked.kept = await self._let_in(asked)
-            await self._flow(asked)
+            asked.kept = await self._let_in(asked, way)
+            await self._flow(asked, way.chosen_id)
         except ConnectionError:
             raise
         except ThunderAgentError as error:

@@ -13,6 +13,7 @@ from thunderagent.backends import backend_of
 from thunderagent.policy_loader import load_policy
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.proxy.admin.admin import Admin
+from thunderagent.proxy.admin.between_turns import BetweenTurns
 from thunderagent.proxy.admin.configuration import ConfigurationHandlers
 from thunderagent.proxy.admin.dashboard import Dashboard
 from thunderagent.proxy.admin.keys import KeyHandlers
@@ -103,6 +104,7 @@ def handlers() -> dict[tuple[str, str], object]:
     history = History(runtime, replicas, TurnMetrics(registry).hold_counts)
     routes = [
         *Admin(runtime, replicas, registry, tenancy).routes(),
+        *BetweenTurns(runtime, tenancy).routes(),
         *Dashboard().routes(),
         *Leases(runtime, replicas, tenancy, HeldTurns(NO_LIMITS, registry), limit_s=1.0).routes(),
         *KeyHandlers(Keyring(), None, Quotas(registry, lambda _: False, lambda _: 1)).routes(),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from thunderagent.proxy.reading.answers import read_answer
+from thunderagent.proxy.reading.answers import StreamUsage, read_answer
 from thunderagent.proxy.reading.dialects import DIALECTS, NO_USAGE, TURN_DIALECTS, Usage, dialect_of
 from thunderagent.proxy.reading.dialects.anthropic import Anthropic
 from thunderagent.proxy.reading.dialects.base import Dialect
@@ -18,7 +18,6 @@ from thunderagent.proxy.reading.dialects.responses import Responses
 from thunderagent.proxy.reading.dialects.sglang import SGLang
 from thunderagent.proxy.reading.dialects.token_in import TokenIn
 from thunderagent.proxy.reading.sse import data_of, events_in
-from thunderagent.proxy.reading.usage import StreamUsage
 
 CHAT_USAGE = {"prompt_tokens": 100, "completion_tokens": 7, "prompt_tokens_details": {"cached_tokens": 64}}
 RESPONSE = {

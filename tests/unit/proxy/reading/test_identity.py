@@ -9,15 +9,8 @@ from multidict import CIMultiDict, CIMultiDictProxy
 
 from thunderagent.errors import InvalidProgramIdError
 from thunderagent.proxy.reading.body_fields import OTHERS_FIELDS, SLOWLY_READ_BYTES, in_utf8
-from thunderagent.proxy.reading.identity import (
-    FINAL_HEADERS,
-    PROGRAM_HEADERS,
-    IdentityRules,
-    TurnRequest,
-    check_program_id,
-    identify,
-    identify_side_call,
-)
+from thunderagent.proxy.reading.header_words import FINAL_HEADERS, PROGRAM_HEADERS, check_program_id
+from thunderagent.proxy.reading.identity import IdentityRules, TurnRequest, identify, identify_side_call
 
 MESSAGES = b'"messages":[{"role":"user","content":"hi"}]'
 

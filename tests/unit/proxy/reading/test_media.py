@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from thunderagent.proxy.reading.body_fields import media_in, read_fields
 from thunderagent.proxy.reading.media import NO_MEDIA, UNKNOWN_IMAGE_TOKENS, image_size, media_of, qwen_tokens
 
 
@@ -150,3 +151,28 @@ def test_the_cost_is_linear_whatever_the_body(body: bytes) -> None:
 def test_a_mark_that_never_ends_is_no_mark() -> None:
     """A media type has 64 letters at most: the search goes back over no more than that and a few parameters."""
     assert media_of(b'{"x":"base64","url":"data:' + b"a" * 2000 + b';base64,AAAA"}') == NO_MEDIA
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 5000}}
+QUOTED = 'print({"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}})'
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": [{"role": "user", "content": [IMAGE]}]},
+        {"messages": [{"content": [IMAGE], "role": "user"}, {"role": "user", "content": "x"}]},
+        {"messages": [{"role": "assistant", "reasoning_content": "\\", "content": [IMAGE]}]},
+        {"messages": [], "multi_modal_data": IMAGE},
+        {"messages": None, "input": [{"role": "user", "content": [IMAGE]}]},
+        {"messages": [{"role": "tool", "tool_call_id": "a", "content": QUOTED}, {"role": "user", "content": None}]},
+        {"prompt": QUOTED * 100},
+        {"input": QUOTED * 100, "instructions": QUOTED},
+    ],
+)
+def test_where_media_may_stand_all_of_it_is_found(body: dict[str, Any]) -> None:
+    """As if every byte had been looked at; and what is only quoted in a text is none."""
+    sent = json.dumps({"model": "qwen", **body}).encode()
+    fields = read_fields(sent)
+    assert fields is not None
+    assert media_in(sent, fields) == media_of(sent, b'"qwen"')

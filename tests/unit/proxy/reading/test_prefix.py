@@ -208,6 +208,6 @@ def test_prompts_share_the_cuts_before_the_first_difference(messages: list[dict[
 @given(st.binary(max_size=60))
 def test_any_bytes_have_a_chain_that_grows(junk: bytes) -> None:
     """Digests are numbers of 63 bits, sizes grow and lie within the body."""
-    fields = PromptFields(messages=msgspec.Raw(b"[" + junk + b"]"))
+    fields = PromptFields(input=msgspec.Raw(b"[" + junk + b"]"))
     chain = prefix_of(fields)
     assert all(0 <= digest < 2**63 and 0 < size <= len(junk) for digest, size in chain)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thunderagent.proxy.reading.answers import read_answer
+from thunderagent.proxy.reading.answers import StreamUsage, read_answer
 from thunderagent.proxy.reading.dialects.openai import OpenAI
 from thunderagent.proxy.reading.tool_calls import (
     MAX_CALLS,
@@ -18,7 +18,6 @@ from thunderagent.proxy.reading.tool_calls import (
     StreamToolCalls,
     first_word,
 )
-from thunderagent.proxy.reading.usage import StreamUsage
 
 # --- The word of a command
 

@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thunderagent.proxy.reading.answers import decoded, read_answer
+from thunderagent.proxy.reading.answers import MAX_EVENT_BYTES, StreamUsage, decoded, read_answer
 from thunderagent.proxy.reading.dialects import NO_USAGE, Usage
 from thunderagent.proxy.reading.dialects.openai import OpenAI
-from thunderagent.proxy.reading.usage import MAX_EVENT_BYTES, StreamUsage
 
 USAGE = {"prompt_tokens": 100, "completion_tokens": 7, "prompt_tokens_details": {"cached_tokens": 64}}
 READ = Usage(100, 7, 64)

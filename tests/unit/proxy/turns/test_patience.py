@@ -6,6 +6,7 @@ import pytest
 from multidict import CIMultiDict
 
 from thunderagent.errors import RequestError
+from thunderagent.leases import TurnHint
 from thunderagent.proxy.turns.patience import Patience, patience_of
 from thunderagent.proxy.turns.retry_budget import RetryBudget, RetrySettings
 
@@ -40,6 +41,30 @@ def test_what_a_client_says_of_its_waiting(headers: dict[str, str], expected: Pa
 def test_a_wrong_header_of_ours_is_refused(value: str) -> None:
     with pytest.raises(RequestError, match="X-Program-Patience is a number of seconds over 0"):
         patience_of(CIMultiDict({"X-Program-Patience": value}))
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("next_turn_in_s=12.5", TurnHint(12.5)),
+        ("next_turn_in_s=0,confidence=0.25", TurnHint(0.0, 0.25)),
+        (" confidence = 1 , next_turn_in_s = 3 ", TurnHint(3.0)),
+        ("keep=offload", TurnHint(None, 1.0, "offload")),
+        ("next_turn_in_s=3, keep=retain", TurnHint(3.0, 1.0, "retain")),
+    ],
+)
+def test_what_a_client_says_of_its_next_turn(value: str, expected: TurnHint) -> None:
+    """A dictionary of RFC 8941; without the header nothing is said."""
+    assert patience_of(CIMultiDict({"x-program-hint": value})).hint == expected
+    assert patience_of(CIMultiDict({})).hint is None
+
+
+@pytest.mark.parametrize(
+    "value", ["", ",", "12.5", "next_turn_in_s=inf", "next_turn_in_s=-1", "keep=drop", "keep=", "next_turn_in_s=1, x=2"]
+)
+def test_a_hint_that_is_none_is_refused(value: str) -> None:
+    with pytest.raises(RequestError, match="X-Program-Hint is like"):
+        patience_of(CIMultiDict({"X-Program-Hint": value}))
 
 
 def test_a_turn_may_be_tried_again_as_often_as_its_client_did_not() -> None:

@@ -12,14 +12,15 @@ from multidict import CIMultiDict
 
 from thunderagent.proxy.wire.http11.heads import CHUNKED, MAX_HEAD_BYTES, NotHttpError, end_of_head, read_request
 from thunderagent.proxy.wire.http11.limits import Sweep
-from thunderagent.proxy.wire.http11.server import AHEAD_BYTES, Connection, Settings
+from thunderagent.proxy.wire.http11.line import Settings
+from thunderagent.proxy.wire.http11.server import AHEAD_BYTES, Connection
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from thunderagent.proxy.wire.http11.asked import Asked
     from thunderagent.proxy.wire.http11.heads import RequestHead
-    from thunderagent.proxy.wire.http11.server import Handler
+    from thunderagent.proxy.wire.http11.line import Handler
 
 DEADLINE_S = 10.0
 
@@ -215,18 +216,57 @@ async def test_a_body_is_invited_only_when_somebody_wants_it() -> None:
         assert b"100 Continue" not in await told(served, refused)
 
 
-async def test_who_sends_too_much_ahead_is_answered_and_has_to_come_again() -> None:
+async def test_who_sends_far_ahead_waits_and_is_answered_in_order() -> None:
+    """Nothing is lost, however much it is, and what waits here is little."""
+    body, count = b"x" * AHEAD_BYTES, 100
     async with serving() as served:
         reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
         writer.write(request("/wait"))
         await served.asked.wait()
+        writer.write(request("/echo", body) * count + LAST)
+        await asyncio.sleep(0.1)
+        (connection,) = served.settings.connections
+        assert len(connection._buffer) < 10 * AHEAD_BYTES
+        served.go_on.set()
+        answers = (await reader.read()).replace(b"HTTP/1.1 100 Continue\r\n\r\n", b"")
+        assert bodies(answers) == [b"", *[body] * count, b"last"]
+        writer.close()
+
+
+async def test_a_client_that_is_far_ahead_and_leaves_is_noticed() -> None:
+    """Its end stands behind what nobody reads."""
+    async with serving() as served:
+        _, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        writer.write(request("/wait"))
+        await served.asked.wait()
+        writer.write(request("/echo", b"ahead") * (10 * AHEAD_BYTES // 20))
+        await asyncio.sleep(0.1)
+        writer.transport.abort()
+        await served.left.wait()
+
+
+async def test_an_old_client_that_sends_far_ahead_has_to_come_again() -> None:
+    """HTTP/1.0 knows nothing to ask it whether it is there."""
+    async with serving() as served:
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        writer.write(request("/wait", b"", "Connection: keep-alive", version="1.0"))
+        await served.asked.wait()
         writer.write(request("/echo", b"ahead") * (AHEAD_BYTES // 20))
         await asyncio.sleep(0.1)
         served.go_on.set()
-        answer = await reader.read()
-        assert bodies(answer) == [b""]
-        assert b"Connection: close" in answer
+        assert bodies(await reader.read()) == [b""]
         writer.close()
+
+
+async def test_a_client_that_ended_its_requests_and_takes_nothing_is_cut() -> None:
+    """Once its answer has begun it is known by what it takes."""
+    async with serving(stall_s=0.4) as served:
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port, limit=1024)
+        writer.write(request("/large"))
+        writer.write_eof()
+        await served.left.wait()
+        del reader
+        writer.transport.abort()
 
 
 @pytest.mark.parametrize("version", ["1.0", "1.1"])

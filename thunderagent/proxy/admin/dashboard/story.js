@@ -157,6 +157,18 @@ export class Story {
 
 /** Say what it does, or what must happen for it to go on. */
 function sentenceOf(program) {
+  return [stateOf(program), hintOf(program)].filter(Boolean).join(" ");
+}
+
+/** Say when its client expects the next turn. */
+function hintOf({ hinted }) {
+  if (!hinted || hinted.next_turn_in_s === null) return hinted ? `Its client says: ${hinted.keep}.` : "";
+  const { next_turn_in_s: seconds, counts, believed_ratio: believed } = hinted;
+  const when = seconds < 0 ? `${duration(-seconds)} ago` : `in ${duration(seconds)}${counts ? "" : " after this one"}`;
+  return `Its client expects the next turn ${when} (believed ${percent(believed)}).`;
+}
+
+function stateOf(program) {
   const { waiting, holding } = program;
   if (waiting) return `Waits for ${duration(waiting.for_s)} (${waiting.reason.replaceAll("_", " ")}). To go on: ${waiting.what_must_happen}.`;
   if (holding) {

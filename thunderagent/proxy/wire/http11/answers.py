@@ -15,7 +15,7 @@ from typing import Protocol
 
 from multidict import CIMultiDictProxy
 
-from thunderagent.proxy.wire.exchange import Sink, Wait
+from thunderagent.proxy.wire.exchange import Channel, Sink, Wait
 from thunderagent.proxy.wire.http11.heads import AnswerHead
 
 READ_AHEAD_BYTES = 2**20
@@ -52,6 +52,9 @@ class Carrier(Protocol):
 
     def limit_silence(self, silence_s: float) -> None:
         """Have another limit for silence from now on."""
+
+    def converse(self, client: Channel) -> None:
+        """Send what a client says from now on."""
 
     def give_up(self) -> None:
         """End the request, and the connection with it."""
@@ -170,6 +173,11 @@ class Answer:
             self._is_held = False
             if self._connection is not None:
                 self._connection.resume_reading()
+
+    def converse(self, client: Channel) -> None:
+        """Have the server hear what a client says from now on; the protocol has changed."""
+        if self._connection is not None:
+            self._connection.converse(client)
 
     def limit_silence(self, silence_s: float) -> None:
         """Have the rest come without a longer pause than this, whatever the limit was before."""

@@ -8,17 +8,18 @@ written, and the connection is free for the next request then.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator
+import sys
+from collections.abc import Callable
 from email.utils import formatdate
 from time import time
-from typing import Any, Protocol
 
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from thunderagent.proxy.reading.target import Target
 from thunderagent.proxy.wire.exchange import KeptBody, Wait
 from thunderagent.proxy.wire.http11.chunks import Chunks
-from thunderagent.proxy.wire.http11.heads import BODILESS_STATUSES, CHUNKED, RequestHead, written
+from thunderagent.proxy.wire.http11.heads import BODILESS_STATUSES, CHANGES_PROTOCOL, CHUNKED, RequestHead, written
+from thunderagent.proxy.wire.http11.line import LeftError, Line, Room
 
 JOINED_BYTES = 64 * 1024
 """A larger body is not copied to stand behind its head."""
@@ -36,52 +37,6 @@ def refusal(why: str) -> bytes:
     return f"HTTP/1.1 400 Bad Request\r\n{fields}".encode() + body
 
 
-class LeftError(ConnectionResetError):
-    """The client left, or was cut off."""
-
-
-class Line(Protocol):
-    """The connection that a request came on."""
-
-    transport: asyncio.Transport | None
-    """What is written to; None once the client left."""
-    is_full: bool
-    """Whether the client takes nothing for now."""
-    closes: bool
-    """Whether it ends with the answer that is due."""
-
-    @property
-    def may_stay(self) -> bool:
-        """Whether the connection may carry another request."""
-
-    def answered(self) -> None:
-        """Hear that the last byte of the answer was written."""
-
-    def cut(self) -> None:
-        """End the connection with what was written so far."""
-
-    def pause_reading(self) -> None:
-        """Have the client wait."""
-
-    def resume_reading(self) -> None:
-        """Let more come."""
-
-    async def room(self) -> None:
-        """Return when the client has taken something. Raises `LeftError`."""
-
-
-class _Room:
-    """What is awaited before more is written; no coroutine, since it need not be awaited."""
-
-    __slots__ = ("_line",)
-
-    def __init__(self, line: Line) -> None:
-        self._line = line
-
-    def __await__(self) -> Generator[Any, Any, None]:
-        return self._line.room().__await__()
-
-
 class Asked:
     """A request and its answer."""
 
@@ -92,6 +47,7 @@ class Asked:
         "_line",
         "_pieces",
         "_pieces_bytes",
+        "_sink",
         "_waiter",
         "begun",
         "body",
@@ -122,11 +78,12 @@ class Asked:
         self.decorate: Callable[[Asked, CIMultiDict[str]], None] | None = None
         """Adds to the head of the answer what all answers have."""
         self._chunks = Chunks() if head.length == CHUNKED else None
-        self._left_bytes = head.length
-        self.is_whole = not head.length
+        self._left_bytes = sys.maxsize if head.upgrades else head.length
+        self.is_whole = not self._left_bytes
         """Whether all of the request came."""
         self._pieces: list[bytes] = []
         self._pieces_bytes = 0
+        self._sink: Callable[[bytes], None] | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._is_chunked = False
         self.begun = False
@@ -204,6 +161,25 @@ class Asked:
         self._line.resume_reading()
         return found
 
+    @property
+    def channel(self) -> Asked | None:
+        """Itself, if it asks for another protocol: all that follows its head is for who speaks that."""
+        return self if self.head.upgrades else None
+
+    def pour(self, sink: Callable[[bytes], None]) -> None:
+        """Give `sink` what came, and from now on what comes, as it comes."""
+        data, self._sink = self.taken(), sink
+        if data:
+            sink(data)
+
+    def hold(self) -> None:
+        """Have the client wait."""
+        self._line.pause_reading()
+
+    def go_on(self) -> None:
+        """Let more come."""
+        self._line.resume_reading()
+
     # --- the answer ----------------------------------------------------------------------------------------------
 
     def answer(self, status: int, reason: str, headers: CIMultiDict[str], body: bytes) -> Wait:
@@ -229,10 +205,15 @@ class Asked:
         return self._over()
 
     def begin(self, status: int, reason: str, headers: CIMultiDict[str]) -> Wait:
-        """Write the head of an answer whose length is what its headers say, or is not known yet."""
+        """Write the head of an answer whose length is what its headers say, or is not known yet.
+
+        After one that changes the protocol bytes go both ways, until `cut`.
+        """
         transport = self._line.transport
         assert not self.begun, "a request is answered once"
-        if status not in BODILESS_STATUSES and "Content-Length" not in headers and self.head.is_http_11:
+        if status == CHANGES_PROTOCOL:
+            headers["Upgrade"] = self.head.headers["Upgrade"]
+        elif status not in BODILESS_STATUSES and "Content-Length" not in headers and self.head.is_http_11:
             self._is_chunked = self.head.method != "HEAD"
             headers["Transfer-Encoding"] = "chunked"
         head = self._head(status, reason, headers)
@@ -263,7 +244,7 @@ class Asked:
 
     def cut(self) -> None:
         """Close the connection, which is how HTTP says that an answer that has begun is not whole."""
-        self.is_over = True
+        self.is_over, self._sink = True, None
         self._line.cut()
 
     # --- for the connection --------------------------------------------------------------------------------------
@@ -278,7 +259,9 @@ class Asked:
             data, rest = data[: self._left_bytes], data[self._left_bytes :]
             self._left_bytes -= len(data)
             self.is_whole = not self._left_bytes
-        if data and not self.is_over:
+        if self._sink is not None:
+            self._sink(data)
+        elif data and not self.is_over:
             self._pieces.append(data)
             self._pieces_bytes += len(data)
             if self._pieces_bytes > READ_AHEAD_BYTES and not self.is_whole:
@@ -293,6 +276,7 @@ class Asked:
 
     def left(self) -> None:
         """Hear that the client left, or that nothing more of its request is read."""
+        self._sink = None
         if self._chunks is not None:
             self._chunks.close()
         self._tell()
@@ -303,7 +287,7 @@ class Asked:
 
     def _wait(self) -> Wait:
         line = self._line
-        return _Room(line) if line.is_full or line.transport is None else None
+        return Room(line) if line.is_full or line.transport is None else None
 
     def _over(self) -> Wait:
         self.is_over = True
@@ -318,7 +302,10 @@ class Asked:
         if self.decorate is not None:
             self.decorate(self, headers)
         is_known = "Content-Length" in headers or "Transfer-Encoding" in headers or status in BODILESS_STATUSES
-        if not (self._line.may_stay and is_known):
+        if status == CHANGES_PROTOCOL:
+            headers["Connection"] = "Upgrade"
+            self._line.closes = True
+        elif not (self._line.may_stay and is_known):
             headers["Connection"] = "close"
             self._line.closes = True
         elif not self.head.is_http_11:

@@ -12,9 +12,17 @@ from collections.abc import Callable
 from math import inf
 from typing import cast
 
+from thunderagent.proxy.wire.exchange import Channel
 from thunderagent.proxy.wire.http11.answers import Answer, ClosedError, Failure, SilentError, StaleError, TotalError
 from thunderagent.proxy.wire.http11.chunks import Chunks
-from thunderagent.proxy.wire.http11.heads import CHUNKED, TO_THE_END, NotHttpError, end_of_head, read_answer
+from thunderagent.proxy.wire.http11.heads import (
+    CHANGES_PROTOCOL,
+    CHUNKED,
+    TO_THE_END,
+    NotHttpError,
+    end_of_head,
+    read_answer,
+)
 from thunderagent.proxy.wire.http11.limits import Pause, Sweep, notice_lost_peers
 
 JOINED_BYTES = 64 * 1024
@@ -55,6 +63,9 @@ class Connection(asyncio.Protocol):
         self._chunks: Chunks | None = None
         self._unsent = memoryview(b"")
         self._keeps_alive = False
+        self._may_change = False
+        self._client: Channel | None = None
+        """Who says more after the request."""
         self._is_full = False
         self._is_paused = False
         self._is_reused = False
@@ -75,16 +86,26 @@ class Connection(asyncio.Protocol):
         return self._transport is not None and not self._transport.is_closing()
 
     async def exchange(
-        self, method: str, head: bytes, body: bytes | None, silence_s: float, total_s: float, begun_s: float
+        self,
+        method: str,
+        head: bytes,
+        body: bytes | None,
+        silence_s: float,
+        total_s: float,
+        begun_s: float,
+        *,
+        may_change: bool = False,
     ) -> Answer:
         """Send a request and return when the head of its answer is there.
 
-        `total_s` is for all of the answer, from `begun_s` on, by the clock of the pauses. Raises `ClosedError`,
+        `total_s` is for all of the answer, from `begun_s` on, by the clock of the pauses. `may_change` says that the
+        request asks for another protocol, so that the answer may be that this begins. Raises `ClosedError`,
         `SilentError`, `TotalError`, or `StaleError` if the connection was kept and died before a byte came.
         """
         assert self._transport is not None
         assert not self._method, "a connection carries one request at a time"
         self._method = method
+        self._may_change = may_change
         self._has_heard = False
         self._heard_s = self._loop.time()
         self._silence_s, self._total_s, self._begun_s = silence_s, total_s, begun_s
@@ -114,6 +135,16 @@ class Connection(asyncio.Protocol):
     def _error(self) -> Exception:
         kind, why = self._failure or (ClosedError, "it was closed")
         return kind(why)
+
+    def converse(self, client: Channel) -> None:
+        """Send what a client says from now on, as fast as the server takes it; the protocol has changed."""
+        self._client = client
+        client.pour(self._say)
+
+    def _say(self, data: bytes) -> None:
+        if self._transport is not None and self._client is not None:
+            self._heard_s = self._loop.time()  # who is spoken to may listen
+            self._transport.write(data)
 
     def limit_silence(self, silence_s: float) -> None:
         """Have another limit for silence from now on."""
@@ -171,11 +202,15 @@ class Connection(asyncio.Protocol):
     def pause_writing(self) -> None:
         """Wait: the server reads slowly."""
         self._is_full = True
+        if self._client is not None:
+            self._client.hold()
 
     def resume_writing(self) -> None:
         """Send more."""
         self._is_full = False
         self._heard_s = self._loop.time()  # it took some, so it is not silent
+        if self._client is not None:
+            self._client.go_on()
         if self._unsent:
             self._send_more()
 
@@ -220,9 +255,9 @@ class Connection(asyncio.Protocol):
                 return
             head = read_answer(buffer[:end], self._method)
             buffer, looked_at = buffer[end:], 0
-            if head.status >= 200:
+            if head.status >= 200 or (head.status == CHANGES_PROTOCOL and self._may_change):
                 break
-            if head.status == 101:
+            if head.status == CHANGES_PROTOCOL:
                 raise NotHttpError("it changes the protocol, which nobody asked for")
         self._buffer = b""
         self._keeps_alive = head.keeps_alive
@@ -254,7 +289,7 @@ class Connection(asyncio.Protocol):
 
     def _end(self, failure: Failure | None) -> None:
         """End the request; the connection may have another if nothing of this one is left."""
-        answer, self._answer, self._method = self._answer, None, ""
+        answer, self._answer, self._method, self._client = self._answer, None, "", None
         waiter, self._waiter = self._waiter, None
         self._failure = failure
         self.due_s = inf

@@ -34,6 +34,8 @@ TO_THE_END = -2
 """In place of a length: the body comes in chunks, or ends with the connection."""
 
 BODILESS_STATUSES = frozenset({204, 304})
+CHANGES_PROTOCOL = 101
+"""The status after which both sides say what they like, as websockets do, until one of them closes."""
 
 _REQUEST_LINE = re.compile(rb"([A-Z][A-Z-]*) ([!-~\x80-\xff]+) HTTP/1\.([01])\r\n")
 _STATUS_LINE = re.compile(rb"HTTP/1\.([01]) ([1-9][0-9][0-9])(?: ([\t -~\x80-\xff]*))?\r\n")
@@ -135,14 +137,14 @@ def read_answer(head: bytes, method: str) -> AnswerHead:
     length = _length(headers, is_http_11=is_http_11)
     code = int(status)
     if method == "HEAD" or code < 200 or code in BODILESS_STATUSES:
-        length = 0
+        length = TO_THE_END if code == CHANGES_PROTOCOL else 0
     keeps_alive = is_http_11 and ("Connection" not in headers or "close" not in _options(headers))
     return AnswerHead(
         code,
         (reason or b"").decode("utf-8", "surrogateescape"),
         CIMultiDictProxy(headers),
         TO_THE_END if length is None else length,
-        keeps_alive and length is not None,
+        keeps_alive and length is not None and code != CHANGES_PROTOCOL,
     )
 
 

@@ -73,11 +73,6 @@ class Lent(asyncio.Transport):
         is_awaited = self._left_bytes > 0 or (self._chunks is not None and not self._chunks.is_whole)
         return not (self._is_endless or is_awaited)
 
-    @property
-    def is_over(self) -> bool:
-        """Whether the connection was given back, or is closed."""
-        return self._transport is None
-
     def begin(self, head: bytes, data: bytes) -> bytes:
         """Give the borrower the head, and what of `data` is its; return the rest."""
         assert self._borrower is not None

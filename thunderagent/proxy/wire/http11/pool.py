@@ -133,11 +133,12 @@ class Pool:
         elif method not in _BODILESS_METHODS:
             sent["Content-Length"] = "0"
         head = written(f"{method} {site.path}{path} HTTP/1.1", sent)
+        changes = method == "GET" and "Upgrade" in headers
         begun_s, sent_s = self.pause.clock_s(), self._loop.time()
         kept = self._idle_connection(site)
         if kept is not None:
             try:
-                return await self._exchange(kept, method, head, body, limits, begun_s)
+                return await self._exchange(kept, method, head, body, limits, begun_s, may_change=changes)
             except StaleError:
                 if not (may_repeat or method in _IDEMPOTENT_METHODS) or self._loop.time() - sent_s > STALE_WITHIN_S:
                     raise
@@ -151,13 +152,22 @@ class Pool:
             raise ClosedError(f"it is gone: {error}") from None
         finally:
             self.requests_count -= 1
-        return await self._exchange(connection, method, head, body, limits, begun_s)
+        return await self._exchange(connection, method, head, body, limits, begun_s, may_change=changes)
 
     async def _exchange(
-        self, connection: Connection, method: str, head: bytes, body: bytes | None, limits: Limits, begun_s: float
+        self,
+        connection: Connection,
+        method: str,
+        head: bytes,
+        body: bytes | None,
+        limits: Limits,
+        begun_s: float,
+        *,
+        may_change: bool,
     ) -> Answer:
         self.requests_count += 1  # until the connection says that it ended
-        return await connection.exchange(method, head, body, limits.silence_s, limits.total_s, begun_s)
+        silence_s, total_s = limits.silence_s, limits.total_s
+        return await connection.exchange(method, head, body, silence_s, total_s, begun_s, may_change=may_change)
 
     def _idle_connection(self, site: _Site) -> Connection | None:
         """Return the connection that was idle for the shortest time and is still good; None if there is none.

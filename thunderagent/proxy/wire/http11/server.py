@@ -5,7 +5,8 @@ Theory of operation
 A connection reads one head, and asks whose it is. What is ours becomes an `Asked` and a task that answers it; the rest
 is lent to another protocol, aiohttp's, with the bytes as they came (`lent.py`). Where a request ends is read here
 alone: what comes after it waits here until it is answered. Of that, a little is kept. A client that sends more ahead
-than that has to come again on another connection.
+than that waits, and nothing is read of it, so that it left cannot be read either: until its answer begins it is asked
+now and then, as one that ended its requests is (`waiting.py`); after that, what it is sent would be refused.
 
 What is no HTTP that all servers read the same way is answered 400, and the connection closes. So it does after an
 answer to a request whose body has not come: what still comes would be read as the next request. Such a client is let
@@ -15,62 +16,21 @@ finish for a moment, because to close on it at once would take the answer away f
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
-from typing import Protocol, cast
+from typing import cast
 
 import structlog
 
-from thunderagent.proxy.wire.http11.asked import Asked, LeftError, refusal
-from thunderagent.proxy.wire.http11.heads import NotHttpError, RequestHead, end_of_head, read_request
-from thunderagent.proxy.wire.http11.lent import Borrower, Lent
-from thunderagent.proxy.wire.http11.limits import Sweep, notice_lost_peers
+from thunderagent.proxy.wire.http11.asked import Asked, refusal
+from thunderagent.proxy.wire.http11.heads import NotHttpError, end_of_head, read_request
+from thunderagent.proxy.wire.http11.lent import Lent
+from thunderagent.proxy.wire.http11.limits import notice_lost_peers
+from thunderagent.proxy.wire.http11.line import Handler, LeftError, Settings
 from thunderagent.proxy.wire.http11.waiting import Waiting
 
 log = structlog.get_logger("thunderagent.http")
 
 AHEAD_BYTES = 64 * 1024
-"""Of requests that come before the one before them was answered, so much is kept."""
-
-Handler = Callable[[Asked], Awaitable[None]]
-
-
-class Router(Protocol):
-    """Says who answers what."""
-
-    def handler(self, head: RequestHead) -> Handler | None:
-        """Return who answers a request of ours; None for one that is not ours."""
-
-    def borrower(self) -> Borrower:
-        """Return a protocol that answers one request which is not ours."""
-
-
-@dataclass(slots=True, eq=False)
-class Settings:
-    """What all connections of a server share."""
-
-    router: Router
-    sweep: Sweep
-    idle_s: float = 75.0
-    """For a head to come, from the first moment or the last answer on."""
-    stall_s: float = 120.0
-    """A client that takes nothing of its answer for so long is cut off."""
-    connections: set[Connection] = field(default_factory=set)
-    is_closing: bool = False
-    """Whether each answer is its connection's last."""
-    _closed: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def ended(self, connection: Connection) -> None:
-        """Hear that a connection is closed."""
-        self.connections.discard(connection)
-        if not self.connections:
-            self._closed.set()
-
-    async def all_closed(self) -> None:
-        """Return when no connection is open."""
-        while self.connections:
-            self._closed.clear()
-            await self._closed.wait()
+"""Who has sent more than this before the request before it was answered waits."""
 
 
 class Connection(asyncio.Protocol):
@@ -92,6 +52,8 @@ class Connection(asyncio.Protocol):
         """Whether it ends with the answer that is due."""
         self._is_lingering = False
         self._is_paused = False
+        self._is_ahead = False
+        """Whether the client has sent so much ahead that it waits until its request is answered."""
         self.is_full = False
         self._room: asyncio.Future[None] | None = None
 
@@ -207,8 +169,8 @@ class Connection(asyncio.Protocol):
             self.transport.pause_reading()
 
     def resume_reading(self) -> None:
-        """Let more come."""
-        if self._is_paused:
+        """Let more come, unless the client is too far ahead."""
+        if self._is_paused and not self._is_ahead:
             self._is_paused = False
             if self.transport is not None:
                 self.transport.resume_reading()
@@ -218,6 +180,7 @@ class Connection(asyncio.Protocol):
         asked, self._asked, self._task = self._asked, None, None
         if self.transport is None or self._waiting is None:
             return
+        self._is_ahead = False
         self.resume_reading()
         if self.closes or self._settings.is_closing:
             self._end(is_whole=asked is None or asked.is_whole)
@@ -297,11 +260,18 @@ class Connection(asyncio.Protocol):
         return True
 
     def _keep(self, data: bytes) -> None:
-        """Keep what came ahead, or else end with the answer that is due."""
-        if len(self._buffer) + len(data) <= AHEAD_BYTES and not self.closes:
-            self._buffer += data
-        else:
+        """Keep what came ahead; a client that is too far ahead waits. What follows its last request is not kept."""
+        self._buffer = b"" if self.closes else self._buffer + data
+        due = self._asked or self._lent
+        if len(self._buffer) <= AHEAD_BYTES or self._is_ahead or due is None:
+            return
+        if not due.head.is_http_11:  # it cannot be asked whether it is still there
             self._buffer, self.closes = b"", True
+            return
+        self._is_ahead = True
+        self.pause_reading()
+        assert self._waiting is not None
+        self._waiting.for_sign(due)
 
     def _refuse(self, error: NotHttpError) -> None:
         """Answer what is no HTTP, or cut an answer that has begun, and end."""

@@ -3,8 +3,9 @@
 The end of what a client sends may be the end of its requests alone, and then it waits for its answer (RFC 9112, 9.6).
 A client that left looks the same until something is sent: a closed peer refuses it. So such a client is sent an interim
 answer now and then, which means nothing and which clients pass over (RFC 9110, 15.2); where one is refused the client
-has left, and its turn ends as ever. HTTP/1.0 knows no interim answers, nor may one follow a head. There the client
-stays for a moment only, or until what it reads is refused.
+has left, and its turn ends as ever. HTTP/1.0 knows no interim answers; there the client stays for a moment only. Nor
+may one follow a head; from then on the client is known by what it takes. So is asked, too, who sent so much ahead that
+nothing more is read of it.
 """
 
 from __future__ import annotations
@@ -42,10 +43,6 @@ class Due(Protocol):
     """Whether something of it was written."""
     head: RequestHead
     """Of the request."""
-
-    @property
-    def is_over(self) -> bool:
-        """Whether it was written to its end, or never will be."""
 
 
 class Waiting:
@@ -85,7 +82,8 @@ class Waiting:
 
     def for_head(self) -> None:
         """Wait for the next head; first for what was written to be taken, if that is waited for."""
-        if self.due_s == inf:
+        if self.due_s == inf or self._asked is not None:
+            self._asked = None
             self._until(self._idle_s)
 
     def for_answer(self) -> None:
@@ -94,22 +92,28 @@ class Waiting:
 
     def for_room(self) -> None:
         """Wait for the client to take something of what was written."""
+        self._asked = None
         self._queued_bytes, self._looks_count = self._transport.get_write_buffer_size(), 0
         self._until(self._stall_s / STALL_LOOKS_COUNT)
 
     def for_end(self) -> None:
         """Wait for the client to finish what nobody reads."""
+        self._asked = None
         self._until(LINGER_S)
 
     def for_sign(self, asked: Due) -> None:
         """Ask the client again and again whether it is there, while its answer has not begun."""
-        self._asked = asked
-        self._probe(asked)
+        if not asked.begun:
+            self._asked, self._probes_count = asked, 0
+            self._probe(asked)
 
     def late(self, now_s: float) -> None:
         """Close what is late, or look again."""
-        if self._asked is not None and not self._asked.is_over:
-            self._probe(self._asked)
+        if self._asked is not None:
+            if not self._asked.begun:
+                self._probe(self._asked)
+            else:
+                self._asked, self.due_s = None, inf
             return
         queued_bytes = self._transport.get_write_buffer_size()
         if queued_bytes != self._queued_bytes:  # it took something, or more was written
@@ -137,6 +141,5 @@ class Waiting:
                 self._transport.close()
             self._until(OLD_CLIENT_S)
             return
-        if not asked.begun:
-            self._transport.write(CONTINUE)
+        self._transport.write(CONTINUE)
         self._until(PROBES_AFTER_S[min(self._probes_count, len(PROBES_AFTER_S)) - 1])

@@ -1,0 +1,185 @@
+"""What the headers of a request say of its turn: found in one pass over them, whatever else they hold.
+
+Which header names the program is looked at first; beside it most requests say nothing more, and then no more is asked.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from multidict import istr
+
+from thunderagent.errors import InvalidProgramIdError, RequestError
+from thunderagent.programs.model.verdicts import OUTCOMES
+
+MAX_PROGRAM_ID_BYTES = 256
+
+BRANCH_HEADER = "X-Program-Branch"
+PROGRAM_HEADERS = {
+    "X-Program-ID": BRANCH_HEADER,
+    "X-Session-ID": BRANCH_HEADER,  # SkyRL, prime-rl, Harbor
+    "X-SMG-Routing-Key": BRANCH_HEADER,  # slime, the gateway of SGLang
+    "X-Session-Affinity": BRANCH_HEADER,
+    "X-Dynamo-Session-ID": BRANCH_HEADER,
+    "X-Claude-Code-Session-Id": "X-Claude-Code-Agent-Id",
+    "Session-Id": "Thread-Id",  # Codex
+    "Session_Id": "Thread-Id",
+    "X-LiteLLM-Session-Id": BRANCH_HEADER,  # OpenHands, LiteLLM
+}
+"""Headers that name the program, ours first, and those that name its branch beside them."""
+
+FINAL_HEADERS = ("X-Program-Final", "X-Dynamo-Session-Final")
+"""Say that a turn is the program's last."""
+
+OUR_HEADERS = "X-Program-"
+"""What is there and empty is an error in ours; in other people's it is left out."""
+
+PARENT_BRANCH_HEADERS = {
+    "X-Claude-Code-Agent-Id": "X-Claude-Code-Parent-Agent-Id",
+    "Thread-Id": "X-Codex-Parent-Thread-Id",
+}
+"""Headers that name a branch, and those that name the branch which waits for it; without one it is the main branch."""
+
+PARENT_HEADERS = ("X-Program-Parent", "X-Dynamo-Parent-Session-ID", "X-Codex-Parent-Thread-Id")
+"""Name a program that waits for this one. A thread of Codex is one where it is no branch: where each has a session."""
+
+TENANT_HEADER = "X-Program-Tenant"
+GROUP_HEADER = "X-Program-Group"
+ROLE_HEADER = "X-Program-Role"
+"""Which of a program's agents speaks: what turns of that role generate is learned."""
+
+OUTCOME_HEADER = istr("X-Program-Outcome")
+"""What became of a program, with its last turn or its release."""
+
+CLASS_HEADER = istr("X-Program-Class")
+"""What sort of program it is: says which sandboxes it gets."""
+
+_SPELT = {
+    name.lower(): name
+    for name in (
+        *PROGRAM_HEADERS,
+        *PROGRAM_HEADERS.values(),
+        *FINAL_HEADERS,
+        *PARENT_BRANCH_HEADERS.values(),
+        *PARENT_HEADERS,
+        *(TENANT_HEADER, GROUP_HEADER, ROLE_HEADER, CLASS_HEADER),
+    )
+}
+"""The headers that are looked for, as they are spelt above, by their names in small letters."""
+
+_OURS, *_OTHERS = PROGRAM_HEADERS
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+
+Said = Mapping[str, Sequence[str]]
+"""Headers that say something of a turn: their values, by their names as they are spelt above."""
+
+
+class Words(NamedTuple):
+    """What headers say of a turn beside its program; empty is nothing."""
+
+    branch_id: str = ""
+    parent_branch_id: str = ""
+    group_id: str = ""
+    parent_id: str = ""
+    tenant: str = ""
+    program_class: str = ""
+    role: str = ""
+    is_final: bool = False
+
+
+NO_WORDS = Words()
+
+
+def said_in(headers: Mapping[str, str], more_headers: Sequence[str] = ()) -> Said:
+    """Return the headers that say something of a turn, and `more_headers` if they are there. Cost: one pass."""
+    spelt = _SPELT if not more_headers else {name.lower(): name for name in more_headers} | _SPELT
+    said: dict[str, list[str]] = {}
+    for name, value in headers.items():
+        if (known := spelt.get(name.lower())) is not None:
+            said.setdefault(known, []).append(value)
+    return said
+
+
+def program_header_of(said: Said, more_headers: Sequence[str] = ()) -> str:
+    """Return the header that names the program; empty if none does. One that is not ours, and is empty, does not."""
+    if _OURS in said or not said:
+        return _OURS if said else ""
+    more = (_SPELT.get(name.lower(), name) for name in more_headers)
+    return next((name for name in (*more, *_OTHERS) if any(said.get(name, ()))), "")
+
+
+def program_in(said: Said, header: str) -> str:
+    """Return the program that a header names. Raises `InvalidProgramIdError`."""
+    return check_program_id(_only_value(said[header], header))
+
+
+def words_in(said: Said, header: str, program_id: str | None) -> Words:
+    """Return what is said beside the program, which this header names if any does. Raises `InvalidProgramIdError`."""
+    if len(said) == (header in said):
+        return NO_WORDS
+    branch_header = PROGRAM_HEADERS.get(header, BRANCH_HEADER)
+    branch_id = _id_in(said, (BRANCH_HEADER, branch_header), "branch id")
+    group_id = _id_in(said, (GROUP_HEADER,), "group id")
+    parent_branch_id = ""
+    if branch_id not in ("", program_id) and BRANCH_HEADER not in said and branch_header in PARENT_BRANCH_HEADERS:
+        parent_branch_id = _id_in(said, (PARENT_BRANCH_HEADERS[branch_header],), "branch id")
+    return Words(
+        branch_id,
+        parent_branch_id,
+        group_id,
+        parent_id=_id_in(said, PARENT_HEADERS[:-1] if parent_branch_id else PARENT_HEADERS, "program id"),
+        tenant=_id_in(said, (TENANT_HEADER,), "tenant"),
+        program_class=_id_in(said, (CLASS_HEADER,), "program class") if said.get(CLASS_HEADER, ("",))[0] else "",
+        role=_id_in(said, (ROLE_HEADER,), "role"),
+        is_final=any(said[name][0].lower() in ("1", "true") for name in FINAL_HEADERS if name in said),
+    )
+
+
+def outcome_of(headers: Mapping[str, str]) -> str:
+    """Return what became of a program by its header; empty if nobody says. Raises `RequestError` for other words."""
+    outcome = headers.get(OUTCOME_HEADER, "").strip().lower()
+    if outcome and outcome not in OUTCOMES:
+        raise RequestError(f"{OUTCOME_HEADER} is one of {', '.join(OUTCOMES)}, not {outcome!r}")
+    return outcome
+
+
+def check_program_id(value: object) -> str:
+    """Return a program id as text. Raises `InvalidProgramIdError` if it is none."""
+    return _check_id(value, "program id")
+
+
+def _check_id(value: object, what: str) -> str:
+    if isinstance(value, int) and not isinstance(value, bool):
+        value = str(value)
+    if not isinstance(value, str) or not value:
+        raise InvalidProgramIdError(f"a {what} is a text that is not empty")
+    if value.isascii() and value.isprintable() and len(value) <= MAX_PROGRAM_ID_BYTES:
+        return value
+    try:
+        size_bytes = len(value.encode())
+    except UnicodeEncodeError:  # bytes of a header that are no UTF-8
+        raise InvalidProgramIdError(f"a {what} is UTF-8") from None
+    if size_bytes > MAX_PROGRAM_ID_BYTES:
+        raise InvalidProgramIdError(f"a {what} has at most {MAX_PROGRAM_ID_BYTES} bytes")
+    if _CONTROL.search(value):
+        raise InvalidProgramIdError(f"a {what} holds no control characters")
+    return value
+
+
+def _id_in(said: Said, names: Sequence[str], what: str) -> str:
+    """Return the id that the first of these headers holds which is there; empty if none is."""
+    for name in names:
+        if name in said and (name.startswith(OUR_HEADERS) or said[name][0]):
+            return _check_id(_only_value(said[name], name), what)
+    return ""
+
+
+def _only_value(values: Sequence[str], name: str) -> str:
+    """Return a header's value. Which of two would be meant nobody knows."""
+    if len(values) > 1:
+        raise InvalidProgramIdError(f"the header {name} stands there {len(values)} times")
+    if not values[0]:
+        raise InvalidProgramIdError(f"the header {name} is empty; leave it out, or give it a value")
+    return values[0]

@@ -1,0 +1,103 @@
+"""A client's connection as others see it: the request that came on it, and the server that made it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Generator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from thunderagent.proxy.wire.http11.heads import RequestHead
+from thunderagent.proxy.wire.http11.lent import Borrower
+from thunderagent.proxy.wire.http11.limits import Sweep
+
+if TYPE_CHECKING:
+    from thunderagent.proxy.wire.http11.asked import Asked
+    from thunderagent.proxy.wire.http11.server import Connection
+
+Handler = Callable[["Asked"], Awaitable[None]]
+
+
+class LeftError(ConnectionResetError):
+    """The client left, or was cut off."""
+
+
+class Line(Protocol):
+    """The connection that a request came on."""
+
+    transport: asyncio.Transport | None
+    """What is written to; None once the client left."""
+    is_full: bool
+    """Whether the client takes nothing for now."""
+    closes: bool
+    """Whether it ends with the answer that is due."""
+
+    @property
+    def may_stay(self) -> bool:
+        """Whether the connection may carry another request."""
+
+    def answered(self) -> None:
+        """Hear that the last byte of the answer was written."""
+
+    def cut(self) -> None:
+        """End the connection with what was written so far."""
+
+    def pause_reading(self) -> None:
+        """Have the client wait."""
+
+    def resume_reading(self) -> None:
+        """Let more come."""
+
+    async def room(self) -> None:
+        """Return when the client has taken something. Raises `LeftError`."""
+
+
+class Room:
+    """What is awaited before more is written; no coroutine, since it need not be awaited."""
+
+    __slots__ = ("_line",)
+
+    def __init__(self, line: Line) -> None:
+        """Wait for the client of this connection."""
+        self._line = line
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        return self._line.room().__await__()
+
+
+class Router(Protocol):
+    """Says who answers what."""
+
+    def handler(self, head: RequestHead) -> Handler | None:
+        """Return who answers a request of ours; None for one that is not ours."""
+
+    def borrower(self) -> Borrower:
+        """Return a protocol that answers one request which is not ours."""
+
+
+@dataclass(slots=True, eq=False)
+class Settings:
+    """What all connections of a server share."""
+
+    router: Router
+    sweep: Sweep
+    idle_s: float = 75.0
+    """For a head to come, from the first moment or the last answer on."""
+    stall_s: float = 120.0
+    """A client that takes nothing of its answer for so long is cut off."""
+    connections: set[Connection] = field(default_factory=set)
+    is_closing: bool = False
+    """Whether each answer is its connection's last."""
+    _closed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def ended(self, connection: Connection) -> None:
+        """Hear that a connection is closed."""
+        self.connections.discard(connection)
+        if not self.connections:
+            self._closed.set()
+
+    async def all_closed(self) -> None:
+        """Return when no connection is open."""
+        while self.connections:
+            self._closed.clear()
+            await self._closed.wait()
