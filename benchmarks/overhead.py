@@ -1,9 +1,9 @@
 """What the proxy adds: an instant engine and a client on one core, the proxy or a bare relay on the other.
 
-The proxy does its full work for every turn: identity, lease, ledger, usage, log line, metrics. Beside it stand a relay
-on aiohttp, and one on the proxy's own protocols, which is the least that a turn can cost. All are measured in turn
-several times in one run, and the medians of the ratios are reported. The processor time of each is reported, too: it
-holds also where the core has other work.
+The proxy does its full work for every turn: identity, lease, ledger, usage, log line, metrics. Beside it stand the same
+with the policy `passthrough`, a relay on aiohttp, and one on the proxy's own protocols, which is the least that a turn
+can cost. All are measured in turn several times in one run, and the medians of the ratios are reported. The processor
+time of each is reported, too: it holds also where the core has other work.
 """
 
 from __future__ import annotations
@@ -66,15 +66,17 @@ async def target(command: list[str], port: int, core: int, log: Path) -> AsyncIt
 
 
 def commands(
-    engine_port: int, proxy_port: int, relay_port: int, wire_port: int = 0
+    engine_port: int, proxy_port: int, relay_port: int, wire_port: int = 0, passthrough_port: int = 0
 ) -> dict[str, tuple[list[str], int]]:
     """Return how each target is started, and its port."""
     upstream = f"http://127.0.0.1:{engine_port}"
-    serve = ["-m", "thunderagent", "serve", "--backends", upstream, "--port", str(proxy_port), "--log-format", "json"]
+    serve = ["-m", "thunderagent", "serve", "--backends", upstream, "--log-format", "json", "--port"]
+    passes = [*serve, str(passthrough_port), "--policy", "passthrough"]
     return {
         "relay": ([sys.executable, "-m", "benchmarks.bare_relay", upstream, str(relay_port)], relay_port),
         "wire": ([sys.executable, "-m", "benchmarks.wire_relay", upstream, str(wire_port)], wire_port),
-        "proxy": ([sys.executable, *serve], proxy_port),
+        "proxy": ([sys.executable, *serve, str(proxy_port)], proxy_port),
+        "passthrough": ([sys.executable, *passes], passthrough_port),
     }
 
 
@@ -110,6 +112,8 @@ async def throughput(ports: dict[str, int], pids: dict[str, int], args: argparse
     for _ in range(args.rounds):
         for load, (connections_count, stream, body_bytes) in loads.items():
             for name, port in ports.items():
+                if name == "passthrough" and load != "whole":
+                    continue
                 requests = chat_requests(port, body_bytes=body_bytes, stream=stream, programs_count=PROGRAMS_COUNT)
                 began_s = cpu_s(pids[name]) if name in pids else 0.0
                 counted = Counted(requests)
@@ -119,16 +123,19 @@ async def throughput(ports: dict[str, int], pids: dict[str, int], args: argparse
                 if name in pids:
                     figures["cpu_us"] = (cpu_s(pids[name]) - began_s) / counted.count * 1e6
                 runs.setdefault(f"{name}_{load}", []).append(figures)
-                print(f"{name:7} {load:7} " + "  ".join(f"{key} {value:,.2f}" for key, value in figures.items()))
+                print(f"{name:11} {load:7} " + "  ".join(f"{key} {value:,.2f}" for key, value in figures.items()))
     return runs
 
 
 def summary(runs: dict[str, list[dict[str, float]]]) -> dict[str, float]:
     """Return the figures that are promised."""
-    ratios = [
-        ours["requests_per_s"] / relay["requests_per_s"]
-        for ours, relay in zip(runs["proxy_whole"], runs["relay_whole"], strict=True)
-    ]
+    ratios, passthrough_ratios = (
+        [
+            ours["requests_per_s"] / relay["requests_per_s"]
+            for ours, relay in zip(runs[f"{name}_whole"], runs["relay_whole"], strict=True)
+        ]
+        for name in ("proxy", "passthrough")
+    )
     added, added_large = (
         [
             ours["p50_ms"] - direct["p50_ms"]
@@ -140,6 +147,7 @@ def summary(runs: dict[str, list[dict[str, float]]]) -> dict[str, float]:
         "proxy_requests_per_s": median(run["requests_per_s"] for run in runs["proxy_whole"]),
         "relay_requests_per_s": median(run["requests_per_s"] for run in runs["relay_whole"]),
         "ratio_to_relay": median(ratios),
+        "passthrough_ratio_to_relay": median(passthrough_ratios),
         "added_p50_ms": median(added),
         "added_large_p50_ms": median(added_large),
         "wire_requests_per_s": median(run["requests_per_s"] for run in runs["wire_whole"]),
@@ -148,6 +156,7 @@ def summary(runs: dict[str, list[dict[str, float]]]) -> dict[str, float]:
             for name in ("relay", "wire", "proxy")
             for load in ("whole", "large", "stream")
         },
+        "passthrough_whole_cpu_us": median(run["cpu_us"] for run in runs["passthrough_whole"]),
         "stream_events_per_s": median(run["events_per_s"] for run in runs["proxy_stream"]),
         "relay_stream_events_per_s": median(run["events_per_s"] for run in runs["relay_stream"]),
     }
@@ -196,7 +205,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
         if args.held:
             results["memory"] = await held_memory(engine_port, args.held, logs / "held.log")
             print(results["memory"])
-        starts = commands(engine_port, free_port(), free_port(), free_port())
+        starts = commands(engine_port, free_port(), free_port(), free_port(), free_port())
         ports = {"engine": engine_port, **{name: port for name, (_, port) in starts.items()}}
         async with AsyncExitStack() as stack:
             pids = {}

@@ -1,7 +1,7 @@
 """The log as JSON lines, written by a thread: a reader that is slow, or stands still, stops nobody.
 
-Those of a hundredth of a second go out together: a busy proxy ends many turns in that time, and a system call for the
-line of each costs as much as all else about it. Nothing waits for longer; what warns, or is worse, goes out at once
+Those of a twentieth of a second go out together: a busy proxy ends many turns in that time, and to wake the thread for
+the line of each costs more than all else about it. Nothing waits for longer; what warns, or is worse, goes out at once
 with all before it. While nobody reads, lines wait up to a limit; what comes beyond that is counted, and told once there
 is room again.
 
@@ -20,7 +20,7 @@ from typing import BinaryIO
 import msgspec
 import structlog
 
-LINGER_S = 0.01
+LINGER_S = 0.05
 """For so long a line may wait for others."""
 
 MAX_WAITING_BYTES = 16 * 2**20

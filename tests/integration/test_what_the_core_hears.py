@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -84,6 +86,25 @@ async def answer_of(replica_answer: Any, log: Path, **fields: Any) -> Answer:
     """Make one turn with a replica that answers so."""
     async with fake_replica(replica_answer) as replica, running_proxy(replica.url, event_log=log) as proxy:
         return await ask(proxy.url, "a", **fields)
+
+
+async def test_a_turn_that_follows_on_its_heels_is_begun_after_the_one_before_has_ended(
+    engine_url: str, tmp_path: Path
+) -> None:
+    """A client has a whole answer before that is booked: what it sends at once, or sent before, waits for that."""
+    log = tmp_path / "events"
+    body = json.dumps(turn("a", max_tokens=5)).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+    async with running_proxy(engine_url, event_log=log) as proxy:
+        where = urlsplit(proxy.url)
+        reader, writer = await asyncio.open_connection(where.hostname, where.port)
+        writer.write(f"{head}\r\n".encode() + body + f"{head}\r\n".encode() + body)
+        await reader.readuntil(b"HTTP/1.1 200")
+        writer.write(f"{head}Connection: close\r\n\r\n".encode() + body)
+        assert (await reader.read()).count(b"HTTP/1.1 200") == 2
+        writer.close()
+    heard = [type(event) for event in events_in(log) if isinstance(event, TurnArrived | TurnFinished)]
+    assert heard == [TurnArrived, TurnFinished] * 3
 
 
 async def test_the_tool_that_a_whole_answer_calls(tmp_path: Path) -> None:

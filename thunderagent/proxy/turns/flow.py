@@ -221,7 +221,9 @@ class Turns:
                 self._metrics.observe_hold(granted.held_s)
                 self._metrics.observe_added(monotonic() - record.arrived_s - record.held_s)
                 authorization = headers.get("Authorization")
-                named = await forwarding.named(record, granted.replica_id, authorization)
+                named = None
+                if forwarding.names(granted.replica_id):
+                    named = await forwarding.named(record, granted.replica_id, authorization)
                 body = record.turn.body if named is None else named.body
                 try:
                     try:

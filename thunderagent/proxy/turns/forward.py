@@ -69,10 +69,12 @@ class Forwarding:
             headers["X-Session-ID"] = record.turn.program_id
         return headers
 
-    async def named(self, record: Record, replica_id: str, authorization: str | None) -> NamedTurn | None:
-        """Return the body with an id of its own, where the engine wants to be told of clients that left; else None."""
-        if not self._replicas.has_notices(replica_id):
-            return None
+    def names(self, replica_id: str) -> bool:
+        """Say whether turns have ids of their own there: where the engine wants to be told of clients that left."""
+        return self._replicas.has_notices(replica_id)
+
+    async def named(self, record: Record, replica_id: str, authorization: str | None) -> NamedTurn:
+        """Return the body with an id of its own."""
         turn, path = record.turn, record.target.engine_path
         name = partial(self._replicas.name_turn, replica_id, path, turn.body, turn.program_id, authorization)
         return await read_aside(name, len(turn.body))
