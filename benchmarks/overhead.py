@@ -1,9 +1,10 @@
 """What the proxy adds: an instant engine and a client on one core, the proxy or a bare relay on the other.
 
 The proxy does its full work for every turn: identity, lease, ledger, usage, log line, metrics. Beside it stand the same
-with the policy `passthrough`, a relay on aiohttp, and one on the proxy's own protocols, which is the least that a turn
-can cost. All are measured in turn several times in one run, and the medians of the ratios are reported. The processor
-time of each is reported, too: it holds also where the core has other work.
+with the policy `passthrough`, a relay on aiohttp, one on the proxy's own protocols, which is the least that a turn can
+cost, and the routers of vLLM and SGLang as they come, each pinned to the same core. All are measured in turn several
+times in one run, and the medians of the ratios are reported. The processor time of each is reported, too: it holds also
+where the core has other work.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import uvloop
 
+from benchmarks.environments import RealEngineError, ensure_environment
 from benchmarks.instant import chat_requests, drive, instant_engine
 from benchmarks.machine import save_results
 from benchmarks.processes import resident_mb
@@ -32,6 +35,15 @@ PROGRAMS_COUNT = 1000
 LARGE_BODY_BYTES = 400_000
 """A context of about 100,000 tokens."""
 START_S = 15.0
+
+ROUTERS = {
+    "vllm_router": ("vllm-router==0.1.17", ("-m", "vllm_router.launch_router")),
+    "sglang_router": ("sglang-router==0.3.2", ("-m", "sglang_router.launch_router")),
+}
+"""What is installed of each, in an environment of its own, and how its interpreter starts it."""
+
+LOADS_OF = {"passthrough": ("whole",), **dict.fromkeys(ROUTERS, ("whole", "single"))}
+"""What is measured of those of whom not all is."""
 
 
 def free_port() -> int:
@@ -80,6 +92,28 @@ def commands(
     }
 
 
+def router_commands(engine_port: int) -> tuple[dict[str, tuple[list[str], int]], dict[str, str]]:
+    """Return how each router is started, with its own policy, and its port; and why others cannot be installed."""
+    found, missing = {}, {}
+    for name, (requirement, start) in ROUTERS.items():
+        try:
+            python = ensure_environment(name, [requirement], "some 50 MB")
+        except RealEngineError as error:
+            missing[name] = str(error)
+            continue
+        port = free_port()
+        options = {
+            "--worker-urls": f"http://127.0.0.1:{engine_port}",
+            "--host": "127.0.0.1",
+            "--port": str(port),
+            "--prometheus-port": str(free_port()),
+            "--worker-startup-check-interval": "1",
+            "--log-level": "error",
+        }
+        found[name] = ([str(python), *start, *chain.from_iterable(options.items())], port)
+    return found, missing
+
+
 class Counted:
     """Gives requests, and counts them."""
 
@@ -112,7 +146,7 @@ async def throughput(ports: dict[str, int], pids: dict[str, int], args: argparse
     for _ in range(args.rounds):
         for load, (connections_count, stream, body_bytes) in loads.items():
             for name, port in ports.items():
-                if name == "passthrough" and load != "whole":
+                if load not in LOADS_OF.get(name, loads):
                     continue
                 requests = chat_requests(port, body_bytes=body_bytes, stream=stream, programs_count=PROGRAMS_COUNT)
                 began_s = cpu_s(pids[name]) if name in pids else 0.0
@@ -143,7 +177,15 @@ def summary(runs: dict[str, list[dict[str, float]]]) -> dict[str, float]:
         ]
         for load in ("single", "large")
     )
+    routed: dict[str, float] = {}
+    for name in ROUTERS:
+        if whole := runs.get(f"{name}_whole"):
+            pairs = zip(runs["proxy_whole"], whole, strict=True)
+            routed[f"{name}_requests_per_s"] = median(run["requests_per_s"] for run in whole)
+            routed[f"{name}_whole_cpu_us"] = median(run["cpu_us"] for run in whole)
+            routed[f"ratio_to_{name}"] = median(ours["requests_per_s"] / its["requests_per_s"] for ours, its in pairs)
     return {
+        **routed,
         "proxy_requests_per_s": median(run["requests_per_s"] for run in runs["proxy_whole"]),
         "relay_requests_per_s": median(run["requests_per_s"] for run in runs["relay_whole"]),
         "ratio_to_relay": median(ratios),
@@ -206,6 +248,9 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
             results["memory"] = await held_memory(engine_port, args.held, logs / "held.log")
             print(results["memory"])
         starts = commands(engine_port, free_port(), free_port(), free_port(), free_port())
+        if args.routers:
+            routers, results["missing"] = await asyncio.to_thread(router_commands, engine_port)
+            starts |= routers
         ports = {"engine": engine_port, **{name: port for name, (_, port) in starts.items()}}
         async with AsyncExitStack() as stack:
             pids = {}
@@ -224,6 +269,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each kind")
     parser.add_argument("--streams", type=int, default=16, help="streams at a time")
     parser.add_argument("--held", type=int, default=10_000, help="turns to hold for the memory figure; 0 skips it")
+    parser.add_argument("--routers", action=argparse.BooleanOptionalAction, default=True, help="measure those, too")
     parser.add_argument("--logs", default="out/overhead", help="folder for the servers' logs")
     parser.add_argument("--name", default="overhead", help="name of the result file")
     args = parser.parse_args()
@@ -232,6 +278,8 @@ def main() -> None:
     results = uvloop.run(measure(args))
     for name, value in {**results.get("memory", {}), **results["summary"]}.items():
         print(f"{name:28} {value:,.3f}")
+    for name, why in results.get("missing", {}).items():
+        print(f"{name:28} not measured: {why}")
     save_results(args.name, {"arguments": vars(args), **results})
 
 

@@ -17,6 +17,7 @@ from thunderagent.proxy.wire.http11.limits import Pause, Sweep
 from thunderagent.proxy.wire.http11.line import Handler, Settings
 from thunderagent.proxy.wire.http11.pool import Limits, Pool
 from thunderagent.proxy.wire.http11.server import Connection
+from thunderagent.serving import keep_freed_memory
 
 LIMITS = Limits(connect_s=5.0, silence_s=3600.0)
 
@@ -57,6 +58,7 @@ class Relay:
 
 async def main(upstream: str, port: int) -> None:
     """Relay until told to stop."""
+    keep_freed_memory()
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, stop.set)
     sweep = Sweep(loop)

@@ -98,10 +98,10 @@ def _cuts_of_messages(fields: PromptFields, *, has_media: bool) -> tuple[PrefixC
         size_bytes += sum(map(len, messages[start:end]))
         if end > len(messages) or size_bytes > MAX_HASHED_BYTES:
             break
-        piece = b"".join(messages[start:end])
+        piece = b"".join(messages[start:end]) if end - start > 1 else messages[start]
         digest.update(piece)
         if has_media:
-            media_bytes += media_of(piece).size_bytes
+            media_bytes += media_of(bytes(piece)).size_bytes
         cuts.append((_number(digest), size_bytes - media_bytes))
         start = end
     return tuple(cuts)

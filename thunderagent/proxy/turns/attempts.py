@@ -53,6 +53,8 @@ class Attempt:
     is_sample: bool = False
     """Whether another of the same body was beside it."""
     superseded: bool = False
+    key: str | None = None
+    """What attempts at one turn have in common for certain; None if this one is nobody's."""
 
     def is_same(self, other: Attempt) -> bool:
         """Say whether two attempts of one program ask for the same."""
@@ -80,7 +82,7 @@ class Attempts:
 
     def begin(self, attempt: Attempt, now_s: float) -> None:
         """Take in an attempt, and let it take the place of the one before, which is cancelled, or at least its age."""
-        key = _key_of(attempt)
+        key = attempt.key = _key_of(attempt)
         if key is None:
             return
         live = self._live.get(key)
@@ -113,7 +115,7 @@ class Attempts:
 
     def end(self, attempt: Attempt, now_s: float, *, answered: bool) -> None:
         """Let go of an attempt; one that got no answer may come again."""
-        key = _key_of(attempt)
+        key = attempt.key
         if key is None:
             return
         live = self._live[key]
@@ -132,7 +134,6 @@ class Attempts:
 
 
 def _key_of(attempt: Attempt) -> str | None:
-    """Return what attempts at one turn have in common for certain; None if this one is nobody's."""
     program_id = attempt.turn.program_id
     if program_id is not None:
         return program_id
@@ -154,4 +155,4 @@ def _earlier_of(attempt: Attempt, others: list[Attempt]) -> Attempt | None:
 
 def _place_of(attempt: Attempt) -> Place:
     body = attempt.turn.body
-    return _key_of(attempt) or "", attempt.turn.branch_id, attempt.path, len(body), hash(body[-HASHED_BYTES:])
+    return attempt.key or "", attempt.turn.branch_id, attempt.path, len(body), hash(body[-HASHED_BYTES:])

@@ -132,11 +132,8 @@ class Turns:
         """
         arrived_s, target = monotonic(), exchange.target
         tenancy = self._tenancy if self._tenancy.applies else None
-        what = exchange, self._settings.identity, tenancy, chosen_id
-        if len(exchange.body) <= LARGE_BODY_BYTES:
-            turn, prompt = read_turn(*what)
-        else:
-            turn, prompt = await asyncio.to_thread(read_turn, *what)
+        what, is_small = (exchange, self._settings.identity, tenancy, chosen_id), len(exchange.body) <= LARGE_BODY_BYTES
+        turn, prompt = read_turn(*what) if is_small else await asyncio.to_thread(read_turn, *what)
         turn = self._of_program(exchange, turn, prompt, tenancy)
         dialect = TURN_DIALECTS.get(target.spelt) or dialect_of(target.spelt)
         record = Record(turn, exchange.method, target, dialect, arrived_s, exchange.body, prompt, chosen_id)
@@ -212,7 +209,7 @@ class Turns:
             record.tenancy.mend(headers)
         if self._settings.heartbeat_s is not None:
             self._may_beat(exchange, record, self._settings.heartbeat_s)
-        deadline_s = self._deadline_s(record, attempt) if attempt.patience.patience_s is not None else None
+        deadline_s = self._deadline_s(record, attempt)
         while True:
             with await self._lease(exchange, record, attempt, deadline_s, avoid_replica_id) as lease:
                 if exchange.kept is not None:
@@ -221,9 +218,8 @@ class Turns:
                 self._metrics.observe_hold(granted.held_s)
                 self._metrics.observe_added(monotonic() - record.arrived_s - record.held_s)
                 authorization = headers.get("Authorization")
-                named = None
-                if forwarding.names(granted.replica_id):
-                    named = await forwarding.named(record, granted.replica_id, authorization)
+                names = forwarding.names(granted.replica_id)
+                named = await forwarding.named(record, granted.replica_id, authorization) if names else None
                 body = record.turn.body if named is None else named.body
                 try:
                     try:
@@ -297,13 +293,13 @@ class Turns:
 
     def _deadline_s(self, record: Record, attempt: Attempt) -> float | None:
         """Return when the client gives up; None if it never does, or if heartbeats will keep it waiting."""
-        patience, settings = attempt.patience, self._settings
-        if patience.patience_s is None or not settings.client_patience:
+        patience_s, settings = attempt.patience.patience_s, self._settings
+        if patience_s is None or not settings.client_patience:
             return None
-        beats = record.held_stream is not None and settings.heartbeat_s is not None
-        if beats and patience.counts_bytes and (settings.heartbeat_s or 0.0) < patience.patience_s:
+        beat_s = settings.heartbeat_s if record.held_stream is not None else None
+        if beat_s is not None and attempt.patience.counts_bytes and beat_s < patience_s:
             return None
-        return self._leases.now_s() + patience.patience_s
+        return self._leases.now_s() + patience_s
 
     def _lives(self, record: Record) -> bool:
         """Say whether the program of a turn with a lease did not end since: another of the same id is another."""

@@ -25,12 +25,14 @@ DEFAULT_RETRIES = RetrySettings()
 class RetryBudget:
     """Count turns and retries of this window and the one before. O(1) for each."""
 
-    __slots__ = ("_earlier", "_retries_count", "_settings", "_turns_count", "_window", "refused_count")
+    __slots__ = ("_earlier", "_ends_s", "_retries_count", "_settings", "_turns_count", "_window", "refused_count")
 
     def __init__(self, settings: RetrySettings) -> None:
         """Begin with nothing counted."""
         self._settings = settings
         self._window = 0
+        self._ends_s = 0.0
+        """When the window does."""
         self._turns_count = self._retries_count = 0
         self._earlier = 0, 0
         self.refused_count = 0
@@ -38,7 +40,8 @@ class RetryBudget:
 
     def turn_came(self, now_s: float) -> None:
         """Count a turn."""
-        self._step(now_s)
+        if now_s >= self._ends_s:
+            self._step(now_s)
         self._turns_count += 1
 
     def may_retry(self, now_s: float, tries_count: int, client_retry_count: int) -> bool:
@@ -62,3 +65,4 @@ class RetryBudget:
         self._earlier = (self._turns_count, self._retries_count) if window == self._window + 1 else (0, 0)
         self._turns_count = self._retries_count = 0
         self._window = window
+        self._ends_s = (window + 1) * self._settings.window_s

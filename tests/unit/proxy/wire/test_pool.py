@@ -516,3 +516,54 @@ async def test_headers_that_would_be_two_are_not_sent() -> None:
         with pytest.raises(ValueError, match="header"):
             await pool.request("GET", server.url, "/", CIMultiDict({"A": "b\r\nC: d"}), None, LIMITS)
         assert pool.requests_count == 0
+
+
+class Talker:
+    """What a client says after its head."""
+
+    def __init__(self) -> None:
+        self.sink: Callable[[bytes], None] | None = None
+        self.is_held = asyncio.Event()
+        self.may_go_on = asyncio.Event()
+
+    def pour(self, sink: Callable[[bytes], None]) -> None:
+        self.sink = sink
+
+    def hold(self) -> None:
+        self.is_held.set()
+
+    def go_on(self) -> None:
+        self.may_go_on.set()
+
+
+UPGRADE = CIMultiDict([("Connection", "Upgrade"), ("Upgrade", "websocket")])
+CHANGES = b"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n"
+
+
+async def test_a_protocol_changes_only_for_who_asked_for_it() -> None:
+    """For others it is no HTTP; and what both sides say then goes as fast as it is taken."""
+    reads = asyncio.Event()
+
+    async def behaviour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(CHANGES + b"hi")
+        await reads.wait()
+        writer.write(b"%d" % len(await reader.readexactly(len(LARGE_BODY))))
+
+    async with pool_of(behaviour) as (server, pool):
+        for method, headers in (("GET", CIMultiDict[str]()), ("POST", UPGRADE)):
+            with pytest.raises(ClosedError):
+                await pool.request(method, server.url, "/v1/realtime", headers, None, LIMITS)
+        answer = await pool.request("GET", server.url, "/v1/realtime", UPGRADE, None, LIMITS)
+        assert (answer.status, await answer.next_piece()) == (101, b"hi")
+        talker = Talker()
+        answer.converse(talker)
+        assert talker.sink is not None
+        talker.sink(LARGE_BODY)
+        await talker.is_held.wait()
+        assert not talker.may_go_on.is_set()
+        reads.set()
+        await talker.may_go_on.wait()
+        assert await answer.read() == b"%d" % len(LARGE_BODY)
+        talker.sink(b"nobody hears this")
+    assert pool.requests_count == 0
