@@ -47,7 +47,7 @@ Examples:
 FILE_FIELDS = frozenset({"sandbox_templates"})
 """Fields that only the configuration file has."""
 
-LIST_FIELDS = {"policy_args": "policy-arg", "tenant_weights": "tenant-weight"}
+LIST_FIELDS = {"policy_args": "policy-arg", "tenant_weights": "tenant-weight", "model_aliases": "model-alias"}
 """Fields that are given one item at a time, by an option of another name."""
 
 

@@ -90,6 +90,14 @@ class ServeConfig(BaseSettings):
     backend_type: Literal["auto", "vllm", "sglang", "nova"] = Field(
         "auto", description="engine kind of the replicas; auto detects it for each"
     )
+    model_aliases: Annotated[dict[str, str], NoDecode] = Field(
+        {}, description="further names of models that clients may use, as name=served; engines get the served one"
+    )
+    model_pools: bool = Field(
+        True,
+        description="replicas that list other models at /v1/models are a pool of their own; else all are one, and "
+        "every replica must serve every model",
+    )
     capacity_tokens: int | None = Field(
         None, gt=0, description="size of each replica's KV pool in tokens; overrides what engines say"
     )
@@ -652,7 +660,7 @@ class ServeConfig(BaseSettings):
                 raise ValueError(f"the weight of tenant {name!r} must be a number over 0, not {weight_ratio}")
         return weights
 
-    @field_validator("policy_args", "tenant_weights", mode="before")
+    @field_validator("policy_args", "tenant_weights", "model_aliases", mode="before")
     @classmethod
     def _split_pairs(cls, value: object) -> object:
         if isinstance(value, dict):

@@ -183,6 +183,12 @@ class NotFoundError(RequestError):
     code = "not_found"
 
 
+class UnknownModelError(NotFoundError):
+    """No replica lists the model that a request names, or several models are served and it names none."""
+
+    code = "model_not_found"
+
+
 class MethodNotAllowedError(RequestError):
     """The path is one of the proxy's, but not with that method; the answer's `Allow` says with which."""
 

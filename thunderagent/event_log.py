@@ -1,7 +1,9 @@
 """The event log: one JSON line for every event and what was decided, and the replay that decides it all again.
 
 The first line is a header with everything that decisions depend on besides the events: the policy and its settings,
-and the scheduler's. A line is `[event name, event fields, [[decision name, decision fields], ...]]`.
+and the scheduler's. A line is `[event name, event fields, [[decision name, decision fields], ...]]`; of a pool of
+replicas other than the first it ends with `[number of the pool, its name]`. What several pools heard of has a line for
+each.
 """
 
 from __future__ import annotations
@@ -20,12 +22,14 @@ from thunderagent.programs.learned.goodput import Goodput
 from thunderagent.programs.model.decisions import Decision
 from thunderagent.programs.model.events import Event
 from thunderagent.programs.model.settings import SchedulerSettings
+from thunderagent.programs.pools import Handled, share
 from thunderagent.programs.scheduler import Scheduler
 
 FORMAT = "thunderagent-events/1"
 EVENTS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Event)}
 
-Record = tuple[Event, Any]
+Record = tuple[Event, Any, int]
+"""An event, what was decided on it, and the number of the pool that heard of it."""
 
 
 class EventLogWriter:
@@ -58,6 +62,16 @@ class EventLogWriter:
         named = [(type(decision).__name__, decision) for decision in decisions]
         self._file.write(self._encoder.encode((type(event).__name__, event, named)) + b"\n")
 
+    def write_pools(self, handled: Iterable[Handled]) -> None:
+        """Append what pools heard of, and decided."""
+        for pool, event, decisions in handled:
+            if not pool.pool_id:
+                self.write(event, decisions)
+                continue
+            named = [(type(decision).__name__, decision) for decision in decisions]
+            line = type(event).__name__, event, named, (pool.pool_id, pool.name)
+            self._file.write(self._encoder.encode(line) + b"\n")
+
     def flush(self) -> None:
         """Hand what was written to the operating system."""
         self._file.flush()
@@ -69,7 +83,10 @@ class EventLogWriter:
 
 @dataclass(frozen=True, slots=True)
 class ReplayReport:
-    """What a replay found; `difference` is None if every decision was the same. `goodput` is that of what it read."""
+    """What a replay found; `difference` is None if every decision was the same.
+
+    `goodput` is that of what it read, of the first pool.
+    """
 
     policy: str
     events_count: int
@@ -86,12 +103,17 @@ def replay(lines: Iterable[bytes], *, after_event: Callable[[Scheduler], None] |
     number where a line cannot be read.
     """
     numbered = enumerate(lines, start=1)
-    scheduler, policy = _scheduler_of(numbered)
+    make, policy = _maker_of(numbered)
+    schedulers = {0: make()}
     events_count = decisions_count = 0
     for number, line in numbered:
         if not line.endswith(b"\n"):
             break
-        event, logged = _read_record(number, line)
+        event, logged, pool = _read_record(number, line)
+        scheduler = schedulers.get(pool)
+        if scheduler is None:
+            scheduler = schedulers[pool] = make()
+            share(list(schedulers.values()))
         decided = _plain([(type(d).__name__, d) for d in scheduler.handle(event)])
         for decisions in (decided, logged):
             _without_empty_priorities(decisions)
@@ -99,10 +121,10 @@ def replay(lines: Iterable[bytes], *, after_event: Callable[[Scheduler], None] |
         decisions_count += len(decided)
         if decided != logged:
             difference = f"line {number}: {event}\n  logged:  {logged}\n  decided: {decided}"
-            return ReplayReport(policy, events_count, decisions_count, difference, scheduler.knowledge.goodput)
+            return ReplayReport(policy, events_count, decisions_count, difference, schedulers[0].knowledge.goodput)
         if after_event is not None:
             after_event(scheduler)
-    return ReplayReport(policy, events_count, decisions_count, None, scheduler.knowledge.goodput)
+    return ReplayReport(policy, events_count, decisions_count, None, schedulers[0].knowledge.goodput)
 
 
 def read_events(lines: Iterable[bytes]) -> Iterator[Event]:
@@ -118,12 +140,17 @@ def read_events(lines: Iterable[bytes]) -> Iterator[Event]:
         yield _read_record(number, line)[0]
 
 
-def _scheduler_of(numbered: Iterator[tuple[int, bytes]]) -> tuple[Scheduler, str]:
+def _maker_of(numbered: Iterator[tuple[int, bytes]]) -> tuple[Callable[[], Scheduler], str]:
+    """Return what makes a scheduler as the header says, and the name of its policy."""
     header = _read_header(numbered)
     try:
         settings = {name: parse_setting(text) for name, text in header["policy_settings"].items()}
-        policy = load_policy(header["policy"], settings)
-        return Scheduler(policy, SchedulerSettings(**header["settings"])), policy.name
+        scheduler_settings = SchedulerSettings(**header["settings"])
+
+        def make() -> Scheduler:
+            return Scheduler(load_policy(header["policy"], settings), scheduler_settings)
+
+        return make, make().policy.name
     except (KeyError, TypeError, AttributeError) as error:
         raise EventLogError(f"line 1: not the header of an event log: {error!r}") from error
 
@@ -141,12 +168,12 @@ def _read_header(numbered: Iterator[tuple[int, bytes]]) -> Any:
 
 def _read_record(number: int, line: bytes) -> Record:
     try:
-        name, fields, logged = msgspec.json.decode(line)
+        name, fields, logged, *of_pool = msgspec.json.decode(line)
         EVENTS[name](**fields)  # refuses fields that the event does not have
         event = msgspec.convert(fields, EVENTS[name])
     except (msgspec.DecodeError, KeyError, TypeError, ValueError) as error:
         raise EventLogError(f"line {number}: not an event: {error!r}") from error
-    return event, logged
+    return event, logged, int(of_pool[0][0]) if of_pool else 0
 
 
 def _without_empty_priorities(decisions: Any) -> None:

@@ -70,6 +70,8 @@ class TurnAsk(Struct, frozen=True, kw_only=True, array_like=True, tag="acquire",
     """Whether a trainer may end its wait."""
     hint: TurnHint | None = None
     """What comes after it, counted from its end."""
+    model: str = ""
+    """The model that it is for; empty where none is named, and where nobody asks (`ReplicaMap.names_models`)."""
 
 
 class Lease(Struct, frozen=True, array_like=True, tag="grant", gc=False):
@@ -114,6 +116,8 @@ class ReplicaState(Struct, frozen=True, array_like=True, gc=False):
     suspended_for: tuple[str, ...] = ()
     """Causes for which nothing is granted there."""
     capacity_tokens: int | None = None
+    pool: str = ""
+    """The name of its pool; empty where there is one."""
 
 
 class ReplicaMap:
@@ -126,6 +130,10 @@ class ReplicaMap:
         """By their ids, in the order in which they were first heard of."""
         self.open_ids: Sequence[str] = ()
         """Of those that are open, in their order."""
+        self.names_models = False
+        """Whether it may matter which model a turn is for: only then it must say so."""
+        self.has_pools = False
+        """Whether replicas are in several pools."""
 
     def __repr__(self) -> str:
         return f"<ReplicaMap: {len(self._states)} replicas, {len(self.open_ids)} open>"
@@ -267,12 +275,16 @@ class LeaseSource(Protocol):
         """Wait for leave to run one turn. `while_held` is entered if it is held, and left with the lease.
 
         Raises what `while_held` raises, and `ProgramReleasedError`, `ProgramHopelessError`, `NoReplicaError`,
-        `NoRoomInTimeError`, `TooManyProgramsError`, `TurnAbortedError` or `ShuttingDownError` if there will be none.
+        `NoRoomInTimeError`, `TooManyProgramsError`, `TurnAbortedError`, `UnknownModelError` or `ShuttingDownError` if
+        there will be none.
         Cancelling the wait takes the turn out of the queue.
         """
 
-    def home_of(self, program_id: str) -> str | None:
-        """Return the replica that a program is on, if that is up; None for a program that is on none, or not known."""
+    def home_of(self, program_id: str, model: str = "") -> str | None:
+        """Return the replica that a program is on, if that is up; None for a program that is on none, or not known.
+
+        Where there are several pools it is that of the model's.
+        """
 
     def tenant_of(self, program_id: str) -> str | None:
         """Return whose a live program is; None if there is none."""

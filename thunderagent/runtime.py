@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from itertools import count
@@ -38,6 +38,7 @@ from thunderagent.errors import (
     ThunderAgentError,
     TooManyProgramsError,
     TurnAbortedError,
+    UnknownModelError,
 )
 from thunderagent.event_log import EventLogWriter
 from thunderagent.leases import UNBOUNDED, Lease, OpenLease, ReplicaMap, ReplicaState, TurnAsk, TurnEnd, TurnHint
@@ -88,9 +89,11 @@ from thunderagent.programs.model.fleet_events import (
     ReplicaUp,
     RouteSet,
 )
+from thunderagent.programs.model.program import Program
 from thunderagent.programs.model.routes import Targets
 from thunderagent.programs.model.signals import Signal
-from thunderagent.programs.operations import NOT_THERE
+from thunderagent.programs.operations import NOT_THERE, Operations
+from thunderagent.programs.pools import Pool, Pools
 from thunderagent.programs.scheduler import Scheduler
 
 log = structlog.get_logger("thunderagent.runtime")
@@ -108,6 +111,13 @@ class RuntimeSettings:
 
 MOST_RETRY_AFTER_S = 60
 """Clients take a longer wait that they are told for a mistake."""
+
+SETTLING_LIMIT_S = 5.0
+"""Turns of the first moments wait for no longer until all replicas have said which models they serve."""
+
+TOLD_MODELS_COUNT = 20
+"""So many names stand in the error of a model that nobody serves, at most; and so many characters of that model's."""
+TOLD_MODEL_CHARS = 100
 
 TIMER_SLACK_S = 0.002
 """An event loop's timer may be early by a millisecond."""
@@ -141,9 +151,15 @@ class Runtime:
         *,
         clock: Callable[[], float] = monotonic,
         event_log: EventLogWriter | None = None,
+        make_scheduler: Callable[[], Scheduler] | None = None,
     ) -> None:
-        """Begin with no lease; `clock` returns monotonic seconds."""
+        """Begin with no lease; `clock` returns monotonic seconds.
+
+        `make_scheduler` returns one like `scheduler` for each further pool of replicas; without, all are one pool.
+        """
         self.scheduler = scheduler
+        """That of the first pool, or of all."""
+        self.pools = Pools(scheduler, make_scheduler)
         self.settings = settings or RuntimeSettings()
         self.now_s = clock
         self.decision_counts: Counter[tuple[type[Decision], Reason]] = Counter()
@@ -168,7 +184,15 @@ class Runtime:
         """Turns that another attempt took the place of, until whoever carries them out has heard of it."""
         self.replicas = ReplicaMap()
         """What others may know of the replicas."""
+        self.replicas.names_models = make_scheduler is not None
         self._urls: dict[str, str] = {}
+        self._unheard_ids: set[str] = set()
+        """Replicas of the first moments that nobody has asked anything yet."""
+        self._settled = asyncio.Event()
+        self._unlisted_ids: set[str] = set()
+        """Replicas that never said which models they serve."""
+        self._listed = asyncio.Event()
+        """Set when one says so, for those that wait for it now."""
         self._closing = False
         self._crash: Exception | None = None
         self._crashed = asyncio.Event()
@@ -190,10 +214,12 @@ class Runtime:
 
     async def lease(self, ask: TurnAsk, while_held: AbstractContextManager[object] = UNBOUNDED) -> OpenLease:
         """Wait for leave to run one turn; see `LeaseSource`."""
+        if self.replicas.names_models:
+            await self._find_pool(ask, while_held)
         if self._closing:
             raise ShuttingDownError("the proxy is shutting down")
         turn_id = ask.turn_id
-        if ask.supersedes_id in self.scheduler.turns:
+        if ask.supersedes_id is not None and ask.supersedes_id in self.pools.turns:
             self._superseded_ids.add(ask.supersedes_id)
         arrived_s = self.now_s()
         decisions = self.dispatch(_arrival(ask, arrived_s))
@@ -229,13 +255,113 @@ class Runtime:
             del waiter  # or a refusal in it, whose traceback holds this frame, would wait for a collection
         return self._begin(grant, self.now_s() - arrived_s)
 
+    # --- pools
+
+    async def _find_pool(self, ask: TurnAsk, while_held: AbstractContextManager[object]) -> None:
+        """Find the pool that a turn is for; in the first moments only once it is known which replica serves what."""
+        if self._unheard_ids and not self._settled.is_set():
+            with suppress(TimeoutError), while_held:
+                async with asyncio.timeout(SETTLING_LIMIT_S):
+                    await self._settled.wait()
+        if self.pools.several and not self._closing:
+            self.pools.send(ask.turn_id, await self._pool_when_known(ask, while_held))
+
+    async def _pool_when_known(self, ask: TurnAsk, while_held: AbstractContextManager[object]) -> Pool:
+        """Return the pool that a turn is for; a replica that never came up yet may serve what no other does.
+
+        Raises `UnknownModelError`, in that case once turns would have waited for a replica for too long.
+        """
+        ends_s = self.now_s() + min(self.scheduler.settings.no_replica_limit_s, ask.patience_s or inf)
+        while True:
+            try:
+                return self._pool_of(ask)
+            except UnknownModelError:
+                if not self._unlisted_ids or self.now_s() >= ends_s:
+                    raise
+            with suppress(TimeoutError), while_held:
+                async with asyncio.timeout(ends_s - self.now_s()):
+                    await self._listed.wait()
+            if self._closing:
+                raise ShuttingDownError("the proxy is shutting down")
+
+    def _pool_of(self, ask: TurnAsk) -> Pool:
+        """Return the pool that a turn is for. Raises `UnknownModelError`."""
+        if ask.pinned_replica_id is not None:
+            return self.pools.of_replica(ask.pinned_replica_id)
+        return self.pool_for(ask.model, ask.program_id, ask.wanted_replica_id)
+
+    def pool_for(self, model: str, program_id: str | None = None, replica_id: str | None = None) -> Pool:
+        """Return the pool that serves a model.
+
+        Where none is named it is that of a replica that is wanted, or the only one that its program lives in. Raises
+        `UnknownModelError`.
+        """
+        pools = self.pools
+        if model:
+            if (pool := pools.of_model(model)) is None:
+                raise UnknownModelError(
+                    f"the model {model[:TOLD_MODEL_CHARS]!r} is not served here; {self._told_models()}"
+                )
+            return pool
+        if replica_id in pools.replicas:
+            return pools.of_replica(replica_id)
+        homes = pools.of_program(program_id) if program_id is not None else []
+        if len(homes) == 1:
+            return homes[0]
+        if (pool := pools.of_model("")) is None:
+            raise UnknownModelError(
+                f"several models are served here, and the request names none; {self._told_models()}"
+            )
+        return pool
+
+    def _told_models(self) -> str:
+        names = self.pools.models
+        more = f", and {len(names) - TOLD_MODELS_COUNT} more" if len(names) > TOLD_MODELS_COUNT else ""
+        return f"there are: {', '.join(names[:TOLD_MODELS_COUNT])}{more}"
+
+    def models_listed(self, replica_id: str, models: tuple[str, ...]) -> None:
+        """Say which models a replica serves; its first word on that says which pool it is in."""
+        if self.pools.listing_of(replica_id) == models:
+            return
+        self.pools.listed(replica_id, models)
+        self._unlisted_ids.discard(replica_id)
+        self._pools_changed()
+        self._listed.set()
+        self._listed = asyncio.Event()
+
+    def replica_heard(self, replica_id: str) -> None:
+        """Say that a replica was asked how it is, and answered or did not."""
+        self._unheard_ids.discard(replica_id)
+        if not self._unheard_ids and not self._settled.is_set():
+            self._settled.set()
+            self._pools_changed()
+
+    def _pools_changed(self) -> None:
+        """Tell who carries bytes whether it matters which model a turn is for, and where each replica is."""
+        has_pools = self.pools.several
+        self.replicas.names_models = has_pools or (self.pools.may_be_several and not self._settled.is_set())
+        self.replicas.has_pools = has_pools
+        self.replicas.push(map(self._state_of, self.pools.replicas))
+
+    @property
+    def programs(self) -> Mapping[str, Program]:
+        """Return all programs, each once."""
+        return self.pools.programs
+
+    def pool_name(self, program: Program) -> str:
+        """Return the name of a program's pool; empty where there is one."""
+        if not self.pools.several:
+            return ""
+        pools = self.pools.of_program(program.program_id)
+        return next((pool.name for pool in pools if pool.scheduler.programs[program.program_id] is program), "")
+
     def new_turn_id(self) -> int:
         """Return an id that no turn had before."""
         return next(self._turn_ids)
 
     def _timer_for(self, turn_id: int, now_s: float) -> asyncio.TimerHandle | None:
         """Have the scheduler let a held turn in just when it must have its lease, not at the next tick."""
-        turn = self.scheduler.turns.get(turn_id)
+        turn = self.pools.turns.get(turn_id)
         due_s = self.scheduler.deadlines.due_s(turn) if turn is not None else inf
         if due_s == inf:
             return None
@@ -249,7 +375,7 @@ class Runtime:
         """
         aborted_count = 0
         for turn_id in sorted(self._abortable_ids):
-            waiter, turn = self._waiters[turn_id], self.scheduler.turns.get(turn_id)
+            waiter, turn = self._waiters[turn_id], self.pools.turns.get(turn_id)
             if waiter.done() or turn is None:
                 continue
             home_id = turn.program.replica_id if turn.program is not None else turn.pinned_replica_id
@@ -262,19 +388,26 @@ class Runtime:
         """Count the turns on some replicas that were granted since then and have no first byte yet."""
         return sum(
             turn.account_id in replica_ids and turn.started_s is None and turn.granted_s >= since_s
-            for turn in self.scheduler.turns.values()
+            for turn in self.pools.turns.values()
         )
 
     def open_program(
         self, program_id: str, group_id: str = "", parent_id: str = "", tenant: str = "", program_class: str = ""
     ) -> bool:
         """Open a program before its first turn; False if it lives already. Raises `TooManyProgramsError`."""
-        if self.scheduler.programs.get(program_id) is not None:
+        if program_id in self.programs:
             return False
         self.dispatch(ProgramOpened(self.now_s(), program_id, group_id, parent_id, tenant, program_class))
-        if self.scheduler.programs.get(program_id) is None:
+        if program_id not in self.programs:
             raise TooManyProgramsError(f"there are too many programs to open {program_id!r}; all of them have turns")
         return True
+
+    def is_announced(self, program_id: str) -> bool:
+        """Say whether a program lives that had no turn yet."""
+        of_program = self.pools.of_program(program_id)
+        return bool(of_program) and all(
+            pool.scheduler.programs[program_id].place is pool.scheduler.book.announced for pool in of_program
+        )
 
     def observe(self, observer: Observer, *about: type) -> Callable[[], None]:
         """Have `observer` called with each event and what was decided on it, once that was carried out.
@@ -313,34 +446,44 @@ class Runtime:
 
     def listen(self, listener: Callable[[Signal], None]) -> Callable[[], None]:
         """Have `listener` called with each signal of the information stream; return what ends that."""
-        return self.scheduler.listen(listener)
+        return self.pools.listen(listener)
 
     # --- what whoever carries bytes may ask; see `LeaseSource`
 
-    def home_of(self, program_id: str) -> str | None:
+    def home_of(self, program_id: str, model: str = "") -> str | None:
         """Return the replica that a program is on, if that is up."""
-        program = self.scheduler.programs.get(program_id)
+        if self.pools.several:
+            return self._home_in_pools(program_id, model)
+        program = self.programs.get(program_id)
         home_id = program.replica_id if program is not None else None
         return home_id if self.replicas.is_up(home_id) else None
 
+    def _home_in_pools(self, program_id: str, model: str) -> str | None:
+        """Return the replica that a program is on in the pool of a model; in any pool where none is named."""
+        pool = self.pools.of_model(model) if model else None
+        program = pool.scheduler.programs.get(program_id) if pool is not None else self.programs.get(program_id)
+        return program.replica_id if program is not None and self.replicas.is_up(program.replica_id) else None
+
     def tenant_of(self, program_id: str) -> str | None:
         """Return whose a live program is; None if there is none."""
-        program = self.scheduler.programs.get(program_id)
+        program = self.programs.get(program_id)
         return program.tenant if program is not None else None
 
     def lives(self, program_id: str, generation: int) -> bool:
         """Say whether this incarnation of a program did not end yet."""
-        program = self.scheduler.programs.get(program_id)
+        if self.pools.several:
+            return any(program.generation == generation for program in self.pools.incarnations(program_id))
+        program = self.programs.get(program_id)
         return program is not None and program.generation == generation
 
     def turns_count(self, replica_id: str) -> int:
         """Return how many turns have leases on a replica."""
-        replica = self.scheduler.replicas.get(replica_id)
+        replica = self.pools.replicas.get(replica_id)
         return replica.account.turn_count if replica is not None else 0
 
     def pending_encode_count(self, replica_id: str) -> int | None:
         """Return how many images a replica has to encode; None if it does not say, or is not known."""
-        replica = self.scheduler.replicas.get(replica_id)
+        replica = self.pools.replicas.get(replica_id)
         return replica.account.pending_encode_count if replica is not None else None
 
     # --- what becomes of a turn with a lease; see `LeaseKeeper`
@@ -376,9 +519,8 @@ class Runtime:
 
         `outcome` says what became of it: `success`, `failure`, or nothing.
         """
-        program = self.scheduler.programs.get(program_id)
-        lives = program is not None and generation in (None, program.generation)
-        if lives or program_id in self.scheduler.hopeless_ids:
+        lives = any(generation in (None, program.generation) for program in self.pools.incarnations(program_id))
+        if lives or any(program_id in scheduler.hopeless_ids for scheduler in self.pools.schedulers):
             self.dispatch(ProgramReleased(self.now_s(), program_id, generation, outcome))
         return lives
 
@@ -386,15 +528,14 @@ class Runtime:
         self, program_id: str, generation: int, turn_count: int, will_succeed: bool, confidence_ratio: float
     ) -> None:
         """Say what a judge thinks of a program, as in `ProgramJudged`; nothing happens if it is gone."""
-        program = self.scheduler.programs.get(program_id)
-        if program is not None and program.generation == generation:
+        if self.lives(program_id, generation):
             self.dispatch(
                 ProgramJudged(self.now_s(), program_id, generation, turn_count, will_succeed, confidence_ratio)
             )
 
     def release_together(self, program_ids: Sequence[str]) -> list[str]:
         """End several programs at once, so that none of them gets the room of another; return those that lived."""
-        live_ids = [program_id for program_id in program_ids if self.scheduler.programs.get(program_id) is not None]
+        live_ids = [program_id for program_id in program_ids if program_id in self.programs]
         if live_ids:
             self.dispatch(ProgramsReleased(self.now_s(), tuple(live_ids)))
         return live_ids
@@ -402,16 +543,16 @@ class Runtime:
     def tool_started(self, program_id: str, tool: str = "", *, inferred: bool = False) -> bool:
         """Say that a program's tool begins now, `inferred` if its client did not; False if there is no such program."""
         self.dispatch(ToolStarted(self.now_s(), program_id, tool, inferred))
-        return self.scheduler.programs.get(program_id) is not None
+        return program_id in self.programs
 
     def tool_ended(self, program_id: str, *, inferred: bool = False) -> bool:
         """Say that a program's tool is through, `inferred` if its client did not; False if there is no such program."""
         self.dispatch(ToolEnded(self.now_s(), program_id, inferred))
-        return self.scheduler.programs.get(program_id) is not None
+        return program_id in self.programs
 
     def hint(self, program_id: str, hint: TurnHint, branch_id: str = "") -> bool:
         """Say what a client says of a program's next turn; False if there is no such program."""
-        known = self.scheduler.programs.get(program_id) is not None
+        known = program_id in self.programs
         if known:
             said = (hint.next_turn_in_s, hint.confidence_ratio, hint.keep)
             self.dispatch(ProgramHinted(self.now_s(), program_id, *said, branch_id))
@@ -446,9 +587,21 @@ class Runtime:
     def replica_at(self, replica_id: str, url: str) -> None:
         """Say where a replica is; its leases tell."""
         self._urls[replica_id] = url
+        if self.pools.may_be_several and self.pools.listing_of(replica_id) is None:
+            self._unlisted_ids.add(replica_id)
+            if not self._settled.is_set():
+                self._unheard_ids.add(replica_id)
 
     def replica_up(self, replica_id: str, capacity_tokens: int | None = None) -> None:
         """Say that a replica may be used, and how large it is if that is known."""
+        if self.pools.is_strange(replica_id):
+            models = self.pools.listing_of(replica_id) or ()
+            self.dispatch(ReplicaRemoved(self.now_s(), replica_id))
+            self.pools.forget(replica_id)
+            self.pools.listed(replica_id, models)
+            self._pools_changed()
+        elif self.pools.listing_of(replica_id) is None:
+            self.models_listed(replica_id, ())
         self.dispatch(ReplicaUp(self.now_s(), replica_id, capacity_tokens))
 
     def replica_down(self, replica_id: str) -> None:
@@ -475,6 +628,9 @@ class Runtime:
         """Say that a replica is gone for good."""
         self._urls.pop(replica_id, None)
         self.dispatch(ReplicaRemoved(self.now_s(), replica_id))
+        self.pools.forget(replica_id)
+        self._unlisted_ids.discard(replica_id)
+        self.replica_heard(replica_id)
 
     def replica_tripped(self, replica_id: str, *, tripped: bool) -> None:
         """Say that a replica that is up fails turn after turn, or that it may be tried again."""
@@ -484,32 +640,49 @@ class Runtime:
 
     def set_route(self, scope: str, name: str, targets: Targets) -> None:
         """Send the programs of a scope to replicas, by their weights; to any, if none is named."""
-        _refuse(self.scheduler.operations.why_not_route(scope, name, targets))
+        _refuse(self._why_not_route(scope, name, targets))
         self.dispatch(RouteSet(self.now_s(), scope, name, targets))
 
     def set_priority(self, program_id: str, priority: int, replica_id: str | None = None) -> None:
         """Give a program a priority, lower first; with a `replica_id`, in that engine alone."""
-        _refuse(self.scheduler.operations.why_not_priority(program_id, priority, replica_id))
+        _refuse(self._operations_of(program_id, replica_id).why_not_priority(program_id, priority, replica_id))
         self.dispatch(PrioritySet(self.now_s(), program_id, priority, replica_id))
 
     def migrate(self, program_id: str, replica_id: str) -> None:
         """Move a program to another replica: now, or when its turns in flight have ended."""
-        _refuse(self.scheduler.operations.why_not_migrate(program_id, replica_id))
+        _refuse(self._operations_of(program_id, replica_id).why_not_migrate(program_id, replica_id))
         self.dispatch(MigrationAsked(self.now_s(), program_id, replica_id))
 
     def kill(self, program_id: str) -> None:
         """End a program; its held turns are refused."""
-        _refuse(self.scheduler.operations.why_not_kill(program_id))
+        _refuse(self._operations_of(program_id).why_not_kill(program_id))
         self.dispatch(ProgramKilled(self.now_s(), program_id))
 
     def kill_replica(self, replica_id: str) -> None:
         """Have a replica drain and end, by whoever observes decisions."""
-        _refuse(self.scheduler.operations.why_not_kill_replica(replica_id))
+        _refuse(self._operations_of(replica_id=replica_id).why_not_kill_replica(replica_id))
         self.dispatch(ReplicaKilled(self.now_s(), replica_id))
 
     def provision(self) -> None:
         """Have one more replica started, by whoever observes decisions."""
         self.dispatch(ProvisionAsked(self.now_s()))
+
+    def _operations_of(self, program_id: str = "", replica_id: str | None = None) -> Operations:
+        """Return who knows whether something can be done with a replica, or with a program."""
+        pools = self.pools
+        homes = pools.of_program(program_id)
+        pool = pools.of_replica(replica_id) if replica_id is not None else homes[0] if homes else pools.all[0]
+        return pool.scheduler.operations
+
+    def _why_not_route(self, scope: str, name: str, targets: Targets) -> str:
+        """Say why a route cannot be set; each pool is asked about its own replicas."""
+        if not targets:
+            return self._operations_of(name).why_not_route(scope, name, targets)
+        by_pool: dict[Pool, list[tuple[str, float]]] = {}
+        for target in targets:
+            by_pool.setdefault(self.pools.of_replica(target[0]), []).append(target)
+        whys = (pool.scheduler.operations.why_not_route(scope, name, tuple(own)) for pool, own in by_pool.items())
+        return next(filter(None, whys), "")
 
     async def run(self) -> None:
         """Tick until cancelled, or until the scheduler or its policy raised: then raise that, to end the process.
@@ -529,8 +702,9 @@ class Runtime:
 
     def dispatch(self, event: Event) -> list[Decision]:
         """Hand one event to the scheduler and carry out what it decides."""
+        pools, in_pools = self.pools, self.pools.several
         try:
-            decisions = self.scheduler.handle(event)
+            decisions = pools.handle(event) if in_pools else self.scheduler.handle(event)
         except Exception as error:
             self._crash = error
             self._crashed.set()
@@ -539,6 +713,8 @@ class Runtime:
         about, by_kind = type(event), self._observers_by_kind
         if about in _KINDS_OF_REPLICAS:
             self._push(event)
+        elif in_pools and about is Tick and any(type(each) in _KINDS_OF_REPLICAS for _, each, _ in pools.handled):
+            self._pools_changed()  # some have become one
         is_heard: object = by_kind.get(about, True)  # until that was found out, somebody may
         for decision in decisions:
             is_heard = is_heard or by_kind.get(type(decision), True)
@@ -553,7 +729,10 @@ class Runtime:
             for _, observer in self._observers_of(event, decisions):
                 observer(event, decisions)
         if self._event_log is not None:
-            self._log_events(lambda event_log: event_log.write(event, decisions))
+            if in_pools:
+                self._log_events(lambda event_log: event_log.write_pools(pools.handled))
+            else:
+                self._log_events(lambda event_log: event_log.write(event, decisions))
         return decisions
 
     def _log_events(self, write: Callable[[EventLogWriter], None]) -> None:
@@ -576,6 +755,8 @@ class Runtime:
     async def close(self) -> None:
         """Grant nothing more, refuse who waits, let turns in flight end up to the grace period."""
         self._closing = True
+        self._settled.set()
+        self._listed.set()
         for waiter in self._waiters.values():
             if not waiter.done():
                 waiter.set_exception(ShuttingDownError("the proxy is shutting down; the turn was not forwarded"))
@@ -591,7 +772,7 @@ class Runtime:
         if not self.leases_count:
             self._no_lease_left.clear()
         self.leases_count += 1
-        turn = self.scheduler.turns.get(grant.turn_id)
+        turn = self.pools.turns.get(grant.turn_id)
         program = turn.program if turn is not None else None
         lease = Lease(
             grant.turn_id,
@@ -608,7 +789,7 @@ class Runtime:
     def _push(self, event: Event) -> None:
         """Tell who carries bytes what an event changed of the replicas. Cost: O(replicas it is about)."""
         assert isinstance(event, _OF_REPLICAS)
-        known = self.scheduler.replicas
+        known = self.pools.replicas
         if event.replica_id is None:  # grants stop, or go on, everywhere
             self.replicas.push(map(self._state_of, known))
         elif event.replica_id in known:
@@ -617,7 +798,7 @@ class Runtime:
             self.replicas.push((), (event.replica_id,))
 
     def _state_of(self, replica_id: str) -> ReplicaState:
-        replica = self.scheduler.replicas[replica_id]
+        replica = self.pools.replicas[replica_id]
         return ReplicaState(
             replica_id,
             self._urls.get(replica_id, ""),
@@ -625,12 +806,14 @@ class Runtime:
             replica.open_to_programs,
             tuple(replica.suspended_for),
             replica.account.capacity_tokens,
+            self.pools.of_replica(replica_id).name if self.pools.several else "",
         )
 
     def _refusal(self, decision: Reject) -> ThunderAgentError:
         error = _refusal(decision)
         if decision.reason is Reason.OVERDRAWN:
-            scheduler = self.scheduler
+            homes = self.pools.of_program(decision.program_id or "")
+            scheduler = homes[0].scheduler if homes else self.scheduler
             wait_s = scheduler.knowledge.restore_pace.interval_s * (1 + scheduler.queue.waiting_count)
             if wait_s:
                 error.retry_after_s = min(MOST_RETRY_AFTER_S, max(1, ceil(wait_s)))

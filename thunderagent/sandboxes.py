@@ -37,19 +37,23 @@ class RuntimePrograms:
 
     def runs(self, program_id: str) -> bool:
         """See `Programs`."""
-        program = self.runtime.scheduler.programs.get(program_id)
-        return program is not None and program.status is Status.ACTIVE
+        return any(program.status is Status.ACTIVE for program in self.runtime.pools.incarnations(program_id))
 
     def acting_for_s(self, program_id: str) -> float:
         """See `Programs`."""
-        program = self.runtime.scheduler.programs.get(program_id)
-        if program is None or program.phase is not Phase.ACTING:
+        programs = self.runtime.pools.incarnations(program_id)
+        if any(program.phase is not Phase.ACTING for program in programs):
             return 0.0
-        return self.runtime.now_s() - program.acting_since_s
+        now_s = self.runtime.now_s()
+        return min((now_s - program.acting_since_s for program in programs), default=0.0)
 
     def expected_holds_s(self) -> Mapping[str, float]:
         """See `Programs`."""
-        return self.runtime.scheduler.expected_holds_s(LOOKED_AHEAD_COUNT)
+        expected_s: dict[str, float] = {}
+        for scheduler in self.runtime.pools.schedulers:
+            for program_id, hold_s in scheduler.expected_holds_s(LOOKED_AHEAD_COUNT).items():
+                expected_s[program_id] = min(hold_s, expected_s.get(program_id, hold_s))
+        return expected_s
 
     def tool_began(self, program_id: str, command: str) -> None:
         """See `Programs`. What its answer called is the better name, as it is what later calls are foretold by."""

@@ -192,6 +192,10 @@ def build_runtime(config: ServeConfig) -> tuple[Runtime, EventLogWriter | None]:
         judge_ends_hopeless=config.judge_ends_hopeless,
         provisions_replicas=bool(config.provision),
     )
+
+    def make_scheduler() -> Scheduler:
+        return Scheduler(load_policy(config.policy, policy_settings), settings)
+
     policy = load_policy(config.policy, policy_settings)
     if getattr(getattr(policy, "base", policy), "holds_nobody", False):
         for kind in ("order", "victims"):
@@ -205,7 +209,12 @@ def build_runtime(config: ServeConfig) -> tuple[Runtime, EventLogWriter | None]:
         event_log = EventLogWriter(
             config.event_log, policy=config.policy, policy_settings=policy_settings, settings=settings
         )
-    runtime = Runtime(scheduler, RuntimeSettings(tick_s=config.tick_s, grace_s=config.grace_s), event_log=event_log)
+    runtime = Runtime(
+        scheduler,
+        RuntimeSettings(tick_s=config.tick_s, grace_s=config.grace_s),
+        event_log=event_log,
+        make_scheduler=make_scheduler if config.model_pools else None,
+    )
     return runtime, event_log
 
 
@@ -270,6 +279,7 @@ async def proxy(
         infers_programs=config.infer_programs,
         # A log may be replayed under a policy that wants them.
         reads_prefixes=runtime.scheduler.policy.claim_rules.share_prefixes or config.event_log is not None,
+        model_aliases=config.model_aliases,
     )
     sandboxes = build_manager(config, runtime)
     provisioning = build_provisioning(config, runtime, replicas, discovery)

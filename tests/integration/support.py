@@ -397,6 +397,8 @@ class FakeReplica:
         self.metrics: str | None = exposition(capacity_tokens)
         """What `/metrics` says; None is 404."""
         self.healthy = True
+        self.models: tuple[str, ...] | None = None
+        """What it tells the poller that it serves; None is 404."""
         self.calls: list[Call] = []
         """Requests other than polls."""
         self.polls_count = 0
@@ -448,6 +450,9 @@ class FakeReplica:
             text = self.metrics
             status = "404 Not Found" if text is None else "200 OK"
             call.write(_whole_answer((text or "").encode(), status=status, headers=[("content-type", "text/plain")]))
+        elif call.target == "/v1/models" and "httpx" in (call.header("User-Agent") or ""):
+            said = json.dumps({"data": [{"id": name} for name in self.models or ()]}).encode()
+            call.write(_whole_answer(said, status="404 Not Found" if self.models is None else "200 OK"))
         else:
             self.calls.append(call)
             await self.behaviour(call)
@@ -658,22 +663,23 @@ class RunningProxy:
 
     async def up(self, replicas_count: int) -> None:
         """Wait for so many usable replicas."""
-        await until(lambda: len(self.runtime.scheduler.open_replicas) == replicas_count)
+        pools = self.runtime.pools
+        await until(lambda: sum(len(each.open_replicas) for each in pools.schedulers) == replicas_count)
 
     def leftovers(self) -> dict[str, int]:
         """Return every count that is zero when no turn is with us."""
-        scheduler = self.runtime.scheduler
-        accounts = scheduler.ledger.accounts.values()
+        schedulers = self.runtime.pools.schedulers
+        accounts = [account for scheduler in schedulers for account in scheduler.ledger.accounts.values()]
         return {
             "leases": self.runtime.leases_count,
             "held": self.runtime.held_count,
-            "turns": len(scheduler.turns),
-            "waiting": scheduler.ledger.waiting_count,
-            "anonymous_held": len(scheduler.book.anonymous_held),
+            "turns": len(self.runtime.pools.turns),
+            "waiting": sum(scheduler.ledger.waiting_count for scheduler in schedulers),
+            "anonymous_held": sum(len(scheduler.book.anonymous_held) for scheduler in schedulers),
             "turns_of_replicas": sum(account.turn_count for account in accounts),
             "anonymous_tokens": sum(account.other_tokens for account in accounts),
             "reasoning": sum(account.reasoning_count for account in accounts),
-            "queued": len(scheduler.queue.waiting.order),
+            "queued": sum(len(scheduler.queue.waiting.order) for scheduler in schedulers),
         }
 
     async def nothing_left(self, *, within_s: float = DEADLINE_S) -> None:
@@ -681,7 +687,8 @@ class RunningProxy:
         with contextlib.suppress(TimeoutError):
             await until(lambda: not any(self.leftovers().values()), within_s=within_s)
         assert not any(self.leftovers().values()), self.leftovers()
-        invariants.check(self.runtime.scheduler)
+        for scheduler in self.runtime.pools.schedulers:
+            invariants.check(scheduler)
 
 
 @asynccontextmanager

@@ -246,6 +246,8 @@ CORE_ARROWS: dict[str, frozenset[str]] = {
     "handlers": VERBS | {"core", "operations", "view"},
     "scheduler": VERBS | {"core", "operations", "view", "handlers"},
     "invariants": VERBS | {"core", "scheduler"},
+    "addresses": frozenset({"model"}),  # and the pools, for their type
+    "pools": frozenset({"model", "book", "addresses", "scheduler"}),
 }
 CORE_FOLDERS = ("model", "book", "learned", "rules", "policies", "handlers")
 MOST_LINES = 350

@@ -27,6 +27,7 @@ class ReplicaReading:
       thrashes.
     - `cache_query_tokens_total`, `cache_hit_tokens_total`: prompt tokens looked up in the prefix cache, and
       found there.
+    - `models`: the names that it serves, of its list at `/v1/models`, LoRA adapters too; empty if it has no such list.
     - `age_s`: how long ago the engine was asked: what it did since then may not be in it. No part of what it said.
     """
 
@@ -38,6 +39,7 @@ class ReplicaReading:
     preemptions_total: float | None = None
     cache_query_tokens_total: float | None = None
     cache_hit_tokens_total: float | None = None
+    models: tuple[str, ...] | None = field(default=None, compare=False)
     age_s: float = field(default=0.0, compare=False)
 
 

@@ -5,7 +5,8 @@ behind one URL share it. A poll asks for health and for metrics at the same time
 alone says whether a replica is up: one success brings it up, a refused connection or several failures in a row take it
 down. Metrics that cannot be read are no reason to send turns elsewhere; they give a reading that holds nothing. But an
 engine that answers for its metrics is not silent: SGLang answers for its health with a token that it generates, and so
-not while it is paused for new weights.
+not while it is paused for new weights. Which models it serves it is asked before it comes up, and now and then: LoRA
+adapters come and go.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from ssl import SSLContext
 from typing import TYPE_CHECKING, Protocol
 
 import httpx2
+import msgspec
 import structlog
 
 from thunderagent.backends.base import NOTHING_READ, Backend, ReplicaReading
@@ -33,6 +35,10 @@ _log = structlog.get_logger(__name__)
 # The part of an interval between the first polls of replicas added one after the other: multiples of the
 # golden ratio spread evenly over the interval, however many there are, and the same way every time.
 _GOLDEN_RATIO = 0.6180339887
+
+MODELS_PATH = "/v1/models"
+MODELS_EVERY_POLLS = 10
+"""An engine that is up is asked so often which models it serves; at once when it is suspected."""
 
 
 class ReplicaListener(Protocol):
@@ -93,6 +99,7 @@ class _Failure:
     why: str
     is_refusal: bool = False
     is_silence: bool = False
+    is_answer: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -110,6 +117,9 @@ class _Watched:
     is_up: dict[str, bool] = field(default_factory=dict)
     """Of each replica there that was heard of."""
     ranks_count: int = 0
+    models: tuple[str, ...] | None = None
+    polls_to_models: int = 0
+    """How many polls until it is asked again."""
     failure_count: int = 0
     silent_since_s: float | None = None
     trouble: dict[str, str | None] = field(default_factory=dict)
@@ -217,7 +227,9 @@ class Poller:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
                     await watched.suspected.wait()
-            watched.suspected.clear()
+            if watched.suspected.is_set():
+                watched.suspected.clear()
+                watched.polls_to_models = 0
             await self._poll(watched, client)
             wait_s = (origin_s - loop.time()) % self._settings.interval_s
 
@@ -226,6 +238,9 @@ class Poller:
         async with asyncio.TaskGroup() as group:
             health = group.create_task(self._get(client, watched.health_url))
             metrics = group.create_task(self._get(client, watched.metrics_url))
+            if watched.polls_to_models <= 0:
+                group.create_task(self._ask_for_models(watched, client))
+        watched.polls_to_models -= 1
         failure, answer = health.result(), metrics.result()
         info = await self._info(watched, answer, client)
         if not isinstance(failure, _Failure):
@@ -234,6 +249,18 @@ class Poller:
             self._heard_metrics_alone(watched, answer, info)
         else:
             self._heard_failure(watched, failure)
+
+    async def _ask_for_models(self, watched: _Watched, client: httpx2.AsyncClient) -> None:
+        """Take in which models a URL serves; what it said before stands while it does not answer."""
+        endpoint = ReplicaEndpoint(replica_id_of(watched.url), watched.url, watched.backend)
+        answer = await self._get(client, _url_of(endpoint, MODELS_PATH))
+        if isinstance(answer, str):
+            watched.models = models_in(answer)
+        elif answer.is_answer:
+            watched.models = watched.models or ()
+        else:
+            return
+        watched.polls_to_models = MODELS_EVERY_POLLS
 
     async def _info(self, watched: _Watched, metrics: str | _Failure, client: httpx2.AsyncClient) -> str | None:
         """Ask a URL for its capacity where its kind says it besides the metrics, if those lack it."""
@@ -264,7 +291,7 @@ class Poller:
                 del response.stream
         assert response is not None
         if not response.is_success:
-            return _Failure(f"{url.path} answered {response.status_code}")
+            return _Failure(f"{url.path} answered {response.status_code}", is_answer=True)
         return response.text
 
     def _heard_health(self, watched: _Watched, metrics: str | _Failure, info: str | None) -> None:
@@ -344,7 +371,16 @@ class Poller:
                 log.info("replica metrics are usable again")
             else:
                 log.warning("replica metrics are not usable", trouble=trouble, why=why)
-        return replace(reading, age_s=asyncio.get_running_loop().time() - watched.asked_s)
+        return replace(reading, models=watched.models, age_s=asyncio.get_running_loop().time() - watched.asked_s)
+
+
+def models_in(answer: str) -> tuple[str, ...]:
+    """Return the names in a list of models as OpenAI's API has it, each once; none if it is no such list."""
+    try:
+        data = msgspec.json.decode(answer)["data"]
+        return tuple(dict.fromkeys(each["id"] for each in data if each["id"] and isinstance(each["id"], str)))
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return ()
 
 
 def _key_of(replica: ReplicaEndpoint) -> tuple[str, str, str]:

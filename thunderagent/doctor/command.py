@@ -19,6 +19,7 @@ from thunderagent.backends import backend_of
 from thunderagent.backends.discovery.base import replica_id_of, shown_url
 from thunderagent.config import ENVIRONMENT_PREFIX, ServeConfig
 from thunderagent.doctor import engines, program, proxies
+from thunderagent.doctor.among import findings_among
 from thunderagent.doctor.asking import Asker
 from thunderagent.doctor.findings import Finding, as_json, exit_status, show, warning
 from thunderagent.errors import ConfigurationError
@@ -118,7 +119,7 @@ async def _examine_through(url: str, args: argparse.Namespace, config: ServeConf
             findings += engines.findings_of(
                 engine, wants_priorities=wants_priorities, capacity_override_tokens=config.capacity_tokens
             )
-        findings += engines.findings_among(behind)
+        findings += findings_among(behind)
         if not is_own and any(not engine.health.status for engine in behind):
             findings = [_as_seen_from_here(each, looked) for each in findings]
         if not args.no_turns and looked.model_ids:

@@ -1,8 +1,8 @@
-"""What is wrong with engines: each by itself, and all of them beside each other."""
+"""What is wrong with engines, each by itself."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -295,31 +295,3 @@ def _priorities(engine: Engine, *, wanted: bool) -> Iterator[Finding]:
         yield ok("priorities", engine.name, f"It takes no priorities, and needs none; {flag} turns them on.")
     elif engine.priority_refused is False:
         yield ok("priorities", engine.name, "It takes priorities.")
-
-
-def findings_among(engines: Sequence[Engine]) -> Iterator[Finding]:
-    """Yield what is to be said of all engines beside each other."""
-    engines = [engine for engine in engines if engine.model_ids]
-    if len(engines) < 2:
-        return
-    subject = f"{len(engines)} engines"
-    for check, what, values, is_fault in (
-        ("models_alike", "models", {e.name: ", ".join(sorted(e.model_ids)) for e in engines}, True),
-        ("models_alike", "context limits", {e.name: _said(e.context_limit_tokens) for e in engines}, True),
-        ("versions_alike", "engines", {e.name: f"{e.kind} {e.version}".strip() for e in engines}, False),
-    ):
-        if len(set(values.values())) == 1:
-            continue
-        listed = "; ".join(f"{name}: {value}" for name, value in values.items())
-        text = f"Their {what} differ: {listed}."
-        if is_fault:
-            remedy = "run one proxy for each model: a program is paused here and restored on any other engine"
-            yield fault(check, subject, text, remedy)
-        else:
-            yield warning(check, subject, text, "run the same version everywhere, unless an upgrade is under way")
-    if len({(engine.model_ids, engine.context_limit_tokens) for engine in engines}) == 1:
-        yield ok("models_alike", subject, "They serve the same model.")
-
-
-def _said(limit_tokens: int | None) -> str:
-    return "not said" if limit_tokens is None else f"{limit_tokens:,} tokens"

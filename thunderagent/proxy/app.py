@@ -147,7 +147,8 @@ def build_app(
         identity=turn_settings.identity,
         tenancy=tenancy,
     )
-    models = Models(runtime.replicas, client, replicas)
+    aliases = turn_settings.identity.model_aliases
+    models = Models(runtime.replicas, client, replicas, aliases)
     for collector in (StateCollector(runtime, replicas), AutoscalingCollector(runtime), SourceCollector(discovery)):
         registry.register(collector)
     if judge is not None:
@@ -159,7 +160,7 @@ def build_app(
     guard = Guard(guard_settings, keyring, registry, logins, held, quotas)
     control = Control(runtime, client, replicas, control_settings)
     weight_sync = WeightSync(runtime, replicas, limit_s=control_settings.weight_sync_limit_s)
-    leases = Leases(runtime, replicas, tenancy, held, limit_s=control_settings.lease_limit_s)
+    leases = Leases(runtime, replicas, tenancy, held, limit_s=control_settings.lease_limit_s, aliases=aliases)
     app = web.Application(client_max_size=guard_settings.max_body_bytes)
     app[STALL_LIMIT_S] = guard_settings.client_stall_limit_s
     app[GUARD], app[HELD] = guard, held

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import count
 from math import inf
 
 from thunderagent.programs.book.accounts import Account, Ledger
@@ -60,7 +61,8 @@ class Book:
         """Those on this event."""
         self.sandboxes = SandboxSums()
         """As last measured."""
-        self._generation = 0
+        self.generations = count(1)
+        """Shared with the books of other pools."""
         admits_all = queue.unadmitted.admitted
         self.announced = Place(Kind.AWAY, admitted=admits_all)
         """Who had no turn yet."""
@@ -85,8 +87,7 @@ class Book:
     def open(self, program_id: str, tenant: str) -> Program:
         """Open a new incarnation of an id that has no live program."""
         assert program_id not in self.programs, f"{program_id} is opened twice"
-        self._generation += 1
-        program = Program(program_id, self._generation, self.now_s, self.announced)
+        program = Program(program_id, next(self.generations), self.now_s, self.announced)
         program.tenant = tenant
         self.programs[program_id] = program
         self.announced.enter(program, self.now_s)

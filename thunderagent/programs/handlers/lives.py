@@ -9,6 +9,7 @@ from typing import Any
 from thunderagent.programs.core import Core
 from thunderagent.programs.model.decisions import Reason
 from thunderagent.programs.model.events import (
+    ProgramCrowdedOut,
     ProgramHinted,
     ProgramJudged,
     ProgramOpened,
@@ -46,6 +47,7 @@ class Lives:
         """Return what takes in each event."""
         return {
             ProgramOpened: self._program_opened,
+            ProgramCrowdedOut: self._program_crowded_out,
             ProgramReleased: self._program_released,
             ProgramsReleased: self._programs_released,
             ProgramJudged: self._program_judged,
@@ -114,6 +116,12 @@ class Lives:
             core.routing.send(program)
         core.book.resize(program)
         program.note(core.book.now_s, "opened", "", None)
+
+    def _program_crowded_out(self, event: ProgramCrowdedOut) -> None:
+        oldest = self._core.limits.whom_to_forget(event.tenant)
+        if oldest is not None:
+            self._core.end(oldest, Reason.FORGOTTEN)
+            self._core.balance(Moment.PROGRAM_ENDED)
 
     # --- tools ------------------------------------------------------------------------------------------------------
 

@@ -154,6 +154,14 @@ class TurnAbandoned:
 
 
 @dataclass(slots=True)
+class ProgramCrowdedOut:
+    """A program of that tenant begins in another pool, and as many live as may: one without a turn is forgotten."""
+
+    now_s: float
+    tenant: str
+
+
+@dataclass(slots=True)
 class ProgramReleased:
     """The client says that the program ended.
 
@@ -289,6 +297,7 @@ Event = (
     | TurnFinished
     | TurnFailed
     | TurnAbandoned
+    | ProgramCrowdedOut
     | ProgramReleased
     | ProgramsReleased
     | ProgramJudged

@@ -40,6 +40,7 @@ class Limits:
         "_quiet_of",
         "_settings",
         "_watched",
+        "peers",
     )
 
     def __init__(
@@ -57,6 +58,8 @@ class Limits:
         self._counts: dict[str, int] = {}
         self._by_count: RankedSet[str] = RankedSet()
         """Tenants, the one with most programs first."""
+        self.peers: tuple[Limits, ...] = ()
+        """Those of other pools: how many may live is said of all together."""
         self._halted_since_s: float | None = None
         self._halted_s = 0.0
         self._no_replica_since_s: float | None = None
@@ -147,6 +150,16 @@ class Limits:
         """Return how many programs a tenant has."""
         return self._counts.get(tenant, 0)
 
+    def _has_all_it_may(self, tenant: str) -> bool:
+        """Say whether a tenant has as many programs as it may, in all pools."""
+        count = self.count_of(tenant) + sum(peer.count_of(tenant) for peer in self.peers)
+        return count >= self._settings.tenant_max_programs_count
+
+    @property
+    def programs_count(self) -> int:
+        """How many programs live in this pool."""
+        return len(self._book.programs)
+
     @property
     def largest_tenant(self) -> str:
         """The tenant that has most programs."""
@@ -158,13 +171,14 @@ class Limits:
 
     def is_full(self, tenant: str, *, opens: bool) -> bool:
         """Say whether a tenant may have no program more; if it `opens` one, whether nobody may."""
-        if self.count_of(tenant) >= self._settings.tenant_max_programs_count:
+        if self._has_all_it_may(tenant):
             return True
-        return opens and len(self._book.programs) >= self._settings.max_programs_count
+        programs_count = self.programs_count + sum(peer.programs_count for peer in self.peers)
+        return opens and programs_count >= self._settings.max_programs_count
 
     def whom_to_forget(self, tenant: str) -> Program | None:
         """Return who goes for one more program of a tenant: of its own, if it has as many as it may."""
-        if self.count_of(tenant) >= self._settings.tenant_max_programs_count:
+        if self._has_all_it_may(tenant):
             return self.longest_quiet(tenant)
         return self.longest_quiet(self.largest_tenant) or self.longest_quiet(tenant)
 

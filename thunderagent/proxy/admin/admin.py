@@ -166,7 +166,7 @@ class Admin:
 
     async def ready(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler's signature
         """Say whether a turn would be served: 200, or 503 with the reason."""
-        up_count = len(self._runtime.scheduler.open_replicas)
+        up_count = sum(len(scheduler.open_replicas) for scheduler in self._runtime.pools.schedulers)
         if self._runtime.closing:
             return report_response(NotReadyReport(ready=False, why="shutting down"), status=503)
         if not up_count:
@@ -228,19 +228,19 @@ class Admin:
         try:
             await self._sandboxes.request(program_id, json.dumps(wanted).encode())
         except ThunderAgentError:
-            book = self._runtime.scheduler.book
-            program = book.programs.get(program_id)
-            if opened and program is not None and program.place is book.announced:  # a refused request opens nothing
+            if opened and self._runtime.is_announced(program_id):  # a refused request opens nothing
                 self._runtime.release(program_id)
             raise
 
     async def program(self, request: web.Request) -> web.Response:
-        """Tell one program's state, why it waits, and its story."""
+        """Tell one program's state, why it waits, and its story, in the `pool` that is asked for, of several."""
         self._own_or_all()
-        program = self._runtime.scheduler.programs.get(request.match_info["program_id"])
-        if program is None or not self._tenancy.may_touch(program.program_id):
-            raise NotFoundError(f"there is no live program {request.match_info['program_id']!r}")
-        return report_response(program_story(self._runtime, program))
+        program_id, pool = request.match_info["program_id"], request.query.get("pool")
+        lives = self._runtime.pools.incarnations(program_id)
+        found = [program for program in lives if pool in (None, self._runtime.pool_name(program))]
+        if not found or not self._tenancy.may_touch(program_id):
+            raise NotFoundError(f"there is no live program {program_id!r}")
+        return report_response(program_story(self._runtime, found[0]))
 
     async def release(self, request: web.Request) -> web.Response:
         """End programs. Idempotent: an id that is not known is no error."""
@@ -260,7 +260,7 @@ class Admin:
             check_admin()
             if request.get(MUST_NAME):
                 raise NotFoundError("every program at once is released on the admin port; name programs here")
-            program_ids = [program.program_id for program in self._runtime.scheduler.programs.values()]
+            program_ids = list(self._runtime.programs)
         elif not program_ids:
             raise RequestError('name what to release: {"program_id": "..."}, {"program_ids": [...]} or {"all": true}')
         named_ids = list(dict.fromkeys(check_program_id(program_id) for program_id in program_ids))
@@ -279,7 +279,7 @@ class Admin:
         program_ids = [program_id for program_id in program_ids if self._tenancy.may_touch(program_id)]
         if tenant is None:
             return program_ids
-        table = self._runtime.scheduler.programs
+        table = self._runtime.programs
         programs = (table.get(program_id) for program_id in program_ids)
         return [program.program_id for program in programs if program is not None and program.tenant == tenant]
 

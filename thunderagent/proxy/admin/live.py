@@ -80,7 +80,8 @@ class Live:
         """Tell the figures that one looks at first."""
         scheduler = self._runtime.scheduler
         sample, rates = self._history.now()
-        held_s, ratio = oldest_hold_s(self._runtime), demand_ratio(self._runtime)
+        schedulers = self._runtime.pools.schedulers
+        held_s, ratio = oldest_hold_s(schedulers, self._runtime.now_s()), demand_ratio(schedulers)
         return report_response(
             SummaryReport(
                 version=thunderagent.__version__,
@@ -90,8 +91,8 @@ class Live:
                 sandboxes_on=self._sandboxes_on,
                 engines_are_simulated=self._simulated,
                 replicas_count=len(self._replicas.known),
-                replicas_up_count=len(scheduler.open_replicas),
-                programs_count=len(scheduler.programs),
+                replicas_up_count=sum(len(each.open_replicas) for each in schedulers),
+                programs_count=len(self._runtime.programs),
                 longest_held_s=None if held_s is None else round(held_s, 3),
                 demand_ratio=None if ratio is None else round(ratio, 4),
                 now=sample,

@@ -144,7 +144,12 @@ OPERATIONS: tuple[Operation, ...] = (
         body=(ReleaseRequest,),
         query={"program_id": {**PROGRAM_ID, "description": "instead of a body"}},
     ),
-    Operation("GET", "/programs/{program_id}", (ProgramStoryReport,)),
+    Operation(
+        "GET",
+        "/programs/{program_id}",
+        (ProgramStoryReport,),
+        query={"pool": {**TEXT, "description": "in which of its pools, where there are several"}},
+    ),
     Operation("DELETE", "/programs/{program_id}", (ReleasedReport,)),
     Operation(
         "POST",

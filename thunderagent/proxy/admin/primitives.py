@@ -199,14 +199,13 @@ class Primitives:
 
     async def report(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler's signature
         """Tell the routes there are, the global policy, and who starts and ends replicas."""
-        scheduler = self._runtime.scheduler
-        routes = [
-            RouteReport(scope=scope.value, name=name, replicas=dict(route.targets))
-            for scope, name, route in scheduler.core.routing.routes
-        ]
-        return report_response(
-            ControlReport(policy=scheduler.global_policies.name, routes=routes, provision=self._provision_report())
-        )
+        targets: dict[tuple[str, str], dict[str, float]] = {}
+        for scheduler in self._runtime.pools.schedulers:
+            for scope, name, route in scheduler.core.routing.routes:
+                targets.setdefault((scope.value, name), {}).update(route.targets)
+        routes = [RouteReport(scope=scope, name=name, replicas=to) for (scope, name), to in targets.items()]
+        policy = self._runtime.scheduler.global_policies.name
+        return report_response(ControlReport(policy=policy, routes=routes, provision=self._provision_report()))
 
     async def route(self, request: web.Request) -> web.Response:
         """Send programs to replicas: those that wait now, the others with their next turn."""
@@ -225,8 +224,10 @@ class Primitives:
         """Move a program to a replica, room or not."""
         wanted = read_model(MigrateRequest, await request.read())
         self._runtime.migrate(wanted.program_id, wanted.replica_id)
-        program = self._runtime.scheduler.programs.get(wanted.program_id)
-        moved = program is not None and program.status == "active" and program.replica_id == wanted.replica_id
+        moved = any(
+            program.status == "active" and program.replica_id == wanted.replica_id
+            for program in self._runtime.pools.incarnations(wanted.program_id)
+        )
         return report_response(MigrateReport(program_id=wanted.program_id, replica_id=wanted.replica_id, moved=moved))
 
     async def kill(self, request: web.Request) -> web.Response:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from itertools import chain, islice
 from math import isfinite
 from typing import Any
 
@@ -32,6 +33,7 @@ class ProgramReport(Report):
     tenant: str
     group_id: str = Field(description="empty if it is in none; so is the next")
     program_class: str
+    pool: str = Field(description="its pool, of several; a program may be in more than one. Empty where there is one")
     replica_id: str | None = Field(description="where it is active, or was when it was paused")
     bound_to: str | None = Field(description="the replica that a route sends it to; null without a route")
     priority: int = Field(description="as it was told: lower goes first")
@@ -67,6 +69,8 @@ class ReplicaReport(Report):
     replica_id: str
     url: str
     kind: str
+    pool: str = Field(description="its pool, of several; empty where there is one")
+    models: list[str] | None = Field(description="names that its engine lists; null before it was asked")
     sources: list[str] = Field(description="which sources name it; none while it leaves")
     rank: int | None = Field(description="which data-parallel rank of the URL it is; null if it is the whole")
     up: bool = Field(description="whether its last polls were good")
@@ -123,12 +127,12 @@ class QueueReport(Report):
     )
 
 
-def program_report(program: Program, now_s: float) -> ProgramReport:
+def program_report(program: Program, now_s: float, pool: str) -> ProgramReport:
     """Report on one program."""
-    return ProgramReport(**program_fields(program, now_s))
+    return ProgramReport(**program_fields(program, now_s, pool))
 
 
-def program_fields(program: Program, now_s: float) -> dict[str, Any]:
+def program_fields(program: Program, now_s: float, pool: str) -> dict[str, Any]:
     """Return the fields of a `ProgramReport`."""
     first_held: Turn | None = next(iter(program.held.values()), None)
     acting = program.phase is Phase.ACTING
@@ -143,6 +147,7 @@ def program_fields(program: Program, now_s: float) -> dict[str, Any]:
         "tenant": program.tenant,
         "group_id": program.group_id,
         "program_class": program.program_class,
+        "pool": pool,
         "replica_id": program.replica_id,
         "bound_to": program.routed_to,
         "priority": program.priority,
@@ -213,13 +218,14 @@ def program_page(
     Costs O(programs), and O(n log n) of the n that are wanted for another order.
     """
     now_s = runtime.now_s()
-    chosen = wanted.choose(runtime.scheduler.programs.values())
+    programs = chain.from_iterable(scheduler.programs.values() for scheduler in runtime.pools.schedulers)
+    chosen = wanted.choose(programs)
     if sort:
         key = SORTS[sort]
         chosen.sort(key=lambda program: key(program, now_s), reverse=descending)
     end = offset + limit
     return ProgramPage(
-        programs=[program_report(program, now_s) for program in chosen[offset:end]],
+        programs=[program_report(program, now_s, runtime.pool_name(program)) for program in chosen[offset:end]],
         total=len(chosen),
         offset=offset,
         next_offset=end if end < len(chosen) else None,
@@ -229,10 +235,10 @@ def program_page(
 def replica_reports(runtime: Runtime, replicas: Replicas) -> list[ReplicaReport]:
     """Report on every replica that is known, up or not."""
     now_s = runtime.now_s()
-    ledger = runtime.scheduler.ledger
     reports = []
     for replica_id, known in replicas.known.items():
-        replica = runtime.scheduler.replicas.get(replica_id)
+        pool = runtime.pools.of_replica(replica_id)
+        replica, ledger = pool.scheduler.replicas.get(replica_id), pool.scheduler.ledger
         account = ledger.open(replica_id, now_s)
         ledger.accrue(account, now_s)
         costs = {name.removesuffix("_token_s"): round(value, 1) for name, value in asdict(account.costs).items()}
@@ -241,6 +247,8 @@ def replica_reports(runtime: Runtime, replicas: Replicas) -> list[ReplicaReport]
                 replica_id=replica_id,
                 url=shown_url(known.endpoint.url),
                 kind=known.endpoint.backend.kind,
+                pool=pool.name if runtime.pools.several else "",
+                models=None if known.reading.models is None else list(known.reading.models),
                 sources=list(known.sources),
                 rank=known.endpoint.rank_id,
                 up=known.is_up,
@@ -269,7 +277,7 @@ def replica_reports(runtime: Runtime, replicas: Replicas) -> list[ReplicaReport]
                 turns_in_flight_count=account.turn_count,
                 hit_ratio=round(account.hit_ratio, 4),
                 costs_token_s=costs,
-                engine=asdict(known.reading),
+                engine={name: value for name, value in asdict(known.reading).items() if name != "models"},
             )
         )
     return reports
@@ -281,29 +289,40 @@ def _ago_s(since_s: float | None, now_s: float) -> float | None:
 
 def tools_report(runtime: Runtime) -> ToolsReport:
     """Report on the tools of all programs, and on what their sandboxes were last measured to take."""
-    scheduler = runtime.scheduler
+    sandboxes, of_tools = runtime.scheduler.book.sandboxes, running_tools(runtime)
     return ToolsReport(
-        running_count=scheduler.knowledge.tools_running_count,
-        mean_s=round(scheduler.knowledge.mean_tool_s, 3),
-        sandbox_count=scheduler.book.sandboxes.sandbox_count,
-        sandbox_disk_bytes=scheduler.book.sandboxes.disk_bytes,
-        sandbox_memory_bytes=scheduler.book.sandboxes.memory_bytes,
+        running_count=of_tools[0],
+        mean_s=round(of_tools[1], 3),
+        sandbox_count=sandboxes.sandbox_count,
+        sandbox_disk_bytes=sandboxes.disk_bytes,
+        sandbox_memory_bytes=sandboxes.memory_bytes,
     )
 
 
+def running_tools(runtime: Runtime) -> tuple[int, float]:
+    """Return how many programs' tools run, and how long tools took lately, in the mean of the pools by that."""
+    learned = [scheduler.knowledge for scheduler in runtime.pools.schedulers]
+    running_count = sum(knowledge.tools_running_count for knowledge in learned)
+    if not running_count or len(learned) == 1:
+        return running_count, learned[0].mean_tool_s
+    return running_count, sum(each.mean_tool_s * each.tools_running_count for each in learned) / running_count
+
+
 def queue_report(runtime: Runtime, limit: int) -> QueueReport:
-    """Report on the paused queue, at most `limit` programs of it."""
-    now_s = runtime.now_s()
-    scheduler = runtime.scheduler
-    queue = scheduler.queue
-    in_place = (program.held for replica in scheduler.replicas.values() for program in replica.programs.values())
-    causes = [replica.suspended_for for replica in scheduler.open_replicas] if not scheduler.granting_replicas else []
+    """Report on the paused queues of all pools, at most `limit` programs."""
+    now_s, schedulers = runtime.now_s(), runtime.pools.schedulers
+    queues = [scheduler.queue for scheduler in schedulers]
+    in_place = (program.held for replica in runtime.pools.replicas.values() for program in replica.programs.values())
+    stopped = not any(scheduler.granting_replicas for scheduler in schedulers)
+    open_replicas = [replica for scheduler in schedulers for replica in scheduler.open_replicas]
+    causes = [replica.suspended_for for replica in open_replicas] if stopped else []
+    waiting = islice(chain.from_iterable(queue.with_turns() for queue in queues), limit)
     return QueueReport(
-        waiting=[program_report(program, now_s) for program, _ in zip(queue.with_turns(), range(limit), strict=False)],
-        waiting_count=queue.waiting_count,
-        outside_count=queue.unadmitted.count,
-        paused_acting_count=queue.resting.count,
-        anonymous_held_count=len(scheduler.book.anonymous_held),
+        waiting=[program_report(program, now_s, runtime.pool_name(program)) for program in waiting],
+        waiting_count=sum(queue.waiting_count for queue in queues),
+        outside_count=sum(queue.unadmitted.count for queue in queues),
+        paused_acting_count=sum(queue.resting.count for queue in queues),
+        anonymous_held_count=sum(len(scheduler.book.anonymous_held) for scheduler in schedulers),
         turns_held_count=runtime.held_count,
         suspended_for=list(dict.fromkeys(cause for suspended_for in causes for cause in suspended_for)),
         held_in_place_count=sum(map(len, in_place)),

@@ -135,6 +135,10 @@ class ProgramStoryReport(ProgramReport):
 def program_story(runtime: Runtime, program: Program) -> ProgramStoryReport:
     """Report on one program with its story, oldest happening first. Costs O(n log n) of n programs that wait."""
     now_s = runtime.now_s()
+    scheduler = next(
+        (each for each in runtime.pools.schedulers if each.programs.get(program.program_id) is program),
+        runtime.scheduler,
+    )
     story = [
         StoryReport(
             ago_s=round(now_s - entry.now_s, 3),
@@ -147,11 +151,11 @@ def program_story(runtime: Runtime, program: Program) -> ProgramStoryReport:
         for entry in program.story()
     ]
     return ProgramStoryReport(
-        **program_fields(program, now_s),
+        **program_fields(program, now_s, runtime.pool_name(program)),
         judged=_judged(program),
-        waiting=_waiting(runtime.scheduler, program, now_s),
+        waiting=_waiting(scheduler, program, now_s),
         holding=_holding(program, now_s),
-        hinted=_hinted(runtime.scheduler, program, now_s),
+        hinted=_hinted(scheduler, program, now_s),
         turns=[_turn(turn, now_s) for turn in (*program.in_flight.values(), *program.held.values())],
         story=story,
     )

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Annotated, Literal
 
 import structlog
@@ -43,7 +45,8 @@ class LeaseRequest(BaseModel):
     """A turn that wants to run; without a `program_id` it is anonymous.
 
     `parent_id` and `tenant` are those of the program's first turn. `patience_s` is how long the caller waits for its
-    answer: the lease comes before that is over, whether there is room or not.
+    answer: the lease comes before that is over, whether there is room or not. `model` says for which pool it is, where
+    there are several.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True, coerce_numbers_to_str=True)
@@ -53,6 +56,7 @@ class LeaseRequest(BaseModel):
     group_id: str = Field("", max_length=256)
     parent_id: str = Field("", max_length=256)
     tenant: str = Field("", max_length=256)
+    model: str = Field("", max_length=512)
     prompt_tokens: Tokens = 0
     patience_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
 
@@ -119,9 +123,17 @@ class Leases:
     """Handlers of `/leases`."""
 
     def __init__(
-        self, leases: LeaseSource, replicas: Replicas, tenancy: Tenancy, held: HeldTurns, *, limit_s: float
+        self,
+        leases: LeaseSource,
+        replicas: Replicas,
+        tenancy: Tenancy,
+        held: HeldTurns,
+        *,
+        limit_s: float,
+        aliases: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """Take `leases`; one of which nothing is heard for `limit_s` is ended."""
+        """Take `leases`; one of which nothing is heard for `limit_s` is ended. `aliases` are of models."""
+        self._aliases = aliases
         self._leases = leases
         self._replicas = replicas
         self._tenancy = tenancy
@@ -153,6 +165,7 @@ class Leases:
             patience_s=wanted.patience_s,
             parent_id=wanted.parent_id,
             tenant=self._tenancy.named(wanted.tenant),
+            model=self._aliases.get(wanted.model, wanted.model),
         )
         lease = await self._leases.lease(ask, self._waiting.turn(request.get(KEPT_BODY), len(body)))
         granted = lease.granted

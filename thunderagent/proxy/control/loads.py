@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import ChainMap, Counter
 from datetime import UTC, datetime
 from typing import Any
 
@@ -15,17 +15,18 @@ def load_of(runtime: Runtime, replica_ids: list[str]) -> dict[str, Any]:
     A held turn counts where its program was last; those that were nowhere yet are a rank of their own, without a
     replica, if all replicas are asked for (`load_of` of one has them, too). Cost: O(turns).
     """
-    scheduler = runtime.scheduler
+    pools = runtime.pools
+    anonymous_held = ChainMap(*(scheduler.book.anonymous_held for scheduler in pools.schedulers))
     held_counts: Counter[str | None] = Counter()
-    for turn in scheduler.turns.values():
+    for turn in pools.turns.values():
         if turn.program is not None and turn.turn_id in turn.program.held:
             held_counts[turn.program.replica_id] += 1
-        elif turn.turn_id in scheduler.book.anonymous_held:
+        elif turn.turn_id in anonymous_held:
             held_counts[turn.pinned_replica_id] += 1
-    elsewhere_count = sum(count for home, count in held_counts.items() if home not in scheduler.replicas)
+    elsewhere_count = sum(count for home, count in held_counts.items() if home not in pools.replicas)
     loads: list[dict[str, Any]] = []
     for replica_id in replica_ids:
-        account = scheduler.ledger.accounts.get(replica_id)
+        account = pools.of_replica(replica_id).scheduler.ledger.accounts.get(replica_id)
         running_count = account.turn_count if account is not None else 0
         tokens = account.demand_tokens if account is not None else 0
         capacity_tokens = account.capacity_tokens if account is not None else None

@@ -232,16 +232,25 @@ class Replicas:
         """Return the id if there is such a replica, up or not."""
         return replica_id if replica_id in self.known else None
 
-    def serving(self, program_id: str | None = None, avoid: Collection[str] = ()) -> str:
+    @property
+    def has_pools(self) -> bool:
+        """Whether it matters which model a request names."""
+        return self._runtime.replicas.has_pools
+
+    def serving(self, program_id: str | None = None, avoid: Collection[str] = (), model: str = "") -> str:
         """Return the replica that a request without a lease goes to: its program's, or the least busy one.
 
         Busy is what has turns or other requests in flight; among equals it is the turn of the one that had none for
-        longest. Never one to `avoid`, because it just failed. Raises `NoReplicaError` if no other is up.
+        longest. Never one to `avoid`, because it just failed; where there are several pools, one of that `model`'s if
+        it is named. Raises `NoReplicaError` if no other is up, `UnknownModelError`.
         """
-        home_id = self._runtime.home_of(program_id) if program_id else None
+        home_id = self._runtime.home_of(program_id, model) if program_id else None
         if home_id is not None and home_id not in avoid:
             return home_id
         usable_ids = [replica_id for replica_id in self._runtime.replicas.open_ids if replica_id not in avoid]
+        if model and self.has_pools:
+            pool, pools = self._runtime.pool_for(model), self._runtime.pools
+            usable_ids = [replica_id for replica_id in usable_ids if pools.of_replica(replica_id) is pool]
         if not usable_ids:
             raise NoReplicaError("no replica is up")
         chosen_id = min(
@@ -293,6 +302,8 @@ class Replicas:
     def replica_polled(self, replica_id: str, reading: ReplicaReading) -> None:
         """Take a reading; tell the runtime if it says anything new."""
         known = self.known[replica_id]
+        if reading.models is not None:
+            self._runtime.models_listed(replica_id, reading.models)
         before, known.reading = known.reading, reading
         since, began_anew = NOTHING_SINCE, False
         if has_totals(reading):
@@ -329,6 +340,7 @@ class Replicas:
         self.priorities.forget(replica_id)
         if known.draining_since_s is None:
             self._runtime.replica_up(replica_id, capacity_tokens)
+        self._runtime.replica_heard(replica_id)
 
     def ranks_found(self, url: str, ranks_count: int) -> None:
         """Pass on how many ranks a URL has: it may make replicas come and go."""
@@ -341,3 +353,4 @@ class Replicas:
         known.why_down = why
         known.is_up = False
         self._runtime.replica_down(replica_id)
+        self._runtime.replica_heard(replica_id)

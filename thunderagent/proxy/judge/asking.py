@@ -8,6 +8,7 @@ from functools import partial
 from typing import Protocol
 
 import aiohttp
+import msgspec
 from multidict import CIMultiDict
 
 from thunderagent.errors import ReplicaError, ThunderAgentError
@@ -57,6 +58,10 @@ async def open_url(base_url: str, api_key: str) -> AsyncIterator[UrlAsker]:
         yield UrlAsker(connections, base_url, api_key)
 
 
+class _Asked(msgspec.Struct):
+    model: str = ""
+
+
 class ReplicaAsker:
     """Ask on the replica that is least busy: an anonymous turn, which is counted as load and held for nothing."""
 
@@ -68,7 +73,8 @@ class ReplicaAsker:
     async def ask(self, body: bytes) -> bytes | Failure:
         """See `Asker`."""
         try:
-            ask = TurnAsk(turn_id=self._leases.new_turn_id(), prompt_bytes=len(body))
+            model = msgspec.json.decode(body, type=_Asked).model if self._leases.replicas.names_models else ""
+            ask = TurnAsk(turn_id=self._leases.new_turn_id(), prompt_bytes=len(body), model=model)
             with await self._leases.lease(ask) as lease:
                 replica_id, url = lease.granted.replica_id, lease.granted.url
                 headers = CIMultiDict({"Content-Type": JSON_TYPE})

@@ -115,7 +115,7 @@ class Judge:
 
     def turn_seen(self, program_id: str, body: bytes) -> None:
         """Take note that a turn with this body is through. Never blocks, and reads nothing. Cost: O(1)."""
-        program = self._runtime.scheduler.programs.get(program_id)
+        program = self._runtime.programs.get(program_id)
         if program is None:
             return
         turn_count = program.turn_count

@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, Raw
 
 from thunderagent.proxy.reading.media import NO_MEDIA, MediaFound, media_of
 from thunderagent.proxy.reading.prefix import PromptFields, begins_with
@@ -119,7 +119,29 @@ def read_fields(body: bytes) -> BodyFields | None:
         return None
     if not isinstance(value, dict):
         return None
-    return BodyFields(**{name: value[name] for name in _BUILT_FIELDS if name in value})
+    fields = BodyFields(**{name: value[name] for name in _BUILT_FIELDS if name in value})
+    fields.model = Raw(json.dumps(value.get("model")).encode())
+    return fields
+
+
+_FORM_MODEL = b'name="model"'
+_FORM_VALUE = re.compile(rb"\r\n\r\n([^\r\n]{1,512})\r\n")
+FORM_ENDS_BYTES = 64 * 1024
+"""So much of a form is searched for the model's name, at its begin and at its end: between lies a file."""
+
+
+def model_named(model: Raw, body: bytes) -> str:
+    """Return the model that a request names, by that field of its body, or by its form; empty if it names none."""
+    if model:
+        name = msgspec.json.decode(model)
+        return name if isinstance(name, str) else ""
+    if body[:2] == b"--":
+        for part in (body[:FORM_ENDS_BYTES], body[-FORM_ENDS_BYTES:]):
+            at = part.find(_FORM_MODEL)
+            value = _FORM_VALUE.match(part, at + len(_FORM_MODEL)) if at >= 0 else None
+            if value is not None:
+                return value[1].decode("utf-8", "replace")
+    return ""
 
 
 def _read_large(body: bytes) -> BodyFields:

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
-from msgspec import UNSET
+import msgspec
+from msgspec import UNSET, Raw
 from multidict import CIMultiDictProxy
 
 from thunderagent.errors import InvalidProgramIdError
@@ -23,6 +25,7 @@ from thunderagent.proxy.reading.body_fields import (
     UNREAD,
     BodyFields,
     media_in,
+    model_named,
     read_fields,
 )
 from thunderagent.proxy.reading.dialects.base import Dialect
@@ -36,7 +39,7 @@ from thunderagent.proxy.reading.header_words import (
     said_in,
     words_in,
 )
-from thunderagent.proxy.reading.json_splice import has_member, remove_member, set_include_usage
+from thunderagent.proxy.reading.json_splice import has_member, remove_member, set_include_usage, set_value
 from thunderagent.proxy.reading.media import NO_MEDIA, MediaFound
 from thunderagent.proxy.reading.outline import Outline
 from thunderagent.proxy.reading.prefix import holds_token_ids, prefix_of
@@ -78,6 +81,8 @@ class TurnRequest(NamedTuple):
     """Whether it is on an API that we do not speak: then it may do more than generate."""
     media: MediaFound = NO_MEDIA
     """What of the body is no text."""
+    model: Raw = Raw()
+    """The body's field of that name, as it stands there; see `model_named`."""
 
 
 class SideCallRequest(NamedTuple):
@@ -86,6 +91,7 @@ class SideCallRequest(NamedTuple):
     program_id: str | None
     source: str
     body: bytes
+    model: Raw = Raw()
 
 
 class Tokens(Protocol):
@@ -113,6 +119,8 @@ class IdentityRules(NamedTuple):
     drops_priority: bool = False
     reads_prefixes: bool = True
     """Whether anybody wants to know where a prompt may begin like others."""
+    model_aliases: Mapping[str, str] = MappingProxyType({})
+    """Names of models that clients may use, and those that engines serve: bodies go on with the latter."""
 
 
 NO_RULES = IdentityRules()
@@ -171,6 +179,7 @@ def identify(
         outcome=outcome_of(headers) if words.is_final else "",
         parent_branch_id=words.parent_branch_id,
         media=media,
+        model=fields.model,
     )
 
 
@@ -192,7 +201,7 @@ def identify_side_call(
             body = outline.filled(text)
     elif rules.drops_priority:
         body = _without_priority_unread(body)
-    return SideCallRequest(program_id, source, body)
+    return SideCallRequest(program_id, source, body, fields.model if fields is not None else Raw())
 
 
 def _without_priority_unread(body: bytes) -> bytes:
@@ -207,9 +216,15 @@ def _without_priority_unread(body: bytes) -> bytes:
 
 
 def _without_ours(text: bytes, fields: BodyFields, rules: IdentityRules) -> bytes:
-    """Return a body without the fields that we defined, and what `rules` say; the same object if it has none."""
+    """Return a body without the fields that we defined, and as `rules` say; the same object if nothing is changed.
+
+    An alias of a model is changed in `fields`, too.
+    """
     if fields is UNREAD:
         return _without_priority_unread(text) if rules.drops_priority else text
+    if rules.model_aliases and (served := rules.model_aliases.get(model_named(fields.model, b""))) is not None:
+        fields.model = Raw(msgspec.json.encode(served))
+        text = set_value(text, "model", bytes(fields.model))
     if rules.drops_priority and fields.priority is not UNSET:
         text = remove_member(text, ("priority",))
     if fields.program_id is not UNSET:

@@ -77,6 +77,19 @@ def remove_member(body: bytes, path: tuple[str, ...]) -> bytes:
     return _without(body, members(body, opening), path[-1])
 
 
+def set_value(body: bytes, key: str, value: bytes) -> bytes:
+    """Return `body` with another value for a member, which must be there; of two with that key the last counts."""
+    name = b'"%s"' % key.encode()
+    at = body.find(name)
+    if at >= 0 and body.find(name, at + 1) < 0 and not _may_escape_keys(body):
+        old = _SCALAR_VALUE.match(body, at + len(name))
+        if old is not None and body[:at].rstrip()[-1:] in (b"{", b","):
+            return b"".join((body[: at + len(name)], b":", value, old["comma"] or b"", body[old.end() :]))
+    member = _last(body, body.index(b"{"), key)
+    assert member is not None, "the member must be there"
+    return body[: member.value_start] + value + body[member.end :]
+
+
 def has_member(body: bytes, key: str) -> bool:
     """Say whether the object that `body` is has a member with this key. Raises `ValueError` where it has no end."""
     if body.find(b'"%s"' % key.encode()) < 0 and not _may_escape_keys(body):

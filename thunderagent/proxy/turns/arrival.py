@@ -66,4 +66,5 @@ def _unread(target: Target, headers: CIMultiDictProxy[str], body: bytes, rules: 
         has_whole_prompt=has_text,
         told_id=call.program_id or "",
         is_unknown=target.spelt not in TURN_DIALECTS,
+        model=call.model,
     )

@@ -34,6 +34,7 @@ from thunderagent.proxy.fleet.replicas import Replicas, Watcher
 from thunderagent.proxy.gate.held import NO_LIMITS, HeldLimits, HeldTurns
 from thunderagent.proxy.gate.tenancy import ClientPriority, Tenancy
 from thunderagent.proxy.judge import Judge
+from thunderagent.proxy.reading.body_fields import model_named
 from thunderagent.proxy.reading.dialects import TURN_DIALECTS, dialect_of
 from thunderagent.proxy.reading.header_words import CLASS_HEADER
 from thunderagent.proxy.reading.identity import NO_RULES, IdentityRules, TurnRequest
@@ -139,6 +140,8 @@ class Turns:
         record = Record(turn, exchange.method, target, dialect, arrived_s, exchange.body, prompt, chosen_id)
         record.tenancy = tenancy
         del prompt  # as large as the body, and of no more use
+        if self._leases.replicas.names_models:
+            record.model = model_named(turn.model, turn.body)
         if turn.previous_response_id:
             record.maker_id = self._made.maker(turn.previous_response_id)
         attempt = self._attempt(exchange, record)
@@ -254,7 +257,7 @@ class Turns:
             if record.tenancy is not None:
                 record.tenancy.check(record.turn.program_id)  # once more: it may have become another's since
         asked_s, lease = monotonic(), None
-        home_id = self._leases.home_of(record.turn.told_id) if record.turn.told_id else None
+        home_id = self._leases.home_of(record.turn.told_id, record.model) if record.turn.told_id else None
         ask = ask_for(record, attempt, self._leases.now_s(), deadline_s, avoid_replica_id, home_id)
         waiting = self._leases.lease(ask, self._held.turn(exchange.kept, record.held_bytes))
         try:

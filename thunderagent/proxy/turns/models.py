@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -28,8 +29,11 @@ class _Answer(NamedTuple):
 class Models:
     """Ask every replica that is up for its models, LoRA names too."""
 
-    def __init__(self, replica_map: ReplicaMap, client: ReplicaClient, replicas: Replicas) -> None:
-        """Ask with `client`."""
+    def __init__(
+        self, replica_map: ReplicaMap, client: ReplicaClient, replicas: Replicas, aliases: Mapping[str, str]
+    ) -> None:
+        """Ask with `client`; `aliases` are further names of models."""
+        self._aliases = aliases
         self._map = replica_map
         self._client = client
         self._replicas = replicas
@@ -47,6 +51,9 @@ class Models:
         for answer in answers:
             for model in answer.models if answer is not None else ():
                 models.setdefault(str(model.get("id")), model)
+        for alias, served in self._aliases.items():
+            if served in models:
+                models.setdefault(alias, {**models[served], "id": alias, "root": served})
         if models:
             body = msgspec.json.encode({"object": "list", "data": list(models.values())})
             return web.Response(body=body, content_type="application/json")

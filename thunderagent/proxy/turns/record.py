@@ -49,6 +49,7 @@ class Record:
         "held_stream",
         "maker_id",
         "method",
+        "model",
         "outcome",
         "prompt_bytes",
         "reason",
@@ -93,6 +94,8 @@ class Record:
         """Who says what of others' it may touch; None where it may touch all, as everybody may."""
         self.completions = Completions(dialect) if prompt is not None else None
         """What is answered, where the program was inferred: its next prompt begins so."""
+        self.model = ""
+        """The model that it is for, as far as that matters."""
         self.generation = 0
         """Of its program, as its last lease said."""
         self.outcome = "abandoned"
@@ -168,5 +171,6 @@ def ask_for(
         pinned_replica_id=record.chosen_id,
         wanted_replica_id=record.maker_id or home_id,
         abortable=is_abortable(record.target.engine_path, has_token_prompt=turn.has_token_prompt),
+        model=record.model,
         hint=attempt.patience.hint,
     )

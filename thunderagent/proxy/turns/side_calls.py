@@ -25,6 +25,7 @@ from thunderagent.proxy.fleet.client import ReplicaClient
 from thunderagent.proxy.fleet.made_answers import MadeAnswers
 from thunderagent.proxy.fleet.replicas import Replicas, Watcher
 from thunderagent.proxy.gate.tenancy import Tenancy
+from thunderagent.proxy.reading.body_fields import model_named
 from thunderagent.proxy.reading.dialects import dialect_of
 from thunderagent.proxy.reading.identity import IdentityRules, SideCallRequest, identify_side_call
 from thunderagent.proxy.reading.outline import read_aside
@@ -81,14 +82,15 @@ class SideCalls:
         self._tenancy = tenancy
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
-        """Relay one request, whatever its method. Raises `ReplicaError`, `NoReplicaError`."""
+        """Relay one request, whatever its method. Raises `ReplicaError`, `NoReplicaError`, `UnknownModelError`."""
         target = target_of(request)
         body = await request.read()
         call = await self._read(request, target, body if request.method == "POST" else b"")
         headers = identity_headers(call.program_id, call.source)
         try:
             program_id = call.program_id if self._tenancy.may_touch(call.program_id) else None
-            replica_id, upstream = await self._send(request, target, program_id, call.body or body)
+            model = model_named(call.model, body) if self._replicas.has_pools else ""
+            replica_id, upstream = await self._send(request, target, program_id, model, call.body or body)
         except ThunderAgentError as error:
             tell_with_error(error, headers)
             raise
@@ -122,13 +124,13 @@ class SideCalls:
         return await read_aside(read, len(body))
 
     async def _send(
-        self, request: web.Request, target: Target, program_id: str | None, body: bytes
+        self, request: web.Request, target: Target, program_id: str | None, model: str, body: bytes
     ) -> tuple[str, Answer]:
         """Send to one replica after the other until one answers; return which, and the head of its answer."""
         headers = forwarded_request_headers(request.headers)
         self._tenancy.mend(headers)
         maker_id = self._made.maker_of(target.engine_path)
-        replica_id = self._replicas.known_id(maker_id) or self._replicas.serving(program_id)
+        replica_id = self._replicas.known_id(maker_id) or self._replicas.serving(program_id, model=model)
         failed_ids: list[str] = []
         while True:
             try:
@@ -145,7 +147,7 @@ class SideCalls:
                 if not _may_repeat(request.method, target, error):
                     raise
                 try:
-                    replica_id = self._replicas.serving(program_id, avoid=failed_ids)
+                    replica_id = self._replicas.serving(program_id, avoid=failed_ids, model=model)
                 except NoReplicaError:
                     raise error from None
 

@@ -6,36 +6,39 @@ whose tools run want nothing yet. Above 1 programs wait for memory; replicas tha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from math import isfinite
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 
+from thunderagent.programs.scheduler import Scheduler
 from thunderagent.runtime import Runtime
 
 
-def demand_ratio(runtime: Runtime) -> float | None:
+def demand_ratio(schedulers: Sequence[Scheduler]) -> float | None:
     """Return the memory that is wanted as a part of what usable replicas may give; None where that is not known.
 
     Costs O(programs that wait).
     """
-    scheduler = runtime.scheduler
-    usable = scheduler.open_replicas
+    usable = [replica for scheduler in schedulers for replica in scheduler.open_replicas]
     limit_tokens = sum(replica.account.limit_tokens for replica in usable)
     if not limit_tokens or not isfinite(limit_tokens):
         return None
     claimed_tokens = sum(replica.account.demand_tokens for replica in usable)
-    return (claimed_tokens + sum(program.claim_tokens for program in scheduler.queue.with_turns())) / limit_tokens
+    waiting = chain.from_iterable(scheduler.queue.with_turns() for scheduler in schedulers)
+    return (claimed_tokens + sum(program.claim_tokens for program in waiting)) / limit_tokens
 
 
-def oldest_hold_s(runtime: Runtime) -> float | None:
+def oldest_hold_s(schedulers: Sequence[Scheduler], now_s: float) -> float | None:
     """Return how long the turn has waited that has waited longest; None if none waits. Costs O(turns held)."""
-    scheduler, now_s = runtime.scheduler, runtime.now_s()
-    in_place = (program.held for replica in scheduler.replicas.values() for program in replica.programs.values())
-    queued = (program.held for program in scheduler.queue.with_turns())
-    turns = chain(*(held.values() for held in chain(queued, in_place)), scheduler.book.anonymous_held.values())
-    return max((now_s - turn.waiting_since_s for turn in turns), default=None)
+    waits_s: list[float] = []
+    for scheduler in schedulers:
+        in_place = (program.held for replica in scheduler.replicas.values() for program in replica.programs.values())
+        queued = (program.held for program in scheduler.queue.with_turns())
+        turns = chain(*(held.values() for held in chain(queued, in_place)), scheduler.book.anonymous_held.values())
+        waits_s.extend(now_s - turn.waiting_since_s for turn in turns)
+    return max(waits_s, default=None)
 
 
 class AutoscalingCollector:
@@ -46,16 +49,39 @@ class AutoscalingCollector:
         self._runtime = runtime
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the two gauges."""
+        """Yield the two gauges, and where there are several pools what each of them wants."""
+        pools, now_s = self._runtime.pools, self._runtime.now_s()
         ratio = GaugeMetricFamily(
             "thunderagent_demand_ratio",
             "Memory that programs claim or wait for, as a part of what usable replicas may give; absent if unknown.",
         )
-        if (value := demand_ratio(self._runtime)) is not None:
+        if (value := demand_ratio(pools.schedulers)) is not None:
             ratio.add_metric([], value)
         yield ratio
         yield GaugeMetricFamily(
             "thunderagent_oldest_hold_seconds",
             "How long the turn has waited that has waited longest; 0 if none waits.",
-            oldest_hold_s(self._runtime) or 0.0,
+            oldest_hold_s(pools.schedulers, now_s) or 0.0,
         )
+        by_pool = GaugeMetricFamily(
+            "thunderagent_pool_demand_ratio", "The same ratio for each of several pools.", labels=["pool"]
+        )
+        oldest = GaugeMetricFamily(
+            "thunderagent_pool_oldest_hold_seconds", "The same time for each of several pools.", labels=["pool"]
+        )
+        waiting = GaugeMetricFamily(
+            "thunderagent_pool_waiting", "Programs that wait, for each of several pools.", labels=["pool"]
+        )
+        replicas = GaugeMetricFamily(
+            "thunderagent_pool_replica",
+            "1 for each replica, with its pool, where there are several.",
+            labels=["pool", "replica"],
+        )
+        for pool in pools.all if pools.several else ():
+            if (value := demand_ratio([pool.scheduler])) is not None:
+                by_pool.add_metric([pool.name], value)
+            oldest.add_metric([pool.name], oldest_hold_s([pool.scheduler], now_s) or 0.0)
+            waiting.add_metric([pool.name], pool.scheduler.queue.waiting_count)
+            for replica_id in pool.listed:
+                replicas.add_metric([pool.name, replica_id], 1)
+        yield from (by_pool, oldest, waiting, replicas)

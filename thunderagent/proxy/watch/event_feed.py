@@ -181,7 +181,7 @@ class EventFeed:
         self._next_number = 0
         self._program_ids = {
             turn.turn_id: turn.program.program_id if turn.program is not None else None
-            for turn in self._runtime.scheduler.turns.values()
+            for turn in self._runtime.pools.turns.values()
         }
         self._stop = self._runtime.observe(self._observe)
 

@@ -11,8 +11,8 @@ import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
-from itertools import islice, pairwise
+from dataclasses import asdict
+from itertools import chain, islice, pairwise
 from math import isfinite
 
 from pydantic import Field
@@ -135,22 +135,17 @@ class History:
         return next(each for each in self._samples if each[0].at_s >= at_s - WINDOW_S or each is self._samples[-1])
 
     def _take(self) -> tuple[Sample, tuple[int, ...]]:
-        runtime, scheduler = self._runtime, self._runtime.scheduler
+        runtime, schedulers = self._runtime, self._runtime.pools.schedulers
         now_s = runtime.now_s()
         at_s = self._epoch_s + now_s
         self._cache_totals.read(self._replicas)
         hold_counts = self._hold_counts()
         before_counts = self._before(at_s)[1] if self._samples else (0,) * len(hold_counts)
         held = [now - before for now, before in zip(hold_counts, before_counts, strict=True)]
-        costs, reasoning_count, acting_count, turn_count, demand_tokens = (
-            replace(scheduler.ledger.closed_costs),
-            0,
-            0,
-            0,
-            0,
-        )
+        reasoning_count = acting_count = turn_count = demand_tokens = 0
         limit_tokens = 0.0
-        for replica in scheduler.replicas.values():
+        all_costs = [scheduler.ledger.closed_costs for scheduler in schedulers]
+        for scheduler, replica in ((each, replica) for each in schedulers for replica in each.replicas.values()):
             account = replica.account
             scheduler.ledger.accrue(account, now_s)
             reasoning_count += account.reasoning_count
@@ -159,15 +154,18 @@ class History:
             demand_tokens += account.demand_tokens
             if replica.open_to_programs:
                 limit_tokens += account.limit_tokens
-            for name, value in asdict(account.costs).items():
-                setattr(costs, name, getattr(costs, name) + value)
-        paused_reasoning_count = scheduler.queue.waiting_count
+            all_costs.append(account.costs)
+        costs: dict[str, float] = {}
+        for name, value in chain.from_iterable(asdict(each).items() for each in all_costs):
+            costs[name] = costs.get(name, 0.0) + value
+        paused_reasoning_count = sum(scheduler.queue.waiting_count for scheduler in schedulers)
+        paused_count = sum(len(scheduler.programs) - scheduler.book.active_count for scheduler in schedulers)
         sample = Sample(
             at_s=round(at_s, 3),
             active_reasoning_count=reasoning_count,
             active_acting_count=acting_count,
             paused_reasoning_count=paused_reasoning_count,
-            paused_acting_count=len(scheduler.programs) - scheduler.book.active_count - paused_reasoning_count,
+            paused_acting_count=paused_count - paused_reasoning_count,
             turns_in_flight_count=turn_count,
             turns_held_count=self._runtime.held_count,
             turns_finished_total=runtime.outcome_counts["finished"],
@@ -181,7 +179,7 @@ class History:
             cache_hit_tokens_total=int(self._cache_totals.hit_tokens),
             demand_tokens=demand_tokens,
             limit_tokens=int(limit_tokens) if isfinite(limit_tokens) else None,
-            costs_token_s={k.removesuffix("_token_s"): round(v, 1) for k, v in asdict(costs).items()},
+            costs_token_s={k.removesuffix("_token_s"): round(v, 1) for k, v in costs.items()},
             held_p50_s=quantile_s(held, 0.5),
             held_p90_s=quantile_s(held, 0.9),
             held_p99_s=quantile_s(held, 0.99),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from itertools import chain
 from math import isfinite
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -15,6 +16,7 @@ from thunderagent.programs.model.hints import KEEPS
 from thunderagent.programs.model.places import Phase, Status
 from thunderagent.programs.model.verdicts import FAILURE, OUTCOMES, SUCCESS, Level
 from thunderagent.programs.rules.tenants import Tenants
+from thunderagent.programs.scheduler import Scheduler
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.watch.event_feed import KIND_OF
 from thunderagent.runtime import Runtime
@@ -48,7 +50,9 @@ class StateCollector:
         programs = GaugeMetricFamily(
             "thunderagent_programs", "Live programs by status and phase.", labels=["status", "phase"]
         )
-        counts = Counter((program.status, program.phase) for program in self._runtime.scheduler.programs.values())
+        schedulers = self._runtime.pools.schedulers
+        live = chain.from_iterable(scheduler.programs.values() for scheduler in schedulers)
+        counts = Counter((program.status, program.phase) for program in live)
         for status in (Status.ACTIVE, Status.PAUSED):
             for phase in Phase:
                 programs.add_metric([status, phase], counts[status, phase])
@@ -76,12 +80,16 @@ class StateCollector:
             yield CounterMetricFamily(
                 f"thunderagent_{name}_tokens", f"The {name} tokens of finished turns, where usage was said.", tokens
             )
-        knowledge = runtime.scheduler.knowledge
+        learned = [scheduler.knowledge for scheduler in runtime.pools.schedulers]
         yield GaugeMetricFamily(
-            "thunderagent_tools_running", "Programs whose tool runs.", knowledge.tools_running_count
+            "thunderagent_tools_running",
+            "Programs whose tool runs.",
+            sum(knowledge.tools_running_count for knowledge in learned),
         )
-        yield GaugeMetricFamily(
-            "thunderagent_tool_mean_seconds", "How long tools took lately, in the mean.", knowledge.mean_tool_s
+        yield from self._by_pool(
+            "thunderagent_tool_mean_seconds",
+            "How long tools took lately, in the mean.",
+            lambda scheduler: scheduler.knowledge.mean_tool_s,
         )
         decisions = CounterMetricFamily(
             "thunderagent_decisions", "Decisions of the scheduler.", labels=["decision", "reason"]
@@ -90,8 +98,19 @@ class StateCollector:
             decisions.add_metric([KIND_OF[decision], reason.value], number)
         yield decisions
 
+    def _by_pool(self, name: str, what: str, value_of: Callable[[Scheduler], float | None]) -> Iterator[Metric]:
+        """Yield what is each pool's own; it has a label only where there are several."""
+        pools = self._runtime.pools
+        if not pools.several:
+            yield GaugeMetricFamily(name, what, value_of(pools.all[0].scheduler))
+            return
+        family = GaugeMetricFamily(name, what, labels=["pool"])
+        for pool in pools.all:
+            if (value := value_of(pool.scheduler)) is not None:
+                family.add_metric([pool.name], value)
+        yield family
+
     def _replica_sums(self) -> Iterator[Metric]:
-        scheduler = self._runtime.scheduler
         gauges = {
             "up": GaugeMetricFamily("thunderagent_replica_up", "1 if the replica may be used.", labels=["replica"]),
             "suspended": GaugeMetricFamily(
@@ -142,6 +161,7 @@ class StateCollector:
         )
         for replica_id, known in self._replicas.known.items():
             gauges["draining"].add_metric([replica_id], int(known.draining_since_s is not None))
+            scheduler = self._runtime.pools.of_replica(replica_id).scheduler
             replica = scheduler.replicas.get(replica_id)
             if replica is None:
                 gauges["up"].add_metric([replica_id], 0)
@@ -167,10 +187,14 @@ class StateCollector:
         yield queued
 
     def _goodput(self) -> Iterator[Metric]:
-        goodput = self._runtime.scheduler.knowledge.goodput
+        goodputs = [scheduler.knowledge.goodput for scheduler in self._runtime.pools.schedulers]
+        turns, programs = Counter[float](), Counter[float]()
+        for goodput in goodputs:
+            turns.update(goodput.turns)
+            programs.update(goodput.programs)
         counts = {
-            "turn": ("Turns", "finished turns", goodput.turns, goodput.turn_count),
-            "program": ("Programs", "ended programs", goodput.programs, goodput.program_count),
+            "turn": ("Turns", "finished turns", turns, sum(each.turn_count for each in goodputs)),
+            "program": ("Programs", "ended programs", programs, sum(each.program_count for each in goodputs)),
         }
         for kind, (name, judged, in_time, judged_count) in counts.items():
             family = CounterMetricFamily(
@@ -186,59 +210,62 @@ class StateCollector:
             )
 
     def _tenants(self) -> Iterator[Metric]:
-        tenants = self._runtime.scheduler.tenants or Tenants({})
+        now_s = self._runtime.now_s()
+        fair = [scheduler.tenants or Tenants({}) for scheduler in self._runtime.pools.schedulers]
+        sums: dict[str, tuple[float, int]] = {}
+        for each in chain.from_iterable(tenants.as_of(now_s) for tenants in fair):
+            token_s, count = sums.get(each.name, (0.0, 0))
+            sums[each.name] = token_s + each.service_token_s, count + each.waiting_count
         service = CounterMetricFamily(
             "thunderagent_tenant_service_token_seconds",
             "What each tenant's programs claimed of memory over time.",
             labels=["tenant"],
         )
         waiting = GaugeMetricFamily("thunderagent_tenant_waiting", "Programs that wait.", labels=["tenant"])
-        by_service = sorted(tenants.as_of(self._runtime.now_s()), key=lambda tenant: -tenant.service_token_s)
-        for tenant in by_service[:NAMED_TENANTS_COUNT]:
-            service.add_metric([tenant.name], tenant.service_token_s)
-            waiting.add_metric([tenant.name], tenant.waiting_count)
+        by_service = sorted(sums.items(), key=lambda tenant: -tenant[1][0])
+        for name, (service_token_s, waiting_count) in by_service[:NAMED_TENANTS_COUNT]:
+            service.add_metric([name], service_token_s)
+            waiting.add_metric([name], waiting_count)
         if others := by_service[NAMED_TENANTS_COUNT:]:
-            service.add_metric([OTHER_TENANTS], sum(tenant.service_token_s for tenant in others))
-            waiting.add_metric([OTHER_TENANTS], sum(tenant.waiting_count for tenant in others))
+            service.add_metric([OTHER_TENANTS], sum(service_token_s for _, (service_token_s, _) in others))
+            waiting.add_metric([OTHER_TENANTS], sum(waiting_count for _, (_, waiting_count) in others))
         yield service
         yield waiting
-        yield GaugeMetricFamily(
+        yield from self._by_pool(
             "thunderagent_tenants_jain_ratio",
             "Jain's index of what tenants that had to wait got by weight; absent until two had to.",
-            tenants.jain_ratio(),
+            lambda scheduler: scheduler.tenants.jain_ratio() if scheduler.tenants is not None else None,
         )
 
     def _learned(self) -> Iterator[Metric]:
-        scheduler = self._runtime.scheduler
-        knowledge = scheduler.knowledge
         break_even = GaugeMetricFamily(
             "thunderagent_break_even_seconds",
             "Time in which a replica could prefill its whole memory, as learned; absent if its size is not known.",
             labels=["replica"],
         )
-        for replica_id, account in scheduler.ledger.accounts.items():
-            if account.capacity_tokens is not None:
-                break_even.add_metric([replica_id], scheduler.view.break_even_s(replica_id))
+        for scheduler in self._runtime.pools.schedulers:
+            for replica_id, account in scheduler.ledger.accounts.items():
+                if account.capacity_tokens is not None:
+                    break_even.add_metric([replica_id], scheduler.view.break_even_s(replica_id))
         yield break_even
-        yield GaugeMetricFamily(
+        yield from self._by_pool(
             "thunderagent_prefill_seconds_per_token",
             "Time to prefill a token of a prompt that is not cached, as learned.",
-            knowledge.prefill_speed.token_s,
+            lambda scheduler: scheduler.knowledge.prefill_speed.token_s,
         )
-        residence_s = knowledge.median_residence_s
-        yield GaugeMetricFamily(
+        yield from self._by_pool(
             "thunderagent_median_residence_seconds",
             "Median time between a program's first turn and the end of its last; absent until one ended.",
-            residence_s if isfinite(residence_s) else None,
+            _residence_s,
         )
 
     def _judged(self) -> Iterator[Metric]:
-        scheduler = self._runtime.scheduler
-        record = scheduler.knowledge.judge_record
+        schedulers = self._runtime.pools.schedulers
+        record = schedulers[0].knowledge.judge_record  # where a program is told to have ended first
         programs = GaugeMetricFamily(
             "thunderagent_programs_by_level", "Live programs by the level that verdicts gave them.", labels=["level"]
         )
-        counts = Counter(program.level for program in scheduler.programs.values())
+        counts = Counter(program.level for scheduler in schedulers for program in scheduler.programs.values())
         for level in Level:
             programs.add_metric([level.name.lower()], counts[level])
         yield programs
@@ -264,26 +291,31 @@ class StateCollector:
             yield ratios
 
     def _hinted(self) -> Iterator[Metric]:
-        record = self._runtime.scheduler.knowledge.hints
+        records = [scheduler.knowledge.hints for scheduler in self._runtime.pools.schedulers]
         taken = CounterMetricFamily(
             "thunderagent_hints", "Hints of clients by what they said of the memory.", labels=["keep"]
         )
         for keep in ("", *KEEPS):
-            taken.add_metric([keep or "unsaid"], record.taken_counts[keep])
+            taken.add_metric([keep or "unsaid"], sum(record.taken_counts[keep] for record in records))
         yield taken
         measured = CounterMetricFamily(
             "thunderagent_hints_measured",
             "First hints between two turns, by when the turn came that they were about.",
             labels=["outcome"],
         )
-        for outcome, count in record.outcome_counts.items():
-            measured.add_metric([outcome], count)
+        for outcome in records[0].outcome_counts:
+            measured.add_metric([outcome], sum(record.outcome_counts[outcome] for record in records))
         yield measured
         yield CounterMetricFamily(
             "thunderagent_hint_error_seconds",
             "By how much turns came sooner or later than within half to twice the time that hints said.",
-            record.error_s_total,
+            sum(record.error_s_total for record in records),
         )
+
+
+def _residence_s(scheduler: Scheduler) -> float | None:
+    residence_s = scheduler.knowledge.median_residence_s
+    return residence_s if isfinite(residence_s) else None
 
 
 def exposition(registry: CollectorRegistry) -> bytes:

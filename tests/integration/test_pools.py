@@ -1,0 +1,247 @@
+"""Replicas of different models behind one proxy: a pool for each, and no turn where its model is not served."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.integration.support import CHAT, Gate, ask, fake_replica, get, metrics_of, post, running_proxy, turn, until
+from thunderagent.simulator.options import ServerConfig
+from thunderagent.simulator.records import EngineConfig
+from thunderagent.simulator.server import running
+from thunderagent.simulator.timing import profile
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from tests.integration.support import RunningProxy
+
+ANTHROPIC = {"model": "c", "max_tokens": 4, "messages": [{"role": "user", "content": "hello"}]}
+
+
+@asynccontextmanager
+async def engine(model: str, kv_tokens: int = 16_000) -> AsyncIterator[str]:
+    """Serve a simulated engine in this process, which refuses every model but its own."""
+    config = EngineConfig(kv_tokens=kv_tokens, timing=profile("instant"))
+    async with running(ServerConfig(config, port=0, grace_s=0, model=model)) as url:
+        yield url
+
+
+@asynccontextmanager
+async def two_models(**config: Any) -> AsyncIterator[RunningProxy]:
+    """Run a proxy in front of an engine of `a` and one of `b`."""
+    async with engine("a") as one, engine("b") as other, running_proxy(one, other, **config) as proxy:
+        yield proxy
+
+
+def pool_names(proxy: RunningProxy) -> list[str]:
+    return sorted(pool.name for pool in proxy.runtime.pools.all)
+
+
+async def test_each_model_is_answered_by_its_own_engine() -> None:
+    """Turns of nobody, of programs, and side calls; many at once; the log of both pools replays."""
+    async with two_models() as proxy:
+        assert pool_names(proxy) == ["a", "b"]
+        asked = [
+            ask(proxy.url, program_id, model=model)
+            for number in range(8)
+            for model in "ab"
+            for program_id in (None, f"{model}-{number}", "both")
+        ]
+        answers = await asyncio.gather(*asked)
+        assert {answer.status for answer in answers} == {200}
+        for model in "ab":
+            assert {each.header("X-Replica-ID") for each in answers if each.json()["model"] == model} != set()
+            sides = await asyncio.gather(
+                *(post(proxy.url, "/tokenize", {"model": model, "prompt": "x"}) for _ in "123")
+            )
+            assert [each.status for each in sides] == [200] * 3
+        models = (await get(proxy.url, "/v1/models")).json()["data"]
+        assert {model["id"] for model in models} == {"a", "b"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "kind"),
+    [
+        (CHAT, turn(model="c"), "openai"),
+        ("/v1/completions", {"model": "c", "prompt": "x"}, "openai"),
+        ("/v1/responses", {"model": "c", "input": "x"}, "openai"),
+        ("/v1/messages", ANTHROPIC, "anthropic"),
+        ("/v1/embeddings", {"model": "c", "input": "x"}, "openai"),
+    ],
+)
+async def test_a_model_that_nobody_serves_is_a_404_at_once(path: str, body: dict[str, Any], kind: str) -> None:
+    """In the schema of the API that was called, with the names that there are, and without any lease."""
+    async with two_models() as proxy:
+        answer = await post(proxy.url, path, body)
+        assert answer.status == 404
+        if kind == "anthropic":
+            said = answer.json()
+            assert (said["type"], said["error"]["type"]) == ("error", "not_found_error")
+            message = said["error"]["message"]
+        else:
+            assert answer.error["code"] == "model_not_found"
+            message = answer.error["message"]
+        assert "'c'" in message
+        assert "a, b" in message
+        assert not any(proxy.runtime.decision_counts.values())
+
+
+async def test_a_turn_without_a_model_goes_where_its_program_lives() -> None:
+    """And is refused where that does not say which is meant."""
+    async with two_models() as proxy:
+        nameless = {key: value for key, value in turn("p").items() if key != "model"}
+        assert (await post(proxy.url, CHAT, nameless)).error["code"] == "model_not_found"
+        assert (await ask(proxy.url, "p", model="b")).status == 200
+        assert (await post(proxy.url, CHAT, nameless)).json()["model"] == "b"
+        assert (await ask(proxy.url, "p", model="a")).status == 200
+        assert (await post(proxy.url, CHAT, nameless)).error["code"] == "model_not_found"
+
+
+async def test_a_program_lives_in_both_pools_and_ends_in_both() -> None:
+    """One release; announced before, it is counted once; its end is told once."""
+    async with two_models() as proxy:
+        ended: list[str] = []
+        proxy.runtime.observe(lambda _, decisions: ended.extend(type(each).__name__ for each in decisions))
+        await post(proxy.url, "/programs", {"program_id": "p", "tenant": "t"})
+        for model in "ba":
+            assert (await ask(proxy.url, "p", model=model)).status == 200
+        page = (await get(proxy.url, "/programs")).json()["programs"]
+        assert sorted((each["program_id"], each["pool"], each["tenant"]) for each in page) == [
+            ("p", "a", "t"),
+            ("p", "b", "t"),
+        ]
+        assert (await get(proxy.url, "/programs/p?pool=b")).json()["pool"] == "b"
+        assert (await get(proxy.url, "/programs/p?pool=c")).status == 404
+        assert (await get(proxy.url, "/summary")).json()["programs_count"] == 1
+        said = (await post(proxy.url, "/programs/release", {"program_id": "p"})).json()
+        assert said["released"]
+        assert ended.count("Release") == 1
+        assert (await get(proxy.url, "/programs")).json()["total"] == 0
+
+
+async def test_what_waits_in_one_pool_holds_up_nobody_in_the_other() -> None:
+    """One program at a time in each pool: the second of the same model waits, the other model's does not."""
+    gate = Gate()
+    async with fake_replica(gate) as one, fake_replica() as other:
+        one.models, other.models = ("a",), ("b",)
+        async with running_proxy(one.url, other.url, policy="cap", policy_args={"n": "1"}) as proxy:
+            first = asyncio.create_task(ask(proxy.url, "one", model="a"))
+            await one.call()
+            second = asyncio.create_task(ask(proxy.url, "two", model="a"))
+            await until(lambda: proxy.runtime.held_count == 1)
+            assert (await ask(proxy.url, "three", model="b")).status == 200
+            assert (await get(proxy.url, "/queue")).json()["waiting"][0]["pool"] == "a"
+            assert not second.done()
+            metrics = await metrics_of(proxy.url)
+            assert metrics["thunderagent_pool_waiting"] == {("a",): 1.0, ("b",): 0.0}
+            gate.open()
+            await first
+            await post(proxy.url, "/programs/release", {"program_id": "one"})
+            assert (await second).status == 200
+
+
+async def test_adapters_of_one_engine_are_one_pool() -> None:
+    """Which takes what nobody lists, where one of its replicas lists nothing."""
+    async with fake_replica() as one, fake_replica() as two, fake_replica() as odd, fake_replica() as other:
+        one.models, two.models, other.models = ("base", "lora-1"), ("base", "lora-2"), ("other",)
+        async with running_proxy(one.url, two.url) as proxy:
+            assert pool_names(proxy) == ["base"]
+            for url in (odd.url, other.url):
+                await post(proxy.url, "/replicas", {"url": url})
+            await proxy.up(4)
+            assert pool_names(proxy) == ["base", "other"]
+            of_base = {one.replica_id, two.replica_id, odd.replica_id}
+            for name in ("base", "lora-1", "lora-2", "anything"):
+                assert (await ask(proxy.url, model=name)).header("X-Replica-ID") in of_base
+
+
+async def test_a_replica_that_says_later_what_it_serves_goes_there() -> None:
+    """What it generates meanwhile comes to its end, and nothing more of the first model is sent there."""
+    gate = Gate()
+    async with fake_replica() as one, fake_replica(gate) as other:
+        one.models = ("a",)
+        async with running_proxy(one.url) as proxy:
+            await post(proxy.url, "/replicas", {"url": other.url})
+            await proxy.up(2)
+            asked = [asyncio.create_task(ask(proxy.url, f"p{number}", model="a")) for number in range(4)]
+            await other.call()
+            other.models = ("b",)
+            await until(lambda: pool_names(proxy) == ["a", "b"])
+            after = await asyncio.gather(*(ask(proxy.url, f"q{number}", model="a") for number in range(4)))
+            assert {answer.header("X-Replica-ID") for answer in after} == {one.replica_id}
+            gate.open()
+            assert {answer.status for answer in await asyncio.gather(*asked)} == {200}
+            assert (await ask(proxy.url, model="b")).header("X-Replica-ID") == other.replica_id
+
+
+async def test_a_model_whose_replica_has_not_come_up_yet_is_waited_for() -> None:
+    """And is a 404 once that took too long."""
+    async with fake_replica() as one, fake_replica() as two, fake_replica() as late:
+        one.models, two.models, late.models = ("a",), ("b",), ("c",)
+        late.healthy = False
+        await late.stop()
+        config: dict[str, Any] = {"no_replica_limit_s": 0.3}
+        async with running_proxy(one.url, two.url, late.url, up=2, **config) as proxy:
+            await until(lambda: pool_names(proxy) == ["a", "b"])
+            assert (await ask(proxy.url, model="c")).status == 404
+        async with running_proxy(one.url, two.url, late.url, up=2) as proxy:
+            await until(lambda: pool_names(proxy) == ["a", "b"])
+            waits = asyncio.create_task(ask(proxy.url, model="c"))
+            late.healthy = True
+            await late.start()
+            assert (await waits).header("X-Replica-ID") == late.replica_id
+
+
+async def test_an_alias_stands_for_a_model() -> None:
+    """Engines get the name that they serve, clients find both; with one pool as well."""
+    aliases = {"model_aliases": {"public": "b"}}
+    async with two_models(**aliases) as proxy:
+        answer = await ask(proxy.url, "p", model="public")
+        assert (answer.status, answer.json()["model"]) == (200, "b")
+        names = [model["id"] for model in (await get(proxy.url, "/v1/models")).json()["data"]]
+        assert sorted(names) == ["a", "b", "public"]
+    async with engine("b") as url, running_proxy(url, **aliases) as proxy:
+        assert (await ask(proxy.url, model="public")).status == 200
+        assert (await ask(proxy.url, model="c")).status == 404  # in the engine's words
+
+
+async def test_a_model_comes_and_goes_with_its_replicas() -> None:
+    """Its turns wait as long as its pool has a program, and are refused after that."""
+    async with AsyncExitStack() as stack:
+        one = await stack.enter_async_context(fake_replica())
+        other = await stack.enter_async_context(fake_replica())
+        one.models, other.models = ("a",), ("b",)
+        proxy = await stack.enter_async_context(running_proxy(one.url))
+        assert pool_names(proxy) == ["a"]
+        assert (await ask(proxy.url, model="b")).status == 200  # one pool: its engine's matter
+        await post(proxy.url, "/replicas", {"url": other.url})
+        await proxy.up(2)
+        assert pool_names(proxy) == ["a", "b"]
+        assert (await ask(proxy.url, model="b")).header("X-Replica-ID") == other.replica_id
+        await post(proxy.url, f"/replicas/{other.replica_id}/drain", {})
+        await proxy.up(1)
+        waits = asyncio.create_task(ask(proxy.url, "p", model="b"))
+        await until(lambda: proxy.runtime.held_count == 1)
+        await post(proxy.url, f"/replicas/{other.replica_id}/undrain", {})
+        assert (await waits).header("X-Replica-ID") == other.replica_id
+
+
+async def test_pools_can_be_turned_off() -> None:
+    """Then every replica is taken to serve every model, as they say themselves."""
+    async with two_models(model_pools=False) as proxy:
+        assert len(proxy.runtime.pools.all) == 1
+        answers = await asyncio.gather(*(ask(proxy.url, model="a") for _ in range(8)))
+        assert {answer.status for answer in answers} == {200, 404}
+
+
+async def test_the_first_turns_wait_until_it_is_known_who_serves_what() -> None:
+    """A restart under load: no turn goes to the engine that happened to answer its poll first."""
+    async with fake_replica() as one, fake_replica() as other:
+        one.models, other.models = ("a",), ("b",)
+        async with running_proxy(one.url, other.url, up=0) as proxy:
+            answers = await asyncio.gather(*(ask(proxy.url, model="b") for _ in range(4)))
+            assert {answer.header("X-Replica-ID") for answer in answers} == {other.replica_id}

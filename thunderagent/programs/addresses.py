@@ -1,0 +1,130 @@
+"""Whose an event is where there are several pools: which of them hear of it, and in which words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from thunderagent.programs.model.events import (
+    Event,
+    PinnedTurnArrived,
+    ProgramCrowdedOut,
+    ProgramJudged,
+    ProgramOpened,
+    ProgramReleased,
+    ProgramsReleased,
+    TurnArrived,
+)
+from thunderagent.programs.model.fleet_events import ProvisionAsked, RouteSet
+
+if TYPE_CHECKING:
+    from thunderagent.programs.pools import Addressed, Pool, Pools
+
+
+def addressed(pools: Pools, event: Event) -> Sequence[Addressed]:
+    """Return who hears of an event, and what."""
+    if (told_of := _TOLD.get(type(event))) is not None:
+        return told_of(pools, event)
+    if (turn_id := getattr(event, "turn_id", None)) is not None:
+        pool = next((pool for pool in pools.all if turn_id in pool.scheduler.turns), pools.all[0])
+        return [(pool, event)]
+    if (replica_id := getattr(event, "replica_id", None)) is not None:
+        return [(pools.of_replica(replica_id), event)]
+    program_id = getattr(event, "program_id", None)
+    told = pools.all if program_id is None else pools.of_program(program_id) or pools.all[:1]
+    return [(pool, event) for pool in told]
+
+
+def _arrival(pools: Pools, event: TurnArrived) -> Sequence[Addressed]:
+    """Take a turn to its pool. A program that begins there is what it is elsewhere: whose, and of which group."""
+    pool, program_id = pools.destination(event.turn_id), event.program_id
+    if program_id is None or program_id in pool.scheduler.programs:
+        return [(pool, event)]
+    hopeless = next((each for each in pools.all if program_id in each.scheduler.hopeless_ids), None)
+    if hopeless is not None:
+        return [(hopeless, event)]
+    for known in pools.incarnations(program_id):
+        event = replace(
+            event,
+            tenant=event.tenant or known.tenant,
+            group_id=event.group_id or (known.group.group_id if known.group is not None else ""),
+            parent_id=event.parent_id or known.parent_id,
+            program_class=event.program_class or known.program_class,
+        )
+    leaving = [
+        (other, ProgramReleased(event.now_s, program_id))
+        for other in pools.of_program(program_id)
+        if other.scheduler.programs[program_id].place is other.scheduler.book.announced
+    ]
+    return [*_making_room(pools, pool, event), (pool, event), *leaving]
+
+
+def _opening(pools: Pools, event: ProgramOpened) -> Sequence[Addressed]:
+    """Announce a program in the first pool, for nobody knows which models it will ask for."""
+    if homes := pools.of_program(event.program_id):
+        return [(homes[0], event)]
+    return [*_making_room(pools, pools.all[0], event), (pools.all[0], event)]
+
+
+def _making_room(pools: Pools, pool: Pool, event: TurnArrived | ProgramOpened) -> Sequence[Addressed]:
+    """Have another pool forget a program, if there are as many as may be and this one has nobody to forget."""
+    limits = pool.scheduler.limits
+    if not limits.is_full(event.tenant, opens=True) or limits.whom_to_forget(event.tenant) is not None:
+        return []
+    others = [each for each in pools.all if each.scheduler.limits.whom_to_forget(event.tenant) is not None]
+    largest = max(others, key=lambda each: len(each.scheduler.programs), default=None)
+    return [] if largest is None else [(largest, ProgramCrowdedOut(event.now_s, event.tenant))]
+
+
+def _release(pools: Pools, event: ProgramReleased) -> Sequence[Addressed]:
+    """End a program in all pools, if the generation that is meant lives in one of them."""
+    generations = [program.generation for program in pools.incarnations(event.program_id)]
+    if event.generation not in (None, *generations):
+        return [(pools.all[0], event)]
+    hopeless = [pool for pool in pools.all if event.program_id in pool.scheduler.hopeless_ids]
+    told = list(dict.fromkeys([*pools.of_program(event.program_id), *hopeless])) or pools.all[:1]
+    outcomes = [event.outcome, *[""] * (len(told) - 1)]  # it counts once
+    return [
+        (pool, ProgramReleased(event.now_s, event.program_id, None, outcome))
+        for pool, outcome in zip(told, outcomes, strict=True)
+    ]
+
+
+def _release_together(pools: Pools, event: ProgramsReleased) -> Sequence[Addressed]:
+    return [(pool, event) for pool in pools.all if any(each in pool.scheduler.programs for each in event.program_ids)]
+
+
+def _judged(pools: Pools, event: ProgramJudged) -> Sequence[Addressed]:
+    """Tell every pool of a program what a judge thinks of it."""
+    programs = [(pool, pool.scheduler.programs[event.program_id]) for pool in pools.of_program(event.program_id)]
+    if all(program.generation != event.generation for _, program in programs):
+        return []
+    return [(pool, replace(event, generation=program.generation)) for pool, program in programs]
+
+
+def _route(pools: Pools, event: RouteSet) -> Sequence[Addressed]:
+    """Tell each pool of those replicas that are its own; all, if the route ends."""
+    told: list[Addressed] = []
+    for pool in pools.all:
+        own = tuple(target for target in event.targets if pools.of_replica(target[0]) is pool)
+        if own or not event.targets:
+            told.append((pool, replace(event, targets=own)))
+    return told
+
+
+def _provision(pools: Pools, event: ProvisionAsked) -> Sequence[Addressed]:
+    return [(pools.all[0], event)]
+
+
+_TOLD: dict[type[Any], Callable[[Pools, Any], Sequence[Addressed]]] = {
+    TurnArrived: _arrival,
+    PinnedTurnArrived: lambda pools, event: [(pools.of_replica(event.replica_id), event)],
+    ProgramOpened: _opening,
+    ProgramReleased: _release,
+    ProgramsReleased: _release_together,
+    ProgramJudged: _judged,
+    RouteSet: _route,
+    ProvisionAsked: _provision,
+}
+"""Events of which more must be known than the turn, the replica or the program that they name."""

@@ -1,0 +1,350 @@
+"""Pools: replicas that serve the same models, each pool with a scheduler of its own.
+
+Theory of operation
+===================
+A turn can only run where its model is served. So replicas are in one *pool* if their lists of models have a name in
+common, LoRA adapters included, for these share their engine's memory; and each pool has a whole `Scheduler`: queue,
+ledger, what is learned, break-even and capacity are a pool's own, and nothing that one pool waits for holds up another.
+A program that has turns in several pools is a program of the same id in each of them; its release ends it in all.
+
+With one pool events go to its scheduler, and this hears of none of them. With several, `handle` has each pool hear
+what it is about. A program that is forgotten in one pool, and lives in another, did not end: nobody is told.
+
+**Where a replica goes.** To the pool with which it shares a name when it comes up; to one without replicas or programs,
+or to a new one, if it shares none. It stays there until it is removed, or comes up with a list that has nothing in
+common with its pool. Where a list connects two pools that live already, they become one as soon as one of them has no
+program: until then the replica serves the names of its own. So no turn is ever taken from where it waits. A replica
+that lists nothing is taken to serve what its pool does, which is the first, and that pool takes models nobody lists.
+
+**Limits over all.** Programs are counted over all pools, once for each that they live in. A pool that has nobody to
+forget for a newcomer has another one forget somebody.
+"""
+
+from __future__ import annotations
+
+from collections import ChainMap
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
+from typing import Any
+
+from thunderagent.programs.addresses import addressed
+from thunderagent.programs.book.replica import Replica
+from thunderagent.programs.model.decisions import Decision, Release
+from thunderagent.programs.model.events import Event, Tick
+from thunderagent.programs.model.fleet_events import (
+    GrantsSuspended,
+    ReplicaDraining,
+    ReplicaRemoved,
+    ReplicaTripped,
+    ReplicaUp,
+)
+from thunderagent.programs.model.program import Program
+from thunderagent.programs.model.turn import Turn
+from thunderagent.programs.scheduler import Scheduler
+
+Listener = Callable[[Any], None]
+
+
+class Pool:
+    """Some replicas, the names that they list, and who schedules them."""
+
+    __slots__ = ("listed", "name", "pool_id", "scheduler")
+
+    def __init__(self, scheduler: Scheduler, pool_id: int) -> None:
+        """Begin without a replica; no other pool ever has that number."""
+        self.pool_id = pool_id
+        self.name = ""
+        """The first name that was listed there; empty before that."""
+        self.scheduler = scheduler
+        self.listed: dict[str, tuple[str, ...]] = {}
+        """What each of its replicas lists."""
+
+    def __repr__(self) -> str:
+        return f"<Pool {self.name!r}: {len(self.listed)} replicas, {self.scheduler!r}>"
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Every name that one of its replicas lists, each once."""
+        return tuple(dict.fromkeys(name for names in self.listed.values() for name in names))
+
+    @property
+    def may_serve_any(self) -> bool:
+        """Whether one of its replicas lists nothing."""
+        return not all(self.listed.values())
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no program lives there and no turn is on its way."""
+        return not self.scheduler.programs and not self.scheduler.turns
+
+
+Addressed = tuple[Pool, Event]
+Handled = tuple[Pool, Event, list[Decision]]
+
+
+class Pools:
+    """Which replica and which model is in which pool, and what all of them have. The first is always there."""
+
+    __slots__ = (
+        "_by_model",
+        "_ids",
+        "_listeners",
+        "_make",
+        "_of_replica",
+        "_overlap",
+        "_to_come",
+        "_to_tell",
+        "all",
+        "handled",
+        "programs",
+        "replicas",
+        "several",
+        "turns",
+    )
+
+    def __init__(self, first: Scheduler, make: Callable[[], Scheduler] | None = None) -> None:
+        """Begin with one pool; `make` returns a scheduler like its own for each further one. None: there is none."""
+        self._make = make
+        self._ids = count()
+        self.all: list[Pool] = [Pool(first, next(self._ids))]
+        self.several = False
+        self.programs: Mapping[str, Program] = first.programs
+        """Of all pools; a program that lives in several is that of the first of them."""
+        self.turns: Mapping[int, Turn] = first.turns
+        self.replicas: Mapping[str, Replica] = first.replicas
+        self.handled: list[Handled] = []
+        """What each pool heard on the last event, and what it decided."""
+        self._by_model: dict[str, Pool] = {}
+        self._of_replica: dict[str, Pool] = {}
+        self._to_come: dict[int, Pool] = {}
+        self._to_tell: list[Addressed] = []
+        """What some must hear before the next event."""
+        self._overlap = False
+        """Whether two of them list the same name."""
+        self._listeners: list[Listener] = []
+
+    def __repr__(self) -> str:
+        return f"<Pools {', '.join(repr(pool.name) for pool in self.all)}>"
+
+    # --- what is where ----------------------------------------------------------------------------------------------
+
+    @property
+    def schedulers(self) -> Sequence[Scheduler]:
+        """Those of all pools."""
+        return [pool.scheduler for pool in self.all]
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Every name that is listed, each once."""
+        return tuple(self._by_model)
+
+    def of_model(self, model: str) -> Pool | None:
+        """Return the pool that serves a model; that of a replica which lists nothing takes what no other does.
+
+        SGLang knows an adapter as `model:adapter`, too.
+        """
+        pool = self._by_model.get(model) or self._by_model.get(model.rpartition(":")[0])
+        return pool if pool is not None else next((pool for pool in self.all if pool.may_serve_any), None)
+
+    def of_replica(self, replica_id: str | None) -> Pool:
+        """Return the pool of a replica; the first for one that is not known."""
+        pool = self._of_replica.get(replica_id or "")
+        return pool or next((pool for pool in self.all if replica_id in pool.scheduler.replicas), self.all[0])
+
+    def of_program(self, program_id: str) -> list[Pool]:
+        """Return the pools that a program lives in."""
+        return [pool for pool in self.all if program_id in pool.scheduler.programs]
+
+    def incarnations(self, program_id: str) -> list[Program]:
+        """Return what a program is in each pool that it lives in."""
+        return [program for pool in self.all if (program := pool.scheduler.programs.get(program_id)) is not None]
+
+    @property
+    def may_be_several(self) -> bool:
+        """Whether replicas that list other models get a pool of their own."""
+        return self._make is not None
+
+    def listing_of(self, replica_id: str) -> tuple[str, ...] | None:
+        """Return what a replica lists; None if it is in no pool yet."""
+        pool = self._of_replica.get(replica_id)
+        return pool.listed[replica_id] if pool is not None else None
+
+    # --- what replicas list -----------------------------------------------------------------------------------------
+
+    def listed(self, replica_id: str, models: tuple[str, ...]) -> None:
+        """Take in what a replica lists; one that is in no pool yet, or listed nothing until now, gets one by that."""
+        pool = self._of_replica.get(replica_id)
+        before = pool.listed[replica_id] if pool is not None else ()
+        if pool is not None:
+            pool.listed[replica_id] = models
+        if pool is None or (not before and self.is_strange(replica_id)):
+            self._place(replica_id, models)
+        self._index()
+
+    def _place(self, replica_id: str, models: tuple[str, ...]) -> None:
+        """Put a replica into a pool, and tell the schedulers if another one knows it, if only that it is down."""
+        known_by = self.of_replica(replica_id)
+        known_by.listed.pop(replica_id, None)
+        pool = self._of_replica[replica_id] = self._find(models) or self._empty_or_new()
+        pool.listed[replica_id] = models
+        replica = known_by.scheduler.replicas.get(replica_id)
+        if replica is not None and known_by is not pool:
+            now_s = known_by.scheduler.now_s
+            self._to_tell.append((known_by, ReplicaRemoved(now_s, replica_id)))
+            self._to_tell.extend((pool, event) for event in _as_it_is(replica, now_s))
+
+    def is_strange(self, replica_id: str) -> bool:
+        """Say whether a replica lists nothing that others of its pool do: its engine serves something else by now."""
+        pool = self._of_replica.get(replica_id)
+        if pool is None or self._make is None or len(pool.listed) < 2:
+            return False
+        names = pool.listed[replica_id]
+        others = {name for each_id, each in pool.listed.items() if each_id != replica_id for name in each}
+        return bool(names) and bool(others) and others.isdisjoint(names)
+
+    def forget(self, replica_id: str) -> None:
+        """Forget where a replica was, and what it listed, which its pool serves on as long as a program lives there."""
+        pool = self._of_replica.pop(replica_id, None)
+        if pool is not None:
+            del pool.listed[replica_id]
+            self._index()
+
+    def _find(self, models: tuple[str, ...]) -> Pool | None:
+        """Return the pool where a replica with such a list belongs, if there is one."""
+        if self._make is None or not models:
+            return self.all[0]
+        named = next((pool for name in models if (pool := self._by_model.get(name)) is not None), None)
+        only_unnamed = not self.several and not self.all[0].models
+        return self.all[0] if named is None and only_unnamed else named
+
+    def _empty_or_new(self) -> Pool:
+        for pool in self.all:
+            if not pool.listed and (pool.is_idle or not self.several):
+                pool.name = ""
+                return pool
+        assert self._make is not None
+        first, pool = self.all[0].scheduler, Pool(self._make(), next(self._ids))
+        self.all.append(pool)
+        for listener in self._listeners:
+            pool.scheduler.listen(listener)
+        self._to_tell.extend((pool, GrantsSuspended(first.now_s, cause)) for cause in first.book.suspended_for)
+        self._see_all()
+        return pool
+
+    def _see_all(self) -> None:
+        """Have what is read of all pools be of those that there are."""
+        schedulers = self.schedulers
+        self.several = len(schedulers) > 1
+        first = schedulers[0]
+        share(schedulers)
+        if not self.several:
+            self.programs, self.turns, self.replicas = first.programs, first.turns, first.replicas
+            return
+        self.programs = ChainMap(*(each.programs for each in schedulers))
+        self.turns = ChainMap(*(each.turns for each in schedulers))
+        self.replicas = ChainMap(*(each.replicas for each in schedulers))
+
+    def _index(self) -> None:
+        """Find out anew which pool has which name; one that lost its last replica keeps its names."""
+        before, self._by_model = self._by_model, {}
+        self._overlap = False
+        for pool in self.all:
+            names = pool.models or [name for name, owner in before.items() if owner is pool and not pool.listed]
+            for name in names:
+                self._overlap |= self._by_model.setdefault(name, pool) is not pool
+            pool.name = pool.name or next(iter(names), "")
+
+    # --- events -----------------------------------------------------------------------------------------------------
+
+    def send(self, turn_id: int, pool: Pool) -> None:
+        """Say where a turn belongs that arrives next."""
+        self._to_come[turn_id] = pool
+
+    def destination(self, turn_id: int) -> Pool:
+        """Return where a turn belongs that arrives, once."""
+        return self._to_come.pop(turn_id, self.all[0])
+
+    def handle(self, event: Event) -> list[Decision]:
+        """Hand an event to each pool that it is about; return what they decide, the first pool's first."""
+        told, self._to_tell = [*self._to_tell, *addressed(self, event)], []
+        self.handled = [(pool, each, pool.scheduler.handle(each)) for pool, each in told]
+        if type(event) is Tick:
+            self._join_pools(event.now_s)
+            self._drop_empty()
+        decisions, ended_ids = list[Decision](), set[str]()
+        for _, _, decided in self.handled:
+            for decision in decided:
+                if type(decision) is Release:  # once, and only if it lives in no other pool
+                    if decision.program_id in self.programs or decision.program_id in ended_ids:
+                        continue
+                    ended_ids.add(decision.program_id)
+                decisions.append(decision)
+        return decisions
+
+    # --- pools become one, and end ----------------------------------------------------------------------------------
+
+    def _join_pools(self, now_s: float) -> None:
+        """Make one of two pools that list the same name, once one of them has no program."""
+        while self._overlap and (pair := self._joinable()) is not None:
+            into, gone = pair
+            for replica_id, names in list(gone.listed.items()):
+                replica = gone.scheduler.replicas.get(replica_id)
+                told = [] if replica is None else _as_it_is(replica, now_s)
+                removed = ReplicaRemoved(now_s, replica_id)
+                self.handled.append((gone, removed, gone.scheduler.handle(removed)))
+                self._of_replica[replica_id] = into
+                into.listed[replica_id] = names
+                del gone.listed[replica_id]
+                self.handled.extend((into, event, into.scheduler.handle(event)) for event in told)
+            self._by_model = {name: pool for name, pool in self._by_model.items() if pool is not gone}
+            self._index()
+
+    def _joinable(self) -> tuple[Pool, Pool] | None:
+        """Return two pools with a name in common of which the second has no program."""
+        for number, pool in enumerate(self.all):
+            for other in self.all[number + 1 :]:
+                if not set(pool.models).isdisjoint(other.models) and (pool.is_idle or other.is_idle):
+                    return (pool, other) if other.is_idle else (other, pool)
+        return None
+
+    def _drop_empty(self) -> None:
+        """Drop pools without replicas and programs, but the first."""
+        kept = [pool for pool in self.all if pool is self.all[0] or pool.listed or not pool.is_idle]
+        if len(kept) < len(self.all):
+            self.all = kept
+            self._by_model = {name: pool for name, pool in self._by_model.items() if pool in kept}
+            self._see_all()
+            self._index()
+
+    def listen(self, listener: Listener) -> Callable[[], None]:
+        """Have `listener` called with each signal of every pool; return what ends that."""
+        self._listeners.append(listener)
+        ends = [pool.scheduler.listen(listener) for pool in self.all]
+
+        def stop() -> None:
+            self._listeners.remove(listener)
+            for end in ends:
+                end()
+
+        return stop
+
+
+def share(schedulers: Sequence[Scheduler]) -> None:
+    """Have schedulers of several pools share what is of all: generations, how many programs may live, verdicts."""
+    for scheduler in schedulers:
+        scheduler.knowledge.judge_record = schedulers[0].knowledge.judge_record
+        scheduler.book.generations = schedulers[0].book.generations
+        scheduler.limits.peers = tuple(each.limits for each in schedulers if each is not scheduler)
+
+
+def _as_it_is(replica: Replica, now_s: float) -> list[Event]:
+    """Return what a scheduler must hear of a replica that another one has had."""
+    replica_id = replica.replica_id
+    told: list[Event] = [GrantsSuspended(now_s, cause, replica_id) for cause in replica.own_causes]
+    if replica.up:
+        told.insert(0, ReplicaUp(now_s, replica_id, replica.account.capacity_tokens))
+    if replica.draining:
+        told.append(ReplicaDraining(now_s, replica_id))
+    if replica.tripped:
+        told.append(ReplicaTripped(now_s, replica_id))
+    return told
