@@ -25,6 +25,7 @@ from thunderagent.workflows.control import Control
 from thunderagent.workflows.declare import Agent, load_agents, uses_managed_state
 from thunderagent.workflows.errors import DeclarationError, StoreError, WorkflowError
 from thunderagent.workflows.future import Future, handle_of
+from thunderagent.workflows.hints import Hints, Teller
 from thunderagent.workflows.instance import load_class
 from thunderagent.workflows.llm import check_session_name
 from thunderagent.workflows.node import Node
@@ -61,6 +62,7 @@ class Deployment:
         period_s: float,
         resources: Mapping[str, float] | None,
         proxy: str,
+        hints: bool,
         clock: Callable[[], float] | None,
         top: Path | None,
     ) -> None:
@@ -70,6 +72,7 @@ class Deployment:
         self.store = store
         self.period_s = period_s
         self.proxy = proxy
+        self._teller = Teller(proxy) if hints and proxy else None
         self._top = top
         self._watch: Watch | None = None
         self.ended_sessions: dict[str, SessionInfo] = {}
@@ -142,6 +145,9 @@ class Deployment:
         view = View({name: agent.directives for name, agent in self.agents.items()}, self._resources)
         self.control = Control(self.node, view, self._policies, self.store, self.period_s)
         self._is_open = True
+        if self._teller is not None:
+            self._teller.start()
+            self.node.hints = Hints(self.node, self._teller.say)
         if self._top is not None:
             self._watch = Watch(self._top, self.control.level)
             await self._watch.open()
@@ -159,6 +165,8 @@ class Deployment:
             await self._end_session(name, keep_state=True)
         if self._saving:
             await asyncio.wait(self._saving)
+        if self._teller is not None:
+            await self._teller.stop()
         await self.store.close()
 
     # --- drivers
@@ -301,6 +309,7 @@ def deploy(
     period_s: float = PERIOD_S,
     resources: Mapping[str, float] | None = None,
     proxy: str = "",
+    hints: bool = False,
     clock: Callable[[], float] | None = None,
     top: str | Path = "",
 ) -> Deployment:
@@ -309,7 +318,8 @@ def deploy(
     `policies` are names of this package's, or `package.module:function`; none is first come, first served. `store` is
     `redis://...`, to keep sessions' state and let others read the summaries; "" keeps all in this process. `period_s`
     is between two turns of the global loop. `resources` is what there is in all, for `provision`; None asks nobody.
-    `proxy` is the URL of thunderagent's proxy, which is told of a session's end. Raises `DeclarationError`.
+    `proxy` is the URL of thunderagent's proxy, which is told of a session's end, and with `hints` of when its next turn
+    comes and which of its branches have ended. Raises `DeclarationError`.
     """
     agents = load_agents(source)
     for name, directives in stubs.GIVEN_DIRECTIVES.items():
@@ -322,6 +332,7 @@ def deploy(
         period_s=period_s,
         resources=resources,
         proxy=proxy,
+        hints=hints,
         clock=clock,
         top=Path(top) if top else None,
     )

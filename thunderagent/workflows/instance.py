@@ -61,6 +61,7 @@ class Instance:
     def run(self, calls: list[Call]) -> None:
         """Run calls; each is answered with `Finished`, or `Interrupted`."""
         self._is_interrupted = False
+        self.running_since_s = self.node.clock()
         self._task = self.node.loop.create_task(self._run(calls))
 
     def interrupt(self, calls: list[Call]) -> None:

@@ -24,6 +24,7 @@ from thunderagent.workflows.core.router import agent_of
 from thunderagent.workflows.declare import Agent
 from thunderagent.workflows.errors import DeadlockError, StateError, WorkflowError
 from thunderagent.workflows.future import Future, Handle, take_futures
+from thunderagent.workflows.hints import Hints
 from thunderagent.workflows.instance import Instance
 from thunderagent.workflows.scope import NODE_BITS, Scope, SessionInfo
 from thunderagent.workflows.state import SessionState
@@ -68,6 +69,8 @@ class Node:
         self.on_moved: Callable[[m.Moved], None] = lambda _: None
         self.on_touched: Callable[[str, str, SessionState], None] | None = None
         """Told of each session's state, after a call that has used it."""
+        self.hints: Hints | None = None
+        """Who says when sessions' next turns come; None if nobody wants to know."""
         self._kinds = kinds
         self._link = link
         self._machines: dict[str, Any] = {self.name: self.origin}
@@ -108,6 +111,8 @@ class Node:
         )
         handle = Handle(call, tuple(needs.values()))
         handle.node = self
+        if self.hints is not None:
+            self.hints.made(handle)
         if threading.get_ident() == self.thread_id:
             self._inbox.append((self.name, self.name, m.Create(handle)))
             if not self._is_draining:
@@ -229,6 +234,8 @@ class Node:
                     outcome.error is not None,
                 )
             )
+        if self.hints is not None:
+            self.hints.settled(cast("Handle", record))
         if self.on_touched is not None and record.executor in self.controllers:
             self._tell_touched(record.executor, call)
         call.args = ()
@@ -293,6 +300,8 @@ class Node:
     def end_session(self, name: str) -> SessionInfo | None:
         """Forget a session, and fail the calls that are left of it."""
         self.tell_all(m.SessionEnded(name))
+        if self.hints is not None:
+            self.hints.session_ended(name)
         return self.sessions.pop(name, None)
 
     def find_circle(self) -> Handle | None:
