@@ -89,8 +89,6 @@ class Node:
     def __repr__(self) -> str:
         return f"<Node {self.name}: {len(self.instances)} instances, {len(self.origin.records)} calls>"
 
-    # --- calls
-
     def call(self, scope: Scope, agent: str, method: str, args: tuple[Any, ...]) -> Future:
         """Make a call; return at once. From any thread. Raises `WorkflowError` for an agent that is not deployed."""
         if agent not in self.agents:
@@ -197,14 +195,11 @@ class Node:
         """Send a message to another node; to a machine that is nowhere, its sender is told so."""
         if self._link is not None and to not in self.retired and self._link.send(sender, to, message):
             return
-        if type(message) is not m.Gone:
-            self._tell_gone(sender, m.Gone(to, is_clean=to in self.retired))
-
-    def _tell_gone(self, sender: str, gone: m.Gone) -> None:
-        if sender in self._machines:
-            self._inbox.append((gone.location, sender, gone))
-        elif self._link is not None:
-            self._link.send(gone.location, sender, gone)
+        gone = m.Gone(to, is_clean=to in self.retired)
+        if type(message) is not m.Gone and sender in self._machines:
+            self._inbox.append((to, sender, gone))
+        elif type(message) is not m.Gone and self._link is not None:
+            self._link.send(to, sender, gone)
 
     def _perform(self, name: str, instruction: Any) -> None:
         kind = type(instruction)
@@ -218,8 +213,7 @@ class Node:
             self.on_moved(instruction)
         elif kind is m.Stays:
             self.tell_all(m.Joined(name))
-        else:
-            assert kind is m.Ended
+        elif kind is m.Ended:
             self._end_instance(name)
 
     def _settle(self, record: Record) -> None:
