@@ -204,7 +204,8 @@ def _in_s(found: tuple[float, MethodTimes]) -> float:
 
 def branch_name(agent: str, call_id: int) -> str:
     """Return the branch of a call's turns where its agent is not pinned."""
-    return f"{agent}/{call_id & CALL_NUMBER_MASK}"
+    node_number, number = call_id >> NODE_BITS, call_id & CALL_NUMBER_MASK
+    return f"{agent}/{node_number}.{number}" if node_number else f"{agent}/{number}"
 
 
 class Teller:
