@@ -1,18 +1,22 @@
-"""The core alone: one event with 10,000 live programs on 64 replicas, and a tick that pauses half of them."""
+"""The core alone: events with 10,000 live programs on 64 replicas, a tick that pauses half of them, and plain turns."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import random
+from collections import defaultdict
 from dataclasses import dataclass
+from statistics import fmean, median
 from time import perf_counter
 
 from benchmarks.machine import save_results
+from thunderagent.core_build import core_kind
 from thunderagent.policy_loader import load_policy
 from thunderagent.programs.model.decisions import Grant, Pause
 from thunderagent.programs.model.events import (
     Event,
+    PrefixCut,
     ProgramReleased,
     Tick,
     TurnArrived,
@@ -27,6 +31,11 @@ from thunderagent.serving import calm_garbage_collector
 CONTEXT_BYTES = 40_000
 CAPACITY_TOKENS = 400_000
 
+PLAIN_PROGRAMS_COUNT = 300
+PLAIN_REPLICAS_COUNT = 4
+PLAIN_CUT_COUNT = 9
+"""As a chat of some 30 messages has. The first two are the same in all programs: tools, and what the system says."""
+
 
 @dataclass
 class Load:
@@ -38,11 +47,11 @@ class Load:
     turn_id: int = 0
     step_s: float = 0.0005
 
-    def arrive(self, program_id: str, size_bytes: int) -> TurnArrived:
+    def arrive(self, program_id: str, size_bytes: int, prefix: tuple[PrefixCut, ...] = ()) -> TurnArrived:
         """Return the arrival of the program's next turn."""
         self.turn_id += 1
         self.now_s += self.step_s
-        return TurnArrived(self.now_s, self.turn_id, program_id, "", size_bytes)
+        return TurnArrived(self.now_s, self.turn_id, program_id, "", size_bytes, prefix=prefix)
 
 
 def build(policy_name: str, programs_count: int, replicas_count: int, capacity_tokens: int) -> Load:
@@ -61,22 +70,25 @@ def build(policy_name: str, programs_count: int, replicas_count: int, capacity_t
     return load
 
 
-def mixed_events(load: Load, events_count: int, programs_count: int) -> list[float]:
-    """Time arrivals, first bytes, progress, ends and releases; ticks come every second and are not in the list.
+def mixed_events(load: Load, events_count: int, programs_count: int) -> dict[str, list[float]]:
+    """Time arrivals, first bytes, progress, ends and releases, by their kind; ticks come every second untimed.
 
     Only turns that were granted go on; a turn that is held goes on when some later event grants it.
     """
-    rng, times = load.rng, []
+    rng, left_count = load.rng, events_count
+    times: dict[str, list[float]] = defaultdict(list)
     arrived: dict[int, TurnArrived] = {}
     in_flight: list[TurnArrived] = []
 
     def send(event: Event) -> None:
+        nonlocal left_count
         began = perf_counter()
         decisions = load.scheduler.handle(event)
-        times.append(perf_counter() - began)
+        times[type(event).__name__].append(perf_counter() - began)
+        left_count -= 1
         in_flight.extend(arrived.pop(d.turn_id) for d in decisions if isinstance(d, Grant))
 
-    while len(times) < events_count:
+    while left_count > 0:
         if len(in_flight) > programs_count // 3 or (arrived and rng.random() < 0.5 and in_flight):
             turn = in_flight.pop(rng.randrange(len(in_flight)))
             tokens = turn.prompt_bytes // 4
@@ -91,7 +103,8 @@ def mixed_events(load: Load, events_count: int, programs_count: int) -> list[flo
             send(turn)
         if int(load.now_s) > load.scheduler.view.previous_tick_s:
             send(Tick(load.now_s))
-            times.pop()
+            left_count += 1
+    del times["Tick"]
     return times
 
 
@@ -110,6 +123,28 @@ def pausing_tick(programs_count: int, replicas_count: int) -> tuple[float, int]:
     return elapsed_s, sum(isinstance(decision, Pause) for decision in decisions)
 
 
+def plain_turns(policy_name: str, turns_count: int) -> list[float]:
+    """Time turns as a proxy mostly sees them: arrival, first byte and end, with room for all and a chat that grows."""
+    load = build(policy_name, PLAIN_PROGRAMS_COUNT, PLAIN_REPLICAS_COUNT, 10**8)
+    handle, times = load.scheduler.handle, []
+    cuts = [
+        tuple((cut if cut < 2 else number * 100 + cut, 500 * 2**cut) for cut in range(PLAIN_CUT_COUNT))
+        for number in range(PLAIN_PROGRAMS_COUNT)
+    ]
+    for count in range(turns_count):
+        number = count % PLAIN_PROGRAMS_COUNT
+        arrived = load.arrive(f"p{number}", CONTEXT_BYTES + 2000 * (count // PLAIN_PROGRAMS_COUNT % 20), cuts[number])
+        tokens = int(arrived.prompt_bytes * load.rng.uniform(0.23, 0.28))
+        started = TurnStarted(load.now_s + 0.1, arrived.turn_id)
+        finished = TurnFinished(load.now_s + 0.4, arrived.turn_id, tokens, 200, tokens - 500, "bash")
+        began = perf_counter()
+        handle(arrived)
+        handle(started)
+        handle(finished)
+        times.append(perf_counter() - began)
+    return times
+
+
 def percentile(values: list[float], ratio: float) -> float:
     """Return the nearest-rank percentile."""
     return sorted(values)[min(len(values) - 1, int(ratio * len(values)))]
@@ -123,21 +158,28 @@ def main() -> None:
     parser.add_argument("--events", type=int, default=100_000)
     parser.add_argument("--policy", default="breakeven")
     args = parser.parse_args()
-    os.sched_setaffinity(0, {0})
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     load = build(args.policy, args.programs, args.replicas, CAPACITY_TOKENS)
-    times = mixed_events(load, args.events, args.programs)
+    by_kind = mixed_events(load, args.events, args.programs)
+    times = [each for of_kind in by_kind.values() for each in of_kind]
     ticks = [pausing_tick(args.programs, args.replicas) for _ in range(5)]
+    turns = plain_turns(args.policy, args.events // 5)
     figures = {
+        "event_mean_ms": fmean(times) * 1e3,
         "event_p50_ms": percentile(times, 0.5) * 1e3,
         "event_p99_ms": percentile(times, 0.99) * 1e3,
         "event_max_ms": max(times) * 1e3,
-        "tick_pausing_half_ms": sorted(t for t, _ in ticks)[2] * 1e3,
+        **{f"{kind}_mean_ms": fmean(of_kind) * 1e3 for kind, of_kind in by_kind.items()},
+        "tick_pausing_half_ms": median(elapsed_s for elapsed_s, _ in ticks) * 1e3,
         "tick_paused_count": ticks[0][1],
+        "plain_turn_mean_ms": fmean(turns) * 1e3,
+        "plain_turn_p50_ms": percentile(turns, 0.5) * 1e3,
         "live_programs": len(load.scheduler.programs),
     }
+    print(f"the core runs {core_kind()}")
     for name, value in figures.items():
         print(f"{name:24} {value:.4f}")
-    save_results("core", {"arguments": vars(args), "figures": figures})
+    save_results("core", {"arguments": vars(args), "core": core_kind(), "figures": figures})
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import logging
 import os
 import random
 import statistics
@@ -17,8 +18,10 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import structlog
 import uvloop
 
+from benchmarks import workflow_turns
 from benchmarks.machine import save_results
 from benchmarks.workflow_cases import CASES, compare
 from thunderagent.workflows import deploy, stubs
@@ -262,7 +265,7 @@ def measure_scale() -> dict[str, Any]:
 def main() -> None:
     """Measure, print and keep the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("parts", nargs="*", default=["calls", "scale", "cases"], help="calls, scale, cases")
+    parser.add_argument("parts", nargs="*", default=["calls", "scale", "cases", "turns"], help="one or more of these")
     parser.add_argument("--calls", type=int, default=20_000)
     parser.add_argument("--pending", type=int, default=100_000)
     parser.add_argument("--seeds", type=int, default=5)
@@ -277,6 +280,9 @@ def main() -> None:
     if "cases" in args.parts:
         results = {name: compare(case, args.seeds) for name, case in CASES.items()}
         save_results("workflows-cases", {"arguments": vars(args), "cases": results})
+    if "turns" in args.parts:
+        structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
+        save_results("workflows-turns", {"arguments": vars(args), **workflow_turns.compare(args.seeds)})
 
 
 if __name__ == "__main__":

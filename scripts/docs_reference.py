@@ -22,7 +22,6 @@ import yaml
 from thunderagent import errors
 from thunderagent.cli import LIST_FIELDS, build_parser
 from thunderagent.config import ENVIRONMENT_PREFIX, ServeConfig
-from thunderagent.nova import config as nova_config
 from thunderagent.programs.model import places
 from thunderagent.programs.model.decisions import Reason
 from thunderagent.proxy.judge.prompt import DEFAULT_PROMPT
@@ -103,13 +102,8 @@ def commands() -> str:
 def helps() -> Iterator[tuple[str, str]]:
     """Yield each command with its help."""
     for name, parser in _parsers(build_parser(), "thunderagent"):
-        if name == "thunderagent serve":
-            yield name, parser.description or ""
-            continue
-        if name == "thunderagent nova serve":
-            parser.description = nova_config.DESCRIPTION
-            nova_config.add_arguments(parser)
-        yield name, parser.format_help()
+        text = parser.format_help()
+        yield name, (parser.description or "") if name == "thunderagent serve" else text
 
 
 def _parsers(parser: argparse.ArgumentParser, name: str) -> Iterator[tuple[str, argparse.ArgumentParser]]:

@@ -7,7 +7,9 @@ Python prefers that, so an edited source would be ignored without a word. So the
 compiled, and whoever starts the program asks `core_kind` first.
 
 The core is all of `programs/` but the policies, and but what says that it must be interpreted: a line that begins with
-`# interpreted:` and gives the reason. Nothing of the package is imported here: `setup.py` loads this file by itself.
+`# interpreted:` and gives the reason. What of a policy is to be compiled, too, has a line `# compiled:`. The settings
+of policies are dataclasses whose types are read: these are interpreted. Nothing of the package is imported here:
+`setup.py` loads this file by itself.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ STALE: Final = (
 
 _CORE: Final = "programs"
 _POLICIES: Final = "policies"
-_MARKER: Final = "# interpreted: "
+_INTERPRETED: Final = "# interpreted: "
+_COMPILED: Final = "# compiled: "
 
 
 def core_sources(package: Path) -> tuple[Path, ...]:
@@ -36,8 +39,12 @@ def core_sources(package: Path) -> tuple[Path, ...]:
     return tuple(
         path
         for path in sorted((package / _CORE).rglob("*.py"))
-        if _POLICIES not in path.relative_to(package).parts and f"\n{_MARKER}" not in f"\n{path.read_text('utf-8')}"
+        if _is_compiled(f"\n{path.read_text('utf-8')}", of_policy=_POLICIES in path.relative_to(package).parts)
     )
+
+
+def _is_compiled(text: str, *, of_policy: bool) -> bool:
+    return f"\n{_COMPILED}" in text if of_policy else f"\n{_INTERPRETED}" not in text
 
 
 def sources_digest(package: Path) -> str:

@@ -168,10 +168,15 @@ async def test_a_client_s_trace_goes_on(collector: Collector) -> None:
 async def test_a_hold_is_as_long_as_the_turn_waited(collector: Collector) -> None:
     """And a turn that leaves, or is tried elsewhere, says so."""
     gate = Gate()
-    async with fake_replica(gate) as replica, traced(collector, replica, **cap(1)) as url:
+    async with (
+        fake_replica(gate) as replica,
+        running_proxy(replica.url, otlp_endpoint=collector.url, **cap(1)) as proxy,
+    ):
+        url = proxy.url
         first = asyncio.create_task(ask(url, "a"))
         await replica.call()
         second, third = (asyncio.create_task(ask(url, name)) for name in ("b", "c"))
+        await until(lambda: proxy.runtime.held_count == 2)
         await asyncio.sleep(0.1)
         third.cancel()
         gate.open()

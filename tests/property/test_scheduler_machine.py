@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, replace
 from math import inf
 
@@ -60,6 +61,9 @@ from thunderagent.programs.model.policy import HINT_RATIO
 from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.model.signals import GpuEnd, GpuSubmit, Signal, ToolNum
 from thunderagent.programs.scheduler import Scheduler
+
+EXAMPLES_COUNT = int(os.environ.get("SCHEDULER_EXAMPLES", "20"))
+"""Of each policy, each of 50 steps; new ones each time, and scripts/nightly has many more."""
 
 POLICY_SETTINGS = {
     "breakeven": {"hold_ratio": 40.0, "reserve_tokens": 100, "foresight_ratio": 20.0, "wait_ratio": 0.3},
@@ -637,6 +641,6 @@ def test_random_events_keep_every_invariant(name: str) -> None:
     machine = type(f"{name.title()}Machine", (SchedulerMachine,), {"policy_name": name})
     case = machine.TestCase
     case.settings = settings(
-        max_examples=40, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+        max_examples=EXAMPLES_COUNT, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
     )
     case("runTest").runTest()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import re
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,6 +45,7 @@ def room_of(dotted: str) -> str:
     return dotted.split(".")[1] if "." in dotted else ""
 
 
+@cache
 def all_modules() -> list[Module]:
     modules = []
     for path in sorted(PACKAGE.rglob("*.py")):
@@ -575,13 +577,22 @@ def other_readings(module: Module) -> Iterator[str]:
 
 # --- The package obeys ----------------------------------------------------------------------------------------
 
-MODULES = all_modules()
-CORE = [module for module in MODULES if module.is_in("thunderagent.programs")]
-COMPILED_NAMES = {
-    ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
-    for path in core_sources(PACKAGE)
-}
-COMPILED = [module for module in MODULES if module.name in COMPILED_NAMES]
+
+@cache
+def core() -> list[Module]:
+    return [module for module in all_modules() if module.is_in("thunderagent.programs")]
+
+
+@cache
+def compiled_names() -> frozenset[str]:
+    return frozenset(
+        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+        for path in core_sources(PACKAGE)
+    )
+
+
+def compiled() -> list[Module]:
+    return [module for module in all_modules() if module.name in compiled_names()]
 
 
 def complaints(rule: Callable[[Module], Iterator[str]], modules: list[Module]) -> list[str]:
@@ -590,32 +601,32 @@ def complaints(rule: Callable[[Module], Iterator[str]], modules: list[Module]) -
 
 def test_the_package_is_found() -> None:
     """The rules below look at real modules: an empty list would pass them all."""
-    assert {"thunderagent", "thunderagent.errors", "thunderagent.programs"} <= {module.name for module in MODULES}
-    assert CORE
+    assert {"thunderagent", "thunderagent.errors", "thunderagent.programs"} <= {module.name for module in all_modules()}
+    assert core()
 
 
 def test_imports_follow_the_arrows() -> None:
     """Nobody imports against the layers, nor what the room must never know."""
-    assert complaints(wrong_imports, MODULES) == []
+    assert complaints(wrong_imports, all_modules()) == []
 
 
 def test_rooms_of_the_proxy_know_only_what_they_may() -> None:
     """Each room imports only from those below it."""
-    assert complaints(wrong_arrows, MODULES) == []
+    assert complaints(wrong_arrows, all_modules()) == []
 
 
 def test_a_room_is_no_attic() -> None:
     """A room of the proxy, and a folder in one, has a dozen modules at most."""
-    folders = [module.name for module in MODULES if module.is_package and module.is_in("thunderagent.proxy")]
+    folders = [module.name for module in all_modules() if module.is_package and module.is_in("thunderagent.proxy")]
     for folder in folders:
-        inside = [each.name for each in MODULES if each.name.rpartition(".")[0] == folder and not each.is_package]
+        inside = [each.name for each in all_modules() if each.name.rpartition(".")[0] == folder and not each.is_package]
         assert len(inside) <= ROOM_MODULE_COUNT, inside
 
 
 def test_imports_of_the_core_follow_its_arrows() -> None:
     """One way, from the scheduler down to the model, and every room of it has arrows."""
-    assert complaints(wrong_core_imports, CORE) == []
-    rooms = {core_room_of(module.name) for module in CORE} - {""}
+    assert complaints(wrong_core_imports, core()) == []
+    rooms = {core_room_of(module.name) for module in core()} - {""}
     assert rooms == set(CORE_ARROWS)
     assert {path.name for path in (PACKAGE / "programs").iterdir() if path.is_dir()} - {"__pycache__"} == set(
         CORE_FOLDERS
@@ -630,7 +641,7 @@ def test_a_module_of_the_core_is_read_in_two_screens() -> None:
 
 def test_nobody_changes_what_was_told() -> None:
     """An event is the same for the log, for observers and for a replay."""
-    assert complaints(changed_events, MODULES) == []
+    assert complaints(changed_events, all_modules()) == []
     assert list(changed_events(module_of("event.now_s = 1.0")))
     assert list(changed_events(module_of("def f(decision):\n    decision.reason += 'x'")))
 
@@ -650,39 +661,42 @@ def test_a_wrong_import_in_the_core_is_found() -> None:
 
 def test_the_core_is_pure() -> None:
     """The cores know no clock, randomness, asyncio, logging, network or third-party package."""
-    assert complaints(impurities, CORE) == []
-    assert complaints(impurities, [module for module in MODULES if module.is_in("thunderagent.workflows.core")]) == []
+    assert complaints(impurities, core()) == []
+    assert (
+        complaints(impurities, [module for module in all_modules() if module.is_in("thunderagent.workflows.core")])
+        == []
+    )
 
 
 def test_the_core_means_the_same_when_it_is_compiled() -> None:
     """What mypyc would not refuse, and would not do either."""
-    assert complaints(not_compilable, COMPILED) == []
+    assert complaints(not_compilable, compiled()) == []
     classes = {
-        module.name: {node.name for node in module.tree.body if isinstance(node, ast.ClassDef)} for module in COMPILED
+        module.name: {node.name for node in module.tree.body if isinstance(node, ast.ClassDef)} for module in compiled()
     }
-    interpreted = [module for module in MODULES if module.name not in COMPILED_NAMES]
+    interpreted = [module for module in all_modules() if module.name not in compiled_names()]
     assert [each for module in interpreted for each in compiled_bases(module, classes)] == []
 
 
 def test_no_word_is_used_for_two_things() -> None:
     """Names use the vocabulary, and none of the synonyms it rules out."""
-    assert complaints(synonyms, MODULES) == []
+    assert complaints(synonyms, all_modules()) == []
 
 
 def test_public_names_are_documented() -> None:
     """Every module says what it is, and every public name in the rooms others build on."""
-    assert complaints(missing_docstrings, MODULES) == []
+    assert complaints(missing_docstrings, all_modules()) == []
 
 
 def test_numbers_in_the_core_have_units() -> None:
     """A reader of the core sees the unit of every number in its name."""
-    assert complaints(unitless_numbers, CORE) == []
+    assert complaints(unitless_numbers, core()) == []
 
 
 def test_a_target_is_read_in_one_place() -> None:
     """Two opinions on a path are a hole: one for whoever judges it, one for whoever sends it."""
     allowed = "thunderagent.backends.discovery.base"  # the fragment of a URL in the configuration
-    found = [each for each in complaints(other_readings, MODULES) if not each.startswith(allowed)]
+    found = [each for each in complaints(other_readings, all_modules()) if not each.startswith(allowed)]
     assert found == []
     for source in (
         'path.partition("?")[0]',
@@ -696,7 +710,7 @@ def test_a_target_is_read_in_one_place() -> None:
 
 def test_no_exception_from_the_units_is_left_over() -> None:
     """A number that is gone, or got its unit, is no exception any more."""
-    assert set(UNITLESS) <= {name for module in CORE for _, name, _ in _numbers(module.tree)}
+    assert set(UNITLESS) <= {name for module in core() for _, name, _ in _numbers(module.tree)}
 
 
 # --- The rules can fail ---------------------------------------------------------------------------------------

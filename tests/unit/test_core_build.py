@@ -16,12 +16,13 @@ PACKAGE = Path(thunderagent.__file__).parent
 
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
-    """A package whose core has two modules, one that must be interpreted, and a policy."""
+    """A package whose core has two modules, one that must be interpreted, and a policy with a part that need not be."""
     for name, text in {
         "programs/scheduler.py": "STEP = 1\n",
         "programs/book/costs.py": "COST = 2\n",
         "programs/model/events.py": '"""Events."""\n\n# interpreted: its types are read\n',
         "programs/policies/cap.py": "N = 8\n",
+        "programs/policies/helpers.py": '"""Helpers."""\n\n# compiled: every turn asks\n',
         "runtime.py": "",
     }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -39,13 +40,13 @@ def compile_core(package: Path) -> None:
 def test_the_core_is_all_but_the_policies_and_what_says_it_is_interpreted(package: Path) -> None:
     """Wherever the modules lie."""
     names = [path.relative_to(package / "programs").as_posix() for path in core_sources(package)]
-    assert names == ["book/costs.py", "scheduler.py"]
+    assert names == ["book/costs.py", "policies/helpers.py", "scheduler.py"]
 
 
 def test_of_this_package_the_scheduler_is_compiled_and_the_events_are_not() -> None:
-    """The event log reads the types of events' fields."""
+    """The event log reads the types of events' fields, and who makes a policy those of its settings."""
     names = {path.name for path in core_sources(PACKAGE)}
-    assert "scheduler.py" in names
+    assert {"scheduler.py", "letting_in.py"} <= names
     assert not {"events.py", "breakeven.py"} & names
 
 

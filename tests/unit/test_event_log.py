@@ -43,6 +43,7 @@ def every_event() -> Driver:
     driver.has_to_encode("r0", 2)
     driver.send(TurnUnverified(driver.now_s, turn))
     driver.opens("c", group="g")
+    driver.is_hinted("c", 2.5, 0.5, keep="offload")
     driver.tool_starts("c", "make")
     driver.tool_ends("c")
     driver.tool_ends("c", inferred=True)

@@ -61,8 +61,7 @@ class Core:
         self.leases = Leases(book, deadlines, stream, view, getattr(policy, "priority", None))
         self.turn_ends = TurnEnds(self)
         self.hints = Hints(self)
-        self.active_before_count = 0
-        """Active programs before this event."""
+        self.active_before_count = 0  # active programs before this event
 
     # --- claims -----------------------------------------------------------------------------------------------------
 
@@ -90,6 +89,16 @@ class Core:
         self.knowledge.tool_censored(program, self.book.now_s)
         self.leave(program, self.book.paused_place(program), reason)
         self.watch_paused(program)
+
+    def pause_until(self, replica: Replica, most_tokens: float, reason: Reason, least_count: int) -> None:
+        """Pause acting programs of a replica: see `View.propose_pause_until`."""
+        account, now_s = replica.account, self.book.now_s
+        while account.active_count > least_count:
+            claimed = account.demand_tokens if account.decayed is None else account.weighed_tokens(now_s)
+            program = replica.acting.first_to_go(now_s)
+            if program is None or claimed - account.leaving.tokens <= most_tokens:
+                return
+            self.pause(program, reason)
 
     def idle(self, program: Program) -> None:
         """Take from a program without a turn what it has until its next one: its claim, and its admission."""

@@ -80,8 +80,7 @@ class Leases:
     def grant_anonymous(self, turn: Turn, candidates: Sequence[Replica]) -> None:
         """Grant a turn without a program on the least loaded replica."""
         replica_id = least_loaded(candidates).replica_id
-        account = self._book.replicas[replica_id].account
-        self._book.ledger.accrue(account, self._book.now_s)
+        account = self._book.touch(self._book.replicas[replica_id])
         account.claim_other(turn.claim_tokens)
         account.turn_granted()
         turn.account_id = replica_id

@@ -193,10 +193,9 @@ class Scheduler:
         book = self.book
         others_wait = bool(book.ledger.waiting_count)
         for replica in book.granting_replicas:
-            account, correction = replica.account, self.knowledge.correction(replica.replica_id)
+            account, correction = book.touch(replica), self.knowledge.correction(replica.replica_id)
             in_demand = others_wait and account.demand_tokens >= IN_DEMAND_RATIO * account.limit_tokens
             full = correction.computed_tokens >= account.limit_tokens
-            book.ledger.accrue(account, book.now_s)
             wanted, idle_s = in_demand and full, account.idle_waited_s
             if correction.step(book.now_s, active_count=account.active_count, wanted=wanted, idle_s=idle_s):
                 account.set_limit(account.capacity_tokens, correction.ratio)

@@ -49,8 +49,7 @@ class TurnEnds:
         if self._core.book.anonymous_held.pop(turn.turn_id, None) is not None:
             self._core.book.ledger.wait_ends(self._core.book.now_s)
         elif turn.account_id is not None:
-            account = self._core.book.replicas[turn.account_id].account
-            self._core.book.ledger.accrue(account, self._core.book.now_s)
+            account = self._core.book.changes(self._core.book.replicas[turn.account_id])
             account.claim_other(-turn.claim_tokens)
             account.turn_count -= 1
 
@@ -86,9 +85,10 @@ class TurnEnds:
         program.note(book.now_s, outcome, why, program.replica_id, turn.granted_s or None)
         if place.phase is Phase.REASONING and not program.in_flight and not program.held:
             self._turns_ended(program, tool_begins=tool_begins)
-        elif place.kind is Kind.STALLED and not program.held:
-            book.move(program, book.replicas[place.replica_id or ""].working)
-        book.resize(program)
+        else:
+            if place.kind is Kind.STALLED and not program.held:
+                book.move(program, book.replicas[place.replica_id or ""].working)
+            book.resize(program)
         if not program.place.active:
             program.place.rank(program)
         elif program.place.kind is Kind.LEAVING:
@@ -98,7 +98,7 @@ class TurnEnds:
                 self._go(program)
 
     def _turns_ended(self, program: Program, *, tool_begins: bool) -> None:
-        """Begin the time between two turns; one that leaves stays where it stands until it goes."""
+        """Begin the time between two turns, and measure anew; one that leaves stays where it stands until it goes."""
         book, place = self._core.book, program.place
         program.acting_since_s = book.now_s
         self._core.limits.hear_of(program)
@@ -109,17 +109,18 @@ class TurnEnds:
             program.hold_until_s, program.hint_keeps = self._core.hints.hold_until_s(
                 program, hint, program.hold_until_s
             )
-        if place.kind is Kind.LEAVING:
-            return
-        if place.active:
-            book.move(program, book.replicas[place.replica_id or ""].acting)
+        if place.active and place.kind is not Kind.LEAVING:
+            book.move(program, book.replicas[place.replica_id or ""].acting, resized=True)
             self._core.limits.watch(program)
-        elif place.admitted and not program.context_tokens:
-            # Its only turns were held and left: there is no memory to restore it to until another turn comes.
-            book.move(program, book.idle)
-        else:
-            self._core.stand(program)
-        self._core.watch_paused(program)
+            return
+        if not place.active:
+            if place.admitted and not program.context_tokens:
+                # Its only turns were held and left: there is no memory to restore it to until another turn comes.
+                book.move(program, book.idle)
+            else:
+                self._core.stand(program)
+            self._core.watch_paused(program)
+        book.resize(program)
 
     def _go(self, program: Program) -> None:
         """Have a program leave whose turns in flight have ended, with the turns that came meanwhile."""

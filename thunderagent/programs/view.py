@@ -24,7 +24,6 @@ class SchedulerView:
     """The policy's window on the scheduler: see `model.view.View`, whose members these are."""
 
     __slots__ = ("_book", "_core", "_operations", "_provisions_replicas", "previous_tick_s")
-
     _core: Core
     _operations: Operations
 
@@ -32,8 +31,7 @@ class SchedulerView:
         """Look at `book`; what may be proposed is there with `attach`."""
         self._book = book
         self._provisions_replicas = provisions_replicas
-        self.previous_tick_s = 0.0
-        """See `View`."""
+        self.previous_tick_s = 0.0  # see `View`
 
     def attach(self, core: Core, operations: Operations) -> None:
         """Have proposals carried out by these."""
@@ -62,12 +60,16 @@ class SchedulerView:
     @property
     def changed_replicas(self) -> Sequence[ReplicaView]:
         """See `View`."""
-        return [replica for replica in self._book.changed_replicas.values() if replica.grants]
+        return [replica for replica in self._book.changed_replicas.values() if replica.account.usable]
+
+    def roomiest(self, ratio: float, count: int) -> Sequence[ReplicaView]:
+        """See `View`."""
+        return self._book.roomiest(ratio, count)
 
     def replica(self, replica_id: str | None) -> ReplicaView | None:
         """See `View`."""
         replica = self._book.replicas.get(replica_id) if replica_id is not None else None
-        return replica if replica is not None and replica.grants else None
+        return replica if replica is not None and replica.account.usable else None
 
     @property
     def active_count(self) -> int:
@@ -121,8 +123,7 @@ class SchedulerView:
     def first_expired_few(self, replica: ReplicaView, count: int) -> Sequence[ProgramView]:
         """See `View`."""
         now_s = self._book.now_s
-        expiring = self._replica(replica).acting.expiring
-        return expiring.lowest(count, lambda program: program.hold_until_s <= now_s)
+        return self._replica(replica).acting.expiring.lowest(count, lambda program: program.hold_until_s <= now_s)
 
     def last_marked(self, replica: ReplicaView) -> ProgramView | None:
         """See `View`."""
@@ -156,18 +157,14 @@ class SchedulerView:
 
     def first_routed_before(self, program: ProgramView, replica: ReplicaView) -> ProgramView | None:
         """See `View`."""
-        queue = self._book.queue
-        if replica.replica_id not in queue.routed:
-            return None
-        own = self._own(program)
-        return None if own is None else queue.first_routed_before(own, replica.replica_id)
+        own = self._own(program) if replica.replica_id in self._book.queue.routed else None
+        return None if own is None else self._book.queue.first_routed_before(own, replica.replica_id)
 
     def claim_tokens_on(self, program: ProgramView, replica: ReplicaView) -> int:
         """See `View`."""
         own = self._own(program) if self._book.prefixes.tree.cuts else None
-        if own is None:
-            return program.claim_tokens
-        return own.claim_tokens - min(own.claim_tokens, self._book.prefixes.tokens_on(own, replica.replica_id))
+        shared_tokens = 0 if own is None else self._book.prefixes.tokens_on(own, replica.replica_id)
+        return program.claim_tokens - min(program.claim_tokens, shared_tokens)
 
     def resident_tokens(self, program: ProgramView, replica: ReplicaView) -> int:
         """See `View`."""
@@ -313,6 +310,10 @@ class SchedulerView:
         self._core.pause(own, reason)
         return True
 
+    def propose_pause_until(self, replica: ReplicaView, tokens: float, reason: Reason, least_count: int = 0) -> None:
+        """See `View`."""
+        self._core.pause_until(self._replica(replica), tokens, reason, least_count)
+
     def propose_mark(self, program: ProgramView, reason: Reason) -> bool:
         """See `View`. Accepted for an active program with a turn in flight that is not marked yet."""
         own = self._own(program)
@@ -332,12 +333,12 @@ class SchedulerView:
     def propose_dismiss(self, program: ProgramView, reason: Reason) -> bool:
         """See `View`. Accepted for an admitted program that has no turn in flight, nor one held where it is active."""
         own = self._own(program)
-        if own is None or not own.admitted or own.in_flight or not self._core.admission is not None:
+        if own is None or not own.admitted or own.in_flight or self._core.admission is None:
             return False
-        if own.place.active and own.place.kind is not Kind.ACTING:
-            return False
-        self._core.dismiss(own, reason)
-        return True
+        may_leave = not own.place.active or own.place.kind is Kind.ACTING
+        if may_leave:
+            self._core.dismiss(own, reason)
+        return may_leave
 
     def propose_restore(self, program: ProgramView, replica: ReplicaView, reason: Reason) -> bool:
         """See `View`. Accepted for a paused program on a replica that is open; of a bound one, on that one alone."""

@@ -78,7 +78,7 @@ class Oracle:
     def _refill(self, view: View) -> None:
         """Restore who waits, the oldest first, and pass who does not fit."""
         for program in list(view.waiting()):
-            placement = self.fitting.find_room(program, view.replicas)
+            placement = self.fitting.find_room(view, program, view.replicas)
             if placement.replica is not None:
                 view.propose_restore(program, placement.replica, placement.reason)
 

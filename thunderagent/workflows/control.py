@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 
 from thunderagent.workflows.core import messages as m
+from thunderagent.workflows.core.router import agent_of
 from thunderagent.workflows.globalloop import GlobalLevel, LocalLevel
+from thunderagent.workflows.hub import Hub
 from thunderagent.workflows.node import Node
 from thunderagent.workflows.store import Store
 from thunderagent.workflows.view import Policy, View
@@ -18,11 +21,20 @@ log = logging.getLogger("thunderagent.workflows")
 class Control:
     """Keeps each agent's instances at their minimum, and runs policies every `period_s`."""
 
-    def __init__(self, node: Node, view: View, policies: Sequence[Policy], store: Store, period_s: float) -> None:
-        """Do nothing yet."""
+    def __init__(
+        self,
+        node: Node,
+        view: View,
+        policies: Sequence[Policy],
+        store: Store,
+        period_s: float,
+        hub: Hub | None = None,
+    ) -> None:
+        """Do nothing yet. With a hub, all instances are elsewhere."""
         self.node = node
         self.period_s = period_s
-        self.level = GlobalLevel(view, policies, store, lambda: [node.name], self.provision, node.clock)
+        self._hub = hub
+        self.level = GlobalLevel(view, policies, store, self._names, self.provision, node.clock)
         self._local = LocalLevel(node, store)
         self._numbers: dict[str, int] = {}
         self._task: asyncio.Task[None] | None = None
@@ -32,7 +44,7 @@ class Control:
     async def start(self) -> None:
         """Start the instances, and the loop. Raises what the agents' classes raise."""
         first = [name for name, agent in self.node.agents.items() for _ in range(agent.directives.min_instances)]
-        starting = [self.node.launch(self._next_location(name)) for name in first]
+        starting = [self._start(self._next_location(name)) for name in first]
         for result in await asyncio.gather(*starting, return_exceptions=True):
             if isinstance(result, BaseException):
                 raise result
@@ -57,6 +69,8 @@ class Control:
     async def once(self, instead: Sequence[Policy] | None = None) -> list[str]:
         """Take one turn of both levels, with other policies if told so; return what was refused, and why."""
         await self._local.publish()
+        if self._hub is not None:
+            await self._hub.publish(self.level.store)
         policies = self.level.policies
         try:
             self.level.policies = policies if instead is None else instead
@@ -67,7 +81,9 @@ class Control:
         for reason in refused:
             log.debug("refused: %s", reason)
         await self._local.apply()
-        for location in self.level.view.instances.keys() - self.node.controllers.keys():
+        if self._hub is not None:
+            await self._hub.apply(self.level.store)
+        for location in self.level.view.instances.keys() - self._locations():
             self.level.view.forget(location)
         self._keep_minimum()
         self.node.break_circle()
@@ -75,10 +91,11 @@ class Control:
 
     def _keep_minimum(self) -> None:
         """Replace what was lost, and start what calls wait for."""
+        there = self._locations()
         for name, agent in self.node.agents.items():
-            there_count = sum(each.agent == name for each in self.node.controllers.values())
+            there_count = sum(agent_of(each) == name for each in there)
             there_count += sum(task.get_name() == name for task in self._launching)
-            wanted_count = max(agent.directives.min_instances, int(self.node.origin.waits_for_instance(name)))
+            wanted_count = max(agent.directives.min_instances, int(self._is_waited_for(name)))
             for _ in range(wanted_count - there_count):
                 self.provision(name)
 
@@ -90,9 +107,23 @@ class Control:
 
     async def _launch(self, location: str) -> None:
         try:
-            await self.node.launch(location)
+            await self._start(location)
         except Exception as error:
             log.warning("%s could not be started: %r", location, error)
+
+    async def _start(self, location: str) -> None:
+        await (self.node if self._hub is None else self._hub).launch(location)
+
+    def _names(self) -> list[str]:
+        return [self.node.name, *(self._hub.names() if self._hub is not None else ())]
+
+    def _locations(self) -> AbstractSet[str]:
+        return self.node.controllers.keys() if self._hub is None else self._hub.locations()
+
+    def _is_waited_for(self, agent: str) -> bool:
+        if self.node.origin.waits_for_instance(agent):
+            return True
+        return self._hub is not None and self._hub.waits_for_instance(agent)
 
     def _next_location(self, agent: str) -> str:
         number = self._numbers[agent] = self._numbers.get(agent, -1) + 1

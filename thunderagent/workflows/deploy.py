@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import inspect
-import logging
 import threading
 import time
-import uuid
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
@@ -18,28 +15,24 @@ from typing import Any, Self, TypeVar
 
 import uvloop
 
-from thunderagent.client import Program
 from thunderagent.workflows import policies as own_policies
 from thunderagent.workflows import stubs, timeline
 from thunderagent.workflows.control import Control
 from thunderagent.workflows.declare import Agent, load_agents, uses_managed_state
-from thunderagent.workflows.errors import DeclarationError, StoreError, WorkflowError
+from thunderagent.workflows.errors import DeclarationError, WorkflowError
 from thunderagent.workflows.future import Future, handle_of
+from thunderagent.workflows.hints import Hints, Teller
+from thunderagent.workflows.hub import Hub, Launcher
 from thunderagent.workflows.instance import load_class
-from thunderagent.workflows.llm import check_session_name
 from thunderagent.workflows.node import Node
 from thunderagent.workflows.scope import Scope, SessionInfo, current
-from thunderagent.workflows.state import SessionState
+from thunderagent.workflows.sessions import Sessions
 from thunderagent.workflows.store import MemoryStore, Store
 from thunderagent.workflows.view import Act, View, load_policy
 from thunderagent.workflows.watch import Watch
 
-log = logging.getLogger("thunderagent.workflows")
-
 PERIOD_S = 0.05
 """Between two turns of the global loop."""
-KEPT_LOGS_COUNT = 256
-"""Sessions that have ended whose logs are kept."""
 
 Value = TypeVar("Value")
 
@@ -61,8 +54,10 @@ class Deployment:
         period_s: float,
         resources: Mapping[str, float] | None,
         proxy: str,
+        hints: bool,
         clock: Callable[[], float] | None,
         top: Path | None,
+        ray: str | Launcher = "",
     ) -> None:
         """Import the agents' classes and the policies. Raises `DeclarationError`."""
         self.kinds = {name: load_class(agent) for name, agent in agents.items()}
@@ -70,17 +65,20 @@ class Deployment:
         self.store = store
         self.period_s = period_s
         self.proxy = proxy
+        self._ray = ray
+        self.hub: Hub | None = None
+        """The link to instances in other processes; None where all run in this one."""
+        self._teller = Teller(proxy) if hints and proxy else None
         self._top = top
         self._watch: Watch | None = None
-        self.ended_sessions: dict[str, SessionInfo] = {}
         self._policies = [load_policy(name) for name in policies]
         self._resources = {name.lower(): amount for name, amount in (resources or {}).items()} or None
         self._clock = clock or time.time
         self._is_open = False
         self._thread: threading.Thread | None = None
-        self._saving: set[asyncio.Task[None]] = set()
         self.node: Node
         self.control: Control
+        self.sessions: Sessions
 
     def __repr__(self) -> str:
         return f"<Deployment of {', '.join(self.agents)}: {self.node if self._is_open else 'closed'}>"
@@ -136,12 +134,20 @@ class Deployment:
 
     async def _open(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self.node = Node(self.agents, self.kinds, clock=self._clock)
-        if not isinstance(self.store, MemoryStore):
-            self.node.on_touched = self._save_state
+        if self._ray:
+            launcher = await _on_ray(self._ray) if isinstance(self._ray, str) else self._ray
+            self.hub = Hub(launcher, self.agents, period_s=self.period_s)
+        self.node = Node(self.agents, self.kinds, clock=self._clock, link=self.hub)
+        if self.hub is not None:
+            self.hub.node = self.node
         view = View({name: agent.directives for name, agent in self.agents.items()}, self._resources)
-        self.control = Control(self.node, view, self._policies, self.store, self.period_s)
+        self.control = Control(self.node, view, self._policies, self.store, self.period_s, self.hub)
+        keeps_state = not isinstance(self.store, MemoryStore)
+        self.sessions = Sessions(self.node, view, self.store, self.proxy, self.hub, keeps_state=keeps_state)
         self._is_open = True
+        if self._teller is not None:
+            self._teller.start()
+            self.node.hints = Hints(self.node, self._teller.say)
         if self._top is not None:
             self._watch = Watch(self._top, self.control.level)
             await self._watch.open()
@@ -154,11 +160,12 @@ class Deployment:
         if self._watch is not None:
             await self._watch.close()
         await self.control.stop()
+        if self.hub is not None:
+            await self.hub.close()
         await self.node.close()
-        for name in list(self.node.sessions):
-            await self._end_session(name, keep_state=True)
-        if self._saving:
-            await asyncio.wait(self._saving)
+        await self.sessions.close()
+        if self._teller is not None:
+            await self._teller.stop()
         await self.store.close()
 
     # --- drivers
@@ -177,15 +184,15 @@ class Deployment:
             call = self.run_async(main, *args, session=session, **kwargs)
             made = context.run(asyncio.run_coroutine_threadsafe, call, self._loop)
             return made.result()
-        info = self._on_loop(self._begin_session(session, current.get()))
+        info = self._on_loop(self.sessions.begin(session, current.get()))
         try:
             return self._run_driver(info, main, args, kwargs)
         finally:
-            self._on_loop(self._leave_session(info, is_named=bool(session)))
+            self._on_loop(self.sessions.leave(info, is_named=bool(session) or not self._is_open))
 
     async def run_async(self, main: Callable[..., Any], *args: Any, session: str = "", **kwargs: Any) -> Any:
         """Do as `run`, from the event loop: an `async` driver runs on it, a plain one in a thread of its own."""
-        info = await self._begin_session(session, current.get())
+        info = await self.sessions.begin(session, current.get())
         try:
             if not inspect.iscoroutinefunction(main):
                 with ThreadPoolExecutor(1, "workflow-driver") as thread:
@@ -199,7 +206,7 @@ class Deployment:
             finally:
                 current.reset(token)
         finally:
-            await self._leave_session(info, is_named=bool(session))
+            await self.sessions.leave(info, is_named=bool(session) or not self._is_open)
 
     def _run_driver(self, info: SessionInfo, main: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         token = current.set(Scope(self.node, info))
@@ -209,63 +216,13 @@ class Deployment:
         finally:
             current.reset(token)
 
-    async def _begin_session(self, name: str, around: Scope | None) -> SessionInfo:
-        info = self.node.sessions.get(name) if name else None
-        if info is None:
-            check_session_name(name)
-            name = name or f"session-{uuid.uuid4().hex}"
-            info = self.node.session(name)
-            if around is not None and around.session.name != name:
-                info.parent = around.session.name
-                info.group = f"{around.session.name}/{around.call_id}"
-            for agent, values in (await self.store.load_states(name)).items():
-                if agent:
-                    self.node.kept_states[agent, name] = values
-                else:
-                    info.state = SessionState(values)
-        info.runs_count += 1
-        return info
-
-    async def _leave_session(self, info: SessionInfo, *, is_named: bool) -> None:
-        info.runs_count -= 1
-        if self.node.on_touched is not None and info.state is not None and info.state.touched:
-            self.node.on_touched("", info.name, info.state)
-        if not is_named and not info.runs_count and self._is_open:
-            await self._end_session(info.name)
-
     def end_session(self, name: str) -> None:
         """End a session: its state is dropped, calls that are left of it fail, the proxy is told."""
-        self._on_loop(self._end_session(name))
+        self._on_loop(self.sessions.end(name))
 
     async def end_session_async(self, name: str) -> None:
         """Do as `end_session`."""
-        await self._end_session(name)
-
-    async def _end_session(self, name: str, *, keep_state: bool = False) -> None:
-        info = self.node.end_session(name)
-        self.control.level.view.priorities.pop(name, None)
-        if info is None:
-            return
-        self.ended_sessions[name] = info
-        while len(self.ended_sessions) > KEPT_LOGS_COUNT:
-            del self.ended_sessions[next(iter(self.ended_sessions))]
-        if not keep_state:
-            await self.store.drop_session(name)
-        if info.uses_proxy and self.proxy:
-            await Program(self.proxy, name).async_release()
-
-    def _save_state(self, agent: str, session: str, state: SessionState) -> None:
-        touched = copy.deepcopy({name: state.values[name] for name in state.touched if name in state.values})
-        state.touched.clear()
-        task = self._loop.create_task(self._save(agent, session, touched))
-        self._saving.add(task)
-        task.add_done_callback(self._saving.discard)
-
-    async def _save(self, agent: str, session: str, values: dict[str, Any]) -> None:
-        try:
-            await self.store.save_state(agent, session, values)
-        except StoreError as error:
-            log.warning("%s", error)
+        await self.sessions.end(name)
 
     # --- by hand
 
@@ -282,7 +239,8 @@ class Deployment:
 
     def lose(self, location: str) -> None:
         """Take an instance away as if it had crashed: what is there fails."""
-        self._loop.call_soon_threadsafe(self.node.lose, location)
+        lose = self.node.lose if self.hub is None else self.hub.lose
+        self._loop.call_soon_threadsafe(lose, location)
 
     def write_timeline(self, session: str, path: str | Path) -> None:
         """Write a session's timeline: a page to `.html`, Chrome trace events to anything else. Raises `KeyError`."""
@@ -290,7 +248,7 @@ class Deployment:
 
     def session_log(self, name: str) -> SessionInfo:
         """Return what is kept of a session, ended or not. Raises `KeyError`."""
-        return self.node.sessions.get(name) or self.ended_sessions[name]
+        return self.node.sessions.get(name) or self.sessions.ended[name]
 
 
 def deploy(
@@ -301,15 +259,20 @@ def deploy(
     period_s: float = PERIOD_S,
     resources: Mapping[str, float] | None = None,
     proxy: str = "",
+    hints: bool = False,
     clock: Callable[[], float] | None = None,
     top: str | Path = "",
+    ray: str | Launcher = "",
 ) -> Deployment:
     """Return a deployment of the agents that a YAML file, or a mapping of its shape, declares; enter it to start them.
 
     `policies` are names of this package's, or `package.module:function`; none is first come, first served. `store` is
     `redis://...`, to keep sessions' state and let others read the summaries; "" keeps all in this process. `period_s`
     is between two turns of the global loop. `resources` is what there is in all, for `provision`; None asks nobody.
-    `proxy` is the URL of thunderagent's proxy, which is told of a session's end. Raises `DeclarationError`.
+    `proxy` is the URL of thunderagent's proxy, which is told of a session's end, and with `hints` of when its next turn
+    comes and which of its branches have ended. `ray` has the instances run on a Ray cluster, and nothing in this
+    process: `auto`, `HOST:PORT`, `local` for one of its own; a process that has called `ray.init` keeps to that. Raises
+    `DeclarationError`.
     """
     agents = load_agents(source)
     for name, directives in stubs.GIVEN_DIRECTIVES.items():
@@ -322,8 +285,10 @@ def deploy(
         period_s=period_s,
         resources=resources,
         proxy=proxy,
+        hints=hints,
         clock=clock,
         top=Path(top) if top else None,
+        ray=ray,
     )
 
 
@@ -336,10 +301,19 @@ def _store_of(store: str | Store) -> Store:
         try:
             from thunderagent.workflows.redis_store import RedisStore  # noqa: PLC0415 - and the redis package with it
         except ModuleNotFoundError as error:
-            raise DeclarationError(f"a store on Redis needs the extra workflows-redis: {error}") from error
+            text = "a store on Redis needs pip install 'thunderagent[workflows-redis]'"
+            raise DeclarationError(f"{text}: {error}") from error
 
         return RedisStore(store)
     raise DeclarationError(f"no store {store!r}: redis://... or nothing")
+
+
+async def _on_ray(address: str) -> Launcher:
+    try:
+        from thunderagent.workflows import on_ray  # noqa: PLC0415 - and Ray with it
+    except ModuleNotFoundError as error:
+        raise DeclarationError(f"Ray needs pip install 'thunderagent[workflows-ray]': {error}") from error
+    return await on_ray.connect(address)
 
 
 def _as_it_is(agent: Agent, kind: type) -> Agent:

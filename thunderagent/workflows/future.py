@@ -146,19 +146,26 @@ class LoopFuture:
 class _Waiting:
     """Notes that a call waits for another, for whoever looks for circles or asks when a turn will come."""
 
-    __slots__ = ("_call_id", "_handle")
+    __slots__ = ("_call_id", "_handle", "_scope")
 
     def __init__(self, handle: Handle, scope: Scope | None) -> None:
         self._handle = handle
         self._call_id = scope.call.call_id if scope is not None and scope.call is not None else 0
+        self._scope = scope
 
     def __enter__(self) -> None:
         if self._call_id:
             self._handle.node.waiting[self._call_id] = self._handle
+        _begins_to_wait(self._handle, self._scope)
 
     def __exit__(self, *_: object) -> None:
         if self._call_id:
             self._handle.node.waiting.pop(self._call_id, None)
+
+
+def _begins_to_wait(handle: Handle, scope: Scope | None) -> None:
+    if scope is not None and handle.node.hints is not None:
+        handle.node.hints.waits(scope)
 
 
 class _Available(int):
@@ -282,6 +289,7 @@ def settle(futures: Iterable[Any], *, any: bool = False, timeout: float | None =
         if threading.get_ident() == pending[0].node.thread_id:
             raise DeadlockError("`settle` would stop the event loop: use `await settle_async(...)`")
         over = threading.Event()
+        _begins_to_wait(pending[0], current.get())
         _watch(pending, over.set, wanted_count=1 if any else len(pending))
         over.wait(timeout)
     return [each for each in every if each.available]
@@ -293,6 +301,7 @@ async def settle_async(futures: Iterable[Any], *, any: bool = False, timeout: fl
     pending = [handle_of(each) for each in every if not each.available]
     if pending:
         waiting = LoopFuture()
+        _begins_to_wait(pending[0], current.get())
         _watch(pending, waiting.notify, wanted_count=1 if any else len(pending))
         try:
             async with asyncio.timeout(timeout):

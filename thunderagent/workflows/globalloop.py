@@ -13,7 +13,7 @@ from time import perf_counter
 from thunderagent.workflows.core import messages as m
 from thunderagent.workflows.node import Node
 from thunderagent.workflows.store import Decisions, Store
-from thunderagent.workflows.view import Act, Policy, View, summarize
+from thunderagent.workflows.view import Act, Policy, Summary, View, summarize
 
 
 class LocalLevel:
@@ -26,6 +26,11 @@ class LocalLevel:
 
     async def publish(self) -> None:
         """Say what has changed."""
+        if summaries := self.summaries():
+            await self.store.publish(self.node.name, summaries)
+
+    def summaries(self) -> list[Summary]:
+        """Return what has changed since this was last asked."""
         summaries = []
         for location, controller in self.node.controllers.items():
             instance = self.node.instances[location]
@@ -36,8 +41,7 @@ class LocalLevel:
                 summaries.append(summarize(controller, self.node.name, stats))
         for location in self._said.keys() - self.node.controllers.keys():
             del self._said[location]
-        if summaries:
-            await self.store.publish(self.node.name, summaries)
+        return summaries
 
     async def apply(self) -> None:
         """Do what was decided."""

@@ -41,6 +41,8 @@ class Instance:
         self._left: Any = None
         """What an interrupted run leaves, as long as it is being interrupted."""
         self._is_interrupted = False
+        self._has_begun = False
+        """The first step of what runs is done."""
         self.done_count = 0
         self.busy_s = 0.0
         self.running_since_s = 0.0
@@ -60,11 +62,17 @@ class Instance:
 
     def run(self, calls: list[Call]) -> None:
         """Run calls; each is answered with `Finished`, or `Interrupted`."""
-        self._is_interrupted = False
+        self._is_interrupted = self._has_begun = False
+        self.running_since_s = self.node.clock()
         self._task = self.node.loop.create_task(self._run(calls))
 
     def interrupt(self, calls: list[Call]) -> None:
         """Have what runs stop, and be begun again: the agent's own method says what is kept."""
+        if not self._has_begun and self._task is not None:  # a task that is cancelled so early never hears of it
+            self._task.cancel()
+            for call in calls:
+                self.node.post(self.location, m.Interrupted(call.call_id, call.checkpoint))
+            return
         hook = getattr(self._object, self.agent.directives.preemptable)
         self._is_interrupted = True
         _, is_async = self._methods[calls[0].method]
@@ -97,6 +105,7 @@ class Instance:
     # --- one run
 
     async def _run(self, calls: list[Call]) -> None:
+        self._has_begun = True
         began_s = self.running_since_s = self.node.clock()
         first = calls[0]
         current.set(self._scope(calls))
@@ -150,6 +159,8 @@ class Instance:
     def _answer(self, calls: list[Call], outcomes: list[Outcome]) -> None:
         self.done_count += len(calls)
         self.busy_s += outcomes[0].ended_s - outcomes[0].began_s
+        if self.node.on_answered is not None:
+            self.node.on_answered(self.location, calls)
         for call, outcome in zip(calls, outcomes, strict=True):
             self.node.post(self.location, m.Finished(call.call_id, outcome))
 

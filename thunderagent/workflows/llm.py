@@ -16,11 +16,10 @@ import httpx2
 
 from thunderagent.client.program import DEFAULT_PROXY, PROXY_VARIABLE
 from thunderagent.workflows.errors import WorkflowError
-from thunderagent.workflows.scope import NODE_BITS, Scope, current
+from thunderagent.workflows.hints import branch_name
+from thunderagent.workflows.scope import Scope, current
 
 MAX_HEADER_CHARACTERS = 256
-CALL_NUMBER_MASK = (1 << NODE_BITS) - 1
-"""The part of a call's id that its node counts."""
 TURN_TIMEOUT = httpx2.Timeout(3600.0, connect=10.0)
 """A turn may be held for long."""
 
@@ -32,6 +31,8 @@ def turn_headers() -> dict[str, str]:
         return {}
     session = scope.session
     session.uses_proxy = True
+    if scope.node.hints is not None:
+        scope.node.hints.turn_begins(scope)
     headers = {"X-Program-ID": session.name}
     if branch := branch_of(scope):
         headers["X-Program-Branch"] = branch
@@ -47,7 +48,7 @@ def branch_of(scope: Scope) -> str:
     if call is None:
         return ""
     rules = scope.node.agents[call.agent].directives.rules
-    return call.agent if rules.is_pinned else f"{call.agent}/{call.call_id & CALL_NUMBER_MASK}"
+    return call.agent if rules.is_pinned else branch_name(call.agent, call.call_id)
 
 
 class ProgramHook:

@@ -12,7 +12,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, cast
 
 from thunderagent.workflows.core import messages as m
@@ -24,6 +24,7 @@ from thunderagent.workflows.core.router import agent_of
 from thunderagent.workflows.declare import Agent
 from thunderagent.workflows.errors import DeadlockError, StateError, WorkflowError
 from thunderagent.workflows.future import Future, Handle, take_futures
+from thunderagent.workflows.hints import Hints
 from thunderagent.workflows.instance import Instance
 from thunderagent.workflows.scope import NODE_BITS, Scope, SessionInfo
 from thunderagent.workflows.state import SessionState
@@ -66,14 +67,18 @@ class Node:
         self.suspect: Handle | None = None
         """A call that may wait for itself, unless something moves it."""
         self.on_moved: Callable[[m.Moved], None] = lambda _: None
-        self.on_touched: Callable[[str, str, SessionState], None] | None = None
-        """Told of each session's state, after a call that has used it."""
+        self.on_answered: Callable[[str, list[Call]], None] | None = None
+        """Told of calls that an instance here has run, before anybody hears what came of them."""
+        self.new_session: Callable[[str], SessionInfo] = SessionInfo
+        self.retired: set[str] = set()
+        """Locations that are gone, and had nothing any more."""
+        self.hints: Hints | None = None
+        """Who says when sessions' next turns come; None if nobody wants to know."""
         self._kinds = kinds
         self._link = link
         self._machines: dict[str, Any] = {self.name: self.origin}
         if is_head:
             self._machines[DIRECTORY] = Directory()
-        self._retired: set[str] = set()
         self._ids = itertools.count((number << NODE_BITS) + 1)
         self._inbox: deque[tuple[str, str, Any]] = deque()
         self._is_draining = False
@@ -108,6 +113,8 @@ class Node:
         )
         handle = Handle(call, tuple(needs.values()))
         handle.node = self
+        if self.hints is not None:
+            self.hints.made(handle)
         if threading.get_ident() == self.thread_id:
             self._inbox.append((self.name, self.name, m.Create(handle)))
             if not self._is_draining:
@@ -120,7 +127,7 @@ class Node:
         """Return what is kept of a session; begin to keep it if nothing is."""
         info = self.sessions.get(name)
         if info is None:
-            info = self.sessions[name] = SessionInfo(name)
+            info = self.sessions[name] = self.new_session(name)
         return info
 
     def is_running(self, location: str, call_id: int) -> bool:
@@ -188,10 +195,16 @@ class Node:
 
     def _pass_on(self, sender: str, to: str, message: Any) -> None:
         """Send a message to another node; to a machine that is nowhere, its sender is told so."""
-        if self._link is not None and to not in self._retired and self._link.send(sender, to, message):
+        if self._link is not None and to not in self.retired and self._link.send(sender, to, message):
             return
-        if sender in self._machines and type(message) is not m.Gone:
-            self._inbox.append((to, sender, m.Gone(to, is_clean=to in self._retired)))
+        if type(message) is not m.Gone:
+            self._tell_gone(sender, m.Gone(to, is_clean=to in self.retired))
+
+    def _tell_gone(self, sender: str, gone: m.Gone) -> None:
+        if sender in self._machines:
+            self._inbox.append((gone.location, sender, gone))
+        elif self._link is not None:
+            self._link.send(gone.location, sender, gone)
 
     def _perform(self, name: str, instruction: Any) -> None:
         kind = type(instruction)
@@ -229,17 +242,18 @@ class Node:
                     outcome.error is not None,
                 )
             )
-        if self.on_touched is not None and record.executor in self.controllers:
-            self._tell_touched(record.executor, call)
+        if self.hints is not None:
+            self.hints.settled(cast("Handle", record))
         call.args = ()
         call.values = None
         cast("Handle", record).notify()
 
-    def _tell_touched(self, location: str, call: Call) -> None:
-        state = self.controllers[location].states.get(call.session)
-        if state is not None and state.touched and self.on_touched is not None:
-            self.on_touched(call.agent, call.session, state)
-            state.touched.clear()
+    def touched_states(self, location: str, calls: list[Call]) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Give each session's managed state, as far as calls that have run at an instance here have touched it."""
+        for call in calls:
+            state = self.controllers[location].states.get(call.session)
+            if state is not None and state.touched:
+                yield call.session, state.take_touched()
 
     # --- instances
 
@@ -269,7 +283,7 @@ class Node:
 
     def _end_instance(self, location: str) -> None:
         if location in self._machines:
-            self._retired.add(location)
+            self.retired.add(location)
             self._remove(location, m.Gone(location, is_clean=True), is_lost=False)
 
     def lose(self, location: str) -> None:
@@ -293,6 +307,8 @@ class Node:
     def end_session(self, name: str) -> SessionInfo | None:
         """Forget a session, and fail the calls that are left of it."""
         self.tell_all(m.SessionEnded(name))
+        if self.hints is not None:
+            self.hints.session_ended(name)
         return self.sessions.pop(name, None)
 
     def find_circle(self) -> Handle | None:

@@ -8,6 +8,7 @@ none.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, MutableMapping, MutableSequence
 from typing import Any, Generic, SupportsIndex, TypeVar, overload
 
@@ -21,11 +22,19 @@ Value = TypeVar("Value")
 class SessionState:
     """All managed state of one session at one agent. `touched` names what was used since it was last stored."""
 
-    __slots__ = ("touched", "values")
+    __slots__ = ("broken", "touched", "values")
 
-    def __init__(self, values: dict[str, Any] | None = None) -> None:
+    def __init__(self, values: dict[str, Any] | None = None, broken: str = "") -> None:
         self.values: dict[str, Any] = values if values is not None else {}
         self.touched: set[str] = set()
+        self.broken = broken
+        """Why it could not be brought here; whoever uses it is told so."""
+
+    def take_touched(self) -> dict[str, Any]:
+        """Return a copy of what was used since this was last asked."""
+        found = copy.deepcopy({name: self.values[name] for name in self.touched if name in self.values})
+        self.touched.clear()
+        return found
 
 
 def _state(name: str, kind: type) -> Any:
@@ -37,6 +46,8 @@ def _state(name: str, kind: type) -> Any:
     else:
         assert scope.call is not None
         state = scope.node.state_of(scope.location, scope.call, name)
+    if state.broken:
+        raise StateError(f"managed state {name!r} of session {scope.session.name!r}: {state.broken}")
     state.touched.add(name)
     found = state.values.get(name)
     if found is None:

@@ -23,7 +23,7 @@ LEGAL = {
     "working": "away resting waiting acting leaving stalled ended",
     "leaving": "away resting waiting working stalled ended",
     "stalled": "away resting waiting acting asking working leaving ended",
-    "acting": "away resting asking stalled ended",
+    "acting": "away resting asking working stalled ended",
     "ended": "",
 }
 

@@ -58,7 +58,9 @@ def test_an_account_knows_what_is_claimed_more_than_once(steps: list[tuple[str, 
             program.place = Place(Kind.RESTING)
         elif kind in {"prompt", "branch"}:
             name = MAIN_BRANCH if kind == "prompt" else "sub"
-            shares.set_prefix(program, program.branches.setdefault(name, Branch()), CUTS[prompt], 1.0, account)
+            grown = shares.set_prefix(program, program.branches.setdefault(name, Branch()), CUTS[prompt], 1.0)
+            for where, tokens in grown.items():
+                accounts[where].share(tokens)
         elif kind == "end_branch" and "sub" in program.branches:
             ended = program.branches.pop("sub")
             if account is not None:
@@ -75,8 +77,8 @@ def test_an_account_knows_what_is_claimed_more_than_once(steps: list[tuple[str, 
 def two_programs() -> tuple[SharedPrefixes, Program, Program, Account]:
     shares, account = SharedPrefixes(), Account(1.0, 0.0)
     here, comes = Program("here", 1, 0.0), Program("comes", 2, 0.0)
-    shares.set_prefix(here, here.branches[MAIN_BRANCH], CUTS["ab"], 1.0, None)
-    shares.set_prefix(comes, comes.branches[MAIN_BRANCH], CUTS["ac"], 1.0, None)
+    shares.set_prefix(here, here.branches[MAIN_BRANCH], CUTS["ab"], 1.0)
+    shares.set_prefix(comes, comes.branches[MAIN_BRANCH], CUTS["ac"], 1.0)
     activate(shares, here, "r0", account)
     return shares, here, comes, account
 

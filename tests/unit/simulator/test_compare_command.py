@@ -19,7 +19,7 @@ from thunderagent.cli import main
 from thunderagent.programs.learned.goodput import in_time
 from thunderagent.simulator.compare_command import add_arguments, command_line
 
-QUICK = ("compare", "--policies", "passthrough,cap:n=3", "--programs", "8", "--minutes", "1", "--processes", "1")
+QUICK = ("compare", "--policies", "passthrough,cap:n=3", "--programs", "8", "--minutes", "0.5", "--processes", "1")
 PRESSED_OFTEN = """
 import os
 import signal
@@ -81,6 +81,8 @@ def test_a_comparison_prints_a_table_and_writes_a_report(tmp_path: Path, capsys:
 def test_the_command_in_the_report_makes_the_same_figures_again(tmp_path: Path) -> None:
     """Whatever the folder and the number of processes; under `made` alone JSON may differ."""
     options = (
+        "--minutes",
+        "1",
         "--seeds",
         "2",
         "--kv-tokens",

@@ -40,10 +40,11 @@ def test_stubs_are_modules_whose_functions_make_calls(stubs_folder: Path) -> Non
 
 
 def test_stubs_pass_a_strict_type_check(stubs_folder: Path) -> None:
+    """As strict as the package itself, with what its own check left in the cache: else this takes many seconds."""
     done = subprocess.run(
-        [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", "made_stubs"],
-        cwd=stubs_folder.parent,
-        env={**os.environ, "MYPYPATH": str(Path(thunderagent.__file__).parents[1])},
+        [sys.executable, "-m", "mypy", "--follow-imports=silent", "-p", "made_stubs"],
+        cwd=Path(thunderagent.__file__).parents[1],
+        env={**os.environ, "MYPYPATH": str(stubs_folder.parent)},
         capture_output=True,
         text=True,
         check=False,

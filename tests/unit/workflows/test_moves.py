@@ -128,3 +128,44 @@ def test_a_batch_is_of_one_method_and_no_larger_than_it_may_be() -> None:
         for call in running:
             model.finish("batch/0", call)
     assert sizes == [1, 3, 3, 1]
+
+
+def test_a_session_whose_state_is_lost_fails_until_it_has_ended() -> None:
+    """Its calls would find nothing where they left it; those of others, and of other agents, go on."""
+    model = Model(lambda _: 0, ("managed", "plain"), instances=2)
+    model.call("managed", "s0")
+    model.settle()
+    lost_at = model.machines["directory"].homes["s0", "managed"].location
+    model.crash([lost_at])
+    for node in ("n0", "n1"):
+        failed = model.call("managed", "s0", node=node)
+        depends = model.call("plain", "s0", needs=(failed,), node=node)
+        others = [model.call("managed", "s1"), model.call("plain", "s0")]
+        model.settle()
+        model.check_settled()
+        for record in (failed, depends):
+            assert isinstance(record.outcome.error, LostError)
+            assert record.outcome.error.instance == lost_at
+        assert [record.outcome.error for record in others] == [None, None]
+    for to in sorted(model.machines, key=lambda name: name != "directory"):
+        model.send("n0", to, m.SessionEnded("s0"))
+    model.settle()
+    again = model.call("managed", "s0")
+    model.settle()
+    assert again.outcome.error is None
+
+
+def test_a_home_that_was_lost_before_it_said_that_it_is_one_is_lost() -> None:
+    """Its word, and that of who sent the session there, may come after the news of its loss."""
+    model = moving(m.Transfer)
+    model.deliver(("managed/0", "managed/1"))
+    model.crashed = True
+    del model.machines["managed/1"]
+    for to in ("directory", "n0"):
+        model.handle(to, m.Gone("managed/1"))
+    model.deliver(("managed/1", "directory"))
+    late = model.call("managed", "s0")
+    model.broadcast("shell", m.Gone("managed/1"))
+    model.settle()
+    model.check_settled()
+    assert isinstance(late.outcome.error, LostError)

@@ -323,6 +323,18 @@ def test_a_call_of_higher_priority_interrupts(agent: str) -> None:
         asyncio.run_coroutine_threadsafe(both(app), app._loop).result(20)
 
 
+def test_a_call_that_is_interrupted_before_its_first_step_runs_all_the_same() -> None:
+    async def main(app: Deployment) -> None:
+        held = [call("patient", "count", f"{n}") for n in range(2)]
+        app.node.retire("patient/0", ("patient/1",))
+        for n in range(2):
+            Patient.gates.setdefault(f"{n}", asyncio.Event()).set()
+        assert [await each for each in held] == [("0", None), ("1", None)]
+
+    with deploy(only("patient", min_instances=2), **CALM) as app:
+        app.run(main, app)
+
+
 def _priorities(changes: dict[str, float]) -> Any:
     from thunderagent.workflows.core.messages import SetPriorities  # noqa: PLC0415
 

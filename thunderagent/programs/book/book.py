@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from math import inf
 
@@ -10,6 +10,7 @@ from thunderagent.programs.book.accounts import Account, Ledger
 from thunderagent.programs.book.paused_queue import PausedQueue, RankOf, TenantShares
 from thunderagent.programs.book.prefixes import SharedPrefixes
 from thunderagent.programs.book.replica import Replica
+from thunderagent.programs.book.rooms import Rooms
 from thunderagent.programs.model.decisions import Decision, Mark, Pause, Reason, Release, Restore, Unmark
 from thunderagent.programs.model.places import ALLOWED, Kind, Place, not_allowed
 from thunderagent.programs.model.program import Group, Program
@@ -54,6 +55,8 @@ class Book:
         """Those of them on which grants are not suspended: what a policy sees."""
         self.changed_replicas: dict[str, Replica] = {}
         """On which programs came, went or changed in size since the policy was asked to balance."""
+        self.rooms: Rooms | None = None
+        """The replicas that grant by room, once a policy asked for that."""
         self.suspended_for: dict[str, None] = {}
         """Causes for which nothing is granted on any replica; each replica sees them, and has its own beside them."""
         self.active_count = 0
@@ -93,10 +96,11 @@ class Book:
         self.announced.enter(program, self.now_s)
         return program
 
-    def move(self, program: Program, to: Place, why: Reason | None = None) -> None:
+    def move(self, program: Program, to: Place, why: Reason | None = None, *, resized: bool = False) -> None:
         """Move a program: its sums, the orders it stands in, its story, and the decision that says so, if one does.
 
-        Raises `LifecycleError` with the story where the table has no such move. `why` is the decision's reason.
+        Raises `LifecycleError` with the story where the table has no such move. `why` is the decision's reason. With
+        `resized` what it claims is measured between the two places.
         """
         place, now_s = program.place, self.now_s
         if to.kind not in ALLOWED[place.kind]:
@@ -106,15 +110,19 @@ class Book:
         if replica_id is not None:
             account = self.changes(self.replicas[replica_id])
         place.leave(program, now_s)
+        claim_tokens = program.claim_tokens
+        if resized:
+            self._measure(program)
         program.place = to
-        if place.active != to.active and account is not None:
+        if place.active is not to.active and account is not None:
             self._claims(program, account, replica_id or "", why, gets_one=to.active)
         elif why is not None and Kind.LEAVING in (to.kind, place.kind):
             decision, what = (Mark, "mark") if to.kind is Kind.LEAVING else (Unmark, "unmark")
             program.note(now_s, what, why, replica_id)
             self.decisions.append(decision(program.program_id, replica_id or "", why))
-        if self._shares is not None and place.claims != to.claims:
-            self._shares.claims(program.tenant, program.claim_tokens if to.claims else -program.claim_tokens)
+        if self._shares is not None:
+            before_tokens = claim_tokens if place.claims else 0
+            self._shares.claims(program.tenant, (program.claim_tokens if to.claims else 0) - before_tokens)
         to.enter(program, now_s)
         self.queue.tidy(place)
         if to is self.ended and why is not None:
@@ -193,9 +201,15 @@ class Book:
     def changes(self, replica: Replica) -> Account:
         """Note that programs come, go or change on a replica; what it spent until now is accrued."""
         self.changed_replicas[replica.replica_id] = replica
+        return self.touch(replica)
+
+    def touch(self, replica: Replica) -> Account:
+        """Bring what a replica spent up to date, before one of its sums or its limit changes."""
         account = replica.account
         if account.updated_s < self.now_s:
             self.ledger.accrue(account, self.now_s)
+        if self.rooms is not None:
+            self.rooms.touch(replica)
         return account
 
     # --- groups -----------------------------------------------------------------------------------------------------
@@ -247,8 +261,14 @@ class Book:
 
     def set_usable(self, replica: Replica) -> None:
         """Note from when on a replica's memory can be had, or no longer."""
-        self.ledger.accrue(replica.account, self.now_s)
-        replica.account.usable = replica.grants
+        self.touch(replica).usable = replica.grants
+
+    def roomiest(self, ratio: float, count: int) -> Sequence[Replica]:
+        """Return the `count` replicas that grant with most of `ratio` of their limits left; kept from now on."""
+        if self.rooms is None or self.rooms.ratio != ratio:
+            self.rooms = Rooms(ratio)
+            self.rooms.set_granting(self.granting_replicas)
+        return self.rooms.first(count)
 
     def capacity_tokens_of(self, replica_id: str | None) -> int:
         """Return what a replica's memory holds; where that is not known, what the largest open one's does."""

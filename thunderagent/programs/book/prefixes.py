@@ -11,7 +11,7 @@ of n programs: (n - 1) times its tokens are claimed too much, and the sum of tha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 from thunderagent.programs.book.accounts import Account
@@ -43,9 +43,9 @@ class PrefixTree:
     def __len__(self) -> int:
         return len(self.cuts)
 
-    def enter(self, chain: Chain, replica_id: str) -> int:
+    def enter(self, chain: Chain, replica_id: str, previous_tokens: int = 0) -> int:
         """Count a chain on a replica; return how many tokens of it others claim there already."""
-        shared_tokens = previous_tokens = 0
+        shared_tokens = 0
         for digest, tokens in chain:
             cut = self.cuts.get(digest)
             if cut is None:
@@ -71,6 +71,31 @@ class PrefixTree:
                 if not cut.counts:
                     del self.cuts[digest]
         return shared_tokens
+
+    def replace(self, before: Chain, chain: Chain, replica_id: str, *, exact: bool) -> dict[str, int]:
+        """Count a chain in place of another one; return by how much each replica's shared tokens grow.
+
+        Mostly it is the same prompt that grew: what both begin with stays counted. A cut that is nobody else's has the
+        size that it has now; one of others only where that is `exact`.
+        """
+        same_count = previous_tokens = 0
+        others_differ = False
+        for (before_digest, _), (digest, tokens) in zip(before, chain, strict=False):
+            if digest != before_digest:
+                break
+            cut, own_tokens = self.cuts[digest], max(0, tokens - previous_tokens)
+            if own_tokens != cut.own_tokens:
+                if len(cut.counts) == 1 and cut.counts[replica_id] == 1:
+                    cut.own_tokens = own_tokens
+                else:
+                    others_differ = True
+            previous_tokens = tokens
+            same_count += 1
+        shared_tokens = -self.leave(before[same_count:], replica_id)
+        shared_tokens += self.enter(chain[same_count:], replica_id, previous_tokens)
+        grown = self.resize(chain) if exact and (others_differ or same_count < len(chain)) else {}
+        grown[replica_id] = grown.get(replica_id, 0) + shared_tokens
+        return grown
 
     def resize(self, chain: Chain) -> dict[str, int]:
         """Give a chain's cuts the sizes that it has now; return by how much each replica's shared tokens grow."""
@@ -105,11 +130,11 @@ class PrefixTree:
 
 def chain_of(cuts: Sequence[tuple[int, int]], tokens_per_byte_ratio: float) -> Chain:
     """Return the cuts of a prompt in tokens."""
-    return tuple((digest, int(size_bytes * tokens_per_byte_ratio)) for digest, size_bytes in cuts)
+    return tuple([(digest, int(size_bytes * tokens_per_byte_ratio)) for digest, size_bytes in cuts])
 
 
 class SharedPrefixes:
-    """Keeps `Account.shared_tokens`; what the account spent must be accrued before."""
+    """Says how `Account.shared_tokens` change; what the account spent must be accrued before."""
 
     __slots__ = ("tree",)
 
@@ -118,20 +143,17 @@ class SharedPrefixes:
         self.tree = PrefixTree()
 
     def set_prefix(
-        self,
-        program: Program,
-        branch: Branch,
-        cuts: Sequence[PrefixCut],
-        tokens_per_byte_ratio: float,
-        account: Account | None,
-    ) -> None:
-        """Take in where a branch's prompt may part from others; `account` is where its program is active."""
-        chain = chain_of(cuts, tokens_per_byte_ratio)
-        if account is not None:
-            replica_id = program.replica_id or ""
-            account.share(-self.tree.leave(branch.prefix, replica_id))
-            account.share(self.tree.enter(chain, replica_id))
-        branch.prefix = chain
+        self, program: Program, branch: Branch, cuts: Sequence[PrefixCut], first_ratio: float
+    ) -> Mapping[str, int]:
+        """Take in where a branch's prompt may part from others; return by how much each replica's shared tokens grow.
+
+        Until the branch's tokens per byte are known, its sizes are a guess by `first_ratio`, and count for it alone.
+        """
+        exact = branch.tokens_per_byte_ratio is not None
+        before, branch.prefix = branch.prefix, chain_of(cuts, branch.tokens_per_byte_ratio or first_ratio)
+        if program.place.active:
+            return self.tree.replace(before, branch.prefix, program.replica_id or "", exact=exact)
+        return self.tree.resize(branch.prefix) if exact else {}
 
     def enter(self, program: Program, account: Account) -> None:
         """Count a program on the replica where it becomes active."""
@@ -141,6 +163,8 @@ class SharedPrefixes:
 
     def leave(self, program: Program, account: Account, branches: Sequence[Branch] | None = None) -> None:
         """Count a program no longer that is paused or ends, or some of its branches that end."""
+        if not self.tree.cuts:
+            return
         for branch in program.branches.values() if branches is None else branches:
             if branch.prefix:
                 account.share(-self.tree.leave(branch.prefix, program.replica_id or ""))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from math import inf
 
 from thunderagent.programs.book.accounts import Account
@@ -42,7 +42,7 @@ class ReplicaPlace(Place):
         account.demand_tokens += tokens
         account.growth_tokens += program.growth_tokens
         if self.kept is not None:
-            self.kept.add(program, self._rank_of(program))
+            self.rank(program)
 
     def leave(self, program: Program, now_s: float) -> None:  # noqa: ARG002
         """Let a program go that is here."""
@@ -74,21 +74,17 @@ class ReplicaPlace(Place):
         """Who is here by rank, the lowest first; from now on that is kept."""
         if self.kept is None:
             self.kept = RankedSet()
-            for program in self._programs.values():
-                if program.place is self:
-                    self.rank(program)
+            self._fill([program for program in self._programs.values() if program.place is self], self.kept)
         return self.kept
+
+    def _fill(self, programs: Sequence[Program], order: RankedSet[Program]) -> None:
+        order.fill(programs, self._rank_of)
 
 
 class LeavingPlace(ReplicaPlace):
     """Where programs leave: only those that the policy marked stand in the order, the last to be marked first."""
 
     __slots__ = ()
-
-    def enter(self, program: Program, now_s: float) -> None:
-        """Take a program in."""
-        super().enter(program, now_s)
-        self.rank(program)
 
     def rank(self, program: Program) -> None:
         """Put a program that is here where its rank says, or out of the order if it leaves whatever the policy says."""
@@ -98,6 +94,10 @@ class LeavingPlace(ReplicaPlace):
             self.kept.add(program, -self._rank_of(program))
         else:
             self.kept.discard(program)
+
+    def _fill(self, programs: Sequence[Program], order: RankedSet[Program]) -> None:  # noqa: ARG002
+        for program in programs:
+            self.rank(program)
 
 
 class ActingPlace(ReplicaPlace):
@@ -142,6 +142,11 @@ class ActingPlace(ReplicaPlace):
             self._account.decayed.add(program.claim_tokens, program.acting_since_s, now_s)
         if program.hint_keeps:
             self.hint_tokens += program.claim_tokens - claim_tokens
+
+    def first_to_go(self, now_s: float) -> Program | None:
+        """Return who is held for too long, the longest first, or else who is first by rank."""
+        first = self.expiring.first()
+        return first if first is not None and first.hold_until_s <= now_s else self.order.first()
 
     @property
     def expiring(self) -> RankedSet[Program]:

@@ -9,11 +9,11 @@ from thunderagent.programs.book.replica import Replica
 from thunderagent.programs.core import Core
 from thunderagent.programs.handlers.lives import Lives
 from thunderagent.programs.model.decisions import Hold, Reason, Reject
-from thunderagent.programs.model.events import Media, PinnedTurnArrived, PrefixCut, TurnArrived
+from thunderagent.programs.model.events import Media, PinnedTurnArrived, TurnArrived
 from thunderagent.programs.model.places import Kind
 from thunderagent.programs.model.policy import Moment
 from thunderagent.programs.model.program import Program
-from thunderagent.programs.model.turn import MAIN_BRANCH, Branch, Turn
+from thunderagent.programs.model.turn import MAIN_BRANCH, Turn
 
 
 class Arrivals:
@@ -29,6 +29,8 @@ class Arrivals:
         """Work on the parts of `core`."""
         self._core = core
         self._lives = lives
+        self._stays_home: bool = getattr(core.policy, "stays_home", False)
+        """Whether the policy has an active program go on where it is, whenever that grants: then it is not asked."""
 
     def handlers(self) -> dict[type[Any], Callable[[Any], None]]:
         """Return what takes in each event."""
@@ -82,7 +84,10 @@ class Arrivals:
         book.turns[turn.turn_id] = turn
         branch = program.branch_of(turn, event.parent_branch_id)
         if event.prefix and core.claim_rules.share_prefixes:
-            self._set_prefix(program, branch, event.prefix, tokens_per_byte_ratio)
+            grown = book.prefixes.set_prefix(program, branch, event.prefix, tokens_per_byte_ratio)
+            for replica_id, tokens in grown.items():
+                if tokens:
+                    book.touch(book.replicas[replica_id]).share(tokens)
         self._place_turn(program, turn, earlier)
 
     def _new_turn(self, event: TurnArrived, program: Program, earlier: Turn | None) -> Turn:
@@ -111,24 +116,19 @@ class Arrivals:
     def _measure_media(self, turn: Turn, media: Media) -> None:
         turn.media, turn.media_tokens = media, self._core.knowledge.media_sizes.tokens(media)
 
-    def _set_prefix(self, program: Program, branch: Branch, cuts: Sequence[PrefixCut], first_ratio: float) -> None:
-        book, account = self._core.book, None
-        if program.place.active:
-            account = book.replicas[program.replica_id or ""].account
-            book.ledger.accrue(account, book.now_s)
-        book.prefixes.set_prefix(program, branch, cuts, branch.tokens_per_byte_ratio or first_ratio, account)
-        if branch.tokens_per_byte_ratio is not None:  # the size of what is shared was a guess before
-            for replica_id, tokens in book.prefixes.tree.resize(branch.prefix).items():
-                account = book.replicas[replica_id].account
-                book.ledger.accrue(account, book.now_s)
-                account.share(tokens)
-
     def _place_turn(self, program: Program, turn: Turn, earlier: Turn | None) -> None:
         """Grant a turn where its program has others in flight, place its program anew, or hold it where that is."""
         core, place = self._core, program.place
         if not place.active:
             self._ask(program, turn, earlier)
             return
+        if place.kind is Kind.ACTING and self._stays_home:
+            home = core.book.replicas[place.replica_id or ""]
+            if self._goes_on_at(home, program, turn):
+                core.limits.turn_came(program)
+                program.in_flight[turn.turn_id] = turn
+                self._grant_at_home(program, turn, home, Reason.HOME, resized=True)
+                return
         wanted_here = turn.wanted_replica_id is not None and turn.wanted_replica_id == program.replica_id
         if program.in_flight and not wanted_here and core.placing.can_avoid(program, turn.avoid_replica_id):
             core.mark(program, Reason.TURN_FAILED)
@@ -142,6 +142,17 @@ class Arrivals:
             self._grant_beside(program, turn)
         else:
             self._ask(program, turn, earlier)
+
+    def _goes_on_at(self, home: Replica, program: Program, turn: Turn) -> bool:
+        """Say whether nothing but the policy could have a program go on elsewhere, as for most turns."""
+        replica_id = home.replica_id
+        return (
+            home.account.usable
+            and turn.avoid_replica_id != replica_id
+            and (turn.wanted_replica_id is None or turn.wanted_replica_id == replica_id)
+            and (program.routed_to is None or program.routed_to == replica_id)
+            and program.destination is None
+        )
 
     def _ask(self, program: Program, turn: Turn, earlier: Turn | None) -> None:
         """Ask the policy where a program may go on whose first turn in a while has come, and grant or hold it."""
@@ -170,14 +181,16 @@ class Arrivals:
         if target is None:
             self._hold(program, turn, reason)
         elif target is home:
+            del program.held[turn.turn_id]
             self._grant_at_home(program, turn, target, reason)
         else:
             self._give_up_home(program, turn, Reason.MOVED)
             self._core.restore(program, target, reason)
 
-    def _grant_at_home(self, program: Program, turn: Turn, home: Replica, reason: Reason) -> None:
-        del program.held[turn.turn_id]
-        self._core.book.move(program, home.working)
+    def _grant_at_home(
+        self, program: Program, turn: Turn, home: Replica, reason: Reason, *, resized: bool = False
+    ) -> None:
+        self._core.book.move(program, home.working, resized=resized)
         self._core.leases.begin_flight(program, turn, home)
         self._core.book.note_residency(program, home)
         if program.acting_since_s > home.flushed_s:

@@ -74,6 +74,8 @@ class Fleet:
         before = book.open_replicas, book.granting_replicas
         book.open_replicas = [replica for replica in book.replicas.values() if replica.open_to_programs]
         book.granting_replicas = [replica for replica in book.open_replicas if replica.grants]
+        if book.rooms is not None:
+            book.rooms.set_granting(book.granting_replicas)
         if self._tenants is not None:
             self._tenants.set_granting(replica.replica_id for replica in book.granting_replicas)
         core.routing.replicas_changed(core)
@@ -286,8 +288,7 @@ class Fleet:
             correction.preempted(event.preemption_count * mean_tokens)
 
     def _set_capacity(self, replica: Replica, capacity_tokens: int) -> None:
-        self._core.book.ledger.accrue(replica.account, self._core.book.now_s)
-        replica.account.set_limit(capacity_tokens, replica.account.capacity_ratio)
+        self._core.book.touch(replica).set_limit(capacity_tokens, replica.account.capacity_ratio)
         replica.residency.capacity_tokens = capacity_tokens
 
     def _encodes_polled(self, event: EncodesPolled) -> None:

@@ -46,6 +46,8 @@ class Growth:
         "_program_count",
         "_turn_count",
         "_whole_tokens",
+        "tokens_per_s",
+        "whole_tokens",
     )
 
     def __init__(self) -> None:
@@ -55,17 +57,10 @@ class Growth:
         self._program_count = 0
         self._turn_count = self._whole_tokens = 0.0
         self._grown_tokens = self._cycle_s = 0.0
-
-    @property
-    def tokens_per_s(self) -> float:
+        self.tokens_per_s = inf
         """How fast a program grows while it is not paused; infinite until some turns were seen."""
-        enough = self._growths.total >= ENOUGH_TURNS_COUNT and self._cycle_s > 0
-        return self._grown_tokens / self._cycle_s if enough else inf
-
-    @property
-    def whole_tokens(self) -> float:
+        self.whole_tokens = inf
         """How much larger a program is than its first prompt, in the mean over its turns; infinite until some ended."""
-        return self._whole_tokens / self._turn_count if self._program_count >= ENOUGH_PROGRAMS_COUNT else inf
 
     def turn_finished(self, grown_tokens: int | None, output_tokens: int, cycle_s: float) -> None:
         """Take in a finished turn: what it added (None for a first one, which does not tell), and in what time."""
@@ -73,6 +68,8 @@ class Growth:
             self._growths.add(grown_tokens)
             self._grown_tokens = self._grown_tokens * FORGETTING_RATIO + grown_tokens
             self._cycle_s = self._cycle_s * FORGETTING_RATIO + cycle_s
+            if self._growths.total >= ENOUGH_TURNS_COUNT and self._cycle_s > 0:
+                self.tokens_per_s = self._grown_tokens / self._cycle_s
         self._outputs.add(output_tokens)
 
     def program_ended(self, larger_tokens: int, turn_count: int) -> None:
@@ -80,6 +77,8 @@ class Growth:
         self._program_count += 1
         self._turn_count = self._turn_count * FORGETTING_RATIO**turn_count + turn_count
         self._whole_tokens = self._whole_tokens * FORGETTING_RATIO**turn_count + larger_tokens
+        if self._program_count >= ENOUGH_PROGRAMS_COUNT:
+            self.whole_tokens = self._whole_tokens / self._turn_count
 
     def turn_tokens(self, ratio: float, default_tokens: int) -> int:
         """Return what a turn adds at most in `ratio` of all cases, prompt and answer."""

@@ -221,19 +221,17 @@ class Knowledge:
 
     def measure_claim(self, program: Program) -> None:
         """Measure what a program claims: its context, what its next turn adds, and apart its further growth."""
-        program.reserve_tokens = self._reserve_tokens(program)
-        program.claim_tokens = program.measure_claim() + program.reserve_tokens
-        first_tokens = program.first_prompt_tokens or program.claim_tokens
+        reserve_tokens = self._turn_tokens
+        turns = program.in_flight or program.held
+        if turns and self._rules.growth_quantile:
+            generated_tokens = 0
+            for turn in turns.values():
+                generated_tokens = max(generated_tokens, turn.output_tokens)
+            reserve_tokens = max(0, self._output_tokens - generated_tokens)
+        program.reserve_tokens = reserve_tokens
+        program.claim_tokens = claim_tokens = program.measure_claim() + reserve_tokens
+        first_tokens = program.first_prompt_tokens or claim_tokens
         whole_tokens = self.growth.whole_tokens
         if whole_tokens == inf:
             whole_tokens = UNKNOWN_GROWTH_RATIO * first_tokens
-        program.growth_tokens = max(0, int(first_tokens + whole_tokens - program.claim_tokens))
-
-    def _reserve_tokens(self, program: Program) -> int:
-        turns = program.in_flight or program.held
-        if not turns or not self._rules.growth_quantile:
-            return self._turn_tokens
-        generated_tokens = 0
-        for turn in turns.values():
-            generated_tokens = max(generated_tokens, turn.output_tokens)
-        return max(0, self._output_tokens - generated_tokens)
+        program.growth_tokens = max(0, int(first_tokens + whole_tokens - claim_tokens))

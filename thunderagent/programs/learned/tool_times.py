@@ -71,8 +71,8 @@ class _LifeTable:
         self.lowest: list[float] = []
         """Of each interval, the lowest rate up to there with its sign turned, so that they ascend."""
 
-    def add(self, leaves: list[float], away_s: float, count: float) -> None:
-        leaves[bisect_right(EDGES_S, away_s)] += count
+    def add(self, leaves: list[float], interval_id: int, count: float) -> None:
+        leaves[interval_id] += count
         self.count += count
         if self.count > REMEMBERED_COUNT:
             self.returned = [count / 2 for count in self.returned]
@@ -110,19 +110,22 @@ class ToolTimes:
 
     def returned(self, name: str, away_s: float) -> None:
         """Learn that a program came back so long after its tool began."""
+        interval_id = bisect_right(EDGES_S, away_s)
         for table in (self._all, self._table(name)):
-            table.add(table.returned, away_s, 1.0)
+            table.add(table.returned, interval_id, 1.0)
 
     def censored(self, name: str, away_s: float) -> None:
         """Learn that a program was not back after so long, when its memory was given away or it ended."""
+        interval_id = bisect_right(EDGES_S, away_s)
         for table in (self._all, self._table(name)):
-            table.add(table.away, away_s, 1.0)
+            table.add(table.away, interval_id, 1.0)
 
     def came_back_late(self, name: str, censored_after_s: float, away_s: float) -> None:
         """Learn that a program that was let go came back in the end: `censored` was not the last of it."""
+        censored_id, interval_id = bisect_right(EDGES_S, censored_after_s), bisect_right(EDGES_S, away_s)
         for table in (self._all, self._table(name)):
-            table.add(table.away, censored_after_s, -1.0)
-            table.add(table.returned, away_s, 1.0)
+            table.add(table.away, censored_id, -1.0)
+            table.add(table.returned, interval_id, 1.0)
 
     def hold_s(self, name: str, threshold_s: float) -> float:
         """Return how long after the begin of a tool it pays to hold: until G·threshold falls to 1.

@@ -80,7 +80,7 @@ ALLOWED: dict[Kind, frozenset[Kind]] = {
     Kind.WORKING: _PAUSED | {Kind.ACTING, Kind.LEAVING, Kind.STALLED, Kind.ENDED},
     Kind.LEAVING: _PAUSED | {Kind.WORKING, Kind.STALLED, Kind.ENDED},
     Kind.STALLED: _PAUSED | {Kind.ACTING, Kind.ASKING, Kind.WORKING, Kind.LEAVING, Kind.ENDED},
-    Kind.ACTING: frozenset({Kind.AWAY, Kind.RESTING, Kind.ASKING, Kind.STALLED, Kind.ENDED}),
+    Kind.ACTING: frozenset({Kind.AWAY, Kind.RESTING, Kind.ASKING, Kind.WORKING, Kind.STALLED, Kind.ENDED}),
     Kind.ENDED: frozenset(),
 }
 

@@ -23,6 +23,9 @@ Programs that a route binds to one replica wait where `first_waiting` and its li
 there, a policy lets no program have the room of a replica for which one waits that goes before it, neither a newcomer
 nor one that waits as well: it leaves the replica out (`without_routed_before`), or lets pass for a bounded time.
 
+A policy that has an active program go on where it is, whenever its replica grants, may say `stays_home = True`: then it
+is not asked for the turns of such programs, which are most.
+
 A policy that holds by what it costs to compute a claim again may say how long that is worth in `hold_threshold_s`, with
 the arguments of `hold_s`. Then what a client says of its program's next turn takes the place of its guess; `hint_ratio`
 is the part of a replica's limit that may be kept so for longer than by the guess (`hints.py`).

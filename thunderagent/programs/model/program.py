@@ -252,6 +252,8 @@ class Program:
     @property
     def context_tokens(self) -> int:
         """Tokens of all branches after their last finished turns."""
+        if len(self.branches) == 1:
+            return self.branches[MAIN_BRANCH].context_tokens
         return sum(branch.context_tokens for branch in self.branches.values())
 
     def note(self, now_s: float, what: str, why: str, replica_id: str | None, began_s: float | None = None) -> None:
@@ -283,17 +285,16 @@ class Program:
         Turns of one branch share their prefix, so only the longest prompt of a branch counts. Held turns beside those
         in flight count, too: they are granted together or go together. Cost: O(turns with us + branches).
         """
-        turns = (*self.in_flight.values(), *self.held.values())
+        output_tokens = 0
         if len(self.branches) == 1:
             context_tokens = self.branches[MAIN_BRANCH].context_tokens
-            output_tokens = 0
-            for turn in turns:
-                context_tokens = max(context_tokens, turn.prompt_tokens)
-                output_tokens += turn.output_tokens
+            for turns in (self.in_flight, self.held):
+                for turn in turns.values():
+                    context_tokens = max(context_tokens, turn.prompt_tokens)
+                    output_tokens += turn.output_tokens
             return context_tokens + output_tokens
         longest = {branch_id: branch.context_tokens for branch_id, branch in self.branches.items()}
-        output_tokens = 0
-        for turn in turns:
+        for turn in (*self.in_flight.values(), *self.held.values()):
             longest[turn.branch_id] = max(longest[turn.branch_id], turn.prompt_tokens)
             output_tokens += turn.output_tokens
         return sum(longest.values()) + output_tokens

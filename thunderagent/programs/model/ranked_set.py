@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from heapq import heapify, heappop, heappush
 from operator import itemgetter
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T", bound=Hashable)
 Rank = float
 Order = Rank | tuple[float, Rank]
 """A rank, or one that another number comes before. Within one set all are of one kind."""
 
+Entry = Any
+"""A tuple of order, number and member. Were it typed so, a compiled core would make another tuple at each turn."""
+
 COMPACT_ABOVE = 64
 """Entries below which the dead are not worth looking for."""
+
+DEAD_AHEAD_COUNT = 8
+"""So many of the dead may be passed over each time, before they are taken out of the way."""
 
 
 class RankedSet(Generic[T]):
@@ -27,8 +33,8 @@ class RankedSet(Generic[T]):
 
     def __init__(self) -> None:
         """Begin empty."""
-        self._heap: list[tuple[Order, int, T]] = []
-        self._entry_of: dict[T, tuple[Order, int, T]] = {}
+        self._heap: list[Entry] = []
+        self._entry_of: dict[T, Entry] = {}
         self._next_entry_id = 0
         self._compact_above = COMPACT_ABOVE
 
@@ -46,7 +52,7 @@ class RankedSet(Generic[T]):
         before = self._entry_of.get(member)
         if before is not None and before[0] == rank:
             return
-        entry = (rank, self._next_entry_id, member)
+        entry: Entry = (rank, self._next_entry_id, member)
         self._next_entry_id += 1
         self._entry_of[member] = entry
         heap = self._heap
@@ -54,16 +60,21 @@ class RankedSet(Generic[T]):
         if len(heap) > self._compact_above:
             self._compact()
 
-    def _lives(self, entry: tuple[Order, int, T]) -> bool:
-        """Say whether an entry is its member's; by its number, as a compiled tuple is another each time."""
-        latest = self._entry_of.get(entry[2])
-        return latest is not None and latest[1] == entry[1]
+    def fill(self, members: Iterable[T], rank_of: Callable[[T], Order]) -> None:
+        """Put members into an empty set. Cost: O(members)."""
+        heap, entry_of = self._heap, self._entry_of
+        for member in members:
+            entry: Entry = (rank_of(member), self._next_entry_id, member)
+            self._next_entry_id += 1
+            entry_of[member] = entry
+            heap.append(entry)
+        heapify(heap)
 
     def _compact(self) -> None:
         """Drop the dead if they outnumber the living, and look again when the heap has doubled."""
         entry_of = self._entry_of
         if len(self._heap) > 2 * len(entry_of):
-            self._heap = [entry for entry in self._heap if self._lives(entry)]
+            self._heap = [entry for entry in self._heap if entry_of.get(entry[2]) is entry]
             heapify(self._heap)
         self._compact_above = max(COMPACT_ABOVE, 2 * len(entry_of))
 
@@ -73,32 +84,43 @@ class RankedSet(Generic[T]):
 
     def first(self) -> T | None:
         """Return the member with the lowest rank, or None."""
-        heap = self._heap
+        heap, entry_of = self._heap, self._entry_of
         while heap:
             entry = heap[0]
-            if self._lives(entry):
-                return entry[2]
+            member: T = entry[2]
+            if entry_of.get(member) is entry:
+                return member
             heappop(heap)
         return None
 
     def lowest(self, count: int, wanted: Callable[[T], bool] | None = None) -> list[T]:
         """Return the `count` members with the lowest ranks, in order: those before the first that is not `wanted`.
 
-        Cost: O((as many as are returned + dead there) log members).
+        The heap is walked from its root, and stays as it is. Cost: O(k log k) for k = as many as are returned, and a
+        few of the dead among them.
         """
-        heap = self._heap
-        entries: list[tuple[Order, int, T]] = []
-        while heap and len(entries) < count:
-            entry = heap[0]
-            living = self._lives(entry)
-            if living and wanted is not None and not wanted(entry[2]):
+        heap, entry_of, dead_count, size = self._heap, self._entry_of, 0, len(self._heap)
+        found: list[T] = []
+        ahead: list[Any] = [(heap[0], 0)] if heap else []
+        while ahead and len(found) < count:
+            entry, index = heappop(ahead)
+            member: T = entry[2]
+            if entry_of.get(member) is not entry:
+                dead_count += 1
+            elif wanted is None or wanted(member):
+                found.append(member)
+            else:
                 break
-            heappop(heap)
-            if living:
-                entries.append(entry)
-        for entry in entries:
-            heappush(heap, entry)
-        return [entry[2] for entry in entries]
+            child: int = 2 * index + 1
+            if child < size:
+                heappush(ahead, (heap[child], child))
+                if child + 1 < size:
+                    heappush(ahead, (heap[child + 1], child + 1))
+        if dead_count > DEAD_AHEAD_COUNT:
+            for entry in [heappop(heap) for _ in range(len(found) + dead_count)]:
+                if entry_of.get(entry[2]) is entry:
+                    heappush(heap, entry)
+        return found
 
     def __iter__(self) -> Iterator[T]:
         """Yield members by rank. Costs O(members log members): for reports, not for deciding."""

@@ -29,6 +29,12 @@ class View(Protocol):
     def changed_replicas(self) -> Sequence[ReplicaView]:
         """Those of `replicas` on which programs came, went or changed in size since `balance` was asked last."""
 
+    def roomiest(self, ratio: float, count: int) -> Sequence[ReplicaView]:
+        """Return the `count` of `replicas` with most of `ratio` of their limits unclaimed. Cost: O(count log replicas).
+
+        A policy always asks with the same ratio. Of equal ones any is the first.
+        """
+
     def replica(self, replica_id: str | None) -> ReplicaView | None:
         """Return one of `replicas` by its name; None if it is not among them."""
 
@@ -202,6 +208,13 @@ class View(Protocol):
 
     def propose_pause(self, program: ProgramView, reason: Reason) -> bool:
         """Take an acting program's claim away."""
+
+    def propose_pause_until(self, replica: ReplicaView, tokens: float, reason: Reason, least_count: int = 0) -> None:
+        """Pause acting programs there, in one batch, until at most `tokens` are claimed by others than marked programs.
+
+        First go those that are held for longer than is worth it, then by pause rank, while more than `least_count` are
+        active. Acting ones are weighed where their claims fade.
+        """
 
     def propose_mark(self, program: ProgramView, reason: Reason) -> bool:
         """Pause a reasoning program at the end of its turn."""

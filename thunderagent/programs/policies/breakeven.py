@@ -41,27 +41,19 @@ engine's to say. A replica whose capacity is not known has room for everyone.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from typing import ClassVar
 
 from thunderagent.errors import ConfigurationError
-from thunderagent.programs.model.decisions import Reason
-from thunderagent.programs.model.places import Status
-from thunderagent.programs.model.policy import HINT_RATIO, ClaimRules, Moment, Placement, least_loaded
+from thunderagent.programs.model.policy import HINT_RATIO, ClaimRules, Moment, Placement
 from thunderagent.programs.model.view import View
-from thunderagent.programs.model.views import AccountView, ProgramView, ReplicaView
-from thunderagent.programs.policies.foresight import foreseen_tokens, is_short
-from thunderagent.programs.policies.helpers import home_of, largest_capacity_tokens
+from thunderagent.programs.model.views import ProgramView, ReplicaView
+from thunderagent.programs.policies.helpers import worth_a_look
+from thunderagent.programs.policies.letting_in import LettingIn
 from thunderagent.programs.policies.setting_checks import check_not_negative
 
-RESIDENT_RATIO = 0.1
-"""A program is resident if so much of its claim is expected to lie in its replica's memory."""
-
 LAST_OF_GROUP_RANK = inf
-
-MOST_EXPIRED_COUNT = 64
-"""So many at most go to make room for one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +73,10 @@ class BreakEven:
     resident_first: bool = True
     home_wait_ratio: float = 1.0
     hint_ratio: float = HINT_RATIO
+    _letting_in: LettingIn = field(init=False, repr=False, compare=False)
     name: ClassVar[str] = "breakeven"
     tick_s: ClassVar[float] = 1.0
+    stays_home: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Refuse settings that mean nothing."""
@@ -94,6 +88,16 @@ class BreakEven:
             )
         if not 0 <= self.growth_quantile < 1:
             raise ConfigurationError(f"breakeven: growth_quantile is from 0 to under 1, not {self.growth_quantile}")
+        letting_in = LettingIn(
+            low_ratio=self.low_ratio,
+            high_ratio=self.high_ratio,
+            foresight_ratio=self.foresight_ratio,
+            pass_count=self.pass_count,
+            wait_ratio=self.wait_ratio,
+            resident_first=self.resident_first,
+            home_wait_ratio=self.home_wait_ratio,
+        )
+        object.__setattr__(self, "_letting_in", letting_in)
 
     @property
     def claim_rules(self) -> ClaimRules:
@@ -123,222 +127,11 @@ class BreakEven:
 
     def place(self, view: View, program: ProgramView, candidates: Sequence[ReplicaView]) -> Placement:
         """Return the program's own replica while it is active, else one with room, if it is its turn."""
-        home = home_of(program, candidates)
-        if program.status is Status.ACTIVE and home is not None:
-            return Placement(home, Reason.HOME)
-        if view.comes_before_all_waiting(program):
-            return self._find_beside(view, program, candidates, home, None, make_room=True)
-        if not self.pass_count:
-            return Placement(None, Reason.QUEUE_AHEAD)
-        reserved = self._reserved(view, view.first_waiting())
-        return self._find_beside(view, program, candidates, home, reserved, make_room=False)
+        return self._letting_in.place(view, program, candidates)
 
     def balance(self, view: View, moment: Moment) -> None:
         """Pause where claims are over the capacity, and let in who fits.
 
         Room comes only where something changed, or by time: all replicas are looked at on a tick.
         """
-        by_time = moment in (Moment.TICK, Moment.REPLICAS_CHANGED)
-        replicas = view.replicas if by_time else view.changed_replicas
-        for replica in replicas:
-            self._relieve(view, replica)
-        if replicas and view.first_waiting() is not None:
-            self._let_in(view, replicas)
-
-    # --- letting in -------------------------------------------------------------------------------------------------
-
-    def _let_in(self, view: View, replicas: Sequence[ReplicaView]) -> None:
-        """Let in those who wait, the oldest first, until it does not fit; then a few that do."""
-        while (head := view.first_waiting()) is not None:
-            home = view.replica(head.replica_id)
-            placement = self._find_beside(view, head, replicas, home, None, make_room=True)
-            if placement.replica is None:
-                break
-            view.propose_restore(head, placement.replica, placement.reason)
-        if head is not None and self.pass_count:
-            self._let_pass(view, head, replicas)
-
-    def _let_pass(self, view: View, head: ProgramView, replicas: Sequence[ReplicaView]) -> None:
-        reserved = self._reserved(view, head)
-        for program in self._followers(view):
-            home = view.replica(program.replica_id)
-            placement = self._find_beside(view, program, replicas, home, reserved, make_room=False)
-            if placement.replica is not None:
-                view.propose_restore(program, placement.replica, placement.reason)
-
-    def _find_beside(
-        self,
-        view: View,
-        program: ProgramView,
-        candidates: Sequence[ReplicaView],
-        home: ReplicaView | None,
-        reserved: ReplicaView | None,
-        *,
-        make_room: bool,
-    ) -> Placement:
-        """Return where a program could be active: not on the replica reserved for the head of the queue.
-
-        Nor on one that is kept for a program that is bound to it.
-        """
-        if reserved is None and not view.routed_count:
-            return self._find(view, program, candidates, home, make_room=make_room)
-        others = [
-            replica for replica in candidates if replica is not reserved and not self._is_kept(view, program, replica)
-        ]
-        if not others:
-            return Placement(None, Reason.QUEUE_AHEAD)
-        if home is not None and (home is reserved or self._is_kept(view, program, home)):
-            if self._waits_for_home(view, program, home):
-                return Placement(None, Reason.HOME_SOON)
-            home = None
-        return self._find(view, program, others, home, make_room=make_room)
-
-    def _is_kept(self, view: View, program: ProgramView, replica: ReplicaView) -> bool:
-        """Say whether one waits for that replica alone, goes before a program, and is not to be passed any more."""
-        bound = view.first_routed_before(program, replica)
-        return bound is not None and (not self.pass_count or self._has_waited_long(view, bound))
-
-    def _followers(self, view: View) -> Sequence[ProgramView]:
-        """Return who may pass the head of the queue: some of the oldest, those first whose history is in memory."""
-        followers = view.first_waiting_few(self.pass_count + 1)[1:]
-        if not self.resident_first:
-            return followers
-        return sorted(followers, key=lambda program: not self._is_resident(view, program))
-
-    def _is_resident(self, view: View, program: ProgramView) -> bool:
-        home = view.replica(program.replica_id)
-        return home is not None and view.resident_tokens(program, home) > RESIDENT_RATIO * program.claim_tokens
-
-    def _reserved(self, view: View, head: ProgramView | None) -> ReplicaView | None:
-        """Return the replica that takes nobody else in, once the head of the queue has waited for long enough."""
-        if head is None or not self._has_waited_long(view, head):
-            return None
-        return self._roomiest(view, head, view.replicas, foresees=self._foresees(view, head))
-
-    def _has_waited_long(self, view: View, program: ProgramView) -> bool:
-        return view.now_s - program.waiting_since_s > self.wait_ratio * view.median_residence_s
-
-    # --- placing ----------------------------------------------------------------------------------------------------
-
-    def _find(
-        self,
-        view: View,
-        program: ProgramView,
-        candidates: Sequence[ReplicaView],
-        home: ReplicaView | None,
-        *,
-        make_room: bool,
-    ) -> Placement:
-        """Return where a paused program could be active; with `make_room`, those who expired make room for it.
-
-        `home` need not be among the candidates, which may be those only where something changed.
-        """
-        foresees = self._foresees(view, program)
-        roomiest = self._roomiest(view, program, candidates, foresees=foresees)
-        if self._is_oversize(view, program, roomiest):
-            return Placement(roomiest, Reason.OVERSIZE)
-        if home is not None:
-            if self._fits(view, program, home, foresees=foresees, make_room=make_room):
-                return Placement(home, Reason.FITS)
-            if home is not roomiest and self._waits_for_home(view, program, home):
-                return Placement(None, Reason.HOME_SOON)
-        if roomiest is not home and self._fits(view, program, roomiest, foresees=foresees, make_room=make_room):
-            return Placement(roomiest, Reason.FITS)
-        return Placement(None, Reason.NO_ROOM)
-
-    def _is_oversize(self, view: View, program: ProgramView, roomiest: ReplicaView) -> bool:
-        """Say whether a program is larger than every replica; the one with most room, asked first, mostly is not."""
-        if program.claim_tokens <= self.low_ratio * (roomiest.account.capacity_tokens or inf):
-            return False
-        return program.claim_tokens > self.low_ratio * largest_capacity_tokens(view.replicas)
-
-    def _waits_for_home(self, view: View, program: ProgramView, home: ReplicaView) -> bool:
-        recompute_s = view.resident_tokens(program, home) * view.prefill_token_s
-        return view.now_s - program.waiting_since_s < self.home_wait_ratio * recompute_s
-
-    def _fits(self, view: View, program: ProgramView, replica: ReplicaView, *, foresees: bool, make_room: bool) -> bool:
-        """Say whether a program fits, if need be after those went who expired; one that would be alone always does."""
-        account = replica.account
-        if not account.active_count:
-            return True
-        needed_tokens: float = view.claim_tokens_on(program, replica)
-        grown_tokens, free_tokens = 0.0, self.low_ratio * account.limit_tokens - account.demand_tokens
-        if foresees:
-            grown_tokens = foreseen_tokens(view, program, replica, self.foresight_ratio)
-            needed_tokens += min(program.growth_tokens, grown_tokens)
-            free_tokens = self._free_tokens(account, grown_tokens)
-        missing_tokens = needed_tokens - free_tokens
-        if missing_tokens <= 0:
-            return True
-        if not make_room or view.first_routed_before(program, replica) is not None:
-            return False
-        expired = view.first_expired_few(replica, MOST_EXPIRED_COUNT)
-        going = _enough(expired, missing_tokens, grown_tokens)
-        if not going and len(expired) == account.active_count:
-            going = expired  # it would be alone
-        for each in going:
-            view.propose_pause(each, Reason.EXPIRED)
-        return not account.active_count or self._free_tokens(account, grown_tokens) >= needed_tokens
-
-    def _foresees(self, view: View, program: ProgramView) -> bool:
-        """Say whether a program leaves room for growth: a newcomer does, where memory is short."""
-        return not program.turn_count and self.foresight_ratio > 0 and is_short(view, program, self.low_ratio)
-
-    def _roomiest(
-        self, view: View, program: ProgramView, candidates: Sequence[ReplicaView], *, foresees: bool
-    ) -> ReplicaView:
-        """Return the replica with most room; among equals, as where no capacity is known, that with least on it."""
-        if len(candidates) == 1:
-            return candidates[0]
-        roomiest: list[ReplicaView] = []
-        most_tokens, ratio = -inf, self.low_ratio
-        for replica in candidates:  # a call for each would cost more than all the rest
-            account = replica.account
-            if foresees:
-                grown_tokens = foreseen_tokens(view, program, replica, self.foresight_ratio)
-                free_tokens = self._free_tokens(account, grown_tokens)
-            else:
-                free_tokens = ratio * account.limit_tokens - account.demand_tokens
-            if free_tokens > most_tokens:
-                most_tokens, roomiest = free_tokens, [replica]
-            elif free_tokens == most_tokens:
-                roomiest.append(replica)
-        return roomiest[0] if len(roomiest) == 1 else least_loaded(roomiest or candidates)
-
-    def _free_tokens(self, account: AccountView, grown_tokens: float) -> float:
-        """Return what nobody claims, nor will by growing; one program grows by `grown_tokens`, as far as foreseen."""
-        free_tokens = self.low_ratio * account.limit_tokens - account.demand_tokens
-        if grown_tokens:
-            free_tokens -= min(account.growth_tokens, account.active_count * grown_tokens)
-        return free_tokens
-
-    # --- relieving --------------------------------------------------------------------------------------------------
-
-    def _relieve(self, view: View, replica: ReplicaView) -> None:
-        """Pause, then mark, until all claims but the marked ones are under the high watermark; take marks back."""
-        account = replica.account
-        limit_tokens = self.high_ratio * account.limit_tokens
-        while account.demand_tokens - account.marked_tokens > limit_tokens and account.active_count != 1:
-            program = view.first_expired(replica) or view.first_to_pause(replica) or view.first_to_mark(replica)
-            if program is None:
-                break
-            if not view.propose_pause(program, Reason.THRASHING) and not view.propose_mark(program, Reason.THRASHING):
-                break
-        while (marked := view.last_marked(replica)) is not None:
-            if account.demand_tokens - account.marked_tokens + marked.claim_tokens > limit_tokens:
-                break
-            if not view.propose_unmark(marked, Reason.RELIEVED):
-                break
-
-
-def _enough(expired: Sequence[ProgramView], tokens: float, grown_tokens: float) -> Sequence[ProgramView]:
-    """Return the first of them who leave room for `tokens` together; nobody if all of them do not.
-
-    With each go its claim and what it would grow by.
-    """
-    claimed_tokens = 0.0
-    for count, program in enumerate(expired, start=1):
-        claimed_tokens += program.claim_tokens + min(program.growth_tokens, grown_tokens)
-        if claimed_tokens >= tokens:
-            return expired[:count]
-    return ()
+        self._letting_in.balance(view, worth_a_look(view, moment))

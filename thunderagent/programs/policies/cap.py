@@ -28,6 +28,7 @@ class Cap:
     name: ClassVar[str] = "cap"
     claim_rules: ClassVar[ClaimRules] = ClaimRules()
     tick_s: ClassVar[float] = 1.0
+    stays_home: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Refuse a cap that lets nobody in."""

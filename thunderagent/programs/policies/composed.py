@@ -95,6 +95,7 @@ class Composed:
         self.restore_rank = base.restore_rank if order is None else order.restore_rank
         self.pause_rank = base.pause_rank if victims is None else victims.pause_rank
         self.hold_s = base.hold_s
+        self.stays_home: bool = getattr(base, "stays_home", False)
         self.hold_threshold_s = getattr(base, "hold_threshold_s", None)
         self.hint_ratio: float = getattr(base, "hint_ratio", HINT_RATIO)
         self._observers = observers_of(base, *(part for part in given.values() if part is not None))

@@ -45,7 +45,7 @@ from thunderagent.programs.model.signals import GpuSubmit, ProgramEnd, Signal, T
 from thunderagent.programs.model.view import View
 from thunderagent.programs.model.views import ProgramView, ReplicaView
 from thunderagent.programs.policies.fitting import Fitting
-from thunderagent.programs.policies.helpers import restore_waiting, restore_waiting_for
+from thunderagent.programs.policies.helpers import restore_waiting, restore_waiting_for, worth_a_look
 from thunderagent.programs.policies.program_age import ProgramAge
 from thunderagent.programs.policies.setting_checks import check_not_negative
 
@@ -160,6 +160,7 @@ class Continuum:
     _lost_memory: set[str] = field(init=False, repr=False, default_factory=set)
     """Programs that had lost their memory when their tool was through, until their next turn is granted."""
     tick_s: ClassVar[float] = 0.1
+    stays_home: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Refuse settings that mean nothing."""
@@ -241,13 +242,14 @@ class Continuum:
 
     def balance(self, view: View, moment: Moment) -> None:
         """Take pins that are over and what does not fit, fill what is free, and let nothing stand still for pins."""
-        for replica in view.replicas:
+        replicas = worth_a_look(view, moment)
+        for replica in replicas:
             while (program := view.first_expired(replica)) is not None:
                 if not view.propose_pause(program, Reason.EXPIRED):
                     break
             FITTING.relieve(view, replica)
-        restore_waiting(view, self)
-        for replica in view.replicas:
+        restore_waiting(view, self, replicas)
+        for replica in replicas:
             self._unpin_standing(view, replica)
 
     def _unpin_standing(self, view: View, replica: ReplicaView) -> None:
@@ -257,4 +259,4 @@ class Continuum:
             if program is None or not view.propose_pause(program, Reason.THRASHING):
                 return
             restore_waiting_for(view, self, replica)
-            restore_waiting(view, self)
+            restore_waiting(view, self, [replica])

@@ -43,7 +43,7 @@ class Fitting:
         home = home_of(program, candidates)
         if program.status is Status.ACTIVE and home is not None:
             return Placement(home, Reason.HOME)
-        placement = self.find_room(program, candidates)
+        placement = self.find_room(view, program, candidates)
         if placement.reason is not Reason.FITS:
             return placement
         if not view.comes_before_all_waiting(program):
@@ -51,13 +51,13 @@ class Fitting:
         open_to_it = without_routed_before(view, program, candidates)
         if len(open_to_it) == len(candidates):
             return placement
-        placement = self.find_room(program, open_to_it) if open_to_it else Placement(None, Reason.NO_ROOM)
+        placement = self.find_room(view, program, open_to_it) if open_to_it else Placement(None, Reason.NO_ROOM)
         return placement if placement.reason is Reason.FITS else Placement(None, Reason.QUEUE_AHEAD)
 
-    def find_room(self, program: ProgramView, candidates: Sequence[ReplicaView]) -> Placement:
+    def find_room(self, view: View, program: ProgramView, candidates: Sequence[ReplicaView]) -> Placement:
         """Return where a program could go that is nowhere active, whoever else waits."""
         roomiest = max(candidates, key=lambda replica: (self.free_tokens(replica), -replica.account.demand_tokens))
-        if program.claim_tokens > largest_capacity_tokens(candidates):
+        if program.claim_tokens > largest_capacity_tokens(view.replicas if program.routed_to is None else candidates):
             return Placement(roomiest, Reason.OVERSIZE)
         home = home_of(program, candidates)
         for replica in (roomiest,) if home is None else (home, roomiest):

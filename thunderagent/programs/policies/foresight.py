@@ -1,5 +1,7 @@
 """Whether memory is short, and for how much growth of each program a newcomer leaves room: see `breakeven`."""
 
+# compiled: it is asked of every newcomer
+
 from __future__ import annotations
 
 from math import hypot, inf
@@ -34,7 +36,7 @@ def is_short(view: View, program: ProgramView, low_ratio: float) -> bool:
     is a guess which lets in few enough of many that come at once, and holds nobody where few come.
     """
     count = view.active_count + max(1, view.waiting_count)
-    room_tokens = low_ratio * sum(replica.account.limit_tokens for replica in view.replicas)
+    room_tokens = low_ratio * sum([replica.account.limit_tokens for replica in view.replicas])
     grown_tokens = view.mean_growth_tokens
     if grown_tokens == inf:
         most_tokens = MOST_FIRST_GROWTH_RATIO * room_tokens / len(view.replicas)

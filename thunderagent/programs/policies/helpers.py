@@ -1,11 +1,13 @@
 """What many policies ask of the view, and how they restore who waits."""
 
+# compiled: they are asked about every turn
+
 from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf
 
-from thunderagent.programs.model.policy import Policy
+from thunderagent.programs.model.policy import Moment, Policy
 from thunderagent.programs.model.view import View
 from thunderagent.programs.model.views import ProgramView, ReplicaView
 
@@ -32,6 +34,11 @@ def without_routed_before(view: View, program: ProgramView, candidates: Sequence
     return [replica for replica in candidates if view.first_routed_before(program, replica) is None]
 
 
+def worth_a_look(view: View, moment: Moment) -> Sequence[ReplicaView]:
+    """Return the replicas where there may be room or too little of it: where something changed, or by time all."""
+    return view.replicas if moment in (Moment.TICK, Moment.REPLICAS_CHANGED) else view.changed_replicas
+
+
 def restore_waiting_for(view: View, policy: Policy, replica: ReplicaView) -> None:
     """Restore programs that wait for that replica alone, by restore rank, until `place` holds the first of them."""
     while waiting := view.first_waiting_for(replica, 1):
@@ -40,9 +47,13 @@ def restore_waiting_for(view: View, policy: Policy, replica: ReplicaView) -> Non
             return
 
 
-def restore_waiting(view: View, policy: Policy) -> None:
-    """Restore programs that have a turn, by restore rank, wherever `place` says, until it holds the first of them."""
-    while view.replicas and (program := view.first_waiting()) is not None:
-        placement = policy.place(view, program, view.replicas)
+def restore_waiting(view: View, policy: Policy, replicas: Sequence[ReplicaView] | None = None) -> None:
+    """Restore programs that have a turn, by restore rank, wherever `place` says, until it holds the first of them.
+
+    With `replicas` on one of these, for example because nothing changed on the others.
+    """
+    replicas = view.replicas if replicas is None else replicas
+    while replicas and (program := view.first_waiting()) is not None:
+        placement = policy.place(view, program, replicas)
         if placement.replica is None or not view.propose_restore(program, placement.replica, placement.reason):
             return

@@ -40,7 +40,7 @@ from thunderagent.programs.model.policy import ClaimRules, Moment, Placement
 from thunderagent.programs.model.view import View
 from thunderagent.programs.model.views import ProgramView, ReplicaView
 from thunderagent.programs.policies.fitting import Fitting
-from thunderagent.programs.policies.helpers import restore_waiting
+from thunderagent.programs.policies.helpers import restore_waiting, worth_a_look
 from thunderagent.programs.policies.setting_checks import check_not_negative
 
 FITTING = Fitting()
@@ -54,6 +54,7 @@ class InferCept:
     reserve_tokens: int = 256
     name: ClassVar[str] = "infercept"
     tick_s: ClassVar[float] = 0.25
+    stays_home: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Refuse settings that mean nothing."""
@@ -82,10 +83,11 @@ class InferCept:
 
     def balance(self, view: View, moment: Moment) -> None:
         """Let go what is cheaper to compute again or does not fit, and fill what is free."""
-        for replica in view.replicas:
+        replicas = worth_a_look(view, moment)
+        for replica in replicas:
             self._let_go(view, replica)
             FITTING.relieve(view, replica)
-        restore_waiting(view, self)
+        restore_waiting(view, self, replicas)
 
     def _let_go(self, view: View, replica: ReplicaView) -> None:
         """Pause those whose t* is over, as much as runs there now."""

@@ -43,7 +43,12 @@ from thunderagent.programs.model.places import Status
 from thunderagent.programs.model.policy import ClaimRules, Moment, Placement
 from thunderagent.programs.model.view import View
 from thunderagent.programs.model.views import ProgramView, ReplicaView
-from thunderagent.programs.policies.helpers import home_of, largest_capacity_tokens, without_routed_before
+from thunderagent.programs.policies.helpers import (
+    home_of,
+    largest_capacity_tokens,
+    without_routed_before,
+    worth_a_look,
+)
 from thunderagent.programs.policies.mars_admission import MarsAdmission
 from thunderagent.programs.policies.mars_priority import MarsOrder, MarsPriority, level_of
 from thunderagent.programs.policies.setting_checks import check_not_negative
@@ -74,6 +79,7 @@ class Mars:
     priority: MarsPriority = field(init=False)
     order: MarsOrder = field(init=False)
     name: ClassVar[str] = "mars"
+    stays_home: ClassVar[bool] = True
     part_settings: ClassVar[Mapping[str, str]] = {"tool_cpu_count": "admission", "window_max_count": "admission"}
     """Settings that are passed on to a part, by its kind: to the one that is chosen in its place, too."""
 
@@ -130,8 +136,7 @@ class Mars:
 
     def balance(self, view: View, moment: Moment) -> None:
         """Evict where claims are over the memory, and restore who fits."""
-        by_time = moment in (Moment.TICK, Moment.REPLICAS_CHANGED)
-        replicas = view.replicas if by_time else view.changed_replicas
+        replicas = worth_a_look(view, moment)
         for replica in replicas:
             self._relieve(view, replica)
         while replicas and self._restore_one(view, replicas):
@@ -198,11 +203,10 @@ class Mars:
     def _relieve(self, view: View, replica: ReplicaView) -> None:
         """Pause, then mark, until all claims but the marked ones fit; take marks back."""
         account = replica.account
+        view.propose_pause_until(replica, account.limit_tokens, Reason.THRASHING, least_count=1)
         while _free_tokens(replica) + account.marked_tokens < 0 and account.active_count > 1:
-            victim = view.first_expired(replica) or view.first_to_pause(replica) or view.first_to_mark(replica)
-            if victim is None:
-                break
-            if not view.propose_pause(victim, Reason.THRASHING) and not view.propose_mark(victim, Reason.THRASHING):
+            victim = view.first_to_mark(replica)
+            if victim is None or not view.propose_mark(victim, Reason.THRASHING):
                 break
         while (marked := view.last_marked(replica)) is not None:
             if _free_tokens(replica) + account.marked_tokens < marked.claim_tokens:

@@ -68,6 +68,7 @@ class ThunderAgent:
     restore_ratio: float | None = None
     reserve_tokens: int = 256
     name: ClassVar[str] = "thunderagent"
+    stays_home: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Refuse settings that mean nothing."""
@@ -156,10 +157,7 @@ class ThunderAgent:
                 if not view.propose_unmark(marked, Reason.RELIEVED):
                     break
             return False
-        while account.weighed_tokens(now_s) - account.marked_tokens > limit_tokens:
-            program = view.first_to_pause(replica)
-            if program is None or not view.propose_pause(program, Reason.THRASHING):
-                break
+        view.propose_pause_until(replica, limit_tokens, Reason.THRASHING)
         while account.weighed_tokens(now_s) - account.marked_tokens > limit_tokens:
             program = view.first_to_mark(replica)
             if program is None or not view.propose_mark(program, Reason.THRASHING):

@@ -23,7 +23,7 @@ from thunderagent.programs.model.policy import ClaimRules, Moment, Placement
 from thunderagent.programs.model.view import View
 from thunderagent.programs.model.views import ProgramView, ReplicaView
 from thunderagent.programs.policies.fitting import Fitting
-from thunderagent.programs.policies.helpers import restore_waiting
+from thunderagent.programs.policies.helpers import restore_waiting, worth_a_look
 from thunderagent.programs.policies.setting_checks import check_not_negative
 
 FITTING = Fitting()
@@ -36,6 +36,7 @@ class Ttl:
     ttl_s: float = 10.0
     reserve_tokens: int = 256
     name: ClassVar[str] = "ttl"
+    stays_home: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Refuse settings that mean nothing."""
@@ -69,9 +70,10 @@ class Ttl:
 
     def balance(self, view: View, moment: Moment) -> None:
         """Let go what is held too long or does not fit, and fill what is free."""
-        for replica in view.replicas:
+        replicas = worth_a_look(view, moment)
+        for replica in replicas:
             while (program := view.first_expired(replica)) is not None:
                 if not view.propose_pause(program, Reason.POLICY):
                     break
             FITTING.relieve(view, replica)
-        restore_waiting(view, self)
+        restore_waiting(view, self, replicas)

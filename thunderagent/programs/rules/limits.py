@@ -90,7 +90,10 @@ class Limits:
     def hear_of(self, program: Program) -> None:
         """Measure from now on, for a program without a turn."""
         program.limits_since_s = self.clock_s
-        for quiet in (self._quiet, self._quiet_of.setdefault(program.tenant, OrderedDict())):
+        of_tenant = self._quiet_of.get(program.tenant)
+        if of_tenant is None:
+            of_tenant = self._quiet_of[program.tenant] = OrderedDict()
+        for quiet in (self._quiet, of_tenant):
             quiet[program] = None
             quiet.move_to_end(program)
 

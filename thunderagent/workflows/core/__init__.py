@@ -31,5 +31,6 @@ A call that comes to the old place afterwards is sent on. One that comes to the 
 until then: a home has a version, and each call bears the version that its origin knows.
 
 **What is lost** with an instance fails: its origin hears `Gone`, and fails each call that is there as far as it knows.
-A record is resolved once; what comes later is dropped. Nothing is tried again by itself.
+A session whose home is lost has lost its state, so until it has ended its calls to that agent fail, too. A record is
+resolved once; what comes later is dropped. Nothing is tried again by itself.
 """

@@ -2,6 +2,9 @@
 
 A version has two parts: the incarnation, which counts how often any session was given a home without state, and the
 moves since. So of two versions the higher is always the later one.
+
+A home that is lost with its state is not replaced, or the session would go on as if it had never said anything: whoever
+asks for it is told so, until the session has ended.
 """
 
 from __future__ import annotations
@@ -24,6 +27,8 @@ class Directory:
         """Who waits for an agent to have an instance."""
         self._arriving: dict[tuple[str, str], str] = {}
         """Homes that the state has not reached, and who sent it."""
+        self._lost: dict[tuple[str, str], str] = {}
+        """Homes whose state is lost, and where it was."""
         self._incarnations_count = 0
         self._gone: dict[str, bool] = {}
         """Locations that are gone, and whether nothing was lost with them."""
@@ -46,6 +51,9 @@ class Directory:
 
     def _answer(self, message: m.AskHome) -> None:
         key = (message.session, message.agent)
+        if key in self._lost:
+            self._out.append(m.Send(message.asker, m.HomeLost(*key, self._lost[key])))
+            return
         home = self.homes.get(key)
         if home is None:
             known = self.router.instances.get(message.agent, ())
@@ -74,7 +82,7 @@ class Directory:
             if self._gone.get(message.sender) is False:
                 self._lose_on_the_way(key)
             elif self._gone.get(message.to) is False:
-                self._forget(key)
+                self._forget(key, lost_at=message.to)
             self._answer_all(key)
 
     def _arrive(self, message: m.HomeArrived) -> None:
@@ -83,6 +91,8 @@ class Directory:
             self._out.append(m.Send(message.location, m.SessionEnded(message.session)))
         elif self._set(key, message.location, message.version) or self.homes[key].version == message.version:
             self._arriving.pop(key, None)
+            if self._gone.get(message.location) is False:  # it said so before it was lost
+                self._forget(key, lost_at=message.location)
             self._answer_all(key)
 
     def _set(self, key: tuple[str, str], location: str, version: int) -> bool:
@@ -106,8 +116,10 @@ class Directory:
         self._gone[location] = message.is_clean
         self.router.remove(location, is_gone=True)
         for key in [key for key, home in self.homes.items() if home.location == location]:
-            comes_back = message.is_clean and self._arriving.get(key, location) not in self._gone
-            if not comes_back:  # else who sent it there takes it back
+            sender = self._arriving.get(key, "")
+            if not message.is_clean or self._gone.get(sender) is False:
+                self._forget(key, lost_at=location)
+            elif not sender or sender in self._gone:  # else who sent it there takes it back
                 self._forget(key)
         if not message.is_clean:
             for key in [key for key, sender in self._arriving.items() if sender == location]:
@@ -117,12 +129,14 @@ class Directory:
         """Have a home go on without its state, if that was lost on its way there."""
         home = self.homes[key]
         if home.location in self._gone:
-            self._forget(key)
+            self._forget(key, lost_at=home.location)
         else:
             self._out.append(m.Send(home.location, m.Adopt(home.session, home.version)))
 
-    def _forget(self, key: tuple[str, str]) -> None:
+    def _forget(self, key: tuple[str, str], *, lost_at: str = "") -> None:
         del self.homes[key]
+        if lost_at:
+            self._lost[key] = lost_at
         self._arriving.pop(key, None)
         self._answer_all(key)
 
@@ -130,3 +144,5 @@ class Directory:
         for key in [key for key in self.homes if key[0] == message.session]:
             del self.homes[key]
             self._arriving.pop(key, None)
+        for key in [key for key in self._lost if key[0] == message.session]:
+            del self._lost[key]

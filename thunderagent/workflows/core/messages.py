@@ -63,6 +63,15 @@ class Home:
 
 
 @dataclass(slots=True)
+class HomeLost:
+    """A session's home is gone with its state: no call of it can go on at this agent before the session has ended."""
+
+    session: str
+    agent: str
+    location: str
+
+
+@dataclass(slots=True)
 class Joined:
     """An agent has one more instance."""
 
@@ -82,6 +91,8 @@ class Gone:
 
     location: str
     is_clean: bool = False
+    why: str = ""
+    """What whoever ran it says of its end."""
 
 
 @dataclass(slots=True)

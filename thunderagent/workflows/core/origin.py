@@ -28,6 +28,8 @@ class Origin:
         """Calls that wait for a home, or, under the session "", for an instance."""
         self._gone: dict[str, bool] = {}
         """Locations that are gone, and whether nothing was lost with them."""
+        self._why: dict[str, str] = {}
+        """What is known of their end."""
         self._out: list[Any] = []
         self._handlers: dict[type, Any] = {
             m.Create: self._create,
@@ -38,6 +40,7 @@ class Origin:
             m.Subscribe: self._subscribe,
             m.Retarget: self._retarget,
             m.Home: self._take_home,
+            m.HomeLost: self._lose_home,
             m.Joined: self._join,
             m.Leaving: lambda message: self.router.remove(message.location, is_gone=False),
             m.Gone: self._lose,
@@ -106,6 +109,7 @@ class Origin:
                 if call.missing:
                     call.missing.pop(need_id, None)
         record.executor = location
+        call.moves_count = record.moves_count
         self.router.count(location, 1)
         self._send(location, m.Submit(call))
 
@@ -160,7 +164,7 @@ class Origin:
     def _fail_if_lost(self, record: Record) -> None:
         for location in (record.executor, record.left):
             if self._gone.get(location) is False and record.outcome is None:
-                self._resolve(record, Outcome(error=lost(record, location)))
+                self._resolve(record, Outcome(error=lost(record, location, self._why.get(location, ""))))
                 self._tell_dependents(record)
 
     def _tell_dependents(self, lost_record: Record) -> None:
@@ -219,6 +223,12 @@ class Origin:
             del self._homes[key]
         self._route_all(key)
 
+    def _lose_home(self, message: m.HomeLost) -> None:
+        """Fail the calls of a session whose state is lost: they would find none."""
+        for record in self._unrouted.pop((message.session, message.agent), ()):
+            error = state_lost(record, message.location, self._why.get(message.location, ""))
+            self._resolve(record, Outcome(error=error))
+
     def _join(self, message: m.Joined) -> None:
         if message.location in self._gone:
             return
@@ -236,6 +246,8 @@ class Origin:
         if location in self._gone:
             return
         self._gone[location] = message.is_clean
+        if message.why:
+            self._why[location] = message.why
         self.router.remove(location, is_gone=True)
         for key in [key for key, home in self._homes.items() if home.location == location]:
             del self._homes[key]
@@ -266,13 +278,24 @@ class Origin:
         self._out.append(m.Send(to, message))
 
 
-def lost(record: Record, location: str) -> LostError:
-    """Return the error of a call that was at a location which is gone."""
+def lost(record: Record, location: str, why: str = "") -> LostError:
+    """Return the error of a call that was at a location which is gone; `why` is what is known of its end."""
     call = record.call
-    path = (*call.chain, location)
-    return LostError(
-        f"{call.agent}.{call.method} of session {call.session!r} was at {location}, which is gone; "
-        f"called by {' > '.join(path[:-1]) or 'the driver'}",
-        path=path,
-        instance=location,
+    text = f"{call.agent}.{call.method} of session {call.session!r} was at {location}, which is gone"
+    return _lost_error(record, location, text, why)
+
+
+def state_lost(record: Record, location: str, why: str = "") -> LostError:
+    """Return the error of a call whose session had its state at a location which is gone."""
+    call = record.call
+    text = (
+        f"{call.agent}.{call.method} did not run: the state of session {call.session!r} was at {location}, which is "
+        "gone; end the session to begin anew"
     )
+    return _lost_error(record, location, text, why)
+
+
+def _lost_error(record: Record, location: str, text: str, why: str) -> LostError:
+    chain = record.call.chain
+    text += f"; called by {' > '.join(chain) or 'the driver'}"
+    return LostError(text, path=(*chain, location), instance=location, remote_traceback=why)

@@ -1,0 +1,36 @@
+"""Agents of the tests on Ray: each says where it runs, and one waits until a test lets it go."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from thunderagent.workflows import managed_list, stubs
+
+
+class Worker:
+    def where(self) -> tuple[str, int]:
+        return ray.get_runtime_context().get_node_id(), os.getpid()
+
+    def gate(self, fifo: str) -> str:
+        return Path(fifo).read_text()  # until somebody writes
+
+    def fail(self, text: str) -> None:
+        raise KeyError(text)
+
+
+class Asker:
+    async def ask(self, text: str) -> Any:
+        """Ask another agent, and let what comes of it pass."""
+        return await stubs.call("worker", "fail", (text,))
+
+
+class Keeper:
+    said = managed_list("said")
+
+    async def hear(self, text: str) -> list[str]:
+        self.said.append(text)
+        return list(self.said)

@@ -1,0 +1,263 @@
+"""Workflows on a Ray cluster of two nodes, which is on this machine: calls, state, moves, and the loss of a node."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import os
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx2
+import pytest
+
+from benchmarks.processes import thunderagent
+from thunderagent.workflows import CallError, Deployment, LostError, deploy, stubs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+DOCS = Path(__file__).parents[2] / "docs/how-to/workflows.md"
+HERE = "tests.real.ray_agents"
+MEMORY_BYTES = 1 << 30
+"""Of a node, as Ray counts it: so much that one keeper has room."""
+NODE = {"num_cpus": 2, "memory": MEMORY_BYTES, "object_store_memory": 80 << 20, "include_dashboard": False}
+SOON_DEAD = {
+    "health_check_initial_delay_ms": 2000,
+    "health_check_period_ms": 1000,
+    "health_check_timeout_ms": 5000,
+    "health_check_failure_threshold": 3,
+}
+AGENTS: dict[str, Any] = {
+    "worker": {
+        "class": f"{HERE}:Worker",
+        "methods": {"where": {}, "gate": {"fifo": "str"}, "fail": {"text": "str"}},
+        "min_instances": 3,
+        "resources": {"cpu": 1},
+    },
+    "asker": {"class": f"{HERE}:Asker", "methods": {"ask": {"text": "str"}}},
+    "keeper": {
+        "class": f"{HERE}:Keeper",
+        "methods": {"hear": {"text": "str"}},
+        "min_instances": 2,
+        "resources": {"memory": MEMORY_BYTES // 2 + 1},
+    },
+}
+pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own
+
+
+class TwoNodes:
+    """A cluster whose second node can be taken away and given back."""
+
+    def __init__(self, folder: Path) -> None:
+        from ray.cluster_utils import Cluster  # noqa: PLC0415 - where Ray is
+
+        self.folder = folder
+        head = {**NODE, "_system_config": SOON_DEAD, "node_ip_address": "127.0.0.1"}
+        self.cluster = Cluster(initialize_head=True, head_node_args=head)
+        self.second: Any = None
+        self.add()
+
+    @property
+    def address(self) -> str:
+        return self.cluster.address
+
+    def add(self) -> None:
+        self.second = self.cluster.add_node(**NODE, node_ip_address="127.0.0.1")
+
+    def remove(self) -> None:
+        """Kill all that is of the second node, without a word to anybody."""
+        self.cluster.remove_node(self.second, allow_graceful=False)
+        self.second = None
+
+
+@pytest.fixture(scope="module")
+def code(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the tutorial's files are, for this process and those of Ray."""
+    return tmp_path_factory.mktemp("code")
+
+
+@pytest.fixture(scope="module")
+def nodes(code: Path) -> Iterator[TwoNodes]:
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("no Ray here: test_workflows_ray.py runs this with it")
+    folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # a longer path has no room for Ray's sockets
+    (folder / "ray").mkdir()
+    nodes = None
+    changes = pytest.MonkeyPatch()
+    changes.setenv("PYTHONPATH", os.pathsep.join([str(code), str(DOCS.parents[2]), os.environ.get("PYTHONPATH", "")]))
+    changes.setenv("RAY_TMPDIR", str(folder))
+    for name in ("ray._private.services.get_node_ip_address", "ray.util.get_node_ip_address"):
+        changes.setattr(name, lambda *_: "127.0.0.1")  # Ray takes a loopback address for the machine's outward one
+    try:
+        nodes = TwoNodes(folder)
+        yield nodes
+    finally:
+        if nodes is not None:
+            nodes.cluster.shutdown()
+        left = processes_of(folder)
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        shutil.rmtree(folder, ignore_errors=True)
+        changes.undo()
+    assert left == [], "processes outlive the cluster"
+
+
+def processes_of(folder: Path) -> list[int]:
+    """Return what still runs of a cluster, when it has had some time to end."""
+    for _ in range(100):
+        left = []
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if str(folder).encode() in (entry / "cmdline").read_bytes():
+                    left.append(int(entry.name))
+        if not left:
+            return []
+        time.sleep(0.1)
+    return left
+
+
+def call(agent: str, method: str, *args: Any) -> Any:
+    return stubs.call(agent, method, args)
+
+
+async def until(condition: Callable[[], Any], within_s: float = 60.0) -> None:
+    async with asyncio.timeout(within_s):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+def places(app: Deployment, agent: str) -> dict[str, str]:
+    """Return by location the node on which an agent's instances are."""
+    return {each.location: each.node for each in app.control.level.view.of(agent)}
+
+
+async def test_the_tutorial_on_both_nodes(nodes: TwoNodes, code: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """The documentation's workflow as it stands, but for `ray=`; its turns go through the proxy, under its session."""
+    text = DOCS.read_text()
+    monkeypatch.chdir(code)
+    monkeypatch.syspath_prepend(str(code))
+    log_path = tmp_path / "proxy.log"
+    serve = ("serve", "--port", "0", "--embedded-kv-tokens", "4000")
+    async with thunderagent(*serve, log_path=log_path) as proxy, httpx2.AsyncClient() as client:
+        for name, content in re.findall(r"```(?:python|yaml)\n# (\w+\.\w+)\n(.*?)```", text, re.DOTALL):
+            at_proxy = content.replace("http://127.0.0.1:8300", proxy.url)
+            (code / name).write_text(at_proxy.replace("async_http_client()", f"async_http_client({proxy.url!r})"))
+        stubbed = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "thunderagent", "workflow", "stubs", "agents.yaml")
+        )
+        assert await stubbed.wait() == 0
+        import main  # type: ignore[import-not-found]  # noqa: PLC0415 - the tutorial's
+
+        for agent in ("planner", "developer", "tester"):
+            stubs.configure(agent, resources={"cpu": 1})
+        try:
+            async with deploy("agents.yaml", proxy=proxy.url, ray=nodes.address) as app:
+                parts = await app.run_async(main.main, "Enable OAuth login", session="user-7")
+                assert parts == [f"Enable OAuth login, part {n}" for n in range(3)]
+                await until(lambda: len(app.control.level.view.instances) == 4)
+                where = places(app, "planner") | places(app, "developer") | places(app, "tester")
+                assert sorted([*where.values()].count(each) for each in {*where.values()}) == [2, 2]
+                program = await client.get(f"{proxy.url}/programs/user-7")
+                assert program.json()["status"] == "active", "agents' turns bear the session's name"
+                app.write_timeline("user-7", tmp_path / "timeline.html")
+            released = await client.get(f"{proxy.url}/programs/user-7")
+            assert released.status_code == 404 or released.json()["status"] == "terminated"
+        finally:
+            stubs.GIVEN_DIRECTIVES.clear()
+
+
+async def test_a_node_is_lost_in_mid_run(nodes: TwoNodes, tmp_path: Path) -> None:
+    """What was there fails with its path; the rest goes on; Ray places what takes its place."""
+    threads, tasks = threading.active_count(), asyncio.all_tasks()
+    async with deploy(AGENTS, policies=(), ray=nodes.address) as app:
+        await app.run_async(_lose_a_node, app, nodes, tmp_path, session="s")
+        await app.run_async(_find_the_others, app, nodes)
+    assert asyncio.all_tasks() == tasks
+    assert threading.active_count() <= threads + 1  # Ray leaves none of ours, and at most one of its own
+
+
+async def _lose_a_node(app: Deployment, nodes: TwoNodes, tmp_path: Path) -> None:
+    await until(lambda: len(app.control.level.view.instances) == 6)
+    where = places(app, "worker")
+    second = nodes.second.node_id
+    lost = {location for location, place in where.items() if place == second}
+    assert 0 < len(lost) < 3, where
+    with pytest.raises(CallError) as caught:
+        await call("asker", "ask", "why")
+    assert caught.value.__cause__.path[0] == "asker/0"
+    assert isinstance(caught.value.__cause__.__cause__, KeyError)
+    assert "raise KeyError(text)" in str(caught.value)
+
+    keepers = places(app, "keeper")
+    (home,) = (location for location, place in keepers.items() if place == second)
+    (near,) = (location for location, place in keepers.items() if place != second)
+    assert await call("keeper", "hear", "a") == ["a"]
+    for to in (near, home) if app.session_log("s").log[-1][4] == home else (home, near, home):
+        await _move(app, "s", app.session_log("s").log[-1][4], to)
+        said = await call("keeper", "hear", "b")
+        assert app.session_log("s").log[-1][4] == to
+    assert said == ["a", *"b" * (len(said) - 1)]
+
+    fifos = [tmp_path / f"fifo-{n}" for n in range(3)]
+    for fifo in fifos:
+        os.mkfifo(fifo)
+    futures = [call("worker", "gate", str(fifo)) for fifo in fifos]
+    assert {future.metadata["executor"] for future in futures} == set(where)
+    await until(lambda: all(each.running for each in app.control.level.view.of("worker")))
+    nodes.remove()
+    for future, fifo in zip(futures, fifos, strict=True):
+        location = future.metadata["executor"]
+        if location in lost:
+            with pytest.raises(LostError) as missed:
+                await future
+            error = missed.value
+            assert (error.path, error.agent, error.instance) == ((location,), "worker", location)
+            assert "actor" in error.remote_traceback.lower(), error.remote_traceback
+        else:
+            fifo.write_text("go on")
+            assert await future == "go on"
+    await until(lambda: app.hub is not None and not lost & app.hub.locations())
+    await until(lambda: app.hub is not None and home not in app.hub.locations())
+    with pytest.raises(LostError, match=f"the state of session 's' was at {home}, which is gone"):
+        await call("keeper", "hear", "c")
+
+
+async def _move(app: Deployment, session: str, home: str, to: str) -> None:
+    """Move a session to the other node."""
+    assert await app.act_async(lambda act: act.migrate(session, home, to)) == []
+    directory = app.node._machines["directory"]
+    await until(lambda: directory.homes[session, "keeper"].location == to)
+
+
+async def _find_the_others(app: Deployment, nodes: TwoNodes) -> None:
+    """Calls run on the node that is left; with room again, all instances that there are to be are there again."""
+    alone = nodes.cluster.head_node.node_id
+    assert {(await call("worker", "where"))[0] for _ in range(4)} == {alone}
+    assert await call("keeper", "hear", "x") == ["x"]
+    nodes.add()  # Ray wants the main thread for it
+    await until(lambda: len(places(app, "worker")) == 3)
+    assert set(places(app, "worker").values()) == {alone, nodes.second.node_id}
+
+
+async def test_a_process_that_is_killed_is_lost_alone(nodes: TwoNodes) -> None:
+    async def main(app: Deployment) -> None:
+        _, pid = await call("worker", "where")
+        held = call("worker", "gate", "/nowhere/at/all")
+        with pytest.raises(CallError, match="FileNotFoundError"):
+            await held
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: app.hub is not None and "worker/0" not in app.hub.locations())
+        assert (await call("worker", "where"))[1] != pid
+
+    async with deploy({"worker": {**AGENTS["worker"], "min_instances": 1}}, policies=(), ray=nodes.address) as app:
+        await app.run_async(main, app)

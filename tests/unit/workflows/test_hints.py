@@ -1,0 +1,111 @@
+"""What a deployment says of its sessions' next turns: what it has learned, how sure it is, and which branches ended."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.unit.client.support import FakeProxy, fake_proxy
+from thunderagent.workflows import deploy, settle_async, stubs
+from thunderagent.workflows.hints import Hints
+from thunderagent.workflows.llm import turn_headers
+
+TOOL_S = [5.0]
+NOW_S = [1000.0]
+
+
+class Thinker:
+    """Makes a turn, waits for a tool, and makes one more."""
+
+    async def work(self) -> str:
+        turn_headers()
+        await stubs.call("tool", "run", ())
+        return turn_headers()["X-Program-Branch"]
+
+
+class Tool:
+    """Takes as long as the test says, on the test's clock."""
+
+    async def run(self) -> None:
+        NOW_S[0] += TOOL_S[0]
+
+
+AGENTS: dict[str, Any] = {
+    "thinker": {"class": f"{__name__}:Thinker", "methods": {"work": {}}},
+    "pinned": {"class": f"{__name__}:Thinker", "methods": {"work": {}}, "stateful": True},
+    "tool": {"class": f"{__name__}:Tool", "methods": {"run": {}}},
+}
+
+
+@pytest.fixture(autouse=True)
+def _clock() -> None:
+    TOOL_S[0], NOW_S[0] = 5.0, 1000.0
+
+
+async def said_by(agent: str, times_s: list[float]) -> list[dict[str, Any]]:
+    """Let an agent work so often, with tools that take so long; return what was said."""
+    said: list[dict[str, Any]] = []
+
+    async def main() -> list[str]:
+        branches = []
+        for TOOL_S[0] in times_s:
+            branches.append(await stubs.call(agent, "work", ()))
+        return branches
+
+    async with deploy(AGENTS, clock=lambda: NOW_S[0]) as app:
+        app.node.hints = Hints(app.node, lambda session, what: said.append({"session": session, **what}))
+        await app.run_async(main, session="s")
+    return said
+
+
+async def test_what_a_tool_took_before_it_will_take_again() -> None:
+    """Nothing is said of what nobody has seen; from then on in how long the next turn comes, and how sure that is."""
+    said = await said_by("thinker", [5.0] * 8)
+    hints = [each for each in said if "next_turn_in_s" in each]
+    assert {each["session"] for each in hints} == {"s"}
+    assert [each["next_turn_in_s"] for each in hints] == [pytest.approx(5.0)] * len(hints)
+    assert len(hints) >= 6
+    sure = [each["confidence"] for each in hints]
+    assert sure == sorted(sure)
+    assert sure[-1] > sure[0] >= 0.5
+
+
+async def test_who_is_often_wrong_says_nothing() -> None:
+    """A tool that takes no time like any before."""
+    said = await said_by("thinker", [1.0, 60.0] * 12)
+    hints = [each for each in said if "next_turn_in_s" in each]
+    assert len(hints) < 6
+
+
+async def test_a_branch_ends_with_its_call() -> None:
+    """That of an agent which is pinned goes on."""
+    drops = [each for each in await said_by("thinker", [1.0] * 3) if each.get("keep") == "drop"]
+    assert len({each["branch"] for each in drops}) == 3
+    assert all(each["branch"].startswith("thinker/") for each in drops)
+    assert not [each for each in await said_by("pinned", [1.0] * 3) if each.get("keep")]
+
+
+async def test_the_proxy_is_told() -> None:
+    """In order, each for its session; what it refuses stops nothing."""
+
+    async def main() -> None:
+        for _ in range(4):
+            await settle_async([stubs.call("thinker", "work", ())])
+
+    with fake_proxy() as proxy:
+        proxy.answer("/programs/s%2F1/hints", (500, {}), (200, {"known": True}))
+        async with deploy(AGENTS, clock=lambda: NOW_S[0], proxy=proxy.url, hints=True) as app:
+            await app.run_async(main, session="s/1")
+            await until_told(proxy, 6)
+            await app.end_session_async("s/1")
+    bodies = [body for _, path, body in proxy.requests if path == "/programs/s%2F1/hints"]
+    assert {"drop"} == {body["keep"] for body in bodies if "keep" in body}
+    assert any("next_turn_in_s" in body for body in bodies)
+
+
+async def until_told(proxy: FakeProxy, count: int) -> None:
+    async with asyncio.timeout(10):
+        while len(proxy.requests) < count:
+            await asyncio.sleep(0.01)

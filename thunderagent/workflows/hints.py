@@ -1,0 +1,250 @@
+"""What a deployment knows of its sessions' next turns, said to the proxy as hints.
+
+Theory of operation
+===================
+When code of a session begins to wait, its next turn is that of a call which is not through: of one that makes turns,
+when those before it in its instance's queue have run and it has come to its first; and if none of them makes any, when
+the last of them ends. How long each method runs, and until its first turn, is learned in means. If one that makes turns
+runs already, there is a turn now, and nothing is to be said. Each estimate is held against the turn that comes, by the
+method that it went by, and how often it was right is how sure the hint is.
+
+A call's branch ends with it, unless its agent is pinned to the session, whose context goes on: then others may have its
+memory, and the proxy is told so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+import httpx2
+
+from thunderagent.client.exchange import KEY_VARIABLE
+from thunderagent.workflows.scope import NODE_BITS
+
+if TYPE_CHECKING:
+    from thunderagent.workflows.future import Handle
+    from thunderagent.workflows.node import Node
+    from thunderagent.workflows.scope import Scope
+
+log = logging.getLogger("thunderagent.workflows")
+
+Say = Callable[[str, dict[str, Any]], None]
+"""Takes a session and what is said of it, as `POST /programs/{id}/hints` takes it; at once, and never raises."""
+
+LEAST_CONFIDENCE_RATIO = 0.5
+"""The proxy does nothing for what is less sure, so it is not told."""
+
+FORGETTING_RATIO = 0.9
+"""Weight of a call in a mean over that of the next one."""
+
+KEPT_TELLINGS_COUNT = 1000
+"""What waits to be told; of more, the oldest is not."""
+
+TIMEOUT_S = 5.0
+
+CALL_NUMBER_MASK = (1 << NODE_BITS) - 1
+"""The part of a call's id that its node counts."""
+
+
+@dataclass(slots=True)
+class MethodTimes:
+    """What is learned of a method."""
+
+    count: float = 0.0
+    run_s: float = 0.0
+    turns_ratio: float = 0.0
+    """Part of its calls that make turns."""
+    lead_s: float = 0.0
+    """From its begin to its first turn."""
+    right_ratio: float = 0.5
+    """Part of the estimates by it that were right."""
+
+    def ran(self, run_s: float, *, made_turns: bool) -> None:
+        """Take a call in."""
+        self.count = self.count * FORGETTING_RATIO + 1.0
+        self.run_s += (run_s - self.run_s) / self.count
+        self.turns_ratio += (made_turns - self.turns_ratio) / self.count
+
+
+@dataclass(slots=True)
+class _Expected:
+    """A session's next turn, as it was estimated."""
+
+    by: MethodTimes
+    from_s: float
+    in_s: float
+
+
+class Hints:
+    """Says when the next turns of a node's sessions come. `settled` and `session_ended` belong to its loop."""
+
+    def __init__(self, node: Node, say: Say) -> None:
+        """Know nothing of any method yet."""
+        self._node = node
+        self._say = say
+        self._times: dict[tuple[str, str], MethodTimes] = {}
+        self._open: dict[str, dict[int, Handle]] = {}
+        """By session, its calls that are not through."""
+        self._made_turns: set[int] = set()
+        """Calls that have made one."""
+        self._expected: dict[str, _Expected] = {}
+        """By session, what was estimated since its last turn, first."""
+
+    def made(self, handle: Handle) -> None:
+        """Note a new call; from any thread."""
+        self._open.setdefault(handle.call.session, {})[handle.call.call_id] = handle
+
+    def waits(self, scope: Scope) -> None:
+        """Say when the next turn comes of a session whose code begins to wait; from any thread."""
+        session = scope.session.name
+        if not scope.session.uses_proxy or scope.is_mixed:
+            return
+        if threading.get_ident() == self._node.thread_id:
+            self._estimate(session)
+        else:
+            self._node.enter(lambda: self._estimate(session))
+
+    def turn_begins(self, scope: Scope) -> None:
+        """Note that code of a session makes a turn; from any thread."""
+        if threading.get_ident() == self._node.thread_id:
+            self._learn(scope)
+        else:
+            self._node.enter(lambda: self._learn(scope))
+
+    def _learn(self, scope: Scope) -> None:
+        """Learn how long the session's turn was in coming, and how long a call until its first."""
+        expected = self._expected.pop(scope.session.name, None)
+        now_s = self._node.clock()
+        if expected is not None:
+            came_s = now_s - expected.from_s
+            is_right = expected.in_s / 2 <= came_s <= 2 * expected.in_s or abs(came_s - expected.in_s) <= 1.0
+            expected.by.right_ratio += (1.0 - FORGETTING_RATIO) * (is_right - expected.by.right_ratio)
+        call, instance = scope.call, self._node.instances.get(scope.location)
+        if call is None or instance is None or call.call_id in self._made_turns:
+            return
+        self._made_turns.add(call.call_id)
+        times = self._of(call.agent, call.method)
+        lead_s = now_s - instance.running_since_s
+        times.lead_s += (1.0 - FORGETTING_RATIO if times.lead_s else 1.0) * (lead_s - times.lead_s)
+
+    def settled(self, handle: Handle) -> None:
+        """Learn from a call that is through; its branch is, too."""
+        call, outcome = handle.call, handle.outcome
+        calls = self._open.get(call.session)
+        if calls is not None:
+            calls.pop(call.call_id, None)
+        made_turns = call.call_id in self._made_turns
+        self._made_turns.discard(call.call_id)
+        if outcome is not None and outcome.error is None:
+            self._of(call.agent, call.method).ran(outcome.ended_s - outcome.began_s, made_turns=made_turns)
+        if made_turns and not self._node.agents[call.agent].directives.rules.is_pinned:
+            self._say(call.session, {"keep": "drop", "branch": branch_name(call.agent, call.call_id)})
+
+    def session_ended(self, session: str) -> None:
+        """Forget a session."""
+        self._open.pop(session, None)
+        self._expected.pop(session, None)
+
+    # --- estimates
+
+    def _of(self, agent: str, method: str) -> MethodTimes:
+        return self._times.setdefault((agent, method), MethodTimes())
+
+    def _estimate(self, session: str) -> None:
+        if session in self._expected:  # said already
+            return
+        found = self._next_turn(session)
+        if found is None:
+            return
+        in_s, by = found
+        self._expected[session] = _Expected(by, self._node.clock(), in_s)
+        if by.right_ratio >= LEAST_CONFIDENCE_RATIO:
+            self._say(session, {"next_turn_in_s": round(in_s, 3), "confidence": round(by.right_ratio, 3)})
+
+    def _next_turn(self, session: str) -> tuple[float, MethodTimes] | None:
+        """Return in what time the next turn of a session comes, and the method that says so; None if nobody knows."""
+        first: tuple[float, MethodTimes] | None = None
+        last: tuple[float, MethodTimes] | None = None
+        for handle in list(self._open.get(session, {}).values()):
+            call = handle.call
+            if handle.outcome is not None or any(need.outcome is None for need in handle.needs):
+                continue  # another one comes before it
+            times = self._of(call.agent, call.method)
+            controller = self._node.controllers.get(handle.executor)
+            instance = self._node.instances.get(handle.executor)
+            if controller is None or instance is None or not times.count:
+                return None
+            elapsed_s = self._node.clock() - instance.running_since_s if controller.running else 0.0
+            left_s = max(0.0, times.run_s - elapsed_s)
+            runs, makes_turns = call.call_id in controller.running, times.turns_ratio > 0.5
+            if runs and makes_turns:
+                if call.call_id not in self._node.waiting:
+                    return None  # it has a turn, or is about to
+                continue  # what it waits for comes before it
+            ahead_s = 0.0 if runs else left_s + times.run_s * max(0, len(controller.queue) - 1)
+            if makes_turns:
+                first = min(first or (ahead_s + times.lead_s, times), (ahead_s + times.lead_s, times), key=_in_s)
+            else:
+                end_s = left_s if runs else ahead_s + times.run_s
+                last = max(last or (end_s, times), (end_s, times), key=_in_s)
+        return first or last
+
+
+def _in_s(found: tuple[float, MethodTimes]) -> float:
+    return found[0]
+
+
+def branch_name(agent: str, call_id: int) -> str:
+    """Return the branch of a call's turns where its agent is not pinned."""
+    node_number, number = call_id >> NODE_BITS, call_id & CALL_NUMBER_MASK
+    return f"{agent}/{node_number}.{number}" if node_number else f"{agent}/{number}"
+
+
+class Teller:
+    """Tells the proxy, in order, beside everything else; what it does not take is said once in the log."""
+
+    def __init__(self, proxy: str) -> None:
+        """Do nothing yet."""
+        self._proxy = proxy.rstrip("/")
+        self._waiting: asyncio.Queue[tuple[str, dict[str, Any]]] = asyncio.Queue()
+        self._task: asyncio.Task[None] | None = None
+        self._has_warned = False
+
+    def start(self) -> None:
+        """Begin, on the running loop."""
+        self._task = asyncio.create_task(self._tell_all())
+
+    async def stop(self) -> None:
+        """End; what was not told is of no more use."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    def say(self, session: str, said: dict[str, Any]) -> None:
+        """Have something told."""
+        self._waiting.put_nowait((session, said))
+        if self._waiting.qsize() > KEPT_TELLINGS_COUNT:
+            self._waiting.get_nowait()
+
+    async def _tell_all(self) -> None:
+        key = os.environ.get(KEY_VARIABLE)
+        headers = {"X-ThunderAgent-Key": key} if key else {}
+        async with httpx2.AsyncClient(base_url=self._proxy, headers=headers, timeout=TIMEOUT_S) as client:
+            while True:
+                session, said = await self._waiting.get()
+                try:
+                    answer = await client.post(f"/programs/{quote(session, safe='')}/hints", json=said)
+                    answer.raise_for_status()
+                except httpx2.HTTPError as error:
+                    if not self._has_warned:
+                        log.warning("the proxy takes no hints, and is told all the same: %s", error)
+                    self._has_warned = True

@@ -1,0 +1,226 @@
+"""A process of a deployment that is not the driver's: a node with one instance, its controller, and an origin.
+
+All hosts speak to the hub alone. A host is asked for what it has to send, and answers when it has something: all that
+came together in one turn of its loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from thunderagent.workflows.core import messages as m
+from thunderagent.workflows.core.call import Call
+from thunderagent.workflows.core.router import agent_of
+from thunderagent.workflows.declare import Agent
+from thunderagent.workflows.globalloop import LocalLevel, apply
+from thunderagent.workflows.instance import load_class
+from thunderagent.workflows.node import Node
+from thunderagent.workflows.parcels import Dumps, Parcel, pack, unpack
+from thunderagent.workflows.scope import SessionInfo
+from thunderagent.workflows.store import Decisions, MemoryStore
+from thunderagent.workflows.view import Summary
+
+HUB, HOST = "hub", "host"
+"""The addresses of what is no machine of the core: where hosts report to, and each host itself."""
+GRACE_S = 5.0
+"""For calls that code of an instance has made and not waited for, when the instance retires."""
+
+
+@dataclass(slots=True)
+class SessionBegun:
+    """What a host must know of a session that is more than its name. `states` by agent."""
+
+    name: str
+    parent: str = ""
+    group: str = ""
+    states: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Hello:
+    """What a host begins with."""
+
+    agents: dict[str, Agent]
+    location: str
+    number: int
+    period_s: float
+    keeps_state: bool
+    """The deployment's store is told of managed state."""
+    locations: list[str]
+    """Instances that take calls."""
+    sessions: list[SessionBegun]
+
+
+@dataclass(slots=True)
+class Report:
+    """What a host says to the hub once in a period, if anything has changed."""
+
+    summaries: list[Summary]
+    waits_for: frozenset[str]
+    """Agents without an instance that calls of this host wait for."""
+
+
+@dataclass(slots=True)
+class Logged:
+    """A call is over that code of this host had made."""
+
+    session: str
+    entry: tuple[Any, ...]
+
+
+@dataclass(slots=True)
+class Used:
+    """A call has made a turn at the proxy, or has touched managed state that the store keeps."""
+
+    session: str
+    agent: str
+    uses_proxy: bool
+    values: dict[str, Any]
+
+
+class Host:
+    """Runs one instance. Its methods are called from the hub's side; `place` is where it is, for people."""
+
+    def __init__(self, hello: Hello, dumps: Dumps, place: str) -> None:
+        """Do nothing yet. Raises `DeclarationError`."""
+        self.hello = hello
+        self.place = place
+        agent = hello.agents[agent_of(hello.location)]
+        kinds = {agent.name: load_class(agent)}
+        self.node = Node(hello.agents, kinds, number=hello.number, link=self, is_head=False)
+        self.node.new_session = lambda name: SessionInfo(name, log=_Forwarded(self, name))
+        self.node.on_answered = self._tell_used
+        self._dumps = dumps
+        self._local = LocalLevel(self.node, MemoryStore())
+        self._waits_for: frozenset[str] = frozenset()
+        self._released: set[str] = set()
+        """Sessions of which the hub knows that they use the proxy."""
+        self._out: list[Parcel] = []
+        self._has_out = asyncio.Event()
+        self._early: dict[int, list[Parcel]] = {}
+        """Batches that overtook others."""
+        self._next_number = 0
+        self._failure: BaseException | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def open(self) -> None:
+        """Start the instance, which is announced to all. Raises what its class raises."""
+        for begun in self.hello.sessions:
+            self._begin_session(begun)
+        for location in self.hello.locations:
+            self.node.post(self.node.name, m.Joined(location))
+        await self.node.launch(self.hello.location)
+        self._task = asyncio.create_task(self._run())
+
+    async def close(self, *, is_over: bool) -> None:
+        """End; unless all `is_over`, only when the calls that were made here are over, or `GRACE_S` have passed."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0 if is_over else GRACE_S):
+                while self.node.origin.records:  # noqa: ASYNC110 - seldom, and short
+                    await asyncio.sleep(self.hello.period_s)
+        if self._task is not None:
+            self._task.cancel()
+        await self.node.close()
+
+    # --- what goes out
+
+    def send(self, sender: str, to: str, message: Any) -> bool:
+        """Have a message carried; whoever is not here is the hub's to find."""
+        parcel, refused = pack(sender, to, message, self._dumps)
+        for origin, result in refused:
+            self.node.post(origin, result)
+        if parcel is not None:
+            self._out.append(parcel)
+            self._has_out.set()
+        return True
+
+    async def receive(self) -> list[Parcel]:
+        """Return what there is to send, as soon as there is something. Raises what has gone wrong here."""
+        await self._has_out.wait()
+        self._has_out.clear()
+        out, self._out = self._out, []
+        if self._failure is not None:
+            raise self._failure
+        return out
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(self.hello.period_s)
+            summaries = self._local.summaries()
+            for summary in summaries:
+                summary.node = self.place
+            waits_for = frozenset(name for name in self.hello.agents if self.node.origin.waits_for_instance(name))
+            if summaries or waits_for != self._waits_for:
+                self._waits_for = waits_for
+                self.send(self.node.name, HUB, Report(summaries, waits_for))
+            self.node.break_circle()
+
+    def _tell_used(self, location: str, calls: list[Call]) -> None:
+        values = dict(self.node.touched_states(location, calls)) if self.hello.keeps_state else {}
+        for call in calls:
+            session = call.session
+            info = self.node.sessions.get(session)
+            uses_proxy = info is not None and info.uses_proxy and session not in self._released
+            if uses_proxy:
+                self._released.add(session)
+            if uses_proxy or session in values:
+                self.send(self.node.name, HUB, Used(session, call.agent, uses_proxy, values.pop(session, {})))
+
+    # --- what comes in
+
+    def deliver(self, number: int, batch: list[Parcel]) -> None:
+        """Take in a batch of messages; batches are numbered, and taken in their order."""
+        self._early[number] = batch
+        try:
+            while (parcels := self._early.pop(self._next_number, None)) is not None:
+                self._next_number += 1
+                for parcel in parcels:
+                    self._take(parcel)
+        except Exception as error:
+            self._failure = error
+            self._has_out.set()
+
+    def _take(self, parcel: Parcel) -> None:
+        message, answer = unpack(parcel)
+        if answer is not None:
+            self.send(parcel.to, parcel.sender, answer)
+        elif parcel.to == HOST:
+            if type(message) is Decisions:
+                apply(self.node, message)
+            else:
+                self._begin_session(message)
+        elif parcel.to:
+            self.node.post(parcel.to, message, sender=parcel.sender)
+        else:
+            self.node.broadcast(message, sender=parcel.sender)
+            if type(message) is m.SessionEnded:
+                self._end_session(message.session)
+
+    def _begin_session(self, begun: SessionBegun) -> None:
+        info = self.node.session(begun.name)
+        info.parent, info.group = begun.parent, begun.group
+        for agent, values in begun.states.items():
+            self.node.kept_states[agent, begun.name] = values
+
+    def _end_session(self, name: str) -> None:
+        self.node.sessions.pop(name, None)
+        self._released.discard(name)
+        for agent in self.hello.agents:
+            self.node.kept_states.pop((agent, name), None)
+
+
+class _Forwarded(deque[tuple[Any, ...]]):
+    """A session's log at a host: what is put in goes to the hub."""
+
+    def __init__(self, host: Host, session: str) -> None:
+        super().__init__(maxlen=0)
+        self._host = host
+        self._session = session
+
+    def append(self, entry: tuple[Any, ...]) -> None:
+        """Send an entry on."""
+        self._host.send(self._host.node.name, HUB, Logged(self._session, entry))

@@ -1,0 +1,298 @@
+"""The link to instances elsewhere, each in a process of its own: it starts them, carries messages, and hears of loss.
+
+It stands at the node where drivers run, which has the directory and the global loop. Hosts speak to it alone, so
+whatever two machines send each other arrives in order; what is for another host is passed on unread. Who starts
+processes is a `Launcher`: on Ray, `thunderagent.workflows.on_ray`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from thunderagent.workflows.core import messages as m
+from thunderagent.workflows.core.router import agent_of
+from thunderagent.workflows.declare import Agent
+from thunderagent.workflows.errors import WorkflowError
+from thunderagent.workflows.host import HOST, HUB, Hello, Logged, Report, SessionBegun, Used
+from thunderagent.workflows.node import Node
+from thunderagent.workflows.parcels import Parcel, pack, unpack
+from thunderagent.workflows.scope import SessionInfo
+from thunderagent.workflows.store import Store
+from thunderagent.workflows.view import Summary
+
+log = logging.getLogger("thunderagent.workflows")
+
+CLOSE_S = 10.0
+"""The longest that a host has to end by itself."""
+
+
+class PeerLostError(WorkflowError):
+    """A process is gone; the text is what whoever started it knows of its end."""
+
+
+class Peer(Protocol):
+    """A process that runs a `Host`. What waits for it raises `PeerLostError` when it is gone."""
+
+    async def open(self, hello: Hello) -> None:
+        """Start the instance. Raises what its class raises."""
+
+    def deliver(self, batch: list[Parcel]) -> None:
+        """Send a batch of messages."""
+
+    async def receive(self) -> list[Parcel]:
+        """Return the next batch, as soon as there is one."""
+
+    async def close(self, *, is_over: bool) -> None:
+        """Have it end in order."""
+
+    def kill(self) -> None:
+        """End it at once."""
+
+
+class Launcher(Protocol):
+    """Starts processes."""
+
+    def dumps(self, message: Any) -> bytes:
+        """Return the bytes of a message, for `pickle.loads`. Raises for what cannot travel."""
+
+    async def start(self, agent: Agent, location: str) -> Peer:
+        """Start a process with an agent's resources. Raises `WorkflowError` if there is no room."""
+
+    async def close(self) -> None:
+        """Let go of what is open."""
+
+
+@dataclass(slots=True, eq=False)
+class _Member:
+    """A host as the hub knows it."""
+
+    location: str
+    name: str
+    """Of its node."""
+    peer: Peer
+    out: list[Parcel] = field(default_factory=list)
+    is_open: bool = False
+    is_flushing: bool = False
+    waits_for: frozenset[str] = frozenset()
+    listening: asyncio.Task[None] | None = None
+
+
+class Hub:
+    """All hosts of a deployment."""
+
+    node: Node
+
+    def __init__(self, launcher: Launcher, agents: Mapping[str, Agent], *, period_s: float) -> None:
+        """Start nothing yet; `node` is to be set first."""
+        self.on_kept: Callable[[str, str, dict[str, Any]], None] | None = None
+        """Told of an agent, a session, and managed state for the store to keep."""
+        self._launcher = launcher
+        self._agents = dict(agents)
+        self._period_s = period_s
+        self._members: dict[str, _Member] = {}
+        """By location and by the name of the node: each is there twice."""
+        self._begun: dict[str, SessionBegun] = {}
+        """Sessions of which there is more to know than the name."""
+        self._summaries: list[Summary] = []
+        self._numbers = itertools.count(1)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # --- what the control of a deployment wants
+
+    def names(self) -> list[str]:
+        """Return the names of all nodes elsewhere."""
+        return [member.name for member in self._all()]
+
+    def locations(self) -> set[str]:
+        """Return where there is an instance."""
+        return {key for key, member in self._members.items() if key == member.location}
+
+    def waits_for_instance(self, agent: str) -> bool:
+        """Say whether a call that was made elsewhere waits for an instance."""
+        return any(agent in member.waits_for for member in self._all())
+
+    async def launch(self, location: str) -> None:
+        """Start an instance. Raises what its class raises, and `WorkflowError` if there is no room for it."""
+        peer = await self._launcher.start(self._agents[agent_of(location)], location)
+        number = next(self._numbers)
+        member = _Member(location, f"node-{number}", peer)
+        self._members[location] = self._members[member.name] = member
+        known = [each for all_of in self.node.origin.router.instances.values() for each in all_of]
+        keeps_state = self.on_kept is not None
+        hello = Hello(self._agents, location, number, self._period_s, keeps_state, known, [*self._begun.values()])
+        try:
+            await peer.open(hello)
+        except BaseException:
+            self._forget(member)
+            peer.kill()
+            raise
+        self.node.broadcast(m.Joined(location))  # the host's own word comes later
+        member.is_open = True
+        self._flush(member)
+        member.listening = self._start(self._listen(member))
+
+    async def publish(self, store: Store) -> None:
+        """Leave with the store what hosts have said."""
+        if self._summaries:
+            summaries, self._summaries = self._summaries, []
+            await store.publish(self.node.name, summaries)
+
+    async def apply(self, store: Store) -> None:
+        """Send hosts what was decided for them."""
+        for name in self.names():
+            for decisions in await store.take(name):
+                if name in self._members:
+                    self.send(self.node.name, HOST, decisions, only=self._members[name])
+
+    # --- sessions
+
+    def begin_session(self, info: SessionInfo, states: dict[str, dict[str, Any]]) -> None:
+        """Tell hosts of a session's parent, and of what the store has kept of it."""
+        if info.parent or states:
+            begun = self._begun[info.name] = SessionBegun(info.name, info.parent, info.group, states)
+            for member in self._all():
+                self.send(self.node.name, HOST, begun, only=member)
+
+    def end_session(self, name: str) -> None:
+        """Tell it to no new host."""
+        self._begun.pop(name, None)
+
+    # --- messages
+
+    def send(self, sender: str, to: str, message: Any, *, only: _Member | None = None) -> bool:
+        """Take a message along, to all for the address ""; False if nobody has that address."""
+        member = only or self._members.get(to)
+        if member is None and to:
+            return False
+        parcel, refused = pack(sender, to, message, self._launcher.dumps)
+        for origin, result in refused:
+            self.node.post(origin, result)
+        if parcel is not None:
+            for each in [member] if member is not None else self._all():
+                self._put(each, parcel)
+        return True
+
+    def _put(self, member: _Member, parcel: Parcel) -> None:
+        member.out.append(parcel)
+        if member.is_open and not member.is_flushing:
+            member.is_flushing = True
+            self.node.loop.call_soon(self._flush, member)
+
+    def _flush(self, member: _Member) -> None:
+        member.is_flushing = False
+        if member.out:
+            out, member.out = member.out, []
+            member.peer.deliver(out)
+
+    async def _listen(self, member: _Member) -> None:
+        try:
+            while True:
+                for parcel in await member.peer.receive():
+                    self._take(member, parcel)
+        except PeerLostError as error:
+            self._lose(member, str(error))
+
+    def _take(self, member: _Member, parcel: Parcel) -> None:
+        if parcel.to in self._members:
+            self._put(self._members[parcel.to], parcel)
+            return
+        message, answer = unpack(parcel)
+        if answer is not None:
+            self.send(parcel.to, parcel.sender, answer)
+        elif parcel.to == HUB:
+            self._hear(member, message)
+        elif parcel.to:
+            self.node.post(parcel.to, message, sender=parcel.sender)
+        else:
+            is_end = type(message) is m.Gone and message.location == member.location
+            if is_end:
+                self.node.retired.add(member.location)
+                del self._members[member.location]
+            self.node.broadcast(message, sender=parcel.sender)
+            for each in self._all():
+                if each is not member:
+                    self._put(each, parcel)
+            if is_end:
+                self._start(self._part(member))
+
+    def _hear(self, member: _Member, message: Any) -> None:
+        if type(message) is Report:
+            self._summaries += message.summaries
+            member.waits_for = message.waits_for
+            return
+        info = self.node.sessions.get(message.session)
+        if type(message) is Logged:
+            if info is not None:
+                info.log.append(message.entry)
+            return
+        assert type(message) is Used
+        if info is not None and message.uses_proxy:
+            info.uses_proxy = True
+        if message.values and self.on_kept is not None:
+            self.on_kept(message.agent, message.session, message.values)
+
+    # --- ends
+
+    def lose(self, location: str) -> None:
+        """Take an instance away as if it had crashed."""
+        if location in self._members:
+            self._lose(self._members[location], "it was taken away")
+
+    def _lose(self, member: _Member, why: str) -> None:
+        if not self._forget(member):
+            return
+        member.peer.kill()
+        if member.location not in self.node.retired:
+            log.warning("%s is lost: %s", member.location, why)
+            self.node.tell_all(m.Gone(member.location, why=why))
+        self.node.tell_all(m.Gone(member.name, why=why))
+
+    def _forget(self, member: _Member) -> bool:
+        """Send it nothing any more; say whether it was known."""
+        self._members.pop(member.location, None)
+        return self._members.pop(member.name, None) is not None
+
+    async def _part(self, member: _Member) -> None:
+        """End the process of an instance that has retired, once the calls that it made are over."""
+        await self._close_peer(member, is_over=False)
+        if self._forget(member):
+            self.node.tell_all(m.Gone(member.name, is_clean=True))
+        self._stop_listening(member)
+        member.peer.kill()
+
+    async def _close_peer(self, member: _Member, *, is_over: bool) -> None:
+        try:
+            async with asyncio.timeout(CLOSE_S):
+                await member.peer.close(is_over=is_over)
+        except (TimeoutError, PeerLostError) as error:
+            log.debug("%s did not end by itself: %r", member.location, error)
+
+    def _stop_listening(self, member: _Member) -> None:
+        if member.listening is not None:
+            member.listening.cancel()
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = self.node.loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def close(self) -> None:
+        """End all hosts, and let go of what started them."""
+        members = self._all()
+        await asyncio.gather(*(self._close_peer(member, is_over=True) for member in members))
+        for member in members:
+            self._forget(member)
+            self._stop_listening(member)
+            member.peer.kill()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=CLOSE_S)
+        await self._launcher.close()
+
+    def _all(self) -> list[_Member]:
+        return [member for key, member in self._members.items() if key == member.name]

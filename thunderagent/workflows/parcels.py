@@ -1,0 +1,106 @@
+"""Messages on their way between processes: bytes, each with what must be known if they cannot be read.
+
+What an agent takes and returns is a stranger's: it may not pickle, or not be there to be unpickled. Then the call fails
+and says so; nothing else does.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from thunderagent.workflows.core import messages as m
+from thunderagent.workflows.core.call import Call, Outcome
+from thunderagent.workflows.errors import CallError, WorkflowError
+from thunderagent.workflows.state import SessionState
+
+Dumps = Callable[[Any], bytes]
+
+
+class Parcel(NamedTuple):
+    """One message. `call_id` and `for_id` are a call's or a result's, whose content is a stranger's; else 0."""
+
+    sender: str
+    to: str
+    content: bytes
+    call_id: int = 0
+    for_id: int = 0
+    is_result: bool = False
+
+
+def pack(sender: str, to: str, message: Any, dumps: Dumps) -> tuple[Parcel | None, list[tuple[str, m.Result]]]:
+    """Return a message's parcel, and what to tell origins of calls that cannot be sent."""
+    kind = type(message)
+    if kind is m.Result:
+        return Parcel(sender, to, _result(message, dumps), message.call_id, message.for_id, is_result=True), []
+    try:
+        content = dumps(message)
+    except Exception as error:  # whatever a stranger's class raises
+        if kind is m.Submit:
+            return None, [_refused(message.call, error)]
+        if kind is not m.Transfer:
+            raise
+        message, refused = _sound(message, dumps)
+        return Parcel(sender, to, dumps(message)), refused
+    return Parcel(sender, to, content, message.call.call_id if kind is m.Submit else 0), []
+
+
+def unpack(parcel: Parcel) -> tuple[Any, m.Result | None]:
+    """Return a message; or what to tell the sender of a call that cannot be read here. Raises for anything else."""
+    try:
+        return pickle.loads(parcel.content), None  # noqa: S301 - from our own processes
+    except Exception as error:
+        if not parcel.call_id:
+            raise
+        what = "the value" if parcel.is_result else "the arguments"
+        text = f"{what} of call #{parcel.call_id} cannot be read at {parcel.to}: {type(error).__name__}: {error}"
+        result = m.Result(parcel.call_id, parcel.for_id, Outcome(error=WorkflowError(text)))
+        return (result, None) if parcel.is_result else (None, result)
+
+
+def _result(message: m.Result, dumps: Dumps) -> bytes:
+    outcome = message.outcome
+    try:
+        content = dumps(message)
+        if outcome.error is not None:
+            pickle.loads(content)  # noqa: S301 - an exception may pickle, and not come back
+    except Exception as error:
+        outcome = replace(outcome, value=None, error=_bare(outcome.error, error))
+        return dumps(m.Result(message.call_id, message.for_id, outcome))
+    return content
+
+
+def _bare(failure: BaseException | None, why: Exception) -> WorkflowError:
+    """Return a call's error without the agent's own exception, whose text it has; or that its value cannot be sent."""
+    if isinstance(failure, CallError):
+        path, text = failure.path, failure.remote_traceback
+        return type(failure)(failure.message, path=path, instance=failure.instance, remote_traceback=text)
+    return WorkflowError(str(failure) if failure is not None else f"the value cannot be sent: {_said(why)}")
+
+
+def _refused(call: Call, error: Exception) -> tuple[str, m.Result]:
+    text = f"the arguments of {call.agent}.{call.method} cannot be sent: {_said(error)}"
+    failure = CallError(f"{text}; called by {' > '.join(call.chain) or 'the driver'}", path=call.chain)
+    return call.origin, m.Result(call.call_id, 0, Outcome(error=failure))
+
+
+def _sound(message: m.Transfer, dumps: Dumps) -> tuple[m.Transfer, list[tuple[str, m.Result]]]:
+    """Return a session that moves without what cannot go with it."""
+    state, calls, refused = message.state, [], []
+    try:
+        dumps(state)
+    except Exception as error:
+        state = SessionState(broken=f"it could not move to {message.to}: {_said(error)}")
+    for call in message.calls:
+        try:
+            dumps(call)
+            calls.append(call)
+        except Exception as error:
+            refused.append(_refused(call, error))
+    return replace(message, state=state, calls=calls), refused
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
