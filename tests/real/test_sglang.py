@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     Json = dict[str, Any]
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.nightly]  # an environment of 3 GB, 4 minutes
 
 GENERATE = "/generate"
 POOL_TOKENS = 6000
@@ -522,7 +522,6 @@ async def test_a_turn_with_a_priority_takes_the_place_of_one_without(direct: htt
     await assert_it_ends(None, direct)
 
 
-@pytest.mark.nightly
 @pytest.mark.timeout(600)
 async def test_an_engine_that_serves_low_numbers_first_is_given_them_as_they_are(
     sglang: None, run_proxy: RunProxy, tmp_path: Path
@@ -540,7 +539,6 @@ async def test_an_engine_that_serves_low_numbers_first_is_given_them_as_they_are
                 await until_in_engine(direct, 1, 1)
 
 
-@pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("policy", ["passthrough", "thunderagent", "breakeven"])
 async def test_the_standard_load_runs_without_an_error(sglang: None, policy: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 from tests.builders import Driver
 from thunderagent.errors import ConfigurationError, EventLogError
 from thunderagent.event_log import EVENTS, EventLogWriter, read_events, replay
-from thunderagent.programs.model.events import ProgramCrowdedOut, TurnDue, TurnUnverified
+from thunderagent.programs.model.events import ProgramCrowdedOut, ProgramHinted, TurnDue, TurnUnverified
 from thunderagent.programs.model.fleet_events import ProvisionAsked, ReplicaKilled
 from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.policies.cap import Cap
@@ -62,6 +62,7 @@ def every_event() -> Driver:
     driver.send(ReplicaKilled(driver.now_s, "r0"))
     driver.send(ProvisionAsked(driver.now_s))
     driver.send(ProgramCrowdedOut(driver.now_s, ""))
+    driver.send(ProgramHinted(driver.now_s, "c", 1.0))
     driver.trips("r0")
     driver.drains("r0")
     driver.goes_down("r0")

@@ -80,7 +80,7 @@ def _making_room(pools: Pools, pool: Pool, event: TurnArrived | ProgramOpened) -
 def _release(pools: Pools, event: ProgramReleased) -> Sequence[Addressed]:
     """End a program in all pools, if the generation that is meant lives in one of them."""
     generations = [program.generation for program in pools.incarnations(event.program_id)]
-    if event.generation not in (None, *generations):
+    if event.generation is not None and event.generation not in generations:
         return [(pools.all[0], event)]
     hopeless = [pool for pool in pools.all if event.program_id in pool.scheduler.hopeless_ids]
     told = list(dict.fromkeys([*pools.of_program(event.program_id), *hopeless])) or pools.all[:1]
