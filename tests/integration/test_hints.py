@@ -56,7 +56,11 @@ async def test_a_header_that_is_no_hint_is_refused(value: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [{}, {"confidence": 0.5}, {"next_turn_in_s": -1}, {"next_turn_in_s": 1, "confidence": 2}, {"keep": "all"}]
+    "body",
+    [
+        *({}, {"confidence": 0.5}, {"next_turn_in_s": -1}, {"next_turn_in_s": 1, "confidence": 2}, {"keep": "all"}),
+        {"next_turn_in_s": 1e308},  # the sum of all errors would be without end
+    ],
 )
 async def test_a_body_that_is_no_hint_is_refused(body: dict[str, object]) -> None:
     """With what is wrong of it."""

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from thunderagent.errors import RequestError
 from thunderagent.leases import TurnHint
+from thunderagent.programs.model.hints import MAX_NEXT_TURN_S
 from thunderagent.proxy.gate.bodies import Report, read_model, report_response
 from thunderagent.proxy.gate.tenancy import Tenancy
 from thunderagent.proxy.reading.header_words import check_program_id
@@ -31,6 +32,7 @@ class HintRequest(BaseModel):
     next_turn_in_s: float | None = Field(
         None,
         ge=0,
+        le=MAX_NEXT_TURN_S,
         allow_inf_nan=False,
         description="counted from now, or, while a turn of the program is with us, from the end of the last one",
     )

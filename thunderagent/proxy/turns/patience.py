@@ -19,7 +19,7 @@ from multidict import istr
 
 from thunderagent.errors import RequestError
 from thunderagent.leases import TurnHint
-from thunderagent.programs.model.hints import OFFLOAD, RETAIN
+from thunderagent.programs.model.hints import MAX_NEXT_TURN_S, OFFLOAD, RETAIN
 
 PATIENCE_HEADER = istr("X-Program-Patience")
 TIMEOUT_HEADERS = (istr("X-Stainless-Read-Timeout"), istr("X-Stainless-Timeout"))
@@ -72,7 +72,7 @@ def hint_of(text: str) -> TurnHint:
     except ValueError:
         raise _wrong_hint(text) from None
     is_right = not said and keep in ("", RETAIN, OFFLOAD) and (keep or next_turn_in_s is not None)
-    if not is_right or not 0 <= (next_turn_in_s or 0.0) < inf or not 0 <= confidence_ratio <= 1:
+    if not is_right or not 0 <= (next_turn_in_s or 0.0) <= MAX_NEXT_TURN_S or not 0 <= confidence_ratio <= 1:
         raise _wrong_hint(text)
     return TurnHint(next_turn_in_s, confidence_ratio, keep)
 

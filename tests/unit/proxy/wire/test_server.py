@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from multidict import CIMultiDict
 
+from thunderagent.proxy.wire.http11.asked import EARLY_BYTES
 from thunderagent.proxy.wire.http11.heads import CHUNKED, MAX_HEAD_BYTES, NotHttpError, end_of_head, read_request
 from thunderagent.proxy.wire.http11.limits import Sweep
 from thunderagent.proxy.wire.http11.line import Settings
@@ -80,7 +81,7 @@ class Served:
             return
         if "Expect" in asked.headers:
             asked.invite()
-        body = await asked.read()
+        body = b"" if asked.head.upgrades else await asked.read()
         try:
             if target == b"/wait":
                 await self.go_on.wait()
@@ -258,6 +259,18 @@ async def test_an_old_client_that_sends_far_ahead_has_to_come_again() -> None:
         writer.close()
 
 
+async def test_who_speaks_another_protocol_before_its_answer_is_cut() -> None:
+    """Nobody counts what it says, and while nothing is read of it that it left cannot be read either."""
+    async with serving() as served:
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        writer.write(request("/wait", b"", "Connection: Upgrade", "Upgrade: websocket", method="GET"))
+        await served.asked.wait()
+        writer.write(b"x" * (2 * EARLY_BYTES))
+        assert (await reader.readline()) == b"HTTP/1.1 400 Bad Request\r\n"
+        await served.left.wait()
+        writer.close()
+
+
 async def test_a_client_that_ended_its_requests_and_takes_nothing_is_cut() -> None:
     """Once its answer has begun it is known by what it takes."""
     async with serving(stall_s=0.4) as served:
@@ -370,6 +383,12 @@ def test_a_head_is_read_as_it_came() -> None:
     )
     assert (head.method, head.target, head.length, head.keeps_alive) == ("POST", b"/\xc3\xa9?a=b", CHUNKED, True)
     assert head.headers["x"].encode("utf-8", "surrogateescape") == b"y\xff z"
+
+
+def test_an_old_client_cannot_change_the_protocol() -> None:
+    """RFC 9110, 7.8: its wish is passed over."""
+    head = b"GET /x HTTP/1.%d\r\nHost: h\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n"
+    assert [read_request(head % minor).upgrades for minor in (0, 1)] == [False, True]
 
 
 def test_an_endless_head_is_refused() -> None:

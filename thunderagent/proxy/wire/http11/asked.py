@@ -18,7 +18,14 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from thunderagent.proxy.reading.target import Target
 from thunderagent.proxy.wire.exchange import KeptBody, Wait
 from thunderagent.proxy.wire.http11.chunks import Chunks
-from thunderagent.proxy.wire.http11.heads import BODILESS_STATUSES, CHANGES_PROTOCOL, CHUNKED, RequestHead, written
+from thunderagent.proxy.wire.http11.heads import (
+    BODILESS_STATUSES,
+    CHANGES_PROTOCOL,
+    CHUNKED,
+    NotHttpError,
+    RequestHead,
+    written,
+)
 from thunderagent.proxy.wire.http11.line import LeftError, Line, Room
 
 JOINED_BYTES = 64 * 1024
@@ -26,6 +33,9 @@ JOINED_BYTES = 64 * 1024
 
 READ_AHEAD_BYTES = 2**20
 """Of a body that nobody takes, so much is read ahead before the client must wait."""
+
+EARLY_BYTES = 64 * 1024
+"""Of what follows a request for another protocol, so much may come before its answer; who speaks it waits for that."""
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
@@ -264,6 +274,8 @@ class Asked:
         elif data and not self.is_over:
             self._pieces.append(data)
             self._pieces_bytes += len(data)
+            if self.head.upgrades and not self.begun and self._pieces_bytes > EARLY_BYTES:
+                raise NotHttpError("who asks for another protocol waits for the answer")
             if self._pieces_bytes > READ_AHEAD_BYTES and not self.is_whole:
                 self._line.pause_reading()
         self._tell()

@@ -114,7 +114,7 @@ def read_request(head: bytes) -> RequestHead:
     if "Connection" in headers:
         options = _options(headers)
         keeps_alive = "close" not in options and (is_http_11 or "keep-alive" in options)
-        upgrades = "upgrade" in options and "Upgrade" in headers
+        upgrades = is_http_11 and "upgrade" in options and "Upgrade" in headers  # RFC 9110, 7.8
     return RequestHead(
         method.decode(),
         target,
