@@ -157,7 +157,7 @@ export class Story {
 
 /** Say what it does, or what must happen for it to go on. */
 function sentenceOf(program) {
-  return [stateOf(program), hintOf(program)].filter(Boolean).join(" ");
+  return [doingOf(program), hintOf(program)].filter(Boolean).join(" ");
 }
 
 /** Say when its client expects the next turn. */
@@ -168,7 +168,7 @@ function hintOf({ hinted }) {
   return `Its client expects the next turn ${when} (believed ${percent(believed)}).`;
 }
 
-function stateOf(program) {
+function doingOf(program) {
   const { waiting, holding } = program;
   if (waiting) return `Waits for ${duration(waiting.for_s)} (${waiting.reason.replaceAll("_", " ")}). To go on: ${waiting.what_must_happen}.`;
   if (holding) {
