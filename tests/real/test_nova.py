@@ -37,6 +37,7 @@ class World(NamedTuple):
     """What runs, by its URLs."""
 
     client: httpx2.AsyncClient
+    model: str
     nova: str
     text_engine: str
     proxy: str
@@ -44,7 +45,7 @@ class World(NamedTuple):
 
 @asynccontextmanager
 async def world_of(model: Path, logs: Path, *options: str) -> AsyncIterator[World]:
-    """Run Nova, a text engine, and the proxy before both; each class of programs goes to its own."""
+    """Run Nova, a text engine, and the proxy before both; the turns of each model go to its own."""
     async with AsyncExitStack() as stack:
         nova_options = ("--port", "0", "--slot-tokens", "2048", "--slots", "4", *options)
         run = stack.enter_async_context
@@ -54,10 +55,7 @@ async def world_of(model: Path, logs: Path, *options: str) -> AsyncIterator[Worl
         proxy = await run(thunderagent(*command, "--poll-interval-s", "0.1", log_path=logs / "proxy"))
         client = await run(httpx2.AsyncClient(timeout=60, trust_env=False))
         await until_all_up(client, proxy.url)
-        for program_class, url in (("vision", nova.url), ("text", text.url)):
-            route = {"program_class": program_class, "replicas": [url.removeprefix("http://")]}
-            (await client.post(f"{proxy.url}/control/route", json=route)).raise_for_status()
-        yield World(client, nova.url, text.url, proxy.url)
+        yield World(client, model.name, nova.url, text.url, proxy.url)
 
 
 def picture(number: int, side: int = 64) -> dict[str, Any]:
@@ -67,15 +65,14 @@ def picture(number: int, side: int = 64) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url}}
 
 
-async def vision_agent(client: httpx2.AsyncClient, url: str, name: str) -> list[dict[str, Any]]:
+async def vision_agent(world: World, url: str, name: str) -> list[dict[str, Any]]:
     """Show one more screenshot each turn, with all that was before; return the answers."""
     messages: list[dict[str, Any]] = []
     answers = []
     for turn in range(TURNS):
         messages.append({"role": "user", "content": [picture(10 * turn), {"type": "text", "text": f"step {turn}"}]})
-        body = {"messages": messages, "max_tokens": OUTPUT_TOKENS}
-        headers = {"X-Program-ID": name, "X-Program-Class": "vision"}
-        answer = await client.post(f"{url}{CHAT}", json=body, headers=headers)
+        body = {"model": world.model, "messages": messages, "max_tokens": OUTPUT_TOKENS}
+        answer = await world.client.post(f"{url}{CHAT}", json=body, headers={"X-Program-ID": name})
         assert answer.status_code == 200, answer.text
         answers.append(answer.json())
         messages.append(answers[-1]["choices"][0]["message"])
@@ -86,8 +83,7 @@ async def text_agent(client: httpx2.AsyncClient, url: str, name: str, turns: int
     text = "begin"
     for _ in range(turns):
         body = {"model": "simulated", "messages": [{"role": "user", "content": text}], "max_tokens": 20}
-        headers = {"X-Program-ID": name, "X-Program-Class": "text"}
-        answer = await client.post(f"{url}{CHAT}", json=body, headers=headers)
+        answer = await client.post(f"{url}{CHAT}", json=body, headers={"X-Program-ID": name})
         assert answer.status_code == 200, answer.text
         text += answer.json()["choices"][0]["message"]["content"]
 
@@ -103,7 +99,7 @@ async def test_a_vision_agent_beside_text_agents(model: Path, tmp_path: Path) ->
     async with world_of(model, tmp_path, "--keep-slots", "2", "--cached-images", "32") as world:
         client = world.client
         async with asyncio.TaskGroup() as group:
-            vision = group.create_task(vision_agent(client, world.proxy, "eyes"))
+            vision = group.create_task(vision_agent(world, world.proxy, "eyes"))
             for number in range(4):
                 group.create_task(text_agent(client, world.proxy, f"words-{number}", 10))
         answers = vision.result()
@@ -126,7 +122,7 @@ async def test_a_vision_agent_beside_text_agents(model: Path, tmp_path: Path) ->
             return (await metrics(client, world.nova))["nova:slots_kept"] == 0
 
         await until(is_released, within_s=2)
-        again = await vision_agent(client, world.nova, "nobody")  # without the proxy no program is named
+        again = await vision_agent(world, world.nova, "nobody")  # without the proxy no program is named
         assert texts(again) == texts(answers)
         assert len(set(texts(answers))) > TURNS / 2, "answers all alike would prove little"
         assert await is_idle(world)
@@ -153,17 +149,17 @@ async def test_a_client_that_leaves_in_any_stage_gives_everything_back(model: Pa
         for stage, content in bodies.items():
             for url in (world.proxy, world.nova):
                 await leave_in(world, url, stage, content)
-        await vision_agent(world.client, world.proxy, "after")
+        await vision_agent(world, world.proxy, "after")
         assert await is_idle(world)
 
 
 async def leave_in(world: World, url: str, stage: str, content: list[dict[str, Any]]) -> None:
     """Let eight clients come, and leave when a request is in that stage."""
-    body = {"messages": [{"role": "user", "content": content}], "max_tokens": 500, "stream": True}
-    headers = {"X-Program-Class": "vision"}
+    messages = [{"role": "user", "content": content}]
+    body = {"model": world.model, "messages": messages, "max_tokens": 500, "stream": True}
     async with httpx2.AsyncClient(timeout=60, trust_env=False) as leavers:
         posts = [
-            leavers.post(f"{url}{CHAT}", json=body, headers={**headers, "X-Program-ID": f"{stage}-{number}-{len(url)}"})
+            leavers.post(f"{url}{CHAT}", json=body, headers={"X-Program-ID": f"{stage}-{number}-{len(url)}"})
             for number in range(8)
         ]
         tasks = [asyncio.create_task(post) for post in posts]
