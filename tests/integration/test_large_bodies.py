@@ -25,12 +25,19 @@ from tests.integration.support import (
     streams,
     until,
 )
+from thunderagent.serving import keep_freed_memory
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
 TEXT = 'once upon a time, there was "quoted" text; ' * 185_000
 Json = dict[str, Any]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def memory_as_served() -> None:
+    """Keep freed memory as `serve` does: else pages that are taken anew are what blocks."""
+    keep_freed_memory()
 
 
 @cache
