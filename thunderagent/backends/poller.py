@@ -238,10 +238,10 @@ class Poller:
         async with asyncio.TaskGroup() as group:
             health = group.create_task(self._get(client, watched.health_url))
             metrics = group.create_task(self._get(client, watched.metrics_url))
-            if watched.polls_to_models <= 0:
-                group.create_task(self._ask_for_models(watched, client))
-        watched.polls_to_models -= 1
         failure, answer = health.result(), metrics.result()
+        if watched.polls_to_models <= 0 and (isinstance(answer, str) or not isinstance(failure, _Failure)):
+            await self._ask_for_models(watched, client)  # on a connection that is there
+        watched.polls_to_models -= 1
         info = await self._info(watched, answer, client)
         if not isinstance(failure, _Failure):
             self._heard_health(watched, answer, info)
