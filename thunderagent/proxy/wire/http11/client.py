@@ -34,6 +34,9 @@ PIECE_BYTES = 512 * 1024
 LOOK_AGAIN_S = 1.0
 """While a replica is paused its limits are looked at so often."""
 
+ROUNDING_S = 1e-6
+"""What is left of a limit that has just passed, by the error of sums of seconds, is less."""
+
 
 class Connection(asyncio.Protocol):
     """One connection to a server."""
@@ -241,7 +244,9 @@ class Connection(asyncio.Protocol):
         self._set_due(now_s)
         if self.due_s <= now_s:
             total_left_s = self._begun_s + self._total_s - self._pause.clock_s()
-            failed = (TotalError, "it took too long in all") if total_left_s <= 0 else (SilentError, "it was silent")
+            failed = (
+                (TotalError, "it took too long in all") if total_left_s < ROUNDING_S else (SilentError, "it was silent")
+            )
             self._fail(failed)
 
     # --- the parts of an answer ----------------------------------------------------------------------------------
