@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import re
+import subprocess
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +17,14 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.engine_kinds import MODEL_NAME
+from benchmarks.environments import RealEngineError, ensure_environment
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
     from pathlib import Path
+    from typing import NoReturn
+
+    import pytest
 
     from benchmarks.processes import Server
     from benchmarks.real_engine import RealEngine
@@ -168,3 +175,35 @@ def priorities_in(event_log: Path) -> dict[str, int]:
             if kind == "Grant" and decision["engine_priority"] is not None:
                 found[decision["program_id"]] = decision["engine_priority"]
     return found
+
+
+def assert_tests_pass_in(
+    name: str,
+    requirements: list[str],
+    size: str,
+    tests: list[str],
+    require_real: Callable[[str], NoReturn],
+    config: pytest.Config,
+    *,
+    timeout_s: float,
+    **variables: str,
+) -> None:
+    """Run tests with what an environment of their own holds beside ours; none may fail or be skipped."""
+    try:
+        with config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+            python = ensure_environment(name, requirements, size)
+    except RealEngineError as error:
+        require_real(f"no environment {name}: {error}")
+    find = [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+    packages = subprocess.run(find, check=True, capture_output=True, text=True).stdout.strip()
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-m", "", "-p", "no:cacheprovider", "-n", "0", *tests],
+        env={**os.environ, "PYTHONPATH": packages, **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=timeout_s,
+    )
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "skipped" not in done.stdout.splitlines()[-1]
