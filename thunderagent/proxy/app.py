@@ -260,15 +260,15 @@ def _front(
             wants_one = head.headers["Upgrade"].lower() == "websocket"
             return Way(target.plainly()) if wants_one and target.spelt in WEBSOCKETS else None
         if use_of(target, "POST") is Use.TURN:
-            return Way(target.plainly())
+            return Way(target.plainly(), stays=True)
         if is_of_one_replica(target) and (found := turn_on(target, "POST", replicas)) is not None:
             return Way(found[1], found[0], is_operators=True)
         return None
 
-    async def let_in(asked: Asked, way: Way) -> KeptBody | None:
+    def let_in(asked: Asked, way: Way) -> Awaitable[KeptBody | None] | None:
         if way.is_operators and admin_port is not None:
             admin_port.check(asked.transport, unquote(way.target.path))
-        return await guard.let_in(asked, for_admin=way.is_operators)
+        return guard.let_in(asked, for_admin=way.is_operators)
 
     adds = simulated or guard.marks_cors
     around = logged_turn if access_log else None
