@@ -12,7 +12,8 @@ from itertools import zip_longest
 from typing import Any, get_args, get_origin
 
 UNIONS = (typing.Union, types.UnionType)
-NODES = (ast.Expression, ast.Name, ast.Attribute, ast.Subscript, ast.Tuple, ast.List, ast.Constant, ast.BinOp, ast.BitOr)
+NAMES = (ast.Expression, ast.Name, ast.Attribute, ast.Subscript, ast.expr_context)
+NODES = (*NAMES, ast.Tuple, ast.List, ast.Constant, ast.BinOp, ast.BitOr)
 """What a type is written with. Nothing else of a declaration is ever run."""
 
 
@@ -37,9 +38,8 @@ def takes(wanted: Any, declared: str, names: Mapping[str, Any]) -> bool:
 def look_up(text: str, names: Mapping[str, Any]) -> Any:
     """Return the type that a text means. Raises `LookupError`, `SyntaxError`, `TypeError`, `AttributeError`."""
     tree = ast.parse(text, mode="eval")
-    for node in ast.walk(tree):
-        if not isinstance(node, (*NODES, ast.expr_context)):
-            raise SyntaxError(f"{text!r} is no type")
+    if not all(isinstance(node, NODES) for node in ast.walk(tree)):
+        raise SyntaxError(f"{text!r} is no type")
     try:
         known = {**vars(collections.abc), **vars(typing), **names}
         return eval(compile(tree, "declaration", "eval"), known)  # noqa: S307 - names and subscripts alone

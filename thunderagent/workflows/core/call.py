@@ -133,6 +133,11 @@ class Record:
         return self.call.chain[-1] if self.call.chain else "driver"
 
     @property
+    def path(self) -> tuple[str, ...]:
+        """What leads to the call, agent by agent; last where it is, if it is anywhere."""
+        return (*self.call.chain, self.executor) if self.executor else self.call.chain
+
+    @property
     def dependencies(self) -> list[tuple[int, str]]:
         """The calls whose values it still waits for, and where each is to run."""
         return [(need.call.call_id, need.executor) for need in self.needs if need.outcome is None]
