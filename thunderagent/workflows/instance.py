@@ -13,6 +13,7 @@ import logging
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from thunderagent.workflows.core import messages as m
@@ -181,7 +182,9 @@ class Instance:
         if self.node.on_answered is not None:
             self.node.on_answered(self.location, calls)
         for call, outcome in zip(calls, outcomes, strict=True):
-            self.node.post(self.location, m.Finished(call.call_id, outcome))
+            lead_s = self.node.hints.through(call) if self.node.hints is not None else None
+            ended = outcome if lead_s is None else replace(outcome, lead_s=lead_s)
+            self.node.post(self.location, m.Finished(call.call_id, ended))
 
     def _leave(self, calls: list[Call], kept: Any) -> None:
         for call in calls:

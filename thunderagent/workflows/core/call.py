@@ -35,6 +35,8 @@ class Outcome:
     error: BaseException | None = None
     began_s: float = 0.0
     ended_s: float = 0.0
+    lead_s: float | None = None
+    """After how long it made its first turn at the proxy, where somebody wants to know; None if it made none."""
 
 
 @dataclass(frozen=True, slots=True)
