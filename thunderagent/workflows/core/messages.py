@@ -145,7 +145,25 @@ class HomeArrived:
     version: int
 
 
+@dataclass(slots=True)
+class Expected:
+    """A call came to a location that bears a version of its session's home which is not there yet: say if it is over."""
+
+    session: str
+    agent: str
+    location: str
+    version: int
+
+
 # --- to a controller
+
+
+@dataclass(slots=True)
+class HomeOver:
+    """No version up to this one of a session's home will come any more: the session has ended, or its state is lost."""
+
+    session: str
+    version: int
 
 
 @dataclass(slots=True)
