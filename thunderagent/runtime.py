@@ -204,7 +204,7 @@ class Runtime:
 
     async def lease(self, ask: TurnAsk, while_held: AbstractContextManager[object] = UNBOUNDED) -> OpenLease:
         """Wait for leave to run one turn; see `LeaseSource`."""
-        if self.replicas.names_models:
+        if self.replicas.names_models and not self.served.is_plain(ask.model):
             await self.served.find_pool(ask, while_held)
         if self._closing:
             raise ShuttingDownError("the proxy is shutting down")

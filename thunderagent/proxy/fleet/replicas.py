@@ -303,7 +303,8 @@ class Replicas:
         """Take a reading; tell the runtime if it says anything new."""
         known = self.known[replica_id]
         if reading.models is not None:
-            self._runtime.served.listed(replica_id, reading.models)
+            refuses_others, asked_s = known.endpoint.backend.refuses_models, self._runtime.now_s() - reading.age_s
+            self._runtime.served.listed(replica_id, reading.models, refuses_others=refuses_others, asked_s=asked_s)
         before, known.reading = known.reading, reading
         since, began_anew = NOTHING_SINCE, False
         if has_totals(reading):
