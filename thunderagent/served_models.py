@@ -104,14 +104,14 @@ class ServedModels:
         self.pools.listed(replica_id, models)
         self._unlisted_ids.discard(replica_id)
         self.changed()
-        self._wake()
+        self._tell()
 
     def _answered(self, replica_id: str) -> None:
         self._to_answer.discard(replica_id)
         if not self._to_answer:
-            self._wake()
+            self._tell()
 
-    def _wake(self) -> None:
+    def _tell(self) -> None:
         self._listed.set()
         self._listed = asyncio.Event()
 
