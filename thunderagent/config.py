@@ -517,7 +517,6 @@ class ServeConfig(BaseSettings):
         description="start the simulated engines on any address; without it they start on loopback only",
     )
     embedded_kv_tokens: int = Field(16_000, ge=1024, description="KV pool of each simulated engine, in tokens")
-    embedded_kind: Literal["vllm", "sglang"] = Field("vllm", description="engine kind that the simulated engines play")
 
     @property
     def logs_json(self) -> bool:

@@ -462,8 +462,7 @@ async def embedded_engines(config: ServeConfig) -> AsyncIterator[tuple[str, ...]
 @asynccontextmanager
 async def _embedded_engine(config: ServeConfig) -> AsyncIterator[Process]:
     """Run one engine; it ends with its standard input, so that it cannot outlive this process."""
-    sizes = ("--kind", config.embedded_kind, "--kv-tokens", str(config.embedded_kv_tokens))
-    options = ("--port", "0", *sizes, "--end-with-stdin")
+    options = ("--port", "0", "--kv-tokens", str(config.embedded_kv_tokens), "--end-with-stdin")
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         *("-m", "thunderagent.simulator.server", *options),
