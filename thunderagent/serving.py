@@ -273,6 +273,7 @@ async def proxy(
         first_byte_timeout_s=config.first_byte_timeout_s,
         silence_timeout_s=config.silence_timeout_s,
         total_timeout_s=config.total_timeout_s,
+        stall_limit_s=config.client_stall_limit_s,
         outgoing=Outgoing(keyring, api_key, tracing, forwards_authorization=not config.bearer_programs),
         ssl_context=ssl_context,
     )
@@ -313,6 +314,7 @@ async def proxy(
                 tenant_from_key=config.keys_name_tenants,
                 client_priority=config.client_priority,
                 held=held_limits(config),
+                websocket_limit_s=config.websocket_limit_s,
                 names_programs=bool(config.kv_events),
             ),
             guard_settings=guard_settings(config),
