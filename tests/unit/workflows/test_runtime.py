@@ -427,10 +427,10 @@ def test_an_agent_closes_whichever_way_it_goes(agent: str, caplog: pytest.LogCap
 def test_an_agent_closes_when_what_it_runs_is_over() -> None:
     """A plain method cannot be stopped; a `close` that is declared is no farewell, but a method like others."""
     with deploy(only("holder", "door"), **CALM) as app:
-        app.run(lambda: call("holder", "hold", "h"), session="s")
+        app.run(lambda: [call("holder", "hold", "h"), None][1], session="s")
         app.run(lambda: call("door", "close").value(10))
         assert Holder.closed == ["called"]
-        threading.Timer(0.05, lambda: Holder.gates.setdefault("h", threading.Event()).set()).start()
+        threading.Timer(0.05, Holder.gates.setdefault("h", threading.Event()).set).start()
     assert Holder.closed == ["called", "plain"]
 
 

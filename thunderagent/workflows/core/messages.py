@@ -147,7 +147,7 @@ class HomeArrived:
 
 @dataclass(slots=True)
 class Expected:
-    """A call came to a location that bears a version of its session's home which is not there yet: say if it is over."""
+    """A call came to a location with a version of its session's home that is not there yet: say if it is over."""
 
     session: str
     agent: str
@@ -160,7 +160,7 @@ class Expected:
 
 @dataclass(slots=True)
 class HomeOver:
-    """No version up to this one of a session's home will come any more: the session has ended, or its state is lost."""
+    """No version of a session's home up to this one will come any more: the session ended, or its state is lost."""
 
     session: str
     version: int
