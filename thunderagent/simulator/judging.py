@@ -64,7 +64,7 @@ class JudgeModel:
             context_tokens = self.max_transcript_tokens
         read.append(max(0, context_tokens + self.prompt_tokens - len(read)))
         answer = tokens.open().following(self.output_tokens)
-        return EngineRequest(str(turn_id), read.tokens(), answer, prompt_hashes=list(read.hashes))
+        return EngineRequest(str(turn_id), read.tokens(), answer, keys=read.keys_with(answer))
 
 
 def at(curve: Curve, turns: float) -> float:
