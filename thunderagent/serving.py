@@ -258,6 +258,7 @@ async def proxy(
             ssl_context=ssl_context,
         ),
     )
+    runtime.served.ask_anew = poller.suspect_all
     kv_followers = followers_of(config, runtime)
     sources = (*sources_of(config), *further_sources)
     discovery = Discovery(

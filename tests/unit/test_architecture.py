@@ -101,7 +101,8 @@ ARROWS: dict[str, frozenset[str]] = {
     "event_log": frozenset({"errors", "programs", "policy_loader"}),
     "leases": frozenset({"programs"}),
     "signal_log": frozenset({"errors", "programs"}),
-    "runtime": frozenset({"errors", "programs", "event_log", "leases"}),
+    "served_models": frozenset({"errors", "programs", "leases"}),
+    "runtime": frozenset({"errors", "programs", "event_log", "leases", "served_models"}),
     "proxy": frozenset({"errors", "programs", "leases", "runtime", "backends", "faults", "core_build", "log_lines"}),
     "client": frozenset(),
     # Which of its own files are compiled: setup.py loads it alone.
