@@ -79,4 +79,4 @@ def at(curve: Curve, turns: float) -> float:
 
 
 def _random(seed: int, plan: ProgramPlan, turn_count: int = 0) -> Random:
-    return Random(f"judge/{seed}/{plan.program_id}/{turn_count}")  # noqa: S311 - seeded, not secret
+    return Random(f"judge/{seed}/{plan.program_id}/{turn_count}")
