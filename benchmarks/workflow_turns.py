@@ -85,9 +85,8 @@ class Rig:
         ask = TurnAsk(turn_id=turn_id, program_id=program_id, branch_id=branch_id, prompt_bytes=4 * len(context))
         with await self.runtime.lease(ask) as lease:
             name = str(turn_id)
-            request = EngineRequest(
-                name, context.tokens(), context.following(answer_tokens), prompt_hashes=tuple(context.hashes)
-            )
+            answer = context.following(answer_tokens)
+            request = EngineRequest(name, context.tokens(), answer, keys=context.keys_with(answer))
             over = self._over[name] = asyncio.get_running_loop().create_future()
             self._began[name] = lease
             self.engine.submit(request, self.loop.time())
