@@ -325,6 +325,12 @@ class ShuttingDownError(ThunderAgentError):
     retry_after_s = 5
 
 
+class BadFrameError(ThunderAgentError):
+    """The other side of a link between gateway and scheduler sent what is no frame; the link is given up."""
+
+    code = "bad_frame"
+
+
 class TooManyListenersError(ThunderAgentError):
     """As many listen to the stream of events as may."""
 

@@ -14,14 +14,15 @@ each of which a link to a scheduler elsewhere can answer too (`LeaseSource`). It
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType, TracebackType
 from typing import Literal, Protocol, Self
 
 from msgspec import Struct
 
-from thunderagent.programs.model.events import Media, PrefixCut
+from thunderagent.programs.model.decisions import Decision
+from thunderagent.programs.model.events import Event, Media, PrefixCut
 
 Outcome = Literal["finished", "failed", "refused", "abandoned"]
 """How a turn ended: its answer is whole, its replica failed it, its engine said that it will not do it, or its client
@@ -300,3 +301,22 @@ class LeaseSource(Protocol):
 
         `outcome` says what became of it: `success`, `failure`, or nothing.
         """
+
+
+class FleetSource(LeaseSource, Protocol):
+    """The same, for who keeps the replicas: it hears of them, and says what it sees of them."""
+
+    def observe(self, observer: Callable[[Event, Sequence[Decision]], None], *about: type) -> Callable[[], None]:
+        """Have `observer` called with each event, or with those that it is `about`; return what ends that."""
+
+    def ids_serving(self, model: str) -> Collection[str]:
+        """Return the replicas that serve a model. Raises `UnknownModelError`."""
+
+    def replica_at(self, replica_id: str, url: str) -> None:
+        """Hear where a replica is."""
+
+    def replica_removed(self, replica_id: str) -> None:
+        """Hear that a replica is gone for good."""
+
+    def replica_tripped(self, replica_id: str, *, tripped: bool) -> None:
+        """Hear that a replica that is up fails turn after turn, or that it may be tried again."""

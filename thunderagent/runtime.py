@@ -314,6 +314,11 @@ class Runtime:
             )
         return pool
 
+    def ids_serving(self, model: str) -> Collection[str]:
+        """Return the replicas of the pool that serves a model. Raises `UnknownModelError`."""
+        pool = self.pool_for(model)
+        return pool.scheduler.replicas.keys()
+
     def _told_models(self) -> str:
         names = self.pools.models
         more = f", and {len(names) - TOLD_MODELS_COUNT} more" if len(names) > TOLD_MODELS_COUNT else ""

@@ -35,6 +35,7 @@ from thunderagent.proxy.fleet.breaker import BreakerSettings
 from thunderagent.proxy.fleet.client import ClientSettings, ReplicaClient, open_client
 from thunderagent.proxy.fleet.discovery import Discovery, DiscoverySettings
 from thunderagent.proxy.fleet.observer import Observer
+from thunderagent.proxy.fleet.polls import Polls
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.gate.admin_port import AdminPort
 from thunderagent.proxy.gate.bearer import Tokens
@@ -242,13 +243,12 @@ async def proxy(
     replicas = Replicas(
         runtime,
         [],
-        capacity_override_tokens=config.capacity_tokens,
         breaker_settings=BreakerSettings(config.breaker_failure_count, config.breaker_backoff_s),
         tags_programs=config.engine_tags,
         notice_timeout_s=config.notice_timeout_s,
     )
     poller = Poller(
-        replicas,
+        Polls(runtime, replicas, capacity_override_tokens=config.capacity_tokens),
         PollerSettings(
             interval_s=config.poll_interval_s,
             deadline_s=config.poll_deadline_s,
