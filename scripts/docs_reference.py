@@ -34,7 +34,7 @@ GROUPS = {
     "Replicas and engines": r"backend|kubernetes_replicas|discovery|drain|data_par|capacity|poll_|down_|kv_"
     r"|engine_|notice",
     "Timeouts, retries and failover": r"connect_|first_byte|silence|total_|retr|breaker|body_t|idle_time|grace"
-    r"|client_stall",
+    r"|client_stall|websocket_l",
     "Scheduling": r"policy|admission|order$|victims|priority|control$|fair_|tenant_w|tick|idle_limit|forget|no_replica"
     r"|patience|client_patience",
     "Names of programs": r"program_headers|user_names|bearer|infer",

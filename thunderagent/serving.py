@@ -258,6 +258,7 @@ async def proxy(
             ssl_context=ssl_context,
         ),
     )
+    runtime.served.ask_anew = poller.suspect_all
     kv_followers = followers_of(config, runtime)
     sources = (*sources_of(config), *further_sources)
     discovery = Discovery(
@@ -273,6 +274,7 @@ async def proxy(
         first_byte_timeout_s=config.first_byte_timeout_s,
         silence_timeout_s=config.silence_timeout_s,
         total_timeout_s=config.total_timeout_s,
+        stall_limit_s=config.client_stall_limit_s,
         outgoing=Outgoing(keyring, api_key, tracing, forwards_authorization=not config.bearer_programs),
         ssl_context=ssl_context,
     )
@@ -313,6 +315,7 @@ async def proxy(
                 tenant_from_key=config.keys_name_tenants,
                 client_priority=config.client_priority,
                 held=held_limits(config),
+                websocket_limit_s=config.websocket_limit_s,
                 names_programs=bool(config.kv_events),
             ),
             guard_settings=guard_settings(config),
@@ -462,8 +465,7 @@ async def embedded_engines(config: ServeConfig) -> AsyncIterator[tuple[str, ...]
 @asynccontextmanager
 async def _embedded_engine(config: ServeConfig) -> AsyncIterator[Process]:
     """Run one engine; it ends with its standard input, so that it cannot outlive this process."""
-    sizes = ("--kind", config.embedded_kind, "--kv-tokens", str(config.embedded_kv_tokens))
-    options = ("--port", "0", *sizes, "--end-with-stdin")
+    options = ("--port", "0", "--kv-tokens", str(config.embedded_kv_tokens), "--end-with-stdin")
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         *("-m", "thunderagent.simulator.server", *options),

@@ -28,7 +28,7 @@ from thunderagent.errors import ConfigurationError
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
 _log = structlog.get_logger(__name__)
 
@@ -186,6 +186,11 @@ class Poller:
         watched = self._watched.get(replica_id)
         if watched is not None:
             watched.suspected.set()
+
+    def suspect_all(self, replica_ids: Iterable[str]) -> None:
+        """Poll some replicas at once, and ask them which models they serve."""
+        for replica_id in replica_ids:
+            self.suspect(replica_id)
 
     def refused(self, replica_id: str) -> None:
         """Take a replica for down until a poll finds it healthy, because it refused a connection."""

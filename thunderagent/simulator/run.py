@@ -72,21 +72,27 @@ class Simulation:
         *,
         on_progress: Callable[[Progress], None] | None = None,
         foresight: dict[str, float] | None = None,
+        agenda: Agenda | None = None,
+        turn_ids_from: int = 0,
     ) -> None:
         """Prepare a run. Raises ConfigurationError if it would not fit in memory.
 
         `foresight` is for a clairvoyant policy, which the caller made with the same dictionary: from the arrival of a
         program's turn on it says for how many seconds the tool after that turn will run; `inf` for the last one.
+        `agenda` is shared with other runs (`together.py`), whose turns have other numbers than those from
+        `turn_ids_from` on.
         """
         check_memory(estimate_bytes(scenario, workload), available_bytes())
         self.scheduler = Scheduler(policy, scenario.scheduler)
+        self.handle: Callable[[Event], list[Decision]] = self.scheduler.handle
+        """Who hears what happens, and decides."""
         self.events: list[tuple[Event, tuple[Decision, ...]]] = []
         self._scenario = scenario
         self._workload_name = workload.name
         self._supply = Supply(scenario, workload)
         self._on_progress = on_progress
         self._foresight = foresight
-        self._agenda = Agenda()
+        self._agenda = Agenda() if agenda is None else agenda
         self._tools = ToolHost(scenario.tools, self._agenda, seed=scenario.seed)
         self._tokens = TokenSpace(scenario.engine.block_size)
         self._replicas = {
@@ -101,7 +107,7 @@ class Simulation:
         self._read_by_judge: dict[str, Context] = {}
         self._on_their_way: dict[int, str] = {}  # granted turns that are not in the engine yet: their replicas
         self._by_program_id: dict[str, RunningProgram] = {}
-        self._turn_count = self._poll_count = 0
+        self._turn_count, self._poll_count = turn_ids_from, 0
         self._live_count = 0
 
     def __repr__(self) -> str:
@@ -109,19 +115,27 @@ class Simulation:
 
     def run(self) -> RunResult:
         """Run to the end and return the figures; an interrupt (Ctrl-C) ends the run, and what is done counts."""
-        agenda, scenario = self._agenda, self._scenario
-        complete = True
+        agenda, complete = self._agenda, True
         try:
-            self._begin()
-            while self._has_more and agenda.next_s <= scenario.horizon_s:
+            self.begin()
+            while self.has_more and agenda.next_s <= self._scenario.horizon_s:
                 agenda.advance()
-            if self._has_more:
-                agenda.now_s = scenario.horizon_s
-                complete = scenario.loop != "batch"
+            complete = self.end()
         except KeyboardInterrupt:
             complete = False
+        return self.result(complete=complete)
+
+    def end(self) -> bool:
+        """Let time go on to the end of the run, if it is over before all programs are; say whether it is complete."""
+        if not self.has_more:
+            return True
+        self._agenda.now_s = self._scenario.horizon_s
+        return self._scenario.loop != "batch"
+
+    def result(self, *, complete: bool) -> RunResult:
+        """Return the figures of what was done until now."""
         return self._tally.result(
-            now_s=agenda.now_s,
+            now_s=self._agenda.now_s,
             complete=complete,
             workload=self._workload_name,
             decision_counts=dict(sorted(self._decision_counts.items())),
@@ -132,13 +146,14 @@ class Simulation:
         )
 
     @property
-    def _has_more(self) -> bool:
+    def has_more(self) -> bool:
         """Whether any program is there, or still to come."""
         return self._live_count > 0
 
     # --- the begin of things ------------------------------------------------------------------------------------------
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
+        """Have replicas come up, and programs begin."""
         scenario = self._scenario
         for replica_id in self._replicas:
             self._poll(replica_id)
@@ -344,9 +359,13 @@ class Simulation:
     # --- the scheduler ------------------------------------------------------------------------------------------------
 
     def _dispatch(self, event: Event) -> None:
-        decisions = self.scheduler.handle(event)
+        decisions = self.handle(event)
         if self._scenario.keep_events:
             self.events.append((event, tuple(decisions)))
+        self.carry_out(decisions)
+
+    def carry_out(self, decisions: list[Decision]) -> None:
+        """Do what was decided."""
         for decision in decisions:
             self._decision_counts[f"{type(decision).__name__.lower()} {decision.reason}"] += 1
             if isinstance(decision, Pause | Restore):

@@ -80,6 +80,8 @@ class Scenario:
     judge: JudgeModel | None = None
     engines_retain: bool = False
     keep_events: bool = False
+    replica_prefix: str = "r"
+    """Replicas are named so, and numbered; runs behind one proxy must name theirs apart."""
 
     def __post_init__(self) -> None:
         for name in ("replica_count", "programs_count"):
@@ -106,7 +108,7 @@ class Scenario:
     @property
     def replica_ids(self) -> tuple[str, ...]:
         """Return the names of the replicas."""
-        return tuple(f"r{number}" for number in range(self.replica_count))
+        return tuple(f"{self.replica_prefix}{number}" for number in range(self.replica_count))
 
 
 def estimate_bytes(scenario: Scenario, workload: Workload) -> int:

@@ -1,7 +1,8 @@
 """How often clients' hints were right, and how far they are believed for it.
 
 A program is believed as far as its client says it is sure, and no further than its own hints were right so far. Until
-there are some of its own, its tenant's stand in; a client of whom nothing was seen is believed.
+there are some of its own, its tenant's stand in; a client of whom nothing was seen is believed. Programs of nobody in
+particular are no tenant: one stranger's wrong word would be held against all the others.
 """
 
 from __future__ import annotations
@@ -51,12 +52,16 @@ class HintRecord:
         outcome = EARLY if came_s < least_s else LATE if came_s > most_s else RIGHT
         self.outcome_counts[outcome] += 1
         self.error_s_total += max(0.0, least_s - came_s, came_s - most_s)
-        is_right = float(outcome == RIGHT)
+        right_ratio = float(outcome == RIGHT)
         own_right, own_weight = program.hint_score
-        program.hint_score = (own_right * FORGETTING_RATIO + is_right, own_weight * FORGETTING_RATIO + 1.0)
-        right, weight = self._of_tenant.get(program.tenant, (0.0, 0.0))
-        self._of_tenant[program.tenant] = (right * FORGETTING_RATIO + is_right, weight * FORGETTING_RATIO + 1.0)
-        self._of_tenant.move_to_end(program.tenant)
+        program.hint_score = (own_right * FORGETTING_RATIO + right_ratio, own_weight * FORGETTING_RATIO + 1.0)
+        if program.tenant:
+            self._learn_of_tenant(program.tenant, right_ratio)
+        return outcome
+
+    def _learn_of_tenant(self, tenant: str, right_ratio: float) -> None:
+        right, weight = self._of_tenant.get(tenant, (0.0, 0.0))
+        self._of_tenant[tenant] = (right * FORGETTING_RATIO + right_ratio, weight * FORGETTING_RATIO + 1.0)
+        self._of_tenant.move_to_end(tenant)
         if len(self._of_tenant) > MAX_TENANTS_COUNT:
             self._of_tenant.popitem(last=False)
-        return outcome

@@ -26,7 +26,8 @@ class Polls:
         """Take a reading; tell the runtime if it says anything new."""
         known = self._replicas.known[replica_id]
         if reading.models is not None:
-            self._runtime.models_listed(replica_id, reading.models)
+            refuses_others, asked_s = known.endpoint.backend.refuses_models, self._runtime.now_s() - reading.age_s
+            self._runtime.served.listed(replica_id, reading.models, refuses_others=refuses_others, asked_s=asked_s)
         before, known.reading = known.reading, reading
         since, began_anew = NOTHING_SINCE, False
         if has_totals(reading):
@@ -62,7 +63,7 @@ class Polls:
         self._replicas.came_up(replica_id)
         if known.draining_since_s is None:
             self._runtime.replica_up(replica_id, capacity_tokens)
-        self._runtime.replica_heard(replica_id)
+        self._runtime.served.replica_heard(replica_id)
 
     def ranks_found(self, url: str, ranks_count: int) -> None:
         """Pass on how many ranks a URL has: it may make replicas come and go."""
@@ -75,4 +76,4 @@ class Polls:
         known.why_down = why
         known.is_up = False
         self._runtime.replica_down(replica_id)
-        self._runtime.replica_heard(replica_id)
+        self._runtime.served.replica_heard(replica_id)
