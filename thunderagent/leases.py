@@ -30,6 +30,9 @@ left."""
 
 UNBOUNDED = nullcontext()
 
+FAIL_OPEN = "fail_open"
+"""The reason of a lease that whoever carries the bytes gave itself, because there was no scheduler for long."""
+
 
 class TurnHint(Struct, frozen=True, array_like=True, gc=False):
     """What a client says of its program's next turn; more is as in `ProgramHinted`."""
@@ -135,6 +138,8 @@ class ReplicaMap:
         """Whether it may matter which model a turn is for: only then it must say so."""
         self.has_pools = False
         """Whether replicas are in several pools."""
+        self.on_push: Callable[[Sequence[ReplicaState], Sequence[str]], None] | None = None
+        """Hears of what was pushed, and of the ids that were removed."""
 
     def __repr__(self) -> str:
         return f"<ReplicaMap: {len(self._states)} replicas, {len(self.open_ids)} open>"
@@ -151,6 +156,7 @@ class ReplicaMap:
     def push(self, states: Iterable[ReplicaState], removed_ids: Iterable[str] = ()) -> None:
         """Take in what changed. Cost: O(what is said), and O(replicas) if that opens or closes one."""
         opens_or_closes = False
+        states, removed_ids = tuple(states), tuple(removed_ids)
         for state in states:
             before = self._states.get(state.replica_id)
             self._states[state.replica_id] = state
@@ -160,6 +166,8 @@ class ReplicaMap:
             opens_or_closes |= removed is not None and removed.is_open
         if opens_or_closes:
             self.open_ids = tuple(state.replica_id for state in self._states.values() if state.is_open)
+        if self.on_push is not None:
+            self.on_push(states, removed_ids)
 
 
 class LeaseKeeper(Protocol):

@@ -8,6 +8,7 @@ import random
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 
 import pytest
@@ -15,8 +16,9 @@ import pytest
 from thunderagent.errors import BadFrameError
 from thunderagent.leases import Lease, TurnAsk, TurnEnd
 from thunderagent.scale.carried import CarriedTurns
-from thunderagent.scale.gateways import Gateway, Gateways
-from thunderagent.scale.messages import Card, Digest, Hello, Hold, Progress, Refusal, Released, Running, decode, encode
+from thunderagent.scale.gateway import Gateway
+from thunderagent.scale.gateways import Gateways
+from thunderagent.scale.messages import Card, Digest, Frame, Hello, Progress, Refusal, Released, Running, decode, encode
 
 SEEDS_COUNT = int(os.environ.get("SCALE_SEEDS", "60"))
 CAPACITY_COUNT = 4
@@ -136,6 +138,13 @@ class World:
     def start_scheduler(self) -> None:
         self.ledger = Ledger()
 
+    def flush(self) -> None:
+        """Send gateways what their scheduler has to say."""
+        for each in self.gateways:
+            gateway = each.link.at_scheduler if each.link is not None else None
+            if self.ledger is not None and each.link is not None and gateway is not None and gateway.has_news:
+                each.send(each.link, "down", encode(self.ledger.gateways.frame(gateway)))
+
 
 class Client:
     """A gateway, and the clients that come to it."""
@@ -237,80 +246,87 @@ class Client:
             self.world.time.after(arrives_s - self.world.time.now_s, lambda: self.arrives(link, way, data))
 
     def arrives(self, link: Link, way: str, data: bytes) -> None:
-        late = link.is_cut
         ledger = self.world.ledger
-        if ledger is None or (late and (way == "down" or self.world.random.random() < 0.5)):
+        if ledger is None or (link.is_cut and (way == "down" or self.world.random.random() < 0.5)):
             return
         frame, dropped_count = decode(data)
         assert not dropped_count
         try:
             if way == "down":
-                for message in self.turns.take(frame):
-                    if isinstance(message, Lease):
-                        self.run(message.turn_id)
-                    elif isinstance(message, Refusal):
-                        self.refused.add(message.turn_id)
-                    elif isinstance(message, Hold):
-                        pass
-                self.epochs.append(self.turns.epoch)
-                self.flush()
+                self.hear(frame)
+            elif not self.is_heard(ledger, link, frame):
                 return
-            if link.at_scheduler is None:
-                if late or not frame.messages or not isinstance(frame.messages[0], Hello):
-                    raise BadFrameError("no hello")
-                link.at_scheduler = ledger.gateways.linked(frame.messages[0])
-            elif link.at_scheduler not in ledger.gateways.all.values():
-                return  # of the scheduler before
-            if link.at_scheduler.link_number != link.number:
-                return  # a later link is there: this one was closed
-            ledger.gateways.take(link.at_scheduler, frame)
         except BadFrameError:
             self.cut()
             return
-        for each in self.world.gateways:
-            gateway = each.link.at_scheduler if each.link is not None else None
-            if each.link is not None and gateway is not None and gateway.has_news:
-                each.send(each.link, "down", encode(ledger.gateways.frame(gateway)))
+        self.world.flush()
+
+    def hear(self, frame: Frame) -> None:
+        for message in self.turns.take(frame):
+            if isinstance(message, Lease):
+                self.run(message.turn_id)
+            elif isinstance(message, Refusal):
+                self.refused.add(message.turn_id)
+        self.epochs.append(self.turns.epoch)
+        self.flush()
+
+    def is_heard(self, ledger: Ledger, link: Link, frame: Frame) -> bool:
+        """Have the scheduler hear a frame; False if it is of a link that is over."""
+        if link.at_scheduler is None:
+            hello = frame.messages[0]
+            if link.is_cut or not isinstance(hello, Hello):
+                return False
+            link.at_scheduler = ledger.gateways.linked(hello)
+        gateway = link.at_scheduler
+        if gateway not in ledger.gateways.all.values() or gateway.link_number != link.number:
+            return False
+        ledger.gateways.take(gateway, frame)
+        return True
 
 
-@pytest.mark.parametrize("seed", range(SEEDS_COUNT))
-def test_no_lease_is_lost_or_leaked_and_no_usage_counted_twice(seed: int) -> None:
-    """Whatever is cut, doubled, lost or started anew: each turn starts once, and each scheduler counts its end once."""
+def busy_world(seed: int) -> World:
+    """A world in which much will go wrong within 35 seconds."""
     world = World(seed)
     for gateway in world.gateways:
         for turn_id in range(1, TURNS_COUNT + 1):
-            world.time.after(world.random.uniform(0, 30), lambda gateway=gateway, turn_id=turn_id: gateway.ask(turn_id))
+            world.time.after(world.random.uniform(0, 30), partial(gateway.ask, turn_id))
         for _ in range(world.random.randrange(6)):
             world.time.after(world.random.uniform(0, 35), gateway.cut)
         if world.random.random() < 0.5:
             world.time.after(world.random.uniform(5, 35), gateway.fail_open)
     for _ in range(world.random.randrange(4)):
-        world.time.after(
-            world.random.uniform(0, 35), lambda: world.kill_scheduler(world.random.choice([0.1, 2.0, 10.0]))
-        )
+        for_s = world.random.choice([0.1, 2.0, 10.0])
+        world.time.after(world.random.uniform(0, 35), partial(world.kill_scheduler, for_s))
+    return world
+
+
+@pytest.mark.parametrize("seed", range(SEEDS_COUNT))
+def test_no_lease_is_lost_or_leaked_and_no_usage_counted_twice(seed: int) -> None:
+    """Whatever is cut, doubled, lost or started anew: a turn starts once, and each scheduler counts its end once."""
+    world = busy_world(seed)
     for tick in range(600):
         world.time.run(float(tick) / 4)
         if world.ledger is not None:
             for gateway in world.ledger.gateways.lose_silent(world.time.now_s, LOST_AFTER_S):
                 assert not gateway.is_linked
-            for each in world.gateways:
-                at_scheduler = each.link.at_scheduler if each.link is not None else None
-                if each.link is not None and at_scheduler is not None and at_scheduler.has_news:
-                    each.send(each.link, "down", encode(world.ledger.gateways.frame(at_scheduler)))
+        world.flush()
 
     ledger = world.ledger
     assert ledger is not None
-    for gateway in world.gateways:
-        gateway_id = gateway.turns.gateway_id
-        assert not gateway.turns.rows, f"rows are left: {gateway.turns.rows}"
-        assert all(number == 1 for number in gateway.started.values()), "a turn was started twice"
-        every = set(range(1, TURNS_COUNT + 1))
-        assert gateway.finished | gateway.refused | gateway.abandoned == every, "a turn got no answer"
-        assert gateway.epochs == sorted(gateway.epochs), "an epoch fell"
-        for turn_id in gateway.finished:
-            counts = [each.counted[f"{gateway_id}-{turn_id}"] for each in [*world.past, ledger]]
-            assert max(counts) == 1, f"turn {turn_id} of {gateway_id} was counted {counts}"
+    for client in world.gateways:
+        check(client, [*world.past, ledger])
     assert not ledger.in_flight, "leases are leaked"
     assert not ledger.waiting, "turns are held for nobody"
     assert not ledger.gateways.turns_count
     assert sum(ledger.usage.values()) == 7 * sum(ledger.counted.values())
+
+
+def check(client: Client, ledgers: list[Ledger]) -> None:
+    """Check that every turn of a gateway got one answer, and was counted once."""
+    assert not client.turns.rows, f"rows are left: {client.turns.rows}"
+    assert all(number == 1 for number in client.started.values()), "a turn was started twice"
+    assert client.finished | client.refused | client.abandoned == set(range(1, TURNS_COUNT + 1)), "a turn got no answer"
+    assert client.epochs == sorted(client.epochs), "an epoch fell"
+    for turn_id in client.finished:
+        counts = [ledger.counted[f"{client.turns.gateway_id}-{turn_id}"] for ledger in ledgers]
+        assert max(counts) == 1, f"turn {turn_id} of {client!r} was counted {counts}"

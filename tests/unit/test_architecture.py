@@ -104,6 +104,8 @@ ARROWS: dict[str, frozenset[str]] = {
     "served_models": frozenset({"errors", "programs", "leases"}),
     "runtime": frozenset({"errors", "programs", "event_log", "leases", "served_models"}),
     "proxy": frozenset({"errors", "programs", "leases", "runtime", "backends", "faults", "core_build", "log_lines"}),
+    # The link between gateways and a scheduler: both of its ends, and the proxy that a gateway is.
+    "scale": frozenset({"errors", "programs", "leases", "runtime", "proxy"}),
     "client": frozenset(),
     # Which of its own files are compiled: setup.py loads it alone.
     "core_build": frozenset(),
@@ -134,12 +136,15 @@ ARROWS: dict[str, frozenset[str]] = {
     "reloading": frozenset({"errors", "backends", "proxy", "config", "security", "replica_sources"}),
     # Wires everything up; the command line starts it.
     "serving": EVERY_ROOM - {"simulator"} | {"config", "signal_log", "reloading"},
+    # The same for what several processes share.
+    "scaling": EVERY_ROOM | {"config", "serving", "scale"},
     # A client of engines and of a proxy, which it can start for itself.
     "doctor": frozenset({"errors", "backends", "config", "security", "serving"}),
     "cli": EVERY_ROOM
     | {
         "config",
         "serving",
+        "scaling",
         "status",
         "calibrate",
         "core_build",

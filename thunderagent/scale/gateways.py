@@ -8,27 +8,29 @@ turns by numbers of its own, in the order in which they came; here each is mappe
 A gateway is the truth about its own turns. At the beginning of each link it tells all of them, and what is told is
 compared with what is known of it:
 
-- a turn that runs, or ended, of which nothing is known was granted by another scheduler, or by the gateway itself: it is
-  *adopted*, and its end, if it has one, counted;
-- one that is held here and runs there is adopted too; one that was granted here and is held there is told its lease once
-  more; one that ended there ends here;
+- a turn that runs, or ended, of which nothing is known was granted by another scheduler, or by the gateway itself: it
+  is *adopted*, and its end, if it has one, counted;
+- one that is held here and runs there is adopted too; one that was granted here and is held there is told its lease
+  once more; one that ended there ends here;
 - one that is known here, and was not told, is over.
 
 A turn's end is counted once. Its number is kept until the gateway has heard the acknowledgement, which is known by the
 number of the last frame that it heard, so that an end which is told again is acknowledged again and not counted.
 
-Of two schedulers the one with the higher epoch leads. Without a store a scheduler takes its epoch from its gateways: one
-more than the highest that any of them has seen of another leader.
+Of two schedulers the one with the higher epoch leads. Without a store a scheduler takes its epoch from its gateways:
+one more than the highest that any of them has seen of another leader.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from msgspec.structs import replace
 
 from thunderagent.errors import BadFrameError
 from thunderagent.leases import Lease, TurnAsk, TurnEnd
+from thunderagent.scale.gateway import Gateway, GatewayTurn
 from thunderagent.scale.messages import (
     Card,
     Digest,
@@ -48,6 +50,8 @@ from thunderagent.scale.messages import (
     Turns,
 )
 
+GENERATION_BITS = 32
+"""Gateways are told the epoch above so many bits of a generation: what another scheduler counted is another."""
 
 FORGET_S = 3600.0
 """A gateway that has had no link for so long is forgotten, and which of its ends were counted."""
@@ -84,56 +88,14 @@ class Grants(Protocol):
         """Take in what a gateway saw of a replica."""
 
 
-class _Turn:
-    """One turn of a gateway."""
-
-    __slots__ = ("lease", "own_id")
-
-    def __init__(self, own_id: int) -> None:
-        self.own_id = own_id
-        self.lease: Lease | None = None
-        """As it was told; None while the turn is held."""
-
-
-class Gateway:
-    """One run of a gateway, and what is known of its turns."""
-
-    def __init__(self, gateway_id: str, boot_id: int) -> None:
-        """Begin with no turn and no link."""
-        self.gateway_id = gateway_id
-        self.boot_id = boot_id
-        self.link_number = 0
-        self.is_linked = False
-        self.is_told = False
-        """Whether it told all that it has, on this link."""
-        self.lost_since_s: float | None = None
-        """Since when it has no link."""
-        self.turns: dict[int, _Turn] = {}
-        """By its own numbers."""
-        self.counted: dict[int, int] = {}
-        """Turns whose ends were counted: the frame in which that was acknowledged; 0 while it was not sent."""
-        self.outbox: list[Message] = []
-        self.uncounted_ids: list[int] = []
-        """Turns whose acknowledgement goes out with the next frame."""
-        self.number = 0
-        self.heard = 0
-        self.told_ids: set[int] = set()
-
-    def __repr__(self) -> str:
-        where = f"link {self.link_number}" if self.is_linked else "no link"
-        return f"<Gateway {self.gateway_id}: {len(self.turns)} turns, {where}>"
-
-    @property
-    def has_news(self) -> bool:
-        """Whether there is something to send to it."""
-        return self.is_linked and bool(self.outbox or self.uncounted_ids)
-
-
 class Gateways:
     """All gateways. What is decided of their turns is told here, and goes out by `frame`."""
 
-    def __init__(self, grants: Grants, leader_id: int) -> None:
-        """Begin with no gateway, and in no epoch; `leader_id` is of this run of the scheduler."""
+    def __init__(self, grants: Grants, leader_id: int, on_news: Callable[[Gateway], None] = lambda _: None) -> None:
+        """Begin with no gateway, and in no epoch; `leader_id` is of this run of the scheduler.
+
+        `on_news` is called when there is something to send to a gateway.
+        """
         self.epoch = 0
         self.leader_id = leader_id
         self.all: dict[str, Gateway] = {}
@@ -141,6 +103,9 @@ class Gateways:
         self.adopted_count = self.again_count = 0
         """Turns that were adopted, and ends that were told again after they had been counted."""
         self._grants = grants
+        self._on_news = on_news
+        self._served: dict[str, set[str]] = {}
+        """Which gateways carried turns of a program."""
         self._by_own_id: dict[int, tuple[Gateway, int]] = {}
 
     def __repr__(self) -> str:
@@ -172,9 +137,9 @@ class Gateways:
         if hello.highest_epoch > self.epoch or (hello.highest_epoch == self.epoch and not is_ours):
             self.epoch = hello.highest_epoch + 1
             for other in self.all.values():
-                self._say(other, Lead(self.leader_id))
+                self.say(other, Lead(self.leader_id))
         else:
-            self._say(gateway, Lead(self.leader_id))
+            self.say(gateway, Lead(self.leader_id))
         return gateway
 
     def unlinked(self, gateway: Gateway, link_number: int, now_s: float) -> None:
@@ -205,6 +170,7 @@ class Gateways:
             return
         own_id, lease = turn.own_id, turn.lease
         self._drop(gateway, turn_id)
+        gateway.lost(turn_id, own_id)
         if lease is None:
             self._grants.left(own_id)
         else:
@@ -221,14 +187,16 @@ class Gateways:
             gateway.uncounted_ids = []
         return Frame(gateway.number, gateway.heard, self.epoch, messages)
 
-    def _say(self, gateway: Gateway, message: Message) -> None:
+    def say(self, gateway: Gateway, message: Message) -> None:
+        """Tell a gateway something, if it has a link."""
         if gateway.is_linked:
             gateway.outbox.append(message)
+            self._on_news(gateway)
 
     def say_to_all(self, message: Message) -> None:
         """Tell all gateways something."""
         for gateway in self.all.values():
-            self._say(gateway, message)
+            self.say(gateway, message)
 
     # --- what gateways say
 
@@ -262,8 +230,8 @@ class Gateways:
                 if message.turn_id in gateway.turns:
                     self._over(gateway, message.turn_id)
             case Released():
-                self._grants.released(message)
-                self._say(gateway, Gone(message.program_id))
+                self._grants.released(self._of_ours(message))
+                self.say(gateway, Gone(message.program_id))
             case Digest():
                 self._grants.seen(gateway.gateway_id, message)
             case Turns():
@@ -275,8 +243,8 @@ class Gateways:
             case _:
                 raise BadFrameError(f"{gateway} says what only schedulers say: {type(message).__name__}")
 
-    def _new(self, gateway: Gateway, turn_id: int) -> _Turn:
-        turn = gateway.turns[turn_id] = _Turn(self._grants.new_turn_id())
+    def _new(self, gateway: Gateway, turn_id: int) -> GatewayTurn:
+        turn = gateway.turns[turn_id] = GatewayTurn(self._grants.new_turn_id())
         self._by_own_id[turn.own_id] = gateway, turn_id
         return turn
 
@@ -286,9 +254,11 @@ class Gateways:
     def _asked(self, gateway: Gateway, ask: TurnAsk) -> None:
         known = gateway.turns.get(ask.turn_id)
         if known is None:
-            self._grants.asked(self._new(gateway, ask.turn_id).own_id, ask)
+            earlier_id = None if ask.supersedes_id is None else gateway.own_id(ask.supersedes_id)
+            own_id = self._new(gateway, ask.turn_id).own_id
+            self._grants.asked(own_id, replace(ask, turn_id=own_id, supersedes_id=earlier_id))
         elif known.lease is not None:  # its grant was lost with the link
-            self._say(gateway, known.lease)
+            self.say(gateway, known.lease)
 
     def _ended(self, gateway: Gateway, end: TurnEnd, running: Running | None = None) -> None:
         """Count how a turn ended, once, and acknowledge it."""
@@ -300,9 +270,12 @@ class Gateways:
                 self._runs(gateway, running)
             own_id = gateway.turns[turn_id].own_id
             self._drop(gateway, turn_id)
+            if end.outcome != "finished":
+                gateway.lost(turn_id, own_id)
             self._grants.ended(own_id, end)
         gateway.counted[turn_id] = 0
         gateway.uncounted_ids.append(turn_id)
+        self._on_news(gateway)
 
     def _runs(self, gateway: Gateway, running: Running) -> None:
         """Have a turn run where its gateway says that it does."""
@@ -315,6 +288,7 @@ class Gateways:
         turn = self._new(gateway, turn_id)
         turn.lease = lease
         self.adopted_count += 1
+        self._serves(gateway, lease)
         self._grants.adopted(turn.own_id, running)
 
     def _told(self, gateway: Gateway, turns: Turns) -> None:
@@ -348,21 +322,39 @@ class Gateways:
             return False
         gateway, turn_id = of
         turn = gateway.turns[turn_id]
-        turn.lease = replace(lease, turn_id=turn_id)
-        self._say(gateway, turn.lease)
+        turn.lease = replace(lease, turn_id=turn_id, generation=self.epoch << GENERATION_BITS | lease.generation)
+        self._serves(gateway, lease)
+        self.say(gateway, turn.lease)
         return True
+
+    def _serves(self, gateway: Gateway, lease: Lease) -> None:
+        if lease.program_id is not None:
+            self._served.setdefault(lease.program_id, set()).add(gateway.gateway_id)
+
+    def _of_ours(self, word: Released) -> Released:
+        """Return the word with the generation as the core has it; of another epoch's whichever lives is meant."""
+        if word.generation is None:
+            return word
+        is_ours = word.generation >> GENERATION_BITS == self.epoch
+        return replace(word, generation=word.generation & ((1 << GENERATION_BITS) - 1) if is_ours else None)
+
+    def program_ended(self, program_id: str) -> None:
+        """Tell those who carried turns of a program that it ended."""
+        for gateway_id in self._served.pop(program_id, ()):
+            if gateway_id in self.all:
+                self.say(self.all[gateway_id], Gone(program_id))
 
     def held(self, own_id: int) -> None:
         """Tell a gateway that a turn is held."""
         if (of := self._by_own_id.get(own_id)) is not None:
-            self._say(of[0], Hold(of[1]))
+            self.say(of[0], Hold(of[1]))
 
     def refused(self, own_id: int, code: str, message: str, retry_after_s: int | None = None) -> None:
         """Tell a gateway that there will be no lease."""
         if (of := self._by_own_id.get(own_id)) is not None:
             gateway, turn_id = of
             self._drop(gateway, turn_id)
-            self._say(gateway, Refusal(turn_id, code, message, retry_after_s))
+            self.say(gateway, Refusal(turn_id, code, message, retry_after_s))
 
     def is_known(self, own_id: int) -> bool:
         """Say whether a turn is held or runs."""

@@ -108,7 +108,7 @@ class Released(Struct, frozen=True, array_like=True, tag="released", gc=False):
 
 
 class Digest(Struct, frozen=True, array_like=True, tag="replica", gc=False):
-    """What a gateway saw of a replica: `refused` a connection, `failed` a turn, is `tripped`, or no longer (`tried`)."""
+    """What a gateway saw of a replica: it `refused` a connection, `failed` a turn, is `tripped`, or may be `tried`."""
 
     replica_id: str
     seen: str
@@ -160,6 +160,8 @@ class RemoteReplica(Struct, frozen=True, array_like=True):
     kind: str = "auto"
     """Of its engine: how it is told of priorities, and of clients that left."""
     rank_id: int | None = None
+    models: tuple[str, ...] = ()
+    """That it lists, where there are several pools."""
 
 
 class Replicas(Struct, frozen=True, array_like=True, tag="replicas"):

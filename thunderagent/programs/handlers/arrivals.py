@@ -9,11 +9,11 @@ from thunderagent.programs.book.replica import Replica
 from thunderagent.programs.core import Core
 from thunderagent.programs.handlers.lives import Lives
 from thunderagent.programs.model.decisions import Hold, Reason, Reject
-from thunderagent.programs.model.events import Media, PinnedTurnArrived, TurnAdopted, TurnArrived
+from thunderagent.programs.model.events import Media, PinnedTurnArrived, PrefixCut, TurnAdopted, TurnArrived
 from thunderagent.programs.model.places import Kind
 from thunderagent.programs.model.policy import Moment
 from thunderagent.programs.model.program import Program
-from thunderagent.programs.model.turn import MAIN_BRANCH, Turn
+from thunderagent.programs.model.turn import MAIN_BRANCH, Branch, Turn
 
 
 class Arrivals:
@@ -85,19 +85,22 @@ class Arrivals:
         if core.routing.routes:
             core.routing.send(program)
         turn = self._new_turn(event, program, earlier)
-        tokens_per_byte_ratio = core.knowledge.tokens_per_byte_ratio
-        turn.prompt_tokens = program.estimate_prompt_tokens(turn, tokens_per_byte_ratio)
+        turn.prompt_tokens = program.estimate_prompt_tokens(turn, core.knowledge.tokens_per_byte_ratio)
         book.turns[turn.turn_id] = turn
         branch = program.branch_of(turn, event.parent_branch_id)
         if event.prefix and core.claim_rules.share_prefixes:
-            grown = book.prefixes.set_prefix(program, branch, event.prefix, tokens_per_byte_ratio)
-            for replica_id, tokens in grown.items():
-                if tokens:
-                    book.touch(book.replicas[replica_id]).share(tokens)
+            self._share(program, branch, event.prefix)
         if runs_on is None:
             self._place_turn(program, turn, earlier)
         else:
             self._count_where_it_runs(program, turn, runs_on)
+
+    def _share(self, program: Program, branch: Branch, prefix: tuple[PrefixCut, ...]) -> None:
+        """Note what of a prompt others may have, too."""
+        book, ratio = self._core.book, self._core.knowledge.tokens_per_byte_ratio
+        for replica_id, tokens in book.prefixes.set_prefix(program, branch, prefix, ratio).items():
+            if tokens:
+                book.touch(book.replicas[replica_id]).share(tokens)
 
     def _new_turn(self, event: TurnArrived, program: Program, earlier: Turn | None) -> Turn:
         """Return the turn that arrived, with the age of the attempt that it takes the place of."""

@@ -36,6 +36,10 @@ log = structlog.get_logger("thunderagent.replicas")
 _MAY_PAUSE = frozenset({GrantsSuspended, GrantsContinued, ReplicaUp, ReplicaDown})
 
 
+NOT_POLLED = "not polled yet"
+"""Why a replica is down at first."""
+
+
 class Watcher(Protocol):
     """What the proxy asks of the poller."""
 
@@ -80,7 +84,7 @@ class KnownReplica:
     reading: ReplicaReading = NOTHING_READ
     counted: ReplicaReading = NOTHING_READ
     """The last reading that had totals: others may have failed since then, and what happened meanwhile counts."""
-    why_down: str = "not polled yet"
+    why_down: str = NOT_POLLED
     weight_version: str = ""
     """Of the weights that it was last told to take, or said it has; empty if nobody said."""
     told_count: int = 0
