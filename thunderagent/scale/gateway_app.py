@@ -223,11 +223,10 @@ class GatewayCollector:
 
 def _of_scheduler() -> list[tuple[str, str]]:
     """Return method and path of all that is asked of the scheduler."""
-    found = []
+    found: list[tuple[str, str]] = []
     for access, methods, pattern in ROUTES:
         if access is not ENGINE and pattern not in ASKED_HERE:
-            number = iter(range(9))
-            path = re.sub(r"\{\}", lambda _, number=number: f"{{part{next(number)}:.+}}", pattern)
+            path = re.sub(r"\{\}", "{part:.+}", pattern, count=1).replace("{}", "{more:.+}")
             paths = [path] if not path.endswith("**") else [path[:-2], path[:-2].rstrip("/") + "/{tail:.*}"]
             found.extend((method, each) for method in methods.split() for each in paths if each)
     return found

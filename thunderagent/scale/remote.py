@@ -165,7 +165,8 @@ class RemoteRuntime:
         return OpenLease(self, lease)
 
     async def _answer(self, turn_id: int) -> Answer:
-        waiter = self._waiters[turn_id] = asyncio.get_running_loop().create_future()
+        waiter: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._waiters[turn_id] = waiter
         return await waiter
 
     async def _wait(self, ask: TurnAsk, while_held: AbstractContextManager[object]) -> Lease:
