@@ -67,7 +67,7 @@ class Goodput:
     def adopt(self, record: PriceRecord) -> None:
         """Know what another one knew of the speed; what it judged stays its own. Raises ValueError."""
         self._decode_s.adopt(record.decode)
-        self._decode_token_s, self._since_refresh = record.decode_token_s, record.decode_since_refresh
+        self._decode_token_s, self._since_refresh = record.decode_token_s, record.decode_refreshed_count
 
     def ideal_s(self, new_tokens: int, output_tokens: int, prefill_token_s: float) -> float:
         """Return how long a turn takes alone whose prompt has so many tokens that no engine can have cached."""

@@ -85,10 +85,10 @@ class LogHistogram:
         return low + (high - low) * (wanted - below) / counts[index]
 
 
-def check_counts(counts: Sequence[float], length: int) -> None:
+def check_counts(counts: Sequence[float], bins_count: int) -> None:
     """Raise ValueError if these are not so many counts."""
-    if len(counts) != length or not all(0 <= each < inf for each in counts):
-        raise ValueError(f"not {length} counts")
+    if len(counts) != bins_count or not all(0 <= each < inf for each in counts):
+        raise ValueError(f"not {bins_count} counts")
 
 
 def geometric_edges(first: float, step_ratio: float, count: int) -> tuple[float, ...]:

@@ -46,14 +46,14 @@ class GrowthRecord:
 
 @dataclass(frozen=True, slots=True)
 class PriceRecord:
-    """What a token costs: to prefill (None: not learned), and to generate."""
+    """What a token costs: to prefill (None: not learned), and to generate, as looked up so many turns ago."""
 
     prefill: HistogramRecord
     prefill_decode: HistogramRecord
     prefill_token_s: float | None
     decode: HistogramRecord
     decode_token_s: float
-    decode_since_refresh: int
+    decode_refreshed_count: int
     tokens_per_byte_ratio: float
 
 
