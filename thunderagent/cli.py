@@ -109,7 +109,7 @@ def build_parser() -> argparse.ArgumentParser:
     for name, help_text, add_options in (
         ("serve", "serve agent programs on engine replicas", _add_serve),
         ("doctor", "find what is wrong with engines and a proxy, and say what to do", _add_doctor),
-        ("engine", "run a simulated engine that speaks vLLM's or SGLang's dialect", _add_engine),
+        ("engine", "run a simulated engine that speaks vLLM's dialect", _add_engine),
         (
             "simulate",
             "simulate programs, engines and a policy in virtual time",

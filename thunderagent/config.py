@@ -370,7 +370,17 @@ class ServeConfig(BaseSettings):
         "503",
     )
     client_stall_limit_s: float = Field(
-        120.0, gt=0, description="a client that takes nothing of its answer for longer is cut off, in seconds"
+        120.0,
+        gt=0,
+        description="a client that takes nothing of its answer for longer is cut off, in seconds; so is either side of "
+        "a websocket",
+    )
+    max_websockets_count: int = Field(1000, ge=1, description="most websockets that are open at a time; more get 503")
+    key_max_websockets_count: int | None = Field(
+        None, ge=1, description="most websockets of one key; more get 429; by default half of max_websockets_count"
+    )
+    websocket_limit_s: float = Field(
+        3600.0, gt=0, description="a websocket that is open for longer is closed with code 1001, in seconds"
     )
     max_programs_count: int = Field(
         100_000,
@@ -489,6 +499,11 @@ class ServeConfig(BaseSettings):
         None, description="kubeconfig file; by default that of the pod this runs in, else that of kubectl"
     )
     kubernetes_url: str = Field("", description="address of a Kubernetes API that needs no login, as kubectl proxy's")
+    state: Path | None = Field(
+        None,
+        description="file that keeps what is learned (tool times, growth, prices, capacities), each half minute and at "
+        "the end, for the next start",
+    )
     signal_log: Path | None = Field(
         None, description="file to which the information stream is appended, one JSON object a line"
     )
@@ -517,7 +532,6 @@ class ServeConfig(BaseSettings):
         description="start the simulated engines on any address; without it they start on loopback only",
     )
     embedded_kv_tokens: int = Field(16_000, ge=1024, description="KV pool of each simulated engine, in tokens")
-    embedded_kind: Literal["vllm", "sglang"] = Field("vllm", description="engine kind that the simulated engines play")
 
     @property
     def logs_json(self) -> bool:

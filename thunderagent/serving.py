@@ -25,6 +25,7 @@ from thunderagent.backends.poller import Poller, PollerSettings
 from thunderagent.config import JUDGE_ON_REPLICAS, ServeConfig
 from thunderagent.errors import ConfigurationError
 from thunderagent.event_log import EventLogWriter
+from thunderagent.learned_state import LearnedState
 from thunderagent.policy_loader import load_policy, parse_setting
 from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.scheduler import Scheduler
@@ -258,6 +259,8 @@ async def proxy(
             ssl_context=ssl_context,
         ),
     )
+    runtime.served.ask_anew = poller.suspect_all
+    learned = LearnedState(config.state, runtime) if config.state is not None else None
     kv_followers = followers_of(config, runtime)
     sources = (*sources_of(config), *further_sources)
     discovery = Discovery(
@@ -273,6 +276,7 @@ async def proxy(
         first_byte_timeout_s=config.first_byte_timeout_s,
         silence_timeout_s=config.silence_timeout_s,
         total_timeout_s=config.total_timeout_s,
+        stall_limit_s=config.client_stall_limit_s,
         outgoing=Outgoing(keyring, api_key, tracing, forwards_authorization=not config.bearer_programs),
         ssl_context=ssl_context,
     )
@@ -291,6 +295,8 @@ async def proxy(
     keys_file = KeysFile(config.keys_file, keyring) if config.keys_file is not None else None
     reloader = Reloader(config, load or (lambda: config))
     async with AsyncExitStack() as stack:
+        if learned is not None:
+            stack.push_async_callback(learned.save)
         if tracing is not None:
             stack.push_async_callback(asyncio.to_thread, tracing.close)
             runtime.observe(tracing.observe)
@@ -313,6 +319,7 @@ async def proxy(
                 tenant_from_key=config.keys_name_tenants,
                 client_priority=config.client_priority,
                 held=held_limits(config),
+                websocket_limit_s=config.websocket_limit_s,
                 names_programs=bool(config.kv_events),
             ),
             guard_settings=guard_settings(config),
@@ -343,6 +350,8 @@ async def proxy(
             provisioning.run,
         ]
         loops.extend(follower.run for follower in kv_followers)
+        if learned is not None:
+            loops.append(learned.run)
         if keys_file is not None:
             loops.append(keys_file.run)
         if judge is not None:
@@ -462,8 +471,7 @@ async def embedded_engines(config: ServeConfig) -> AsyncIterator[tuple[str, ...]
 @asynccontextmanager
 async def _embedded_engine(config: ServeConfig) -> AsyncIterator[Process]:
     """Run one engine; it ends with its standard input, so that it cannot outlive this process."""
-    sizes = ("--kind", config.embedded_kind, "--kv-tokens", str(config.embedded_kv_tokens))
-    options = ("--port", "0", *sizes, "--end-with-stdin")
+    options = ("--port", "0", "--kv-tokens", str(config.embedded_kv_tokens), "--end-with-stdin")
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         *("-m", "thunderagent.simulator.server", *options),

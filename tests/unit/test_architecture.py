@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -80,6 +82,7 @@ EVERY_ROOM = frozenset(
     {
         *("errors", "programs", "policy_loader", "backends", "tools", "simulator", "faults"),
         *("event_log", "leases", "runtime", "proxy", "client", "sandboxes", "replica_sources", "security"),
+        "learned_state",
         *("provision", "provisioning"),
     }
 )
@@ -99,7 +102,9 @@ ARROWS: dict[str, frozenset[str]] = {
     "event_log": frozenset({"errors", "programs", "policy_loader"}),
     "leases": frozenset({"programs"}),
     "signal_log": frozenset({"errors", "programs"}),
-    "runtime": frozenset({"errors", "programs", "event_log", "leases"}),
+    "served_models": frozenset({"errors", "programs", "leases"}),
+    "runtime": frozenset({"errors", "programs", "event_log", "leases", "served_models"}),
+    "learned_state": frozenset({"errors", "programs", "runtime"}),
     "proxy": frozenset({"errors", "programs", "leases", "runtime", "backends", "faults", "core_build", "log_lines"}),
     "client": frozenset(),
     # Which of its own files are compiled: setup.py loads it alone.
@@ -111,7 +116,7 @@ ARROWS: dict[str, frozenset[str]] = {
     # A client of an engine, which it knows by its answers alone.
     "calibrate": frozenset({"errors", "simulator"}),
     # Built once by the command line and handed down in slices: nobody else may reach for it.
-    "config": EVERY_ROOM,
+    "config": EVERY_ROOM - {"simulator"},
     # Lets the sandbox manager and the scheduler hear of each other.
     "sandboxes": frozenset({"errors", "programs", "tools", "runtime", "proxy", "config"}),
     # From the configuration to the sources of replicas.
@@ -130,7 +135,7 @@ ARROWS: dict[str, frozenset[str]] = {
     # Reads the configuration again, and tells whoever goes by it.
     "reloading": frozenset({"errors", "backends", "proxy", "config", "security", "replica_sources"}),
     # Wires everything up; the command line starts it.
-    "serving": EVERY_ROOM | {"config", "signal_log", "reloading"},
+    "serving": EVERY_ROOM - {"simulator"} | {"config", "signal_log", "reloading"},
     # A client of engines and of a proxy, which it can start for itself.
     "doctor": frozenset({"errors", "backends", "config", "security", "serving"}),
     "cli": EVERY_ROOM
@@ -158,10 +163,7 @@ FORBIDDEN: list[tuple[str, frozenset[str], frozenset[str]]] = [
     (
         "thunderagent.simulator",
         frozenset({"asyncio", "socket", "socketserver", "selectors", "aiohttp", "httpx2", "uvloop"}),
-        frozenset(
-            f"thunderagent.simulator.{module}"
-            for module in ("server", "live", "vllm_control", "dialect_sglang", "sglang_engine")
-        ),
+        frozenset(f"thunderagent.simulator.{module}" for module in ("server", "live", "vllm_control")),
     ),
 ]
 
@@ -686,6 +688,13 @@ def test_no_word_is_used_for_two_things() -> None:
 def test_public_names_are_documented() -> None:
     """Every module says what it is, and every public name in the rooms others build on."""
     assert complaints(missing_docstrings, all_modules()) == []
+
+
+def test_serve_imports_nothing_of_the_simulator() -> None:
+    """Its simulated engines are processes of their own."""
+    says = "import sys, thunderagent.serving; print([name for name in sys.modules if 'simulator' in name])"
+    done = subprocess.run([sys.executable, "-c", says], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
 
 
 def test_numbers_in_the_core_have_units() -> None:

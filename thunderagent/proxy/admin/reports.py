@@ -225,7 +225,9 @@ def program_page(
         chosen.sort(key=lambda program: key(program, now_s), reverse=descending)
     end = offset + limit
     return ProgramPage(
-        programs=[program_report(program, now_s, runtime.pool_name(program)) for program in chosen[offset:end]],
+        programs=[
+            program_report(program, now_s, runtime.served.name_of_pool(program)) for program in chosen[offset:end]
+        ],
         total=len(chosen),
         offset=offset,
         next_offset=end if end < len(chosen) else None,
@@ -318,7 +320,7 @@ def queue_report(runtime: Runtime, limit: int) -> QueueReport:
     causes = [replica.suspended_for for replica in open_replicas] if stopped else []
     waiting = islice(chain.from_iterable(queue.with_turns() for queue in queues), limit)
     return QueueReport(
-        waiting=[program_report(program, now_s, runtime.pool_name(program)) for program in waiting],
+        waiting=[program_report(program, now_s, runtime.served.name_of_pool(program)) for program in waiting],
         waiting_count=sum(queue.waiting_count for queue in queues),
         outside_count=sum(queue.unadmitted.count for queue in queues),
         paused_acting_count=sum(queue.resting.count for queue in queues),

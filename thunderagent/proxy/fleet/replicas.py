@@ -249,7 +249,7 @@ class Replicas:
             return home_id
         usable_ids = [replica_id for replica_id in self._runtime.replicas.open_ids if replica_id not in avoid]
         if model and self.has_pools:
-            pool, pools = self._runtime.pool_for(model), self._runtime.pools
+            pool, pools = self._runtime.served.pool_for(model), self._runtime.pools
             usable_ids = [replica_id for replica_id in usable_ids if pools.of_replica(replica_id) is pool]
         if not usable_ids:
             raise NoReplicaError("no replica is up")
@@ -303,7 +303,8 @@ class Replicas:
         """Take a reading; tell the runtime if it says anything new."""
         known = self.known[replica_id]
         if reading.models is not None:
-            self._runtime.models_listed(replica_id, reading.models)
+            refuses_others, asked_s = known.endpoint.backend.refuses_models, self._runtime.now_s() - reading.age_s
+            self._runtime.served.listed(replica_id, reading.models, refuses_others=refuses_others, asked_s=asked_s)
         before, known.reading = known.reading, reading
         since, began_anew = NOTHING_SINCE, False
         if has_totals(reading):
@@ -340,7 +341,7 @@ class Replicas:
         self.priorities.forget(replica_id)
         if known.draining_since_s is None:
             self._runtime.replica_up(replica_id, capacity_tokens)
-        self._runtime.replica_heard(replica_id)
+        self._runtime.served.replica_heard(replica_id)
 
     def ranks_found(self, url: str, ranks_count: int) -> None:
         """Pass on how many ranks a URL has: it may make replicas come and go."""
@@ -353,4 +354,4 @@ class Replicas:
         known.why_down = why
         known.is_up = False
         self._runtime.replica_down(replica_id)
-        self._runtime.replica_heard(replica_id)
+        self._runtime.served.replica_heard(replica_id)
