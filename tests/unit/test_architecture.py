@@ -82,6 +82,7 @@ EVERY_ROOM = frozenset(
     {
         *("errors", "programs", "policy_loader", "backends", "tools", "simulator", "faults"),
         *("event_log", "leases", "runtime", "proxy", "client", "sandboxes", "replica_sources", "security"),
+        "learned_state",
         *("provision", "provisioning"),
     }
 )
@@ -103,6 +104,7 @@ ARROWS: dict[str, frozenset[str]] = {
     "signal_log": frozenset({"errors", "programs"}),
     "served_models": frozenset({"errors", "programs", "leases"}),
     "runtime": frozenset({"errors", "programs", "event_log", "leases", "served_models"}),
+    "learned_state": frozenset({"errors", "programs", "runtime"}),
     "proxy": frozenset({"errors", "programs", "leases", "runtime", "backends", "faults", "core_build", "log_lines"}),
     # The link between gateways and a scheduler: both of its ends, and the proxy that a gateway is.
     "scale": frozenset({"errors", "programs", "leases", "runtime", "proxy"}),

@@ -53,7 +53,7 @@ from thunderagent.simulator.timing import IterationWork
 class Engine:
     """Serve requests by continuous batching over a pool of KV blocks (see the module's theory of operation).
 
-    A step costs O(requests that prefill, need a block or end); a request is hashed once, when it is submitted.
+    A step costs O(requests that prefill, need a block or end); a request without keys is hashed when it is submitted.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -110,7 +110,7 @@ class Engine:
         sequence = EngineSequence(
             request=request,
             rank=(priority, self._arrival_count),
-            hashes=self._hash_context(request),
+            keys=self._keys_of(request),
             arrival_s=now_s,
             prompt_tokens=prompt_tokens,
             end_tokens=prompt_tokens + output_tokens,
@@ -153,6 +153,26 @@ class Engine:
         generated, finished = self._compute(plan, now_s + duration_s)
         self._gather()
         return StepResult(duration_s, work, generated, finished, tuple(plan.admitted), tuple(plan.preempted))
+
+    def decode(self) -> float | None:
+        """Run the iteration that begins now if each that runs gets a token in it, and nothing else happens.
+
+        Return how long it takes. None, and nothing happens, where it is for `step`: a prompt is computed, somebody may
+        be admitted, is through, or lacks a block. Most iterations are such, and cost next to nothing here.
+        """
+        batch, config = self._batch, self.config
+        count = batch.count
+        if not count or count != len(self._running) or count > config.max_num_batched_tokens:
+            return None
+        if self._waiting and count < min(config.max_num_batched_tokens, config.max_num_seqs):
+            refused_at = self._waiting[0].refused_at
+            if refused_at is None or not self._pool.offers_no_more(*refused_at) or batch.fills(refused_at[1]):
+                return None
+        context_tokens = batch.context_tokens
+        if not batch.step_alone(self._pool):
+            return None
+        self._generated_tokens += count
+        return config.timing.decode_s(count, context_tokens)
 
     def retract_all(self) -> int:
         """Take the blocks of all running requests and let them wait, ahead of what came later; return how many."""
@@ -212,12 +232,11 @@ class Engine:
             fitting = self._block_count(computed_tokens)
             assert sequence.blocks.count == fitting, f"{sequence.request_id} holds more or less than its tokens"
 
-    def _hash_context(self, request: EngineRequest) -> list[int]:
-        """Hash prompt and output: the output's keys are published only as its tokens are computed."""
-        size = self.config.block_size
-        hashes = list(request.prompt_hashes[: len(request.prompt_token_ids) // size])
-        rest = [*request.prompt_token_ids[len(hashes) * size :], *request.output_token_ids]
-        return hashes + hash_blocks(rest, size, parent=hashes[-1] if hashes else ROOT_HASH)
+    def _keys_of(self, request: EngineRequest) -> Sequence[int]:
+        """Return the keys of prompt and output: those of the output are published only as its tokens are computed."""
+        if request.keys is not None:
+            return request.keys
+        return hash_blocks([*request.prompt_token_ids, *request.output_token_ids], self.config.block_size)
 
     def _fits(self, batch: DecodeBatch, plan: Plan) -> bool:
         """Say whether budget and free blocks suffice for the batch and what else runs: nobody is preempted then."""
@@ -322,7 +341,7 @@ class Engine:
             return False
         pool, size = self._pool, self.config.block_size
         wanted_count = (sequence.known_tokens - 1) // size
-        hits = pool.find(sequence.hashes, wanted_count)
+        hits = pool.find(sequence.keys, wanted_count)
         hit_count = sum([len(run.keys) for run in hits])
         missing = self._block_count(sequence.known_tokens) - hit_count
         if self._by_level:
@@ -332,7 +351,7 @@ class Engine:
             while self._retained and missing > pool.free_count - count_free(hits):
                 self._evict_retained(sequence)
         if missing > pool.free_count - count_free(hits):
-            sequence.refused_at = pool.version, sequence.hashes[hit_count] if hit_count < wanted_count else ROOT_HASH
+            sequence.refused_at = pool.version, sequence.keys[hit_count] if hit_count < wanted_count else ROOT_HASH
             return False
         sequence.refused_at = None
         pool.acquire(sequence.blocks, hits)

@@ -100,7 +100,7 @@ class Simulation:
             for replica_id in scenario.replica_ids
         }
         self._tally = Tally(scenario, self.scheduler, self._replicas)
-        self._decision_counts: Counter[str] = Counter()
+        self._decision_counts: Counter[tuple[type[Decision], str]] = Counter()
         self._restores = RestoreCounter(self.scheduler)
         self._programs: dict[int, RunningProgram] = {}  # by the id of the turn that is with the scheduler
         self._judged: dict[int, tuple[RunningProgram, int, int]] = {}  # questions: program, generation, turns
@@ -118,8 +118,8 @@ class Simulation:
         agenda, complete = self._agenda, True
         try:
             self.begin()
-            while self.has_more and agenda.next_s <= self._scenario.horizon_s:
-                agenda.advance()
+            while self._live_count and agenda.advance(self._scenario.horizon_s):
+                pass
             complete = self.end()
         except KeyboardInterrupt:
             complete = False
@@ -134,11 +134,14 @@ class Simulation:
 
     def result(self, *, complete: bool) -> RunResult:
         """Return the figures of what was done until now."""
+        decided = self._decision_counts.items()
         return self._tally.result(
             now_s=self._agenda.now_s,
             complete=complete,
             workload=self._workload_name,
-            decision_counts=dict(sorted(self._decision_counts.items())),
+            decision_counts=dict(
+                sorted((f"{kind.__name__.lower()} {reason}", count) for (kind, reason), count in decided)
+            ),
             tools=replace(self._tools.figures),
             restores=replace(self._restores.figures),
             held_since_s=[program.arrived_s for program in self._programs.values() if program.is_held],
@@ -367,14 +370,15 @@ class Simulation:
     def carry_out(self, decisions: list[Decision]) -> None:
         """Do what was decided."""
         for decision in decisions:
-            self._decision_counts[f"{type(decision).__name__.lower()} {decision.reason}"] += 1
-            if isinstance(decision, Pause | Restore):
-                self._restores.note(decision, decisions, self._home_of(decision.program_id))
-            if type(decision) is Grant:
+            self._decision_counts[type(decision), decision.reason] += 1
+            if isinstance(decision, Grant):
                 self._granted(decision)
-            elif isinstance(decision, Pause | Release):
+                continue
+            if isinstance(decision, (Pause, Restore)):
+                self._restores.note(decision, decisions, self._home_of(decision.program_id))
+            if isinstance(decision, (Pause, Release)):
                 self._lose_claim(decision.program_id)
-            elif type(decision) is Reject:
+            elif isinstance(decision, Reject):
                 self._agenda.at(self._agenda.now_s, partial(self._rejected, decision.turn_id))
 
     def _home_of(self, program_id: str) -> str:
@@ -400,14 +404,19 @@ class Simulation:
         """Read a replica's metrics, which come a little later; at the begin they are there."""
         replica, scenario = self._replicas[replica_id], self._scenario
         self._poll_count += 1
-        comes = Random(f"poll/{scenario.seed}/{self._poll_count}").random() >= scenario.poll_missing_ratio  # noqa: S311
-        if replica.up and (comes or not self._agenda.now_s):
+        if replica.up and (not self._agenda.now_s or self._poll_answers()):
             event = self._polled(replica_id, replica.poll())
             if event.age_s:
                 self._agenda.after(event.age_s, partial(self._poll_comes, event))
             else:
                 self._dispatch(event)
         self._agenda.after(scenario.poll_interval_s, partial(self._poll, replica_id))
+
+    def _poll_answers(self) -> bool:
+        missing_ratio = self._scenario.poll_missing_ratio
+        if not missing_ratio:
+            return True
+        return Random(f"poll/{self._scenario.seed}/{self._poll_count}").random() >= missing_ratio  # noqa: S311
 
     def _polled(self, replica_id: str, reading: Reading) -> ReplicaPolled:
         age_s = self._scenario.poll_delay_s if self._agenda.now_s else 0.0

@@ -62,8 +62,8 @@ def simulate_together(models: Sequence[Model]) -> list[RunResult]:
         run.handle = _behind(pools, by_scheduler[run.scheduler], run, runs)
     for run in runs:
         run.begin()
-    while any(run.has_more for run in runs) and agenda.next_s <= min(horizons_s):
-        agenda.advance()
+    while any(run.has_more for run in runs) and agenda.advance(min(horizons_s)):
+        pass
     completed = [run.end() for run in runs]
     return [run.result(complete=complete) for run, complete in zip(runs, completed, strict=True)]
 

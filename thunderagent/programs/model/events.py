@@ -10,6 +10,7 @@ from thunderagent.programs.model.fleet_events import (
     EncodesPolled,
     GrantsContinued,
     GrantsSuspended,
+    KnowledgeLoaded,
     MigrationAsked,
     PrioritySet,
     ProgramKilled,
@@ -316,6 +317,7 @@ Event = (
     | ProgramsReleased
     | ProgramJudged
     | ProgramHinted
+    | KnowledgeLoaded
     | ReplicaUp
     | ReplicaDown
     | ReplicaDraining
