@@ -160,7 +160,7 @@ async def gateway(config: ServeConfig) -> AsyncIterator[tuple[str, RemoteRuntime
     )
     async with open_client(client_settings_of(config, keyring)) as client, asyncio.TaskGroup() as group:
         replicas.attach(client)
-        runtime.on_replicas = _Fleet(replicas, group).take
+        runtime.fleet.on_replicas = _Fleet(replicas, group).take
         app = build_gateway_app(
             runtime,
             client,

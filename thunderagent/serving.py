@@ -378,16 +378,7 @@ async def proxy(
             provisioning.run,
         ]
         loops.extend(follower.run for follower in kv_followers)
-        if other is not None:
-            loops.append(other.run)
-        if learned is not None:
-            loops.append(learned.run)
-        if keys_file is not None:
-            loops.append(keys_file.run)
-        if judge is not None:
-            loops.append(judge.run)
-        if sandboxes is not None:
-            loops.append(sandboxes.run)
+        loops.extend(each.run for each in (other, learned, keys_file, judge, sandboxes) if each is not None)
         if config.observe_interval_s is not None:
             interval_s, deadline_s = config.observe_interval_s, config.poll_deadline_s
             loops.append(Observer(runtime, client, replicas, interval_s=interval_s, deadline_s=deadline_s).run)

@@ -1,12 +1,45 @@
-"""What a scheduler knows of one gateway: its link, its turns, and what of it is to be acknowledged."""
+"""What a scheduler knows of one gateway, and who grants what gateways ask for."""
 
 from __future__ import annotations
 
-from thunderagent.leases import Lease
-from thunderagent.scale.messages import Message
+from typing import Protocol
+
+from thunderagent.leases import Lease, TurnAsk, TurnEnd
+from thunderagent.scale.messages import Card, Digest, Message, Progress, Released, Running
 
 LOST_IDS_COUNT = 1000
 """So many turns without an answer are remembered of a gateway, for the attempt that takes the place of one."""
+
+
+class Grants(Protocol):
+    """Who grants leases. Turns are named by the numbers that it gives."""
+
+    def new_turn_id(self) -> int:
+        """Return a number that no turn had before."""
+
+    def asked(self, turn_id: int, ask: TurnAsk) -> None:
+        """Take in a turn that wants a lease; say of it later `granted`, `refused` or `held`."""
+
+    def adopted(self, turn_id: int, running: Running) -> None:
+        """Take in a turn that runs already."""
+
+    def progressed(self, turn_id: int, progress: Progress) -> None:
+        """Take in how a turn goes."""
+
+    def ended(self, turn_id: int, end: TurnEnd) -> None:
+        """Take in how a turn ended that was granted or adopted."""
+
+    def left(self, turn_id: int) -> None:
+        """Take in that nobody waits for a turn any more."""
+
+    def released(self, word: Released) -> None:
+        """Take in that a program ended."""
+
+    def card(self, card: Card) -> None:
+        """Take in where a program was last."""
+
+    def seen(self, gateway_id: str, digest: Digest) -> None:
+        """Take in what a gateway saw of a replica."""
 
 
 class GatewayTurn:

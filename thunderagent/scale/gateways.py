@@ -24,15 +24,13 @@ one more than the highest that any of them has seen of another leader.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 from msgspec.structs import replace
 
 from thunderagent.errors import BadFrameError
 from thunderagent.leases import Lease, TurnAsk, TurnEnd
-from thunderagent.scale.gateway import Gateway, GatewayTurn
+from thunderagent.scale.gateway import Gateway, GatewayTurn, Grants
 from thunderagent.scale.messages import (
-    Card,
     Digest,
     Frame,
     Gone,
@@ -55,37 +53,6 @@ GENERATION_BITS = 32
 
 FORGET_S = 3600.0
 """A gateway that has had no link for so long is forgotten, and which of its ends were counted."""
-
-
-class Grants(Protocol):
-    """Who grants leases. Turns are named by the numbers that it gives."""
-
-    def new_turn_id(self) -> int:
-        """Return a number that no turn had before."""
-
-    def asked(self, turn_id: int, ask: TurnAsk) -> None:
-        """Take in a turn that wants a lease; say of it later `granted`, `refused` or `held`."""
-
-    def adopted(self, turn_id: int, running: Running) -> None:
-        """Take in a turn that runs already."""
-
-    def progressed(self, turn_id: int, progress: Progress) -> None:
-        """Take in how a turn goes."""
-
-    def ended(self, turn_id: int, end: TurnEnd) -> None:
-        """Take in how a turn ended that was granted or adopted."""
-
-    def left(self, turn_id: int) -> None:
-        """Take in that nobody waits for a turn any more."""
-
-    def released(self, word: Released) -> None:
-        """Take in that a program ended."""
-
-    def card(self, card: Card) -> None:
-        """Take in where a program was last."""
-
-    def seen(self, gateway_id: str, digest: Digest) -> None:
-        """Take in what a gateway saw of a replica."""
 
 
 class Gateways:

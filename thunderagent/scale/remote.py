@@ -17,21 +17,19 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from hashlib import blake2b
 from itertools import count
 from time import monotonic
 
 import structlog
 
-from thunderagent.errors import ShuttingDownError, ThunderAgentError, UnknownModelError
-from thunderagent.leases import FAIL_OPEN, UNBOUNDED, Lease, OpenLease, ReplicaMap, TurnAsk, TurnEnd
-from thunderagent.programs.model.decisions import Decision, Reason, Release
-from thunderagent.programs.model.events import Event, ProgramReleased
-from thunderagent.programs.model.fleet_events import ReplicaDown, ReplicaDraining, ReplicaRemoved, ReplicaUp
+from thunderagent.errors import ShuttingDownError
+from thunderagent.leases import FAIL_OPEN, UNBOUNDED, Lease, OpenLease, TurnAsk, TurnEnd
 from thunderagent.scale.carried import CarriedTurns
+from thunderagent.scale.fleet import RemoteFleet
+from thunderagent.scale.known import KnownProgram, KnownPrograms
 from thunderagent.scale.messages import (
     Digest,
     Frame,
@@ -40,14 +38,11 @@ from thunderagent.scale.messages import (
     Lead,
     Message,
     Refusal,
-    RemoteReplica,
     Replicas,
 )
+from thunderagent.scale.refusals import error_of
 
 log = structlog.get_logger("thunderagent.scale")
-
-KNOWN_COUNT = 100_000
-"""So many programs are known here, the last that had a turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,21 +57,8 @@ class RemoteSettings:
     """How long a shutdown waits for turns in flight."""
 
 
-class _Known:
-    """A program that this gateway carried turns of."""
-
-    __slots__ = ("generation", "replica_id", "tenant")
-
-    def __init__(self, replica_id: str, tenant: str, generation: int) -> None:
-        self.replica_id = replica_id
-        self.tenant = tenant
-        self.generation = generation
-
-
 Answer = Lease | None
 """None is a turn that is held."""
-
-Observer = Callable[[Event, Sequence[Decision]], None]
 
 
 class RemoteRuntime:
@@ -92,7 +74,10 @@ class RemoteRuntime:
         """Carry `turns`."""
         self.turns = turns
         self.settings = settings
-        self.replicas = ReplicaMap()
+        self.fleet = RemoteFleet(clock)
+        self.replicas = self.fleet.replicas
+        self.observe = self.fleet.observe
+        self.ids_serving = self.fleet.ids_serving
         self.now_s = clock
         self.all_told = asyncio.Event()
         """Set while there is no turn of which the scheduler of the link has something to hear, or no link."""
@@ -106,20 +91,17 @@ class RemoteRuntime:
         self.fail_open_count = 0
         self.leases_count = 0
         self.closing = False
-        self.on_replicas: Callable[[Sequence[RemoteReplica], Sequence[str]], None] = lambda _changed, _gone: None
-        """Hears first of replicas that changed, and of those that are gone."""
         self._turn_ids = count(1)
         self._waiters: dict[int, asyncio.Future[Answer]] = {}
         self._refusals: dict[int, Refusal] = {}
         self._held: dict[int, TurnAsk] = {}
         """Turns that are known to be held, in their order."""
-        self._known: dict[str, _Known] = {}
+        self._known = KnownPrograms()
         self._counts: Counter[str] = Counter()
         """Turns in flight from here, by replica."""
-        self._models: dict[str, tuple[str, ...]] = {}
-        self._tripped: set[str] = set()
+        self._coming: Counter[str] = Counter()
+        """Those that fail open, until whoever waits for them goes on."""
         self._alone_since_s: float | None = clock()
-        self._observers: list[tuple[Observer, frozenset[type]]] = []
         self._no_lease_left = asyncio.Event()
         self._no_lease_left.set()
 
@@ -189,6 +171,8 @@ class RemoteRuntime:
         self.outcome_counts["abandoned" if isinstance(error, asyncio.CancelledError) else "rejected"] += 1
         row = self.turns.rows.get(turn_id)
         if row is not None and row.lease is not None:
+            if row.lease.reason == FAIL_OPEN:
+                self._coming[row.lease.replica_id] -= 1
             self.turns.ended(TurnEnd(turn_id, row.ask.program_id, row.lease.generation, "abandoned"))
         else:
             self.turns.left(turn_id)
@@ -197,12 +181,11 @@ class RemoteRuntime:
     def _begins(self, ask: TurnAsk, lease: Lease) -> None:
         self.leases_count += 1
         self._no_lease_left.clear()
+        if lease.reason == FAIL_OPEN:
+            self._coming[lease.replica_id] -= 1
         self._counts[lease.replica_id] += 1
         if ask.program_id is not None:
-            self._known.pop(ask.program_id, None)
-            self._known[ask.program_id] = _Known(lease.replica_id, ask.tenant, lease.generation)
-            if len(self._known) > KNOWN_COUNT:
-                del self._known[next(iter(self._known))]
+            self._known.note(ask.program_id, KnownProgram(lease.replica_id, ask.tenant, lease.generation))
 
     # --- without a scheduler
 
@@ -214,40 +197,26 @@ class RemoteRuntime:
         if not self._held or not self.fails_open:
             return
         for turn_id, ask in list(self._held.items()):
-            replica_id = self._where(ask)
             row = self.turns.rows.get(turn_id)
-            if replica_id is None or row is None or row.lease is not None:
+            if row is None or row.lease is not None:
+                continue
+            replica_id = self.fleet.where(ask, self.home_of(ask.program_id or ""), self._has_room)
+            if replica_id is None:
                 continue
             state = self.replicas.states[replica_id]
-            known = self._known.get(ask.program_id or "")
+            known = self._known.get(ask.program_id)
             generation = known.generation if known is not None else 0
             held_s = self.now_s() - row.asked_s
             lease = Lease(turn_id, ask.program_id, generation, replica_id, state.url, None, FAIL_OPEN, held_s)
             self.turns.granted_here(turn_id, lease)
             self.fail_open_count += 1
+            self._coming[replica_id] += 1
             self._tell(turn_id, lease)
 
-    def _where(self, ask: TurnAsk) -> str | None:
-        """Return where a turn may run without a scheduler; None if nowhere now."""
-        able = set(self.replicas.open_ids) - self._tripped or set(self.replicas.open_ids)
-        if ask.model and self.replicas.has_pools:
-            able &= set(self._serving(ask.model))
-        able = able - {ask.avoid_replica_id or ""} or able
-        chosen = ask.pinned_replica_id or ask.wanted_replica_id
-        if chosen is not None and (ask.pinned_replica_id is not None or chosen in able):
-            able &= {chosen}
-        coming = Counter(
-            row.lease.replica_id
-            for turn_id in self._waiters
-            if (row := self.turns.rows.get(turn_id)) is not None and row.lease is not None
-        )
-        limit_count = self.settings.fail_open_turns_count
-        able = {each for each in able if self._counts[each] + coming[each] < limit_count}
-        home_id = self.home_of(ask.program_id or "")
-        if home_id in able:
-            return home_id
-        name = ask.program_id or f"\0{ask.turn_id}"
-        return max(able, key=lambda each: blake2b(f"{name}\0{each}".encode(), digest_size=8).digest(), default=None)
+    def _has_room(self, replica_id: str) -> bool:
+        """Say whether one more turn may run there without leave."""
+        there_count = self._counts[replica_id] + self._coming[replica_id]
+        return there_count < self.settings.fail_open_turns_count
 
     # --- links
 
@@ -294,7 +263,7 @@ class RemoteRuntime:
                     log.info("scheduler_leads", epoch=self.turns.epoch, alone_s=self.now_s() - self._alone_since_s)
                 self._alone_since_s = None
             case Replicas():
-                self._take_replicas(message)
+                self.fleet.take(message)
             case Gone():
                 self._program_gone(message.program_id)
             case _:
@@ -305,49 +274,19 @@ class RemoteRuntime:
         if waiter is not None and not waiter.done():
             waiter.set_result(answer)
 
-    def _take_replicas(self, message: Replicas) -> None:
-        removed_ids = message.removed_ids
-        if message.is_whole:
-            said = {each.state.replica_id for each in message.changed}
-            removed_ids = tuple(each for each in self.replicas.states if each not in said)
-        events = [self._event_of(each) for each in message.changed]
-        self.on_replicas(message.changed, removed_ids)
-        self.replicas.names_models, self.replicas.has_pools = message.names_models, message.has_pools
-        for each in message.changed:
-            self._models[each.state.replica_id] = each.models
-        for replica_id in removed_ids:
-            self._models.pop(replica_id, None)
-        self.replicas.push((each.state for each in message.changed), removed_ids)
-        for event in [*events, *(ReplicaRemoved(self.now_s(), each) for each in removed_ids)]:
-            if event is not None:
-                self._observed(event)
-
-    def _event_of(self, replica: RemoteReplica) -> Event | None:
-        """Return what the core would have heard of a replica that is as it is told now."""
-        state, now_s = replica.state, self.now_s()
-        before = self.replicas.get(state.replica_id)
-        if not state.is_up:
-            return ReplicaDown(now_s, state.replica_id) if before is not None and before.is_up else None
-        if before is not None and before.is_open and not state.is_open:
-            return ReplicaDraining(now_s, state.replica_id)
-        return ReplicaUp(now_s, state.replica_id, state.capacity_tokens)
-
     def _program_gone(self, program_id: str) -> None:
-        known = self._known.pop(program_id, None)
+        known = self._known.gone(program_id)
         if known is not None:
-            generation = known.generation
-            gone = Release(program_id, generation, Reason.RELEASED)
-            self._observed(ProgramReleased(self.now_s(), program_id, generation), [gone])
+            self.fleet.program_gone(program_id, known.generation)
 
     # --- what the proxy asks; see `FleetSource`
 
     def home_of(self, program_id: str, model: str = "") -> str | None:
         """Return the replica that a program was on when this gateway carried its last turn, if that is up."""
         known = self._known.get(program_id)
-        home_id = known.replica_id if known is not None else None
-        if model and self.replicas.has_pools and home_id not in self._serving(model):
+        if known is None or (model and self.replicas.has_pools and not self.fleet.serves(known.replica_id, model)):
             return None
-        return home_id if self.replicas.is_up(home_id) else None
+        return known.replica_id if self.replicas.is_up(known.replica_id) else None
 
     def tenant_of(self, program_id: str) -> str | None:
         """Return whose a program is that this gateway carried turns of."""
@@ -363,45 +302,23 @@ class RemoteRuntime:
         """Return how many turns have leases on a replica, from here."""
         return self._counts[replica_id]
 
-    def ids_serving(self, model: str) -> Collection[str]:
-        """Return the replicas that list a model. Raises `UnknownModelError`."""
-        serving = self._serving(model)
-        if not serving:
-            raise UnknownModelError(f"the model {model[:100]!r} is not served here")
-        return serving
-
-    def _serving(self, model: str) -> list[str]:
-        return [replica_id for replica_id, models in self._models.items() if model in models]
-
     def release(self, program_id: str, generation: int | None = None, outcome: str = "") -> bool:
         """Have the scheduler end a program; False if this gateway carried no turn of it."""
-        known = program_id in self._known
+        known = self._known.get(program_id) is not None
         self.turns.released(program_id, generation, outcome)
         self.news.set()
         return known
-
-    def observe(self, observer: Observer, *about: type) -> Callable[[], None]:
-        """Have `observer` called with what happens to replicas and programs, if it is about that."""
-        entry = observer, frozenset(about)
-        self._observers.append(entry)
-        return lambda: self._observers.remove(entry) if entry in self._observers else None
-
-    def _observed(self, event: Event, decisions: Sequence[Decision] = ()) -> None:
-        kinds = {type(event), *map(type, decisions)}
-        for observer, about in list(self._observers):
-            if not about or about & kinds:
-                observer(event, decisions)
 
     def replica_at(self, replica_id: str, url: str) -> None:
         """Hear what it was told itself."""
 
     def replica_removed(self, replica_id: str) -> None:
         """Hear that a replica is gone, of which it was told itself."""
-        self._tripped.discard(replica_id)
+        self.fleet.tripped_ids.discard(replica_id)
 
     def replica_tripped(self, replica_id: str, *, tripped: bool) -> None:
         """Tell the scheduler that a replica fails turn after turn, or may be tried again."""
-        (self._tripped.add if tripped else self._tripped.discard)(replica_id)
+        (self.fleet.tripped_ids.add if tripped else self.fleet.tripped_ids.discard)(replica_id)
         self._seen(replica_id, "tripped" if tripped else "tried")
 
     def suspect(self, replica_id: str) -> None:
@@ -464,22 +381,3 @@ class RemoteRuntime:
                 await self._no_lease_left.wait()
         except TimeoutError:
             log.warning("grace_period_over", leases_count=self.leases_count, grace_s=self.settings.grace_s)
-
-
-def error_of(refusal: Refusal) -> ThunderAgentError:
-    """Return the error that a scheduler tells of."""
-    error = _ERRORS.get(refusal.code, ThunderAgentError)(refusal.message)
-    error.retry_after_s = refusal.retry_after_s
-    return error
-
-
-def _all_errors(of: type[ThunderAgentError]) -> dict[str, type[ThunderAgentError]]:
-    found = {of.code: of}
-    for each in of.__subclasses__():
-        if each.__init__ is ThunderAgentError.__init__:
-            found = {**_all_errors(each), **found}
-    return found
-
-
-_ERRORS = _all_errors(ThunderAgentError)
-"""Those that are made of their message alone, by their codes."""
