@@ -45,7 +45,7 @@ class ReplicaPlace(Place):
             self.rank(program)
 
     def leave(self, program: Program, now_s: float) -> None:  # noqa: ARG002
-        """Let a program go that is here."""
+        """Take a program out that is here."""
         account, tokens = self._account, program.claim_tokens
         self.count -= 1
         self.tokens -= tokens
@@ -125,7 +125,7 @@ class ActingPlace(ReplicaPlace):
             self.hint_tokens += program.claim_tokens
 
     def leave(self, program: Program, now_s: float) -> None:
-        """Let a program go that is here."""
+        """Take a program out that is here."""
         super().leave(program, now_s)
         if self._account.decayed is not None:
             self._account.decayed.remove(program.claim_tokens, program.acting_since_s, now_s)

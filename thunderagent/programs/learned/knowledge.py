@@ -203,7 +203,7 @@ class Knowledge:
         self.tools_running_count -= 1
 
     def tool_censored(self, program: Program, now_s: float) -> None:
-        """Learn that a program, whose claim goes, is not back yet."""
+        """Learn that a program, whose claim is taken, is not back yet."""
         if program.tool_runs and program.censored_after_s is None:
             program.censored_after_s = now_s - program.acting_since_s
             self.tool_times.censored(program.tool, program.censored_after_s)
