@@ -20,7 +20,7 @@ and is taken once somebody needs the room: where nobody does, memory costs nothi
 
 **Eviction** is in the order of priority, the larger footprint first. Room for a program that waits is made by those
 who expired, and then by one whose tool runs, is of a lower level than it, and is large enough. Where programs grew over
-the memory first is taken from who expired, then the lowest level and the largest of those at their tools, then of those
+the memory those are paused who expired, then the lowest level and the largest of those at their tools, then of those
 with a turn, which are marked, and unmarked if there is room again.
 
 What only an engine can do, and no proxy in front of it: to order in each iteration what it computes, by levels that

@@ -1,5 +1,4 @@
-"""Fair shares between tenants: who waits is ordered by what its tenant has had, and inside a tenant by the policy's
-rank.
+"""Fair shares between tenants: who waits is ordered by what its tenant had, then by the policy's rank.
 
 Theory of operation
 ===================
