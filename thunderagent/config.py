@@ -499,6 +499,11 @@ class ServeConfig(BaseSettings):
         None, description="kubeconfig file; by default that of the pod this runs in, else that of kubectl"
     )
     kubernetes_url: str = Field("", description="address of a Kubernetes API that needs no login, as kubectl proxy's")
+    state: Path | None = Field(
+        None,
+        description="file that keeps what is learned (tool times, growth, prices, capacities), each half minute and at "
+        "the end, for the next start",
+    )
     signal_log: Path | None = Field(
         None, description="file to which the information stream is appended, one JSON object a line"
     )

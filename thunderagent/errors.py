@@ -54,6 +54,12 @@ class EventLogError(ThunderAgentError):
     code = "event_log_error"
 
 
+class StateError(ThunderAgentError):
+    """A file of what was learned cannot be taken in; the message says why."""
+
+    code = "state_error"
+
+
 class CalibrationError(ThunderAgentError):
     """An engine cannot be measured, or its times tell no profile; only `thunderagent calibrate` says so."""
 

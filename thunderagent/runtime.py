@@ -198,6 +198,11 @@ class Runtime:
         return self._closing
 
     @property
+    def has_crashed(self) -> bool:
+        """Whether the scheduler raised: nothing that it knows can be trusted."""
+        return self._crash is not None
+
+    @property
     def held_count(self) -> int:
         """Turns that wait for a lease."""
         return len(self._waiters)

@@ -25,6 +25,7 @@ from thunderagent.backends.poller import Poller, PollerSettings
 from thunderagent.config import JUDGE_ON_REPLICAS, ServeConfig
 from thunderagent.errors import ConfigurationError
 from thunderagent.event_log import EventLogWriter
+from thunderagent.learned_state import LearnedState
 from thunderagent.policy_loader import load_policy, parse_setting
 from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.scheduler import Scheduler
@@ -259,6 +260,7 @@ async def proxy(
         ),
     )
     runtime.served.ask_anew = poller.suspect_all
+    learned = LearnedState(config.state, runtime) if config.state is not None else None
     kv_followers = followers_of(config, runtime)
     sources = (*sources_of(config), *further_sources)
     discovery = Discovery(
@@ -293,6 +295,8 @@ async def proxy(
     keys_file = KeysFile(config.keys_file, keyring) if config.keys_file is not None else None
     reloader = Reloader(config, load or (lambda: config))
     async with AsyncExitStack() as stack:
+        if learned is not None:
+            stack.push_async_callback(learned.save)
         if tracing is not None:
             stack.push_async_callback(asyncio.to_thread, tracing.close)
             runtime.observe(tracing.observe)
@@ -346,6 +350,8 @@ async def proxy(
             provisioning.run,
         ]
         loops.extend(follower.run for follower in kv_followers)
+        if learned is not None:
+            loops.append(learned.run)
         if keys_file is not None:
             loops.append(keys_file.run)
         if judge is not None:

@@ -1,5 +1,6 @@
-"""Random histories under every combination of policies and parts: decided alike by the core that is installed and by its
-sources alone, in a process with another seed for `hash`. The invariants hold after every event.
+"""Random histories under every combination of policies and parts, decided alike by the installed core and its sources.
+
+The sources alone are in a process with another seed for `hash`. The invariants hold after every event.
 """
 
 from __future__ import annotations

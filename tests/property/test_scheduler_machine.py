@@ -41,6 +41,7 @@ from thunderagent.programs.model.fleet_events import (
     EncodesPolled,
     GrantsContinued,
     GrantsSuspended,
+    KnowledgeLoaded,
     MigrationAsked,
     PrioritySet,
     ProgramKilled,
@@ -57,6 +58,7 @@ from thunderagent.programs.model.fleet_events import (
     RouteSet,
 )
 from thunderagent.programs.model.hints import KEEPS
+from thunderagent.programs.model.learned import CapacityRecord
 from thunderagent.programs.model.policy import HINT_RATIO
 from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.model.signals import GpuEnd, GpuSubmit, Signal, ToolNum
@@ -466,6 +468,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(replica_id=st.none() | REPLICAS, cause=CAUSES)
     def grants_go_on(self, replica_id: str | None, cause: str) -> None:
         self.send(GrantsContinued(self.now_s, cause, replica_id))
+
+    @rule(replica_id=REPLICAS, ratio=st.floats(0.2, 3.0))
+    def knowledge_is_loaded(self, replica_id: str, ratio: float) -> None:
+        capacities = (CapacityRecord(replica_id, ratio, 3.0),)
+        learned = replace(self.scheduler.knowledge.export(), capacities=capacities)
+        self.send(KnowledgeLoaded(self.now_s, replica_id, learned))
 
     @rule(replica_id=REPLICAS)
     def replica_is_flushed(self, replica_id: str) -> None:

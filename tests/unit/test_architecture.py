@@ -82,6 +82,7 @@ EVERY_ROOM = frozenset(
     {
         *("errors", "programs", "policy_loader", "backends", "tools", "simulator", "faults"),
         *("event_log", "leases", "runtime", "proxy", "client", "sandboxes", "replica_sources", "security"),
+        "learned_state",
         *("provision", "provisioning"),
     }
 )
@@ -103,6 +104,7 @@ ARROWS: dict[str, frozenset[str]] = {
     "signal_log": frozenset({"errors", "programs"}),
     "served_models": frozenset({"errors", "programs", "leases"}),
     "runtime": frozenset({"errors", "programs", "event_log", "leases", "served_models"}),
+    "learned_state": frozenset({"errors", "programs", "runtime"}),
     "proxy": frozenset({"errors", "programs", "leases", "runtime", "backends", "faults", "core_build", "log_lines"}),
     "client": frozenset(),
     # Which of its own files are compiled: setup.py loads it alone.
@@ -294,7 +296,7 @@ def changed_events(module: Module) -> Iterator[str]:
 SIZES = frozenset({"claim_tokens", "growth_tokens", "reserve_tokens"})
 SUMS = frozenset({"demand_tokens", "active_count", "shared_tokens"})
 WRITERS = {
-    "place": frozenset({"book.book.Book.move"}),
+    "place": frozenset({"book.book.Book.move", "book.book.Book.pause_until"}),  # which moves many in one batch
     "size": frozenset({"learned.knowledge.Knowledge.measure_claim"}),  # which is called by the next
     "measure": frozenset({"book.book.Book.move", "book.book.Book.resize"}),
     "size of a place": frozenset({"book.book.Book.resize"}),

@@ -11,7 +11,7 @@ from tests.builders import Driver
 from thunderagent.errors import ConfigurationError, EventLogError
 from thunderagent.event_log import EVENTS, EventLogWriter, read_events, replay
 from thunderagent.programs.model.events import ProgramCrowdedOut, ProgramHinted, TurnDue, TurnUnverified
-from thunderagent.programs.model.fleet_events import ProvisionAsked, ReplicaKilled
+from thunderagent.programs.model.fleet_events import KnowledgeLoaded, ProvisionAsked, ReplicaKilled
 from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.policies.cap import Cap
 from thunderagent.programs.scheduler import Scheduler
@@ -59,6 +59,7 @@ def every_event() -> Driver:
     driver.gives_priority("c", -3)
     driver.migrates("c", "r0")
     driver.kills("c")
+    driver.send(KnowledgeLoaded(driver.now_s, "r0", driver.scheduler.knowledge.export()))
     driver.send(ReplicaKilled(driver.now_s, "r0"))
     driver.send(ProvisionAsked(driver.now_s))
     driver.send(ProgramCrowdedOut(driver.now_s, ""))

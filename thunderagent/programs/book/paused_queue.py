@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cmp_to_key
 from heapq import merge
 from itertools import islice
@@ -74,6 +74,12 @@ class QueuePlace(Place):
         self.count += 1
         self.tokens += program.claim_tokens
         self.order.add(program, (program.priority, self._rank_of(program)))
+
+    def enter_all(self, programs: Sequence[Program], now_s: float) -> None:
+        """Take several programs in, in their order."""
+        super().enter_all(programs, now_s)
+        for program in programs:
+            self.order.add(program, (program.priority, self._rank_of(program)))
 
     def leave(self, program: Program, now_s: float) -> None:  # noqa: ARG002
         """Take a program out that is here."""

@@ -10,6 +10,7 @@ from thunderagent.programs.model.fleet_events import (
     EncodesPolled,
     GrantsContinued,
     GrantsSuspended,
+    KnowledgeLoaded,
     MigrationAsked,
     PrioritySet,
     ProgramKilled,
@@ -302,6 +303,7 @@ Event = (
     | ProgramsReleased
     | ProgramJudged
     | ProgramHinted
+    | KnowledgeLoaded
     | ReplicaUp
     | ReplicaDown
     | ReplicaDraining
