@@ -142,6 +142,14 @@ POLICY_SETTINGS = {
         "priority.first_level_tokens": 200,
     },
     "thunderagent, in parts": {"policy": "thunderagent", "delta_s": 2.0, "admission": "window", "admission.n": 3},
+    "thunderagent-ports": {},
+    "infercept, in parts": {
+        "policy": "infercept",
+        "prefill_token_s": 0.002,
+        "admission": "mars-few-long",
+        "order": "shortest",
+        "victims": "youngest",
+    },
 }
 """By a name for the case, which is the policy's if none is said."""
 SETTINGS = SchedulerSettings(
