@@ -54,9 +54,9 @@ class Finding:
     @property
     def bar(self) -> str:
         """Return the bar in words."""
-        if self.at_least is not None:
-            return f">= {self.at_least:g}"
-        return "" if self.at_most is None else f"<= {self.at_most:g}"
+        least = [] if self.at_least is None else [f">= {self.at_least:g}"]
+        most = [] if self.at_most is None else [f"<= {self.at_most:g}"]
+        return ", ".join(least + most)
 
     def to_json(self) -> dict[str, Any]:
         """Return it as what JSON knows."""

@@ -23,9 +23,9 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from benchmarks.findings import Finding, mean_of, ratio_of, table
+from benchmarks.judging import JudgeModel
 from benchmarks.simulated import Runner, save_plot, scenario_of
 from thunderagent.programs.model.verdicts import FAILURE, SUCCESS
-from thunderagent.simulator.judging import JudgeModel
 from thunderagent.simulator.workloads import workload
 
 if TYPE_CHECKING:

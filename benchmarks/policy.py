@@ -12,6 +12,7 @@
     scripts/bench policy groups      # a GRPO rollout: the time until its last group is through
     scripts/bench policy ablation    # each part of the policy switched off
     scripts/bench policy harmless    # where memory is not short it adds nothing
+    scripts/bench policy pools       # two models behind one proxy, one short of memory: each beside what it is alone
 
 Each writes what it found to `benchmarks/results/policy-NAME.json` and a plot beside it. Runs with one seed have the
 same programs, so ratios are taken seed by seed; every figure is a mean and its 95 % interval over seeds. Where
@@ -59,8 +60,10 @@ from thunderagent.simulator.intervals import Interval
 from thunderagent.simulator.plans import ProgramPlan, Workload
 from thunderagent.simulator.records import EngineConfig
 from thunderagent.simulator.report import RunResult
+from thunderagent.simulator.run import simulate
 from thunderagent.simulator.scenario import Scenario
 from thunderagent.simulator.timing import COSTS_US, TimingProfile
+from thunderagent.simulator.together import Model, simulate_together
 from thunderagent.simulator.traces import Limits, TraceWorkload, load_recorded
 from thunderagent.simulator.workloads import workload
 
@@ -112,6 +115,7 @@ class Bench:
         self.profiles: tuple[str, ...] = args.profiles
         self.with_oracle: bool = args.oracle
         self.traces: Path | None = args.traces
+        self.seeds_count: int = args.seeds
         self.runner = Runner(seeds_count=args.seeds, jobs_count=args.jobs, console=console)
         self.console = console
         self._minutes: float | None = args.minutes
@@ -540,6 +544,40 @@ def harmless(bench: Bench) -> list[Finding]:
     return found
 
 
+def pools(bench: Bench) -> list[Finding]:
+    """Two models behind one proxy, one of them short of memory: the figures of each over those that it has alone."""
+    figures: dict[str, Pick] = {
+        "turns/min": turns_per_min,
+        "a turn's time, mean": lambda result: result.turn_latency.mean_s,
+        "a turn's time, p99": lambda result: result.turn_latency.p99_s,
+        "a program's time, mean": lambda result: result.program_latency.mean_s,
+    }
+    programs, pairs = bench.programs(SMALL), dict[str, list[tuple[RunResult, RunResult]]]()
+    for seed in range(bench.seeds_count):
+        models = [
+            Model(name, bench.scenario(SMALL, **of_model), programs, _policy_of(bench))
+            for name, of_model in (
+                ("short", {"programs_count": 16, "seed": 2 * seed, "replica_prefix": "short"}),
+                ("ample", {"programs_count": 4, "seed": 2 * seed + 1, "replica_prefix": "ample"}),
+            )
+        ]
+        for model, together in zip(models, simulate_together(models), strict=True):
+            alone = simulate(model.scenario, programs, _policy_of(bench))
+            pairs.setdefault(f"{model.name}, {model.scenario.programs_count} programs", []).append((together, alone))
+    found = []
+    for setting, runs in pairs.items():
+        for name, pick in figures.items():
+            whole = [(value, other) for each, alone in runs if (value := pick(each)) and (other := pick(alone))]
+            ratio = Interval.of_ratios([value for value, _ in whole], [other for _, other in whole])
+            found.append(Finding(setting, bench.policy, f"{name} / alone", ratio, at_least=0.98, at_most=1.02))
+    return found
+
+
+def _policy_of(bench: Bench) -> Policy:
+    """Return the policy that is judged, with nothing learned."""
+    return Contestant.parse(bench.policy).prepare(bench.scenario(SMALL), bench.programs(SMALL))[0]
+
+
 def idle_moves_count(policy: Policy) -> int:
     """Return how many pauses and restores there are on ticks while all programs fit and all of their tools run."""
     scheduler = Scheduler(policy)
@@ -572,6 +610,7 @@ COMMANDS: dict[str, Callable[[Bench], list[Finding]]] = {
     "groups": groups,
     "ablation": ablation,
     "harmless": harmless,
+    "pools": pools,
 }
 
 

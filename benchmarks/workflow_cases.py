@@ -13,6 +13,7 @@ import selectors
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from thunderagent.simulator.timing import IterationWork, TimingProfile, load_profiles
@@ -200,10 +201,20 @@ def run(
         loop.close()
 
 
+async def all_come(one: Callable[[int], Any], count: int, rate_per_s: float, seed: int) -> float:
+    """Have so many sessions come at random, each with its number; return the seconds until the last has gone."""
+    loop, rng, users = asyncio.get_running_loop(), random.Random(seed), []
+    began_s = loop.time()
+    for number in range(count):
+        users.append(asyncio.create_task(one(number)))
+        await asyncio.sleep(rng.expovariate(rate_per_s))
+    await asyncio.gather(*users)
+    return loop.time() - began_s
+
+
 async def _run(
     case: Case, agents: dict[str, Any], policies: tuple[str, ...], rate_per_s: float, seed: int, loop: Any
 ) -> dict[str, float]:
-    rng = random.Random(seed)
     latencies: list[float] = []
 
     async def one(app: Deployment, number: int) -> None:
@@ -214,12 +225,7 @@ async def _run(
     resources = {"gpu": case.gpus}
     options: dict[str, Any] = {"policies": policies, "period_s": 1.0, "clock": loop.time, "resources": resources}
     async with deploy(agents, **options) as app:
-        began_s, users = loop.time(), []
-        for number in range(case.count):
-            users.append(asyncio.create_task(one(app, number)))
-            await asyncio.sleep(rng.expovariate(rate_per_s))
-        await asyncio.gather(*users)
-        took_s = loop.time() - began_s
+        took_s = await all_come(partial(one, app), case.count, rate_per_s, seed)
     ordered = sorted(latencies)
     return {
         "mean_s": statistics.mean(ordered),

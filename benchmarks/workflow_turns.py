@@ -13,9 +13,10 @@ import copy
 import random
 import statistics
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from benchmarks.workflow_cases import CASES, DEFAULTS, Case, VirtualLoop
+from benchmarks.workflow_cases import CASES, DEFAULTS, Case, VirtualLoop, all_come
 from thunderagent.leases import TurnAsk, TurnHint
 from thunderagent.policy_loader import load_policy
 from thunderagent.programs.scheduler import Scheduler
@@ -84,9 +85,8 @@ class Rig:
         ask = TurnAsk(turn_id=turn_id, program_id=program_id, branch_id=branch_id, prompt_bytes=4 * len(context))
         with await self.runtime.lease(ask) as lease:
             name = str(turn_id)
-            request = EngineRequest(
-                name, context.tokens(), context.following(answer_tokens), prompt_hashes=tuple(context.hashes)
-            )
+            answer = context.following(answer_tokens)
+            request = EngineRequest(name, context.tokens(), answer, keys=context.keys_with(answer))
             over = self._over[name] = asyncio.get_running_loop().create_future()
             self._began[name] = lease
             self.engine.submit(request, self.loop.time())
@@ -183,8 +183,7 @@ async def _run(case: Case, choice: str, memory: str, seed: int, loop: VirtualLoo
     agents = agents_of(case.static if is_static else case.agents, has_sandboxes="developer" in case.agents)
     rig = Rig(loop, MEMORY_TOKENS[memory], hints)
     _rig.append(rig)
-    rng, latencies = random.Random(seed), list[float]()
-    rate_per_s = case.rates_per_s[0]
+    latencies: list[float] = []
 
     async def one(app: Deployment, number: int) -> None:
         began_s, name = loop.time(), f"s{number}"
@@ -198,12 +197,7 @@ async def _run(case: Case, choice: str, memory: str, seed: int, loop: VirtualLoo
     async with deploy(agents, resources={"gpu": case.gpus * WORKERS_FACTOR}, **options) as app:
         if hints:
             app.node.hints = Hints(app.node, rig.say)
-        began_s, users = loop.time(), []
-        for number in range(case.count):
-            users.append(asyncio.create_task(one(app, number)))
-            await asyncio.sleep(rng.expovariate(rate_per_s))
-        await asyncio.gather(*users)
-        took_s = loop.time() - began_s
+        took_s = await all_come(partial(one, app), case.count, case.rates_per_s[0], seed)
     for task in aside:
         task.cancel()
     await asyncio.gather(*aside, return_exceptions=True)

@@ -145,7 +145,9 @@ def take_over(
     reloader.takes("api_keys", "admin_keys", take=take_keys)
     reloader.takes("backends", take=take_backends)
     reloader.takes(
-        *(name for name in ServeConfig.model_fields if "max_held_" in name), "max_running_bytes", take=take_held
+        *(name for name in ServeConfig.model_fields if "max_held_" in name or "max_websockets_" in name),
+        "max_running_bytes",
+        take=take_held,
     )
     reloader.takes("rate_limit_per_s", "rate_limit_burst_count", take=take_rate)
 

@@ -38,7 +38,6 @@ from thunderagent.errors import (
     ThunderAgentError,
     TooManyProgramsError,
     TurnAbortedError,
-    UnknownModelError,
 )
 from thunderagent.event_log import EventLogWriter
 from thunderagent.leases import UNBOUNDED, Lease, OpenLease, ReplicaMap, ReplicaState, TurnAsk, TurnEnd, TurnHint
@@ -63,6 +62,7 @@ from thunderagent.programs.model.events import (
     ToolEnded,
     ToolStarted,
     TurnAbandoned,
+    TurnAdopted,
     TurnArrived,
     TurnDue,
     TurnFailed,
@@ -95,6 +95,7 @@ from thunderagent.programs.model.signals import Signal
 from thunderagent.programs.operations import NOT_THERE, Operations
 from thunderagent.programs.pools import Pool, Pools
 from thunderagent.programs.scheduler import Scheduler
+from thunderagent.served_models import ServedModels
 
 log = structlog.get_logger("thunderagent.runtime")
 
@@ -111,13 +112,6 @@ class RuntimeSettings:
 
 MOST_RETRY_AFTER_S = 60
 """Clients take a longer wait that they are told for a mistake."""
-
-SETTLING_LIMIT_S = 5.0
-"""Turns of the first moments wait for no longer until all replicas have said which models they serve."""
-
-TOLD_MODELS_COUNT = 20
-"""So many names stand in the error of a model that nobody serves, at most; and so many characters of that model's."""
-TOLD_MODEL_CHARS = 100
 
 TIMER_SLACK_S = 0.002
 """An event loop's timer may be early by a millisecond."""
@@ -184,15 +178,12 @@ class Runtime:
         """Turns that another attempt took the place of, until whoever carries them out has heard of it."""
         self.replicas = ReplicaMap()
         """What others may know of the replicas."""
-        self.replicas.names_models = make_scheduler is not None
         self._urls: dict[str, str] = {}
-        self._unheard_ids: set[str] = set()
-        """Replicas of the first moments that nobody has asked anything yet."""
-        self._settled = asyncio.Event()
-        self._unlisted_ids: set[str] = set()
-        """Replicas that never said which models they serve."""
-        self._listed = asyncio.Event()
-        """Set when one says so, for those that wait for it now."""
+        limit_s = scheduler.settings.no_replica_limit_s
+        self.served = ServedModels(
+            self.pools, self.replicas, state_of=self._state_of, clock=clock, no_replica_limit_s=limit_s
+        )
+        """Which models are served where."""
         self._closing = False
         self._crash: Exception | None = None
         self._crashed = asyncio.Event()
@@ -208,14 +199,19 @@ class Runtime:
         return self._closing
 
     @property
+    def has_crashed(self) -> bool:
+        """Whether the scheduler raised: nothing that it knows can be trusted."""
+        return self._crash is not None
+
+    @property
     def held_count(self) -> int:
         """Turns that wait for a lease."""
         return len(self._waiters)
 
     async def lease(self, ask: TurnAsk, while_held: AbstractContextManager[object] = UNBOUNDED) -> OpenLease:
         """Wait for leave to run one turn; see `LeaseSource`."""
-        if self.replicas.names_models:
-            await self._find_pool(ask, while_held)
+        if self.replicas.names_models and not self.served.is_plain(ask.model):
+            await self.served.find_pool(ask, while_held)
         if self._closing:
             raise ShuttingDownError("the proxy is shutting down")
         turn_id = ask.turn_id
@@ -255,105 +251,10 @@ class Runtime:
             del waiter  # or a refusal in it, whose traceback holds this frame, would wait for a collection
         return self._begin(grant, self.now_s() - arrived_s)
 
-    # --- pools
-
-    async def _find_pool(self, ask: TurnAsk, while_held: AbstractContextManager[object]) -> None:
-        """Find the pool that a turn is for; in the first moments only once it is known which replica serves what."""
-        if self._unheard_ids and not self._settled.is_set():
-            with suppress(TimeoutError), while_held:
-                async with asyncio.timeout(SETTLING_LIMIT_S):
-                    await self._settled.wait()
-        if self.pools.several and not self._closing:
-            self.pools.send(ask.turn_id, await self._pool_when_known(ask, while_held))
-
-    async def _pool_when_known(self, ask: TurnAsk, while_held: AbstractContextManager[object]) -> Pool:
-        """Return the pool that a turn is for; a replica that never came up yet may serve what no other does.
-
-        Raises `UnknownModelError`, in that case once turns would have waited for a replica for too long.
-        """
-        ends_s = self.now_s() + min(self.scheduler.settings.no_replica_limit_s, ask.patience_s or inf)
-        while True:
-            try:
-                return self._pool_of(ask)
-            except UnknownModelError:
-                if not self._unlisted_ids or self.now_s() >= ends_s:
-                    raise
-            with suppress(TimeoutError), while_held:
-                async with asyncio.timeout(ends_s - self.now_s()):
-                    await self._listed.wait()
-            if self._closing:
-                raise ShuttingDownError("the proxy is shutting down")
-
-    def _pool_of(self, ask: TurnAsk) -> Pool:
-        """Return the pool that a turn is for. Raises `UnknownModelError`."""
-        if ask.pinned_replica_id is not None:
-            return self.pools.of_replica(ask.pinned_replica_id)
-        return self.pool_for(ask.model, ask.program_id, ask.wanted_replica_id)
-
-    def pool_for(self, model: str, program_id: str | None = None, replica_id: str | None = None) -> Pool:
-        """Return the pool that serves a model.
-
-        Where none is named it is that of a replica that is wanted, or the only one that its program lives in. Raises
-        `UnknownModelError`.
-        """
-        pools = self.pools
-        if model:
-            if (pool := pools.of_model(model)) is None:
-                raise UnknownModelError(
-                    f"the model {model[:TOLD_MODEL_CHARS]!r} is not served here; {self._told_models()}"
-                )
-            return pool
-        if replica_id in pools.replicas:
-            return pools.of_replica(replica_id)
-        homes = pools.of_program(program_id) if program_id is not None else []
-        if len(homes) == 1:
-            return homes[0]
-        if (pool := pools.of_model("")) is None:
-            raise UnknownModelError(
-                f"several models are served here, and the request names none; {self._told_models()}"
-            )
-        return pool
-
-    def _told_models(self) -> str:
-        names = self.pools.models
-        more = f", and {len(names) - TOLD_MODELS_COUNT} more" if len(names) > TOLD_MODELS_COUNT else ""
-        return f"there are: {', '.join(names[:TOLD_MODELS_COUNT])}{more}"
-
-    def models_listed(self, replica_id: str, models: tuple[str, ...]) -> None:
-        """Say which models a replica serves; its first word on that says which pool it is in."""
-        if self.pools.listing_of(replica_id) == models:
-            return
-        self.pools.listed(replica_id, models)
-        self._unlisted_ids.discard(replica_id)
-        self._pools_changed()
-        self._listed.set()
-        self._listed = asyncio.Event()
-
-    def replica_heard(self, replica_id: str) -> None:
-        """Say that a replica was asked how it is, and answered or did not."""
-        self._unheard_ids.discard(replica_id)
-        if not self._unheard_ids and not self._settled.is_set():
-            self._settled.set()
-            self._pools_changed()
-
-    def _pools_changed(self) -> None:
-        """Tell who carries bytes whether it matters which model a turn is for, and where each replica is."""
-        has_pools = self.pools.several
-        self.replicas.names_models = has_pools or (self.pools.may_be_several and not self._settled.is_set())
-        self.replicas.has_pools = has_pools
-        self.replicas.push(map(self._state_of, self.pools.replicas))
-
     @property
     def programs(self) -> Mapping[str, Program]:
         """Return all programs, each once."""
         return self.pools.programs
-
-    def pool_name(self, program: Program) -> str:
-        """Return the name of a program's pool; empty where there is one."""
-        if not self.pools.several:
-            return ""
-        pools = self.pools.of_program(program.program_id)
-        return next((pool.name for pool in pools if pool.scheduler.programs[program.program_id] is program), "")
 
     def new_turn_id(self) -> int:
         """Return an id that no turn had before."""
@@ -452,17 +353,11 @@ class Runtime:
 
     def home_of(self, program_id: str, model: str = "") -> str | None:
         """Return the replica that a program is on, if that is up."""
-        if self.pools.several:
-            return self._home_in_pools(program_id, model)
-        program = self.programs.get(program_id)
-        home_id = program.replica_id if program is not None else None
-        return home_id if self.replicas.is_up(home_id) else None
+        return self.served.home_of(program_id, model)
 
-    def _home_in_pools(self, program_id: str, model: str) -> str | None:
-        """Return the replica that a program is on in the pool of a model; in any pool where none is named."""
-        pool = self.pools.of_model(model) if model else None
-        program = pool.scheduler.programs.get(program_id) if pool is not None else self.programs.get(program_id)
-        return program.replica_id if program is not None and self.replicas.is_up(program.replica_id) else None
+    def ids_serving(self, model: str) -> Collection[str]:
+        """Return the replicas of the pool that serves a model. Raises `UnknownModelError`."""
+        return self.served.pool_for(model).scheduler.replicas.keys()
 
     def tenant_of(self, program_id: str) -> str | None:
         """Return whose a live program is; None if there is none."""
@@ -502,15 +397,32 @@ class Runtime:
 
     def ended(self, end: TurnEnd) -> None:
         """Take a lease back."""
-        self.outcome_counts[self._superseded_or(end.outcome, end.turn_id)] += 1
+        self.count_end(end)
         self.leases_count -= 1
+        if not self.leases_count:
+            self._no_lease_left.set()
+        self.dispatch(_ending(end, self.now_s()))
+
+    def count_end(self, end: TurnEnd) -> None:
+        """Count how a turn ended, and what it used; alone, of one that had no lease here."""
+        self.outcome_counts[self._superseded_or(end.outcome, end.turn_id)] += 1
         if end.outcome == "finished":
             self.prompt_tokens_total += end.prompt_tokens or 0
             self.output_tokens_total += end.output_tokens or 0
             self.cached_tokens_total += end.cached_tokens or 0
-        if not self.leases_count:
-            self._no_lease_left.set()
-        self.dispatch(_ending(end, self.now_s()))
+
+    def adopt(self, ask: TurnAsk, replica_id: str) -> bool:
+        """Count a turn that runs on a replica already, by a lease of another scheduler, as if it had one of this one.
+
+        False if nothing is granted there now: then it is not counted.
+        """
+        now_s = self.now_s()
+        arrived = _arrived(ask, now_s)
+        self.dispatch(TurnAdopted(now_s, ask.turn_id, replica_id, arrived))
+        adopted = ask.turn_id in self.pools.turns
+        if adopted:
+            self._lease_begins()
+        return adopted
 
     # --- what others say
 
@@ -587,10 +499,7 @@ class Runtime:
     def replica_at(self, replica_id: str, url: str) -> None:
         """Say where a replica is; its leases tell."""
         self._urls[replica_id] = url
-        if self.pools.may_be_several and self.pools.listing_of(replica_id) is None:
-            self._unlisted_ids.add(replica_id)
-            if not self._settled.is_set():
-                self._unheard_ids.add(replica_id)
+        self.served.replica_known(replica_id)
 
     def replica_up(self, replica_id: str, capacity_tokens: int | None = None) -> None:
         """Say that a replica may be used, and how large it is if that is known."""
@@ -599,9 +508,9 @@ class Runtime:
             self.dispatch(ReplicaRemoved(self.now_s(), replica_id))
             self.pools.forget(replica_id)
             self.pools.listed(replica_id, models)
-            self._pools_changed()
+            self.served.changed()
         elif self.pools.listing_of(replica_id) is None:
-            self.models_listed(replica_id, ())
+            self.served.listed(replica_id, ())
         self.dispatch(ReplicaUp(self.now_s(), replica_id, capacity_tokens))
 
     def replica_down(self, replica_id: str) -> None:
@@ -628,9 +537,7 @@ class Runtime:
         """Say that a replica is gone for good."""
         self._urls.pop(replica_id, None)
         self.dispatch(ReplicaRemoved(self.now_s(), replica_id))
-        self.pools.forget(replica_id)
-        self._unlisted_ids.discard(replica_id)
-        self.replica_heard(replica_id)
+        self.served.forget(replica_id)
 
     def replica_tripped(self, replica_id: str, *, tripped: bool) -> None:
         """Say that a replica that is up fails turn after turn, or that it may be tried again."""
@@ -714,7 +621,7 @@ class Runtime:
         if about in _KINDS_OF_REPLICAS:
             self._push(event)
         elif in_pools and about is Tick and any(type(each) in _KINDS_OF_REPLICAS for _, each, _ in pools.handled):
-            self._pools_changed()  # some have become one
+            self.served.changed()  # some have become one
         is_heard: object = by_kind.get(about, True)  # until that was found out, somebody may
         for decision in decisions:
             is_heard = is_heard or by_kind.get(type(decision), True)
@@ -755,8 +662,7 @@ class Runtime:
     async def close(self) -> None:
         """Grant nothing more, refuse who waits, let turns in flight end up to the grace period."""
         self._closing = True
-        self._settled.set()
-        self._listed.set()
+        self.served.close()
         for waiter in self._waiters.values():
             if not waiter.done():
                 waiter.set_exception(ShuttingDownError("the proxy is shutting down; the turn was not forwarded"))
@@ -768,10 +674,13 @@ class Runtime:
             log.warning("grace_period_over", leases_count=self.leases_count, grace_s=self.settings.grace_s)
         self._log_events(EventLogWriter.flush)
 
-    def _begin(self, grant: Grant, held_s: float) -> OpenLease:
+    def _lease_begins(self) -> None:
         if not self.leases_count:
             self._no_lease_left.clear()
         self.leases_count += 1
+
+    def _begin(self, grant: Grant, held_s: float) -> OpenLease:
+        self._lease_begins()
         turn = self.pools.turns.get(grant.turn_id)
         program = turn.program if turn is not None else None
         lease = Lease(
@@ -849,6 +758,10 @@ def _arrival(ask: TurnAsk, now_s: float) -> TurnArrived | PinnedTurnArrived:
     """Return what the scheduler hears of a turn that arrives."""
     if ask.pinned_replica_id is not None:
         return PinnedTurnArrived(now_s, ask.turn_id, ask.pinned_replica_id, ask.prompt_bytes, ask.media)
+    return _arrived(ask, now_s)
+
+
+def _arrived(ask: TurnAsk, now_s: float) -> TurnArrived:
     return TurnArrived(
         now_s,
         ask.turn_id,

@@ -84,6 +84,8 @@ def held_limits(config: ServeConfig) -> HeldLimits:
         config.tenant_max_held_turns_count,
         config.tenant_max_held_bytes,
         config.max_running_bytes,
+        config.max_websockets_count,
+        config.key_max_websockets_count,
     )
 
 

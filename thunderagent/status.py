@@ -140,7 +140,8 @@ def _top(client: httpx2.Client, programs_count: int, sort: str) -> Group:
         capacity_tokens = replica["limit_tokens"] or replica["capacity_tokens"]
         ratio = replica["demand_tokens"] / capacity_tokens if capacity_tokens else None
         bars.append(f"{replica['replica_id']}").append(_bar(ratio))
-        bars.append(f"{_percent(ratio)}, {replica['turns_in_flight_count']} turns, {_health(replica)}\n")
+        pool = f", pool {replica['pool']}" if replica["pool"] else ""
+        bars.append(f"{_percent(ratio)}, {replica['turns_in_flight_count']} turns, {_health(replica)}{pool}\n")
     parts: list[Text | Table] = [head, bars, _program_table(programs)]
     if rates["mostly_anonymous"]:
         parts.insert(1, Text("Most turns name no program: see thunderagent doctor.", style="bold yellow"))
@@ -212,13 +213,20 @@ def _health(replica: dict[str, Any]) -> str:
     return health
 
 
+def _pool_column(rows: list[dict[str, Any]]) -> tuple[str, ...]:
+    """Return the column of pools, if there are several."""
+    return ("pool",) if any(row["pool"] for row in rows) else ()
+
+
 def _replica_table(replicas: list[dict[str, Any]]) -> Table:
     numbers = ("demand/capacity", "full", "reasoning", "acting", "turns", "hits")
-    table = _table("Replicas", "replica", "health", numbers=numbers)
+    pool = _pool_column(replicas)
+    table = _table("Replicas", "replica", *pool, "health", numbers=numbers)
     for replica in replicas:
         capacity = replica["capacity_tokens"]
         table.add_row(
             replica["replica_id"],
+            *(replica[column] for column in pool),
             Text(_health(replica), style="green" if replica["up"] else "red"),
             f"{_short(replica['demand_tokens'])}/{_short(capacity) if capacity else 'unknown'}",
             f"{replica['demand_tokens'] / capacity:.0%}" if capacity else "?",
@@ -240,11 +248,14 @@ def _cost_table(replicas: list[dict[str, Any]]) -> Table:
 
 def _program_table(page: dict[str, Any]) -> Table:
     title = f"Programs ({len(page['programs'])} of {page['total']})"
-    table = _table(title, "program", "status", "phase", "replica", numbers=("tokens", "turns", "age s", "held s"))
+    pool = _pool_column(page["programs"])
+    numbers = ("tokens", "turns", "age s", "held s")
+    table = _table(title, "program", *pool, "status", "phase", "replica", numbers=numbers)
     for program in page["programs"]:
         status = f"{program['status']}{', marked' if program['marked'] else ''}"
         table.add_row(
             program["program_id"],
+            *(program[column] for column in pool),
             status,
             program["phase"],
             program["replica_id"] or "",
@@ -258,10 +269,13 @@ def _program_table(page: dict[str, Any]) -> Table:
 
 def _queue_table(queue: dict[str, Any]) -> Table:
     title = f"Paused queue ({queue['waiting_count']} with a turn)"
-    table = _table(title, "program", "why", numbers=("tokens", "waits s"))
+    pool = _pool_column(queue["waiting"])
+    table = _table(title, "program", *pool, "why", numbers=("tokens", "waits s"))
     for program in queue["waiting"]:
         waits_s = program["held_for_s"] or 0.0
-        table.add_row(program["program_id"], program["hold_reason"], f"{program['claim_tokens']:,}", f"{waits_s:.1f}")
+        in_pool = [program[column] for column in pool]
+        claim = f"{program['claim_tokens']:,}"
+        table.add_row(program["program_id"], *in_pool, program["hold_reason"], claim, f"{waits_s:.1f}")
     return table
 
 

@@ -14,6 +14,7 @@ import pytest_asyncio
 
 from benchmarks.processes import stop
 from tests.e2e.support import serving, turn
+from tests.integration.test_pools import engine
 
 try:
     from playwright.async_api import expect
@@ -105,7 +106,7 @@ async def test_the_figures_are_the_apis(world: World, open_page: OpenPage) -> No
         for row, program in zip(await rows(page).all(), programs, strict=True):
             cells = await row.locator("td").all_text_contents()
             assert cells[0] == program["program_id"]
-            assert cells[3:5] == [f"{program['claim_tokens']:,}", str(program["turn_count"])]
+            assert cells[4:6] == [f"{program['claim_tokens']:,}", str(program["turn_count"])]
         states = await page.locator("#rows .state").all_text_contents()
         assert states == ["acting", "acting", "held", "held", "held"]
 
@@ -311,6 +312,32 @@ async def test_a_proxy_that_goes_and_comes_back(tmp_path: Path, open_page: OpenP
                 await expect(page.locator("#trouble")).to_be_hidden()
                 await expect(page.get_by_role("button", name="before")).to_have_count(0)
                 await expect(page.locator("#connection")).to_have_text("No replica is up")
+
+
+async def test_pools_have_a_column_where_there_are_several(world: World, tmp_path: Path, open_page: OpenPage) -> None:
+    """Replicas and programs say theirs; a program of two pools has a row, and a story, in each."""
+    async with open_page(world.url) as page:
+        await expect(page.get_by_role("columnheader", name="Pool")).to_be_hidden()
+    async with (
+        engine("a") as one,
+        engine("b") as other,
+        serving(tmp_path / "proxy.log", "--backends", f"{one},{other}") as server,
+        httpx2.AsyncClient(base_url=server.url, timeout=60, trust_env=False) as client,
+    ):
+        for model in "aab":
+            body = {"model": model, "messages": [{"role": "user", "content": "x"}]}
+            await client.post("/v1/chat/completions", json=body, headers={"X-Program-ID": "both"})
+        async with open_page(server.url) as page:
+            await expect(page.get_by_role("columnheader", name="Pool")).to_be_visible()
+            await expect(page.locator(".replica .pool")).to_have_text(["a", "b"])
+            await expect(page.locator("#rows .pool")).to_have_text(["a", "b"])
+            for pool, turns in (("b", "1"), ("a", "2")):
+                await rows(page).filter(has=page.locator(".pool", has_text=pool)).get_by_role("button").click()
+                story = page.get_by_role("dialog")
+                await expect(story.get_by_role("heading", name=f"both in {pool}")).to_be_visible()
+                await expect(story.locator("dl div", has_text="Turns").locator("dd")).to_have_text(turns)
+                assert f"#program=both&pool={pool}" in page.url
+                await page.keyboard.press("Escape")
 
 
 async def test_ten_thousand_programs_are_pages(tmp_path: Path, open_page: OpenPage) -> None:

@@ -16,16 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep what lies here on three processes where there are several: its tests start servers, and mostly wait."""
-    for item in items:
-        if "tests/integration/" in item.path.as_posix():
-            name = item.path.name
-            is_long = name in {"test_demo.py", "test_openapi.py", "test_primitives.py", "test_shutdown.py"}
-            group = "long" if is_long else "first half" if name < "test_g" else "second half"
-            item.add_marker(pytest.mark.xdist_group(group))
-
-
 @pytest.hookimpl(optionalhook=True)  # pytest-asyncio has it since 1.4; before, the loop is asyncio's own
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
     """Run on the event loop that `thunderagent serve` runs on."""

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from thunderagent.backends.discovery import Source
     from thunderagent.runtime import Runtime
 
+ROOT = Path(__file__).parents[2]
+
 DEADLINE_S = 25.0
 """No wait in a test takes longer."""
 
@@ -633,13 +635,15 @@ async def engine(
 
 
 @contextmanager
-def shared_engine(*options: str, kv_tokens: int = 16_000) -> Iterator[str]:
-    """Run an engine that takes no time, and yield its URL: for a fixture that many tests share.
+def shared_engine(*options: str, kv_tokens: int = 16_000, double: str = "") -> Iterator[str]:
+    """Run an engine that takes no time, or a module of `tests.doubles` that plays one, and yield its URL.
 
-    Such a fixture must not be a coroutine: pytest-asyncio ends it with each test, as it does its loop's factory.
+    For a fixture that many tests share. Such a fixture must not be a coroutine: pytest-asyncio ends it with each test,
+    as it does its loop's factory.
     """
-    command = [sys.executable, "-m", "thunderagent", "engine", *_engine_options(kv_tokens), *options]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=_environment()) as process:
+    module = [f"tests.doubles.{double}"] if double else ["thunderagent", "engine"]
+    command = [sys.executable, "-m", *module, *_engine_options(kv_tokens), *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=_environment(), cwd=ROOT) as process:
         try:
             assert process.stdout is not None
             yield _url_in(process.stdout.readline())

@@ -11,6 +11,7 @@ import httpx2
 import openai
 import pytest
 
+from tests.doubles.token_in import token_in_server
 from tests.integration.support import running_proxy
 from thunderagent.simulator.options import ServerConfig
 from thunderagent.simulator.records import EngineConfig
@@ -30,7 +31,7 @@ USER: Any = [{"role": "user", "content": TEXT}]
 async def engine(timing: str = "instant") -> AsyncIterator[str]:
     """Serve an engine in this process."""
     config = EngineConfig(kv_tokens=16_000, timing=profile(timing))
-    async with running(ServerConfig(config, port=0, grace_s=0)) as url:
+    async with running(ServerConfig(config, port=0, grace_s=0), token_in_server) as url:
         yield url
 
 

@@ -1,4 +1,4 @@
-"""The embedded engine with `--kind sglang`, on a socket, is an SGLang to its clients."""
+"""The SGLang that tests use, on a socket, is one to its clients."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import httpx2
 import openai
 import pytest
 
-from tests.integration.support import command
+from tests.doubles.sglang.server import SglangServer
 from thunderagent.backends.sglang import SglangBackend
 from thunderagent.simulator.options import ServerConfig
 from thunderagent.simulator.records import EngineConfig
@@ -31,7 +31,7 @@ async def served(timing: str = "demo", **config: Any) -> AsyncIterator[httpx2.As
     """Serve an engine in this process."""
     engine = EngineConfig(**{"kv_tokens": 16_000, "timing": profile(timing), **config})
     async with (
-        running(ServerConfig(engine, kind="sglang", port=0)) as url,
+        running(ServerConfig(engine, port=0), SglangServer) as url,
         httpx2.AsyncClient(base_url=url, timeout=20) as client,
     ):
         yield client
@@ -347,12 +347,3 @@ async def test_what_clients_ask_before_they_begin() -> None:
         assert (await client.get("/v1/models")).json()["data"][0]["max_model_len"] == 16_000
         assert (await client.get("/health")).status_code == (await client.get("/health_generate")).status_code == 200
         assert (await client.get("/nothing")).status_code == 404
-
-
-async def test_the_command_serves_it() -> None:
-    """`thunderagent engine --kind sglang`."""
-    async with (
-        command("engine", "--kind", "sglang", "--port", "0", "--profile", "instant", "--kv-tokens", "1600") as process,
-        httpx2.AsyncClient(base_url=process.url) as client,
-    ):
-        assert (await client.get("/server_info")).json()["max_total_num_tokens"] == 1600

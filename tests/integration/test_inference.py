@@ -191,7 +191,10 @@ APIS: dict[str, tuple[str, str, Any, str, Callable[[Answer, bool], list[Any]]]] 
 @pytest.fixture(scope="module")
 def large_engine_urls() -> Iterator[dict[str, str]]:
     """Run an engine of each kind that has room for all programs."""
-    with shared_engine(kv_tokens=200_000) as one, shared_engine("--kind", "sglang", kv_tokens=200_000) as other:
+    with (
+        shared_engine(kv_tokens=200_000, double="token_in") as one,
+        shared_engine(kv_tokens=200_000, double="sglang.server") as other,
+    ):
         yield {"vllm": one, "sglang": other}
 
 

@@ -322,3 +322,23 @@ async def test_top_shows_rates_memory_and_programs(replica: FakeReplica, capsys:
         out = capsys.readouterr().out
         assert out.index("large") < out.index("named")
     assert await asyncio.to_thread(main, ["top", "--url", "http://127.0.0.1:9"]) == 1
+
+
+@pytest.mark.parametrize("names", [("large", "large"), ("large", "small")])
+async def test_status_and_top_say_pools_where_there_are_several(
+    names: tuple[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each replica, and of each program: that of the model that it asked for."""
+    monkeypatch.setenv("COLUMNS", "160")
+    several = len(set(names)) > 1
+    async with fake_replica() as one, fake_replica() as other:
+        one.models, other.models = ((name,) for name in names)
+        async with running_proxy(one.url, other.url) as proxy:
+            await until(lambda: proxy.runtime.pools.several is several)
+            await ask(proxy.url, "p", model=names[1])
+            assert await asyncio.to_thread(main, ["status", "--url", proxy.url]) == 0
+            out = " ".join(capsys.readouterr().out.split())
+            assert f"{other.replica_id} {'small up' if several else 'up'}" in out
+            assert f"p {'small active' if several else 'active'}" in out
+            assert await asyncio.to_thread(main, ["top", "--url", proxy.url]) == 0
+            assert ("pool small" in capsys.readouterr().out) is several

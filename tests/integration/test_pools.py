@@ -16,6 +16,7 @@ from thunderagent.simulator.timing import profile
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+    from pathlib import Path
 
     from tests.integration.support import RunningProxy
 
@@ -71,6 +72,8 @@ async def test_each_model_is_answered_by_its_own_engine() -> None:
         ("/v1/responses", {"model": "c", "input": "x"}, "openai"),
         ("/v1/messages", ANTHROPIC, "anthropic"),
         ("/v1/embeddings", {"model": "c", "input": "x"}, "openai"),
+        ("/generate", {"model": "c", "text": "x"}, "sglang"),
+        ("/generate", {"text": "x"}, "sglang"),
     ],
 )
 async def test_a_model_that_nobody_serves_is_a_404_at_once(path: str, body: dict[str, Any], kind: str) -> None:
@@ -82,10 +85,15 @@ async def test_a_model_that_nobody_serves_is_a_404_at_once(path: str, body: dict
             said = answer.json()
             assert (said["type"], said["error"]["type"]) == ("error", "not_found_error")
             message = said["error"]["message"]
+        elif kind == "sglang":
+            error = answer.json()["error"]
+            assert error.keys() == {"message", "code"}
+            assert error["code"] == "model_not_found"
+            message = error["message"]
         else:
             assert answer.error["code"] == "model_not_found"
             message = answer.error["message"]
-        assert "'c'" in message
+        assert ("'c'" if "model" in body else "names none") in message
         assert "a, b" in message
         assert not any(proxy.runtime.decision_counts.values())
 
@@ -206,7 +214,8 @@ async def test_an_alias_stands_for_a_model() -> None:
         assert sorted(names) == ["a", "b", "public"]
     async with engine("b") as url, running_proxy(url, **aliases) as proxy:
         assert (await ask(proxy.url, model="public")).status == 200
-        assert (await ask(proxy.url, model="c")).status == 404  # in the engine's words
+        answer = await ask(proxy.url, model="c")
+        assert (answer.status, answer.error["code"]) == (404, "model_not_found")
 
 
 async def test_a_model_comes_and_goes_with_its_replicas() -> None:
@@ -217,7 +226,7 @@ async def test_a_model_comes_and_goes_with_its_replicas() -> None:
         one.models, other.models = ("a",), ("b",)
         proxy = await stack.enter_async_context(running_proxy(one.url))
         assert pool_names(proxy) == ["a"]
-        assert (await ask(proxy.url, model="b")).status == 200  # one pool: its engine's matter
+        assert (await ask(proxy.url, model="b")).status == 404
         await post(proxy.url, "/replicas", {"url": other.url})
         await proxy.up(2)
         assert pool_names(proxy) == ["a", "b"]
@@ -228,6 +237,56 @@ async def test_a_model_comes_and_goes_with_its_replicas() -> None:
         await until(lambda: proxy.runtime.held_count == 1)
         await post(proxy.url, f"/replicas/{other.replica_id}/undrain", {})
         assert (await waits).header("X-Replica-ID") == other.replica_id
+
+
+async def test_with_one_pool_a_model_that_its_engines_refuse_is_a_404_before_any_lease() -> None:
+    """Though all its memory is taken: the turn need not wait for room to be refused. A turn that names none passes."""
+    gate = Gate()
+    async with fake_replica(gate) as replica:
+        replica.models = ("a", "lora")
+        async with running_proxy(replica.url, policy="cap", policy_args={"n": "1"}) as proxy:
+            first = asyncio.create_task(ask(proxy.url, "one", model="a"))
+            await replica.call()
+            answer = await ask(proxy.url, "two", model="c")
+            assert (answer.status, answer.error["code"]) == (404, "model_not_found")
+            assert "'c' is not served here; there are: a, lora" in answer.error["message"]
+            assert len(proxy.runtime.programs) == 1
+            gate.open()
+            assert (await first).status == 200
+            nameless = {key: value for key, value in turn("one").items() if key != "model"}
+            assert (await post(proxy.url, CHAT, nameless)).status == 200
+
+
+@pytest.mark.parametrize("lists", [None, ()])
+async def test_with_one_pool_an_engine_that_lists_nothing_gets_every_model(lists: tuple[str, ...] | None) -> None:
+    """It has no such list, or an empty one; beside one that has, too."""
+    async with fake_replica() as one, fake_replica() as other:
+        one.models, other.models = lists, ("a",)
+        async with running_proxy(one.url) as proxy:
+            assert (await ask(proxy.url, model="c")).status == 200
+            await post(proxy.url, "/replicas", {"url": other.url})
+            await proxy.up(2)
+            assert (await ask(proxy.url, model="c")).status == 200
+
+
+async def test_with_one_pool_an_engine_that_takes_any_name_gets_every_model() -> None:
+    """As SGLang does, whose clients name it as they like."""
+    async with fake_replica() as replica:
+        replica.models = ("a",)
+        async with running_proxy(replica.url, backend_type="sglang") as proxy:
+            assert (await ask(proxy.url, model="default")).status == 200
+
+
+@pytest.mark.parametrize("pools_count", [1, 2])
+async def test_an_adapter_that_was_just_loaded_is_found(pools_count: int) -> None:
+    """Its engine was told by others, since it was asked last: it is asked anew before the turn is refused."""
+    async with fake_replica() as one, fake_replica() as other:
+        one.models, other.models = ("a",), ("b",)
+        urls = (one.url, other.url)[:pools_count]
+        async with running_proxy(*urls, poll_interval_s=1.0) as proxy:  # and for its models each ten
+            await until(lambda: len(proxy.runtime.pools.models) == pools_count)
+            one.models = ("a", "new")
+            assert (await ask(proxy.url, model="new")).header("X-Replica-ID") == one.replica_id
 
 
 async def test_pools_can_be_turned_off() -> None:
@@ -245,3 +304,15 @@ async def test_the_first_turns_wait_until_it_is_known_who_serves_what() -> None:
         async with running_proxy(one.url, other.url, up=0) as proxy:
             answers = await asyncio.gather(*(ask(proxy.url, model="b") for _ in range(4)))
             assert {answer.header("X-Replica-ID") for answer in answers} == {other.replica_id}
+
+
+async def test_a_restart_keeps_what_each_pool_learned(tmp_path: Path) -> None:
+    """Under the next proxy on the same engines; its log replays with what it began with."""
+    path = tmp_path / "state"
+    for number in range(2):
+        async with two_models(state=path) as proxy:
+            of = {model: pool.scheduler.knowledge for model in "ab" if (pool := proxy.runtime.pools.of_model(model))}
+            turns_counts = {model: known.growth.export().outputs.total for model, known in of.items()}
+            assert turns_counts == {"a": number * 3, "b": number * 1}
+            for model in "aaab":
+                assert (await ask(proxy.url, f"p-{model}", model=model)).status == 200

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.doubles.sglang.server import SglangServer
 from tests.integration.support import (
     CHAT,
     Gate,
@@ -23,7 +24,6 @@ from tests.integration.support import (
     metrics_of,
     post,
     running_proxy,
-    serve,
     stream_head,
     turn,
     until,
@@ -33,7 +33,7 @@ from thunderagent.config import ServeConfig
 from thunderagent.serving import build_runtime, proxy
 from thunderagent.simulator.options import ServerConfig
 from thunderagent.simulator.records import EngineConfig
-from thunderagent.simulator.server import running
+from thunderagent.simulator.server import Build, EngineServer, running
 from thunderagent.simulator.timing import profile
 
 if TYPE_CHECKING:
@@ -47,10 +47,10 @@ LONG = {"max_tokens": 5000, "ignore_eos": True}  # about 40 s on the demo engine
 
 
 @asynccontextmanager
-async def sglang(*, kind: Any = "sglang", timing: str = "instant", **config: Any) -> AsyncIterator[str]:
+async def sglang(build: Build = SglangServer, *, timing: str = "instant", **config: Any) -> AsyncIterator[str]:
     """Serve an engine in this process; yield its URL."""
     engine = EngineConfig(kv_tokens=config.pop("kv_tokens", 16_000), timing=profile(timing))
-    async with running(ServerConfig(engine, kind=kind, port=0, grace_s=0.0, **config)) as url:
+    async with running(ServerConfig(engine, port=0, grace_s=0.0, **config), build) as url:
         yield url
 
 
@@ -143,7 +143,7 @@ async def test_both_kinds_serve_side_by_side() -> None:
     """Each replica is read as what it is."""
     async with (
         sglang() as first,
-        sglang(kind="vllm") as second,
+        sglang(EngineServer) as second,
         running_proxy(first, second) as proxy,
     ):
         reports = (await get(proxy.url, "/replicas")).json()["replicas"]
@@ -151,16 +151,6 @@ async def test_both_kinds_serve_side_by_side() -> None:
         assert said == {first: ("sglang", 16_000), second: ("vllm", 16_000)}
         answered = {(await ask(proxy.url, f"p{number}")).header("X-Replica-ID") for number in range(8)}
         assert len(answered) == 2
-
-
-async def test_the_proxy_starts_such_engines_itself() -> None:
-    """`thunderagent serve --embedded-kind sglang` serves turns without anything else."""
-    async with serve("--embedded-engines", "1", "--embedded-kind", "sglang") as process:
-        await process.ready()
-        report = (await get(process.url, "/replicas")).json()["replicas"][0]
-        assert (report["kind"], report["capacity_tokens"]) == ("sglang", 16_000)
-        answer = await ask(process.url, "p", max_tokens=2)
-        assert "matched_stop" in answer.json()["choices"][0]
 
 
 async def test_an_engine_without_metrics_is_scheduled_all_the_same() -> None:

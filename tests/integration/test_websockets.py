@@ -10,8 +10,9 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from tests.integration.support import DEADLINE_S, exposition, get, running_proxy, until
-from tests.integration.test_bounds import KEYS, RED
+from tests.integration.support import DEADLINE_S, exposition, get, running_proxy, serve, until
+from tests.integration.test_bounds import BLUE, KEYS, RED
+from thunderagent.proxy.wire.websockets import GOING_AWAY
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -162,6 +163,11 @@ async def test_keys_and_pages_of_others_are_judged() -> None:
                     assert await socket.receive_bytes() == b"hi"
 
 
+async def _went_away(socket: aiohttp.ClientWebSocketResponse, why: str) -> None:
+    message = await socket.receive()
+    assert (message.type, message.data, message.extra) == (aiohttp.WSMsgType.CLOSE, GOING_AWAY, why)
+
+
 async def _refused(url: str, status: int, **options: Any) -> None:
     with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
         async with talking(url, **options):
@@ -181,5 +187,67 @@ async def test_a_replica_that_drains_keeps_its_websockets_and_one_that_is_remove
                 assert await socket.receive_bytes() == b"hi"
                 async with session.delete(f"{proxy.url}/replicas/{used}", params={"force": "1"}) as answer:
                     assert answer.status < 300
-            assert (await socket.receive()).type is aiohttp.WSMsgType.CLOSED
+            await _went_away(socket, "its replica was removed")
         await proxy.nothing_left()
+
+
+async def test_a_drain_ends_websockets_when_its_patience_is_over() -> None:
+    async with engine() as behind, running_proxy(behind.url, drain_limit_s=0.3) as proxy:
+        async with talking(proxy.url) as socket, aiohttp.ClientSession() as session:
+            async with session.delete(f"{proxy.url}/replicas/{behind.url.removeprefix('http://')}") as answer:
+                assert answer.status == 202
+            await _went_away(socket, "its replica was removed")
+        await proxy.nothing_left()
+
+
+async def test_a_shutdown_ends_websockets_after_its_patience() -> None:
+    async with engine() as behind, serve("--backends", behind.url, "--grace-s", "0.3") as process:
+        await process.ready()
+        async with talking(process.url) as socket:
+            process.process.terminate()
+            await socket.send_bytes(b"hi")
+            assert await socket.receive_bytes() == b"hi"
+            await _went_away(socket, "the proxy is shutting down")
+        assert await process.exit_status() == 0
+
+
+async def test_a_websocket_is_open_for_so_long_and_no_longer() -> None:
+    async with engine() as behind, running_proxy(behind.url, websocket_limit_s=0.3) as proxy:
+        async with talking(proxy.url) as socket:
+            await _went_away(socket, "it was open for 0.3 s, and none may be for longer")
+        await proxy.nothing_left()
+        await until(lambda: behind.closed_count == 1)
+
+
+async def test_so_many_websockets_are_open_and_no_more() -> None:
+    """Of all together and of each key; who closes one may open another."""
+    async with engine() as behind:
+        async with running_proxy(behind.url, max_websockets_count=2) as proxy:
+            async with talking(proxy.url), talking(proxy.url):
+                await _refused(proxy.url, 503)
+                metrics = (await get(proxy.url, "/metrics")).body.decode()
+                assert "thunderagent_websockets 2.0" in metrics
+                assert 'thunderagent_held_refused_total{bound="websockets"} 1.0' in metrics
+            await proxy.nothing_left()
+            async with talking(proxy.url), talking(proxy.url):
+                pass
+        async with (
+            running_proxy(behind.url, **KEYS, key_max_websockets_count=1) as proxy,
+            talking(proxy.url, headers=[RED]),
+        ):
+            await _refused(proxy.url, 429, headers=[RED])
+            async with talking(proxy.url, headers=[BLUE]):
+                pass
+
+
+async def test_an_engine_that_listens_no_more_gives_its_lease_back() -> None:
+    """It may go on speaking: what it is told waits for nobody."""
+    async with engine() as behind, running_proxy(behind.url, client_stall_limit_s=0.4) as proxy:
+        behind.reads.clear()
+        async with talking(proxy.url) as socket:
+            await until(lambda: proxy.runtime.leases_count == 1)
+            with suppress(ConnectionError):
+                while True:
+                    await socket.send_bytes(b"x" * 1_000_000)
+            await proxy.nothing_left()
+        behind.reads.set()

@@ -37,7 +37,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "tests/real/" in item.path.as_posix():
             item.add_marker(pytest.mark.real)
-            item.add_marker(pytest.mark.timeout(120, func_only=True))
+            if item.get_closest_marker("timeout") is None:  # else a file's own limit would be overruled
+                item.add_marker(pytest.mark.timeout(120, func_only=True))
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import urllib.request
 import zipfile
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from packaging.metadata import Metadata
 from packaging.utils import parse_wheel_filename
 
 import thunderagent
+from thunderagent.core_build import DIGEST_FILE, sources_digest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -66,6 +68,21 @@ def metadata(path: Path) -> Metadata:
     with zipfile.ZipFile(path) as archive:
         (name,) = [each for each in archive.namelist() if each.endswith(".dist-info/METADATA")]
         return Metadata.from_email(archive.read(name), validate=True)
+
+
+@pytest.fixture(scope="module")
+def compiled(built: Path) -> Path:
+    """The wheel for this machine and Python: what `scripts/test --compiled` made of these sources, or a new one."""
+    digest = sources_digest(ROOT / "thunderagent")
+    for path in (ROOT / "out/compiled/wheel").glob("*.whl"):
+        with zipfile.ZipFile(path) as archive:
+            if archive.read(f"thunderagent/{DIGEST_FILE}").decode().strip() == digest:
+                return path
+    command = [sys.executable, "-m", "build", "--wheel", "--outdir", str(built / "compiled"), str(ROOT)]
+    done = subprocess.run(command, env=os.environ | {"THUNDERAGENT_COMPILE": "1"}, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr[-1500:]
+    (path,) = (built / "compiled").glob("*.whl")
+    return path
 
 
 def names(path: Path) -> set[str]:
@@ -128,11 +145,9 @@ def serving(commands: Path, folder: Path) -> Iterator[str]:
             process.terminate()
 
 
-@pytest.mark.parametrize("minor", MINORS)
-def test_the_readmes_example_runs_in_an_empty_environment(built: Path, tmp_path: Path, minor: int) -> None:
-    """The proxy from its wheel, and on the agent's side the client from its own, on every Python that is there."""
-    python = python_of(minor)
-    proxy = environment(tmp_path / "proxy", python, str(wheel(built, "thunderagent")))
+def run_the_readmes_example(built: Path, proxy_wheel: Path, python: str, tmp_path: Path) -> str:
+    """Install the proxy and, on the agent's side, the client from its own wheel; return what version the former is."""
+    proxy = environment(tmp_path / "proxy", python, str(proxy_wheel))
     agent = environment(tmp_path / "agent", python, str(wheel(built, "thunderagent-client")), "openai>=1.66")
     (example,) = re.findall(
         r"^```python\n(from thunderagent\.client.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE
@@ -149,3 +164,21 @@ def test_the_readmes_example_runs_in_an_empty_environment(built: Path, tmp_path:
             assert b'thunderagent_turns_total{outcome="finished"} 1.0' in answer.read()
         looked = [str(proxy / "thunderagent"), "doctor", "--url", url, "--json"]
         assert json.loads(subprocess.run(looked, capture_output=True, check=True, cwd=tmp_path).stdout)
+    asked = [str(proxy / "thunderagent"), "--version"]
+    return subprocess.run(asked, capture_output=True, check=True, cwd=tmp_path, text=True).stdout
+
+
+@pytest.mark.parametrize("minor", MINORS)
+def test_the_readmes_example_runs_in_an_empty_environment(built: Path, tmp_path: Path, minor: int) -> None:
+    """On every Python that is there."""
+    said = run_the_readmes_example(built, wheel(built, "thunderagent"), python_of(minor), tmp_path)
+    assert said == f"thunderagent {thunderagent.__version__} (core: interpreted)\n"
+
+
+def test_the_readmes_example_runs_on_the_compiled_wheel(built: Path, compiled: Path, tmp_path: Path) -> None:
+    """It is for this Python and machine alone, has every module as source too, and says that it is compiled."""
+    (tag,) = parse_wheel_filename(compiled.name)[3]
+    assert tag.interpreter == f"cp{sys.version_info.major}{sys.version_info.minor}"
+    assert names(wheel(built, "thunderagent")) <= names(compiled)
+    said = run_the_readmes_example(built, compiled, sys.executable, tmp_path)
+    assert said == f"thunderagent {thunderagent.__version__} (core: compiled)\n"

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -80,6 +82,7 @@ EVERY_ROOM = frozenset(
     {
         *("errors", "programs", "policy_loader", "backends", "tools", "simulator", "faults"),
         *("event_log", "leases", "runtime", "proxy", "client", "sandboxes", "replica_sources", "security"),
+        "learned_state",
         *("provision", "provisioning"),
     }
 )
@@ -99,8 +102,12 @@ ARROWS: dict[str, frozenset[str]] = {
     "event_log": frozenset({"errors", "programs", "policy_loader"}),
     "leases": frozenset({"programs"}),
     "signal_log": frozenset({"errors", "programs"}),
-    "runtime": frozenset({"errors", "programs", "event_log", "leases"}),
+    "served_models": frozenset({"errors", "programs", "leases"}),
+    "runtime": frozenset({"errors", "programs", "event_log", "leases", "served_models"}),
+    "learned_state": frozenset({"errors", "programs", "runtime"}),
     "proxy": frozenset({"errors", "programs", "leases", "runtime", "backends", "faults", "core_build", "log_lines"}),
+    # The link between gateways and a scheduler: both of its ends, and the proxy that a gateway is.
+    "scale": frozenset({"errors", "programs", "leases", "runtime", "proxy"}),
     "client": frozenset(),
     # Which of its own files are compiled: setup.py loads it alone.
     "core_build": frozenset(),
@@ -111,7 +118,7 @@ ARROWS: dict[str, frozenset[str]] = {
     # A client of an engine, which it knows by its answers alone.
     "calibrate": frozenset({"errors", "simulator"}),
     # Built once by the command line and handed down in slices: nobody else may reach for it.
-    "config": EVERY_ROOM,
+    "config": EVERY_ROOM - {"simulator"},
     # Lets the sandbox manager and the scheduler hear of each other.
     "sandboxes": frozenset({"errors", "programs", "tools", "runtime", "proxy", "config"}),
     # From the configuration to the sources of replicas.
@@ -130,13 +137,16 @@ ARROWS: dict[str, frozenset[str]] = {
     # Reads the configuration again, and tells whoever goes by it.
     "reloading": frozenset({"errors", "backends", "proxy", "config", "security", "replica_sources"}),
     # Wires everything up; the command line starts it.
-    "serving": EVERY_ROOM | {"config", "signal_log", "reloading"},
+    "serving": EVERY_ROOM - {"simulator"} | {"config", "signal_log", "reloading"},
+    # The same for what several processes share.
+    "scaling": EVERY_ROOM | {"config", "serving", "scale"},
     # A client of engines and of a proxy, which it can start for itself.
     "doctor": frozenset({"errors", "backends", "config", "security", "serving"}),
     "cli": EVERY_ROOM
     | {
         "config",
         "serving",
+        "scaling",
         "status",
         "calibrate",
         "core_build",
@@ -158,10 +168,7 @@ FORBIDDEN: list[tuple[str, frozenset[str], frozenset[str]]] = [
     (
         "thunderagent.simulator",
         frozenset({"asyncio", "socket", "socketserver", "selectors", "aiohttp", "httpx2", "uvloop"}),
-        frozenset(
-            f"thunderagent.simulator.{module}"
-            for module in ("server", "live", "vllm_control", "dialect_sglang", "sglang_engine")
-        ),
+        frozenset(f"thunderagent.simulator.{module}" for module in ("server", "live", "vllm_control")),
     ),
 ]
 
@@ -287,6 +294,55 @@ def changed_events(module: Module) -> Iterator[str]:
         changes = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del)
         if changes and isinstance(node.value, ast.Name) and node.value.id in TOLD:
             yield f"{module.name}:{node.lineno}: {ast.unparse(node)} is changed"
+
+
+# --- One writer of where programs stand ---------------------------------------------------------------------------
+
+SIZES = frozenset({"claim_tokens", "growth_tokens", "reserve_tokens"})
+SUMS = frozenset({"demand_tokens", "active_count", "shared_tokens"})
+WRITERS = {
+    "place": frozenset({"book.book.Book.move", "book.book.Book.pause_until"}),  # which moves many in one batch
+    "size": frozenset({"learned.knowledge.Knowledge.measure_claim"}),  # which is called by the next
+    "measure": frozenset({"book.book.Book.move", "book.book.Book.resize"}),
+    "size of a place": frozenset({"book.book.Book.resize"}),
+    "who is in a place": frozenset({f"book.book.Book.{name}" for name in ("open", "move", "enter_anew", "act_anew")}),
+}
+"""What is written of where a program stands and how large it is, and by whom."""
+
+
+def wrong_writers(module: Module) -> Iterator[str]:
+    """Find who writes where a program stands, what it claims, or a sum of that, and may not."""
+    in_book = core_room_of(module.name) == "book" or module.is_in("thunderagent.programs.model.places")
+    for where, node in _within(module.tree, module.name.removeprefix("thunderagent.programs.")):
+        written = ""
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
+            of = ast.unparse(node.value)
+            if node.attr == "place" and not where.endswith("Program.__init__"):
+                written = "place"
+            elif node.attr in SIZES and of.rpartition(".")[2] == "program":
+                written = "size"
+            elif not in_book and (node.attr in SUMS or of.endswith("place")):
+                written = "sum"
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            of = ast.unparse(node.func.value)
+            is_places = of == "to" or of.endswith(("place", "announced"))
+            if node.func.attr == "_measure" and len(node.args) == 1:
+                written = "measure"
+            elif node.func.attr == "resize" and is_places:
+                written = "size of a place"
+            elif node.func.attr in ("enter", "leave") and is_places:
+                written = "who is in a place"
+        if written and where not in WRITERS.get(written, ()):
+            yield f"{where}:{node.lineno}: {ast.unparse(node)} writes a {written}"
+
+
+def _within(node: ast.AST, where: str) -> Iterator[tuple[str, ast.AST]]:
+    """Give every node below one, each with the names of what it is in."""
+    for inner in ast.iter_child_nodes(node):
+        is_named = isinstance(inner, ast.ClassDef | ast.FunctionDef)
+        place = f"{where}.{inner.name}" if is_named else where  # type: ignore[attr-defined]
+        yield place, inner
+        yield from _within(inner, place)
 
 
 # --- The purity of the core -----------------------------------------------------------------------------------
@@ -646,6 +702,22 @@ def test_nobody_changes_what_was_told() -> None:
     assert list(changed_events(module_of("def f(decision):\n    decision.reason += 'x'")))
 
 
+def test_where_a_program_stands_has_one_writer() -> None:
+    """A move, or another size: sums, orders, story and decision follow in the same call."""
+    assert complaints(wrong_writers, core()) == []
+    for source in (
+        "program.place = to",
+        "turn.program.claim_tokens += 1",
+        "self._core.book.ledger.accounts[replica_id].demand_tokens = 0",
+        "program.place.count -= 1",
+        "self._measure(program)",
+        "program.place.resize(program, 1, 2, now_s)",
+        "place.leave(program, now_s)",
+        "del program.place",
+    ):
+        assert list(wrong_writers(module_of(f"def f(self):\n    {source}"))), source
+
+
 def test_a_wrong_import_in_the_core_is_found() -> None:
     """Each kind of arrow against the layers, and none that only a type checker sees."""
     wrong = "from thunderagent.programs.book.book import Book"
@@ -686,6 +758,13 @@ def test_no_word_is_used_for_two_things() -> None:
 def test_public_names_are_documented() -> None:
     """Every module says what it is, and every public name in the rooms others build on."""
     assert complaints(missing_docstrings, all_modules()) == []
+
+
+def test_serve_imports_nothing_of_the_simulator() -> None:
+    """Its simulated engines are processes of their own."""
+    says = "import sys, thunderagent.serving; print([name for name in sys.modules if 'simulator' in name])"
+    done = subprocess.run([sys.executable, "-c", says], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
 
 
 def test_numbers_in_the_core_have_units() -> None:

@@ -144,6 +144,10 @@ class Backend(Protocol):
     def rank_header(self) -> str:
         """Return the header of a request that chooses the data-parallel rank."""
 
+    @property
+    def refuses_models(self) -> bool:
+        """Return whether it refuses each model that it does not list; others answer as if it were their own."""
+
     def read_metrics(self, exposition: str) -> ReplicaReading:
         """Read an exposition; never raise: what cannot be read is None in the reading."""
 

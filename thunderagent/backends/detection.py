@@ -64,6 +64,11 @@ class DetectedBackend:
         return self.found.readiness_path if self.found is not None else ""
 
     @property
+    def refuses_models(self) -> bool:
+        """Return whether the kind that was found does; one that is not known may take any name."""
+        return self.found is not None and self.found.refuses_models
+
+    @property
     def notices(self) -> Notices | None:
         """Return how to tell the kind that was found."""
         return self.found.notices if self.found is not None else None

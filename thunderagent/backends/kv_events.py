@@ -6,7 +6,8 @@ An engine publishes its messages with a sequence number and keeps the last of th
 that takes them in their order. One that is not the next means that some were lost (ZeroMQ drops what a full queue does
 not take), or that the engine is another one, which counts from 0 again. With a replay endpoint, which of both is found
 by asking from the message that was taken last: an engine that sends the very same bytes is still the one we know, and
-goes on with what is missing. Otherwise what is known is given up. A hint, never the truth:
+goes on with what is missing. Otherwise what is known is given up. The first message after a lost connection is asked
+about in the same way, even if it is the next: another engine may have said as many before. A hint, never the truth:
 
 - the engine restarted: nothing lies there; that is reported;
 - messages are lost for good: what lies there is not known; programs keep their last figure until there is a new one.
@@ -138,16 +139,24 @@ class _Followed:
         # replay runs ahead of what was published, these are not neighbours.
         self._last: KvMessage | None = None
         self._next_id: int | None = None
+        # Whether the connection is the one on which the last message came.
+        self._is_same_engine = True
         self._handled_count = 0
         self._is_readable = True
         self._log = _log.bind(replica_id=endpoint.replica_id)
 
     async def receive(self) -> None:
         """Take what the engine publishes, until cancelled."""
-        with self._connected(zmq.SUB, self._endpoint.address) as socket:
+        with (
+            self._connected(zmq.SUB, self._endpoint.address) as socket,
+            socket.get_monitor_socket(zmq.EVENT_DISCONNECTED) as losses,
+        ):
             socket.subscribe(b"")
             while True:
                 frames = await socket.recv_multipart()
+                while await losses.poll(0):
+                    await losses.recv_multipart()
+                    self._is_same_engine = False
                 try:
                     message = read_message(frames)
                 except KvMessageError as error:
@@ -170,8 +179,8 @@ class _Followed:
                 listener.residency_reported(self._endpoint.replica_id, tuple(dict(changes).items()))
 
     async def _take_published(self, message: KvMessage) -> None:
-        is_next = message.sequence_id == self._next_id
-        if not is_next:
+        if message.sequence_id != self._next_id or not self._is_same_engine:
+            self._is_same_engine = True
             await self._catch_up(message)
         self._next_id = message.sequence_id + 1
         if self._last is None or message.sequence_id > self._last.sequence_id:

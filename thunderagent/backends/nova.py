@@ -61,6 +61,7 @@ class NovaBackend:
     """Read Nova."""
 
     kind: str = "nova"
+    refuses_models: bool = False
     metrics_path: str = "/metrics"
     health_path: str = "/health"
     info_paths: tuple[str, ...] = ()

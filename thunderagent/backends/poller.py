@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from dataclasses import dataclass, field, replace
+from functools import cache
 from ssl import SSLContext
 from typing import TYPE_CHECKING, Protocol
 
@@ -27,8 +28,7 @@ from thunderagent.backends.ranks import of_rank, rank_count_of
 from thunderagent.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    import ssl
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
 _log = structlog.get_logger(__name__)
 
@@ -187,6 +187,11 @@ class Poller:
         if watched is not None:
             watched.suspected.set()
 
+    def suspect_all(self, replica_ids: Iterable[str]) -> None:
+        """Poll some replicas at once, and ask them which models they serve."""
+        for replica_id in replica_ids:
+            self.suspect(replica_id)
+
     def refused(self, replica_id: str) -> None:
         """Take a replica for down until a poll finds it healthy, because it refused a connection."""
         watched = self._watched.get(replica_id)
@@ -198,12 +203,10 @@ class Poller:
         """Poll until cancelled. Runs once at a time; a bug in a listener ends it, loudly."""
         if self._start is not None:
             raise RuntimeError("the poller runs already")
-        # A client for each URL, so that its connections close with its watch; the TLS context takes 20 ms to make.
-        tls = self._settings.ssl_context or httpx2.create_ssl_context(trust_env=False)
         try:
             async with asyncio.TaskGroup() as group:
                 self._start = lambda watched: group.create_task(
-                    self._watch_with_client(watched, tls), name=f"poll {next(iter(watched.endpoints), 'a replica')}"
+                    self._watch_with_client(watched), name=f"poll {next(iter(watched.endpoints), 'a replica')}"
                 )
                 for watched in self._by_url.values():
                     watched.task = self._start(watched)
@@ -211,7 +214,10 @@ class Poller:
         finally:
             self._start = None
 
-    async def _watch_with_client(self, watched: _Watched, tls: ssl.SSLContext) -> None:
+    async def _watch_with_client(self, watched: _Watched) -> None:
+        # A client for each URL, so that its connections close with its watch. Redirects are not followed: one that
+        # speaks no TLS needs nobody to trust.
+        tls = (self._settings.ssl_context or _system_trust()) if watched.health_url.scheme == "https" else False
         # httpx2's timeouts are for each read, where our deadline is for the whole answer.
         authorization = self._settings.authorization
         headers = {"Authorization": authorization} if authorization else None
@@ -381,6 +387,12 @@ def models_in(answer: str) -> tuple[str, ...]:
         return tuple(dict.fromkeys(each["id"] for each in data if each["id"] and isinstance(each["id"], str)))
     except (msgspec.DecodeError, KeyError, TypeError):
         return ()
+
+
+@cache
+def _system_trust() -> SSLContext:
+    """Trust whom the system trusts. It takes 20 ms to read."""
+    return httpx2.create_ssl_context(trust_env=False)
 
 
 def _key_of(replica: ReplicaEndpoint) -> tuple[str, str, str]:

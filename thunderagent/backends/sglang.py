@@ -74,6 +74,7 @@ class SglangBackend:
     """Read SGLang."""
 
     kind: str = "sglang"
+    refuses_models: bool = False
     metrics_path: str = "/metrics"
     health_path: str = "/health"
     info_paths: tuple[str, ...] = ("/server_info", "/get_server_info")

@@ -62,6 +62,7 @@ class VllmBackend:
     """Read vLLM."""
 
     kind: str = "vllm"
+    refuses_models: bool = True
     metrics_path: str = "/metrics"
     health_path: str = "/health"
     info_paths: tuple[str, ...] = ()

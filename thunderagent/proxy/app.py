@@ -61,11 +61,13 @@ from thunderagent.proxy.watch.turn_metrics import LoopLag, TurnMetrics
 from thunderagent.proxy.wire.aiohttp_errors import answering_errors
 from thunderagent.proxy.wire.aiohttp_exchange import AiohttpExchange
 from thunderagent.proxy.wire.aiohttp_request import target_of, told_path
+from thunderagent.proxy.wire.exchange import Exchange
 from thunderagent.proxy.wire.front import Front, Way
 from thunderagent.proxy.wire.front import Tracing as FrontTracing
 from thunderagent.proxy.wire.http11.asked import Asked
 from thunderagent.proxy.wire.http11.heads import RequestHead
 from thunderagent.proxy.wire.stall import STALL_LIMIT_S
+from thunderagent.proxy.wire.websockets import Websockets
 from thunderagent.runtime import Runtime
 
 log = structlog.get_logger("thunderagent.proxy")
@@ -122,11 +124,13 @@ def build_app(
     provisioner: Provisioner | None = None,
     judge: Judge | None = None,
     simulated: bool = False,
+    further_routes: Iterable[web.RouteDef] = (),
 ) -> web.Application:
     """Put the proxy together. The caller owns what it is made of. `simulated` engines are told of in every answer."""
     registry = CollectorRegistry()
     metrics = TurnMetrics(registry)
-    replicas.on_removed.append(metrics.replica_removed)
+    websockets = Websockets(turn_settings.websocket_limit_s)
+    replicas.on_removed.extend((metrics.replica_removed, websockets.replica_removed))
     held = HeldTurns(turn_settings.held, registry)
     quotas = _quotas(runtime, registry, held, hears=keys_file is not None)
     tenancy = Tenancy(
@@ -136,7 +140,9 @@ def build_app(
         client_priority=turn_settings.client_priority,
     )
     made = MadeAnswers(MADE_ANSWERS_COUNT)
-    flow = Turns(runtime, client, replicas, watcher, metrics, turn_settings, tenancy, held, made, sandboxes, judge)
+    flow = Turns(
+        runtime, client, replicas, watcher, metrics, turn_settings, tenancy, held, made, websockets, sandboxes, judge
+    )
     turns = TurnHandlers(flow)
     side_calls = SideCalls(
         client,
@@ -155,8 +161,7 @@ def build_app(
         registry.register(JudgeCollector(judge))
     if sandboxes is not None:
         registry.register(SandboxCollector(sandboxes, registry))
-    keyring = keyring or Keyring()
-    logins = Logins()
+    keyring, logins = keyring or Keyring(), Logins()
     guard = Guard(guard_settings, keyring, registry, logins, held, quotas)
     control = Control(runtime, client, replicas, control_settings)
     weight_sync = WeightSync(runtime, replicas, limit_s=control_settings.weight_sync_limit_s)
@@ -166,14 +171,14 @@ def build_app(
     app[GUARD], app[HELD] = guard, held
     guard.attach(app)
     app[FRONT], app[LOOP_LAG] = (
-        _front(flow, guard, admin_port, replicas, tracing, simulated=simulated, access_log=access_log),
+        front_of(flow, guard, held, admin_port, replicas, tracing, simulated=simulated, access_log=access_log),
         LoopLag(registry),
     )
     app[HISTORY] = History(runtime, replicas, metrics.hold_counts)
     live = Live(runtime, replicas, app[HISTORY], sandboxes_on=sandboxes is not None, simulated=simulated)
     if simulated:
         app.on_response_prepare.append(_say_simulated)
-    app.on_shutdown.append(live.close)
+    app.on_shutdown.extend((live.close, _closing(websockets)))
     app.on_cleanup.extend((_stopping(replicas.breakers), _closing(weight_sync, leases)))
     routes = [
         *control.routes(),
@@ -194,13 +199,34 @@ def build_app(
         web.get("/v1/models", models.handle),
     ]
     routes += OpenApi(routes).routes()
+    routes += further_routes
     routes.append(
         web.route("*", CATCH_ALL, _by_inner_path(turns, side_calls, models, control, replicas, _own_parts(routes)))
     )
+    before: list[Around] = []
+    if admin_port is not None:
+        before.append(lambda handler, route: admin_port.before(handler, route.method, route.path, tenancy))
+    add_routes(app, routes, guard, before=before, access_log=access_log, tracing=tracing)
+    return app
+
+
+Around = Callable[[Handler, web.RouteDef], Handler]
+
+
+def add_routes(
+    app: web.Application,
+    routes: Iterable[web.RouteDef],
+    guard: Guard,
+    *,
+    before: Iterable[Around] = (),
+    access_log: bool,
+    tracing: Tracing | None = None,
+) -> None:
+    """Register routes behind the guard, which lets through to what is `before` them."""
     for route in routes:
         handler = route.handler
-        if admin_port is not None:
-            handler = admin_port.before(handler, route.method, route.path, tenancy)
+        for each in before:
+            handler = each(handler, route)
         handler = answering_errors(guard.before(handler, route.method, route.path))
         if access_log:
             handler = logged(handler)
@@ -210,7 +236,6 @@ def build_app(
             app.router.add_get(route.path, handler, expect_handler=says_nothing_yet)  # allows HEAD too
         else:
             app.router.add_route(route.method, route.path, handler, expect_handler=says_nothing_yet)
-    return app
 
 
 class TurnHandlers:
@@ -238,9 +263,10 @@ class TurnHandlers:
         return exchange.response
 
 
-def _front(
+def front_of(
     flow: Turns,
     guard: Guard,
+    held: HeldTurns,
     admin_port: AdminPort | None,
     replicas: Replicas,
     tracing: Tracing | None,
@@ -270,9 +296,13 @@ def _front(
             admin_port.check(asked.transport, unquote(way.target.path))
         return guard.let_in(asked, for_admin=way.is_operators)
 
+    async def converse(exchange: Exchange, chosen_id: str | None) -> None:
+        with held.websocket():
+            await flow.answer(exchange, chosen_id)
+
     adds = simulated or guard.marks_cors
     around = logged_turn if access_log else None
-    return Front(way_of, let_in, flow.answer, decorate if adds else None, tracing, around)
+    return Front(way_of, let_in, flow.answer, converse, decorate if adds else None, tracing, around)
 
 
 def _quotas(runtime: Runtime, registry: CollectorRegistry, held: HeldTurns, *, hears: bool) -> Quotas:
@@ -296,8 +326,8 @@ def _own_parts(routes: Iterable[web.RouteDef]) -> frozenset[str]:
     return frozenset(first_parts - {"v1"})
 
 
-def _closing(*owners: WeightSync | Leases) -> Callable[[web.Application], Awaitable[None]]:
-    """Return what has the owners of timers take them back when the application ends."""
+def _closing(*owners: WeightSync | Leases | Websockets) -> Callable[[web.Application], Awaitable[None]]:
+    """Return what has the owners of what would go on end it when the application ends."""
 
     async def close(_: web.Application) -> None:
         for owner in owners:

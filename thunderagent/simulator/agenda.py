@@ -33,14 +33,20 @@ class Agenda:
 
     def after(self, delay_s: float, action: Action) -> None:
         """Have `action` called in `delay_s` seconds."""
-        self.at(self.now_s + delay_s, action)
+        self._entry_count += 1
+        due_s = self.now_s + delay_s if delay_s > 0.0 else self.now_s
+        heappush(self._entries, (due_s, self._entry_count, action))
 
     @property
     def next_s(self) -> float:
         """When the next entry is due; `inf` if there is none."""
         return self._entries[0][0] if self._entries else inf
 
-    def advance(self) -> None:
-        """Go to the next entry and do it."""
-        self.now_s, _, action = heappop(self._entries)
+    def advance(self, until_s: float = inf) -> bool:
+        """Go to the next entry and do it; False, and nothing happens, if none is due until then."""
+        entries = self._entries
+        if not entries or entries[0][0] > until_s:
+            return False
+        self.now_s, _, action = heappop(entries)
         action()
+        return True

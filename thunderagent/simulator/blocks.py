@@ -119,15 +119,19 @@ class BlockPool:
         run_by_key = self._run_by_key
         while count:
             run = self._ring.after
+            keys = run.keys
             if run.blank_count:
                 taken = min(count, run.blank_count)
                 run.blank_count -= taken
+            elif count == 1:  # as for most tokens
+                taken = 1
+                del run_by_key[keys.pop()]
             else:
-                taken = min(count, len(run.keys))
-                for key in run.keys[-taken:]:
+                taken = min(count, len(keys))
+                for key in keys[-taken:]:
                     del run_by_key[key]
-                del run.keys[-taken:]
-            if not (run.keys or run.blank_count):
+                del keys[-taken:]
+            if not (keys or run.blank_count):
                 run.unlink()
             count -= taken
         return holding
@@ -185,19 +189,22 @@ class BlockPool:
         A block whose key another block has cannot be found.
         """
         run_by_key = self._run_by_key
-        if len(keys) > 1 and not run_by_key.keys().isdisjoint(keys):
+        if len(keys) == 1 or not run_by_key.keys().isdisjoint(keys):
             for key in keys:
-                self.publish(holding, (key,), parent)
+                self.publish_one(holding, key, parent)
                 parent = key
-        elif keys[0] not in run_by_key:
+        else:
+            run = _last_run(holding, parent)
             holding.blank_count -= len(keys)
-            run = holding.runs[-1] if holding.runs else None
-            if run is None or len(run.holders) > 1 or run.keys[-1] != parent:
-                run = Run([])
-                run.holders.add(holding)
-                holding.runs.append(run)
             run.keys += keys
             run_by_key.update(dict.fromkeys(keys, run))
+
+    def publish_one(self, holding: Holding, key: int, parent: int) -> None:
+        """Do as `publish` for a single block."""
+        if key not in self._run_by_key:
+            run = self._run_by_key[key] = _last_run(holding, parent)
+            holding.blank_count -= 1
+            run.keys.append(key)
 
     def reset(self) -> bool:
         """Forget what every block holds; refuse, as vLLM does, while any is referenced."""
@@ -255,6 +262,16 @@ class BlockPool:
             run = self._split(run, begin)
         run.unlink()
         run.link_before(self._ring.after)
+
+
+def _last_run(holding: Holding, parent: int) -> Run:
+    """Return the run of a request that ends with the block `parent` and is its alone, a new one if there is none."""
+    run = holding.runs[-1] if holding.runs else None
+    if run is None or len(run.holders) > 1 or run.keys[-1] != parent:
+        run = Run([])
+        run.holders.add(holding)
+        holding.runs.append(run)
+    return run
 
 
 def count_free(runs: Iterable[Run]) -> int:

@@ -91,7 +91,7 @@ class RunningProgram:
             context.tokens(),
             answer,
             self.engine_priority,
-            prompt_hashes=context.hashes,
+            keys=context.keys_with(answer),
             retain_id=self.plan.program_id if retained and not self.is_at_last_turn else "",
         )
 
@@ -104,7 +104,7 @@ class RunningProgram:
 
     def own_block_keys(self) -> Sequence[int]:
         """Return the keys of its full blocks, without those of the prefix that it shares."""
-        return self.context.hashes[self.context.shared_blocks_count :]
+        return self.context.keys[self.context.shared_blocks_count :]
 
     def end_turn(self) -> bool:
         """Append the answer to the context and go to the next turn; False if there is none."""

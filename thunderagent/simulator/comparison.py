@@ -199,13 +199,14 @@ class ComparisonResult:
     def rows(self) -> tuple[Row, ...]:
         """Return the figures of each contestant at each load, the lightest first."""
         return tuple(
-            self._row(runs)
+            self.row_of(runs)
             for programs_count in self.programs_counts
             for contestant in self.plan.contestants
             if (runs := self.runs_of(contestant, programs_count))
         )
 
-    def _row(self, runs: tuple[Run, ...]) -> Row:
+    def row_of(self, runs: tuple[Run, ...]) -> Row:
+        """Return the figures of runs of one contestant at one load, at least one."""
         first = runs[0]
 
         def over_seeds(figure: Callable[[RunResult], float]) -> Interval:

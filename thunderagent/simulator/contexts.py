@@ -4,7 +4,8 @@ Theory of operation
 -------------------
 A context of 200,000 tokens is two ranges of numbers: the prefix that it shares with others, and what is its own. No
 number is used twice, so two contexts agree exactly where they share a prefix, as real contexts do. An engine looks at
-block keys only (`blocks.py`); a context keeps the chain of them, and each block of it is hashed once, when it is full.
+block keys only (`blocks.py`), and a context has some without hashing: a number of the range that the block's last token
+is of. Two contexts have the same key where they are the same up to there, and nowhere else.
 """
 
 from __future__ import annotations
@@ -12,10 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import overload
 
-from thunderagent.simulator.blocks import ROOT_HASH, hash_blocks
-
-RUN_TOKENS = 1 << 32
-"""Numbers set apart for one context, or one prefix."""
+RUN_TOKENS = (1 << 32) + 15_485_863
+"""Numbers set apart for one context, or one prefix. No power of two: so their keys spread in dictionaries."""
 
 
 class ContextTokens(Sequence[int]):
@@ -52,14 +51,14 @@ class ContextTokens(Sequence[int]):
 class Context:
     """One program's growing context, with the keys of its full blocks."""
 
-    __slots__ = ("_block_size", "_own_start", "_own_tokens", "_prefix", "hashes")
+    __slots__ = ("_block_size", "_own_start", "_own_tokens", "_prefix", "keys")
 
-    def __init__(self, prefix: range, prefix_hashes: Sequence[int], own_start: int, block_size: int) -> None:
+    def __init__(self, prefix: range, prefix_keys: Sequence[int], own_start: int, block_size: int) -> None:
         self._prefix = prefix
         self._own_start = own_start
         self._own_tokens = 0
         self._block_size = block_size
-        self.hashes = list(prefix_hashes)
+        self.keys = list(prefix_keys)
         """Keys of the full blocks, in order; only ever appended to."""
 
     def __len__(self) -> int:
@@ -82,14 +81,15 @@ class Context:
     def append(self, count: int) -> None:
         """Grow by that many tokens. Costs O(blocks that become full)."""
         self._own_tokens += count
-        hashed_tokens = len(self.hashes) * self._block_size
-        if len(self) - hashed_tokens < self._block_size:
-            return
-        shared_tokens = len(self._prefix)
-        own = range(self._own_start + max(0, hashed_tokens - shared_tokens), self._own_start + self._own_tokens)
-        new: Sequence[int] = own if hashed_tokens >= shared_tokens else [*self._prefix[hashed_tokens:], *own]
-        parent = self.hashes[-1] if self.hashes else ROOT_HASH
-        self.hashes += hash_blocks(new, self._block_size, parent=parent)
+        self.keys += self._keys_from(self._own_start, len(self))
+
+    def keys_with(self, answer: range) -> list[int]:
+        """Return the keys of the full blocks of the context with an answer that follows, its own or another's."""
+        return [*self.keys, *self._keys_from(answer.start // RUN_TOKENS * RUN_TOKENS, len(self) + len(answer))]
+
+    def _keys_from(self, start: int, tokens: int) -> range:
+        """Return the keys of the blocks that become full up to so many tokens, out of the numbers from `start` on."""
+        return range(start + len(self.keys), start + tokens // self._block_size)
 
 
 class TokenSpace:
@@ -98,22 +98,23 @@ class TokenSpace:
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._run_count = 0
-        self._prefixes: dict[tuple[str, int], tuple[range, list[int]]] = {}
+        self._prefixes: dict[tuple[str, int], tuple[range, range]] = {}
         self._prefix_starts: dict[str, int] = {}
 
     def open(self, shared_prefix_id: str = "", shared_prefix_tokens: int = 0) -> Context:
         """Return a new context that holds its shared prefix only. Costs O(1) besides the first with that prefix."""
-        prefix, hashes = self._prefix(shared_prefix_id, shared_prefix_tokens) if shared_prefix_id else (range(0), [])
-        return Context(prefix, hashes, self._next_start(), self._block_size)
+        none = range(0)
+        prefix, keys = self._prefix(shared_prefix_id, shared_prefix_tokens) if shared_prefix_id else (none, none)
+        return Context(prefix, keys, self._next_start(), self._block_size)
 
-    def _prefix(self, prefix_id: str, tokens: int) -> tuple[range, list[int]]:
+    def _prefix(self, prefix_id: str, tokens: int) -> tuple[range, range]:
         known = self._prefixes.get((prefix_id, tokens))
         if known is None:
             if prefix_id not in self._prefix_starts:
                 self._prefix_starts[prefix_id] = self._next_start()
             start = self._prefix_starts[prefix_id]
-            prefix = range(start, start + tokens)
-            known = self._prefixes[prefix_id, tokens] = prefix, hash_blocks(prefix, self._block_size)
+            prefix, keys = range(start, start + tokens), range(start, start + tokens // self._block_size)
+            known = self._prefixes[prefix_id, tokens] = prefix, keys
         return known
 
     def _next_start(self) -> int:

@@ -26,7 +26,8 @@ class DecodeBatch:
         self._block_size = block_size
         self._iteration_count = 0
         self._extra_tokens: dict[EngineSequence, int] = {}  # of each member: its known tokens, less the iterations
-        self._extra_tokens_sum = 0
+        self.context_tokens = 0
+        """How many tokens the members know together."""
         self._filling: list[list[EngineSequence]] = [
             [] for _ in range(block_size)
         ]  # by the phase in which a block is full
@@ -34,11 +35,6 @@ class DecodeBatch:
             int, list[EngineSequence]
         ] = {}  # by the count of iterations after which they have all their tokens
         self._request_ids: tuple[str, ...] | None = ()
-
-    @property
-    def context_tokens(self) -> int:
-        """Return how many tokens the members know together."""
-        return self._extra_tokens_sum + self.count * self._iteration_count
 
     @property
     def request_ids(self) -> tuple[str, ...]:
@@ -60,7 +56,7 @@ class DecodeBatch:
     def join(self, sequence: EngineSequence) -> None:
         """Add a decoding request, all of whose full blocks are published."""
         extra_tokens = self._extra_tokens[sequence] = sequence.known_tokens - self._iteration_count
-        self._extra_tokens_sum += extra_tokens
+        self.context_tokens += sequence.known_tokens
         self._filling[-extra_tokens % self._block_size].append(sequence)
         self._ending.setdefault(sequence.end_tokens - extra_tokens, []).append(sequence)
         self._request_ids = None
@@ -69,9 +65,9 @@ class DecodeBatch:
     def dissolve(self) -> None:
         """Let every member stand for itself again."""
         for sequence in self._extra_tokens:
-            self._settle(sequence)
+            self._write_down(sequence)
         self._extra_tokens.clear()
-        self._extra_tokens_sum = self.count = 0
+        self.context_tokens = self.count = 0
         for filling in self._filling:
             filling.clear()
         self._ending.clear()
@@ -87,21 +83,44 @@ class DecodeBatch:
         for sequence in self._filling[self._iteration_count % self._block_size]:
             sequence.publish(pool, self.known_tokens(sequence) // self._block_size)
 
+    def fills(self, key: int) -> bool:
+        """Say whether the next iteration fills the block with that key."""
+        filling = self._filling[self._iteration_count % self._block_size]
+        return any(each.keys[self.known_tokens(each) // self._block_size - 1] == key for each in filling)
+
+    def step_alone(self, pool: BlockPool) -> bool:
+        """Do an iteration in which nobody is through and nobody lacks a block; False, and nothing happens, else."""
+        count, block_size = self._iteration_count, self._block_size
+        if count + 1 in self._ending:
+            return False
+        needing = self._filling[(count - 1) % block_size]
+        if needing:
+            if len(needing) > pool.free_count:
+                return False
+            for sequence in needing:
+                pool.allocate(1, sequence.blocks)
+        for sequence in self._filling[count % block_size]:
+            sequence.publish(pool, (count + self._extra_tokens[sequence]) // block_size)
+        self._iteration_count = count + 1
+        self.context_tokens += self.count
+        return True
+
     def step(self) -> list[EngineSequence]:
         """Give each member a token; return those that have all theirs, and are no members any more."""
         self._iteration_count += 1
+        self.context_tokens += self.count
         ended = self._ending.pop(self._iteration_count, None)
         if ended is None:
             return []
         for sequence in ended:
-            self._settle(sequence)
+            self._write_down(sequence)
             extra_tokens = self._extra_tokens.pop(sequence)
-            self._extra_tokens_sum -= extra_tokens
+            self.context_tokens -= sequence.known_tokens
             self._filling[-extra_tokens % self._block_size].remove(sequence)
         self.count -= len(ended)
         self._request_ids = None
         return ended
 
-    def _settle(self, sequence: EngineSequence) -> None:
+    def _write_down(self, sequence: EngineSequence) -> None:
         sequence.known_tokens = self.known_tokens(sequence)
         sequence.computed_tokens = sequence.known_tokens - 1

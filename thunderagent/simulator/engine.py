@@ -53,7 +53,7 @@ from thunderagent.simulator.timing import IterationWork
 class Engine:
     """Serve requests by continuous batching over a pool of KV blocks (see the module's theory of operation).
 
-    A step costs O(requests that prefill, need a block or end); a request is hashed once, when it is submitted.
+    A step costs O(requests that prefill, need a block or end); a request without keys is hashed when it is submitted.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -110,7 +110,7 @@ class Engine:
         sequence = EngineSequence(
             request=request,
             rank=(priority, self._arrival_count),
-            hashes=self._hash_context(request),
+            keys=self._keys_of(request),
             arrival_s=now_s,
             prompt_tokens=prompt_tokens,
             end_tokens=prompt_tokens + output_tokens,
@@ -154,6 +154,26 @@ class Engine:
         self._gather()
         return StepResult(duration_s, work, generated, finished, tuple(plan.admitted), tuple(plan.preempted))
 
+    def decode(self) -> float | None:
+        """Run the iteration that begins now if each that runs gets a token in it, and nothing else happens.
+
+        Return how long it takes. None, and nothing happens, where it is for `step`: a prompt is computed, somebody may
+        be admitted, is through, or lacks a block. Most iterations are such, and cost next to nothing here.
+        """
+        batch, config = self._batch, self.config
+        count = batch.count
+        if not count or count != len(self._running) or count > config.max_num_batched_tokens:
+            return None
+        if self._waiting and count < min(config.max_num_batched_tokens, config.max_num_seqs):
+            refused_at = self._waiting[0].refused_at
+            if refused_at is None or not self._pool.offers_no_more(*refused_at) or batch.fills(refused_at[1]):
+                return None
+        context_tokens = batch.context_tokens
+        if not batch.step_alone(self._pool):
+            return None
+        self._generated_tokens += count
+        return config.timing.decode_s(count, context_tokens)
+
     def retract_all(self) -> int:
         """Take the blocks of all running requests and let them wait, ahead of what came later; return how many."""
         self._batch.dissolve()
@@ -190,7 +210,7 @@ class Engine:
         """Have the free blocks with these keys taken before all others; no real engine has this."""
         self._pool.expire(keys)
 
-    def let_go(self, retain_id: str) -> None:
+    def drop_retained(self, retain_id: str) -> None:
         """Retain the blocks of that id no longer; nothing if there are none."""
         retained = self._retained.pop(retain_id, None)
         if retained is not None:
@@ -212,12 +232,11 @@ class Engine:
             fitting = self._block_count(computed_tokens)
             assert sequence.blocks.count == fitting, f"{sequence.request_id} holds more or less than its tokens"
 
-    def _hash_context(self, request: EngineRequest) -> list[int]:
-        """Hash prompt and output: the output's keys are published only as its tokens are computed."""
-        size = self.config.block_size
-        hashes = list(request.prompt_hashes[: len(request.prompt_token_ids) // size])
-        rest = [*request.prompt_token_ids[len(hashes) * size :], *request.output_token_ids]
-        return hashes + hash_blocks(rest, size, parent=hashes[-1] if hashes else ROOT_HASH)
+    def _keys_of(self, request: EngineRequest) -> Sequence[int]:
+        """Return the keys of prompt and output: those of the output are published only as its tokens are computed."""
+        if request.keys is not None:
+            return request.keys
+        return hash_blocks([*request.prompt_token_ids, *request.output_token_ids], self.config.block_size)
 
     def _fits(self, batch: DecodeBatch, plan: Plan) -> bool:
         """Say whether budget and free blocks suffice for the batch and what else runs: nobody is preempted then."""
@@ -292,7 +311,7 @@ class Engine:
     def _evict_retained(self, for_whom: EngineSequence) -> None:
         """Retain the blocks of one program less; those that `for_whom` is about to use go last."""
         own_id = for_whom.request.retain_id
-        self.let_go(max(self._retained, key=lambda name: (name != own_id, self._retained[name].rank)))
+        self.drop_retained(max(self._retained, key=lambda name: (name != own_id, self._retained[name].rank)))
 
     def _preempt(self, sequence: EngineSequence, plan: Plan) -> None:
         if self._by_level:
@@ -322,7 +341,7 @@ class Engine:
             return False
         pool, size = self._pool, self.config.block_size
         wanted_count = (sequence.known_tokens - 1) // size
-        hits = pool.find(sequence.hashes, wanted_count)
+        hits = pool.find(sequence.keys, wanted_count)
         hit_count = sum([len(run.keys) for run in hits])
         missing = self._block_count(sequence.known_tokens) - hit_count
         if self._by_level:
@@ -332,12 +351,12 @@ class Engine:
             while self._retained and missing > pool.free_count - count_free(hits):
                 self._evict_retained(sequence)
         if missing > pool.free_count - count_free(hits):
-            sequence.refused_at = pool.version, sequence.hashes[hit_count] if hit_count < wanted_count else ROOT_HASH
+            sequence.refused_at = pool.version, sequence.keys[hit_count] if hit_count < wanted_count else ROOT_HASH
             return False
         sequence.refused_at = None
         pool.acquire(sequence.blocks, hits)
         sequence.published_count = hit_count
-        self.let_go(sequence.request.retain_id)
+        self.drop_retained(sequence.request.retain_id)
         cached_tokens = sequence.computed_tokens = hit_count * size
         tokens = min(sequence.known_tokens - cached_tokens, plan.budget_tokens)
         if self._by_level:
@@ -433,7 +452,7 @@ class Engine:
 
     def _retain(self, sequence: EngineSequence) -> None:
         """Keep the blocks of a finished request, in place of what its program retained before."""
-        self.let_go(sequence.request.retain_id)
+        self.drop_retained(sequence.request.retain_id)
         rank = (sequence.request.priority, sequence.blocks.count, sequence.rank[1])
         self._retained[sequence.request.retain_id] = Retained(rank, sequence.blocks)
         sequence.blocks = Holding()

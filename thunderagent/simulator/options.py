@@ -6,27 +6,24 @@ import argparse
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias, get_args
+from typing import get_args
 
 from thunderagent.simulator.records import EngineConfig, SchedulingPolicy
 from thunderagent.simulator.timing import load_profiles, profile_from
 
-EngineKind: TypeAlias = Literal["vllm", "sglang"]
-
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """Fix where an engine is served, as which kind and under which name, and how fast its time passes.
+    """Fix where an engine is served, under which name, and how fast its time passes.
 
     `speed` divides every duration: 2 makes the engine twice as fast. `port` 0 takes a free one. `seed` changes what is
     generated. `grace_s` is how long a shutdown lets requests finish. `end_with_stdin` ends the engine when its
     standard input does, so that it cannot outlive whoever started it. `data_parallel_count` engines, each as `engine`
-    says, run behind the one address (vLLM's dialect only). `keep_zombies` goes on with whole answers whose client
+    says, run behind the one address. `keep_zombies` goes on with whole answers whose client
     left, as some versions of SGLang do. `clock` says the time in seconds, as the event loop's does. Raises ValueError.
     """
 
     engine: EngineConfig
-    kind: EngineKind = "vllm"
     host: str = "127.0.0.1"
     port: int = 8100
     model: str = "simulated"
@@ -43,8 +40,6 @@ class ServerConfig:
             raise ValueError(f"port must be 0 to 65535, got {self.port}")
         if not 1 <= self.data_parallel_count <= 64:
             raise ValueError(f"data-parallel-size must be 1 to 64, got {self.data_parallel_count}")
-        if self.kind == "sglang" and self.data_parallel_count != 1:
-            raise ValueError("an engine of kind sglang has one data-parallel rank")
         if not self.model:
             raise ValueError("the model needs a name")
         if not 0 < self.speed < float("inf"):
@@ -56,12 +51,6 @@ class ServerConfig:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the embedded engine to a command's parser."""
     add = parser.add_argument
-    add(
-        "--kind",
-        default="vllm",
-        choices=get_args(EngineKind),
-        help="whose dialect to speak: vLLM's or SGLang's (default: %(default)s)",
-    )
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     add("--port", type=int, default=8100, help="port to listen on; 0 takes a free one (default: %(default)s)")
     add("--model", default="simulated", metavar="NAME", help="served model name (default: %(default)s)")
@@ -131,11 +120,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="run N engines behind the one address, each with a pool of its own; the header X-data-parallel-rank "
         "chooses (default: %(default)s)",
     )
-    add(
-        "--keep-zombies",
-        action="store_true",
-        help="go on with an answer in one piece when its client has left, as some versions of SGLang do",
-    )
     add("--end-with-stdin", action="store_true", help="end when standard input does, as if by SIGTERM")
 
 
@@ -154,7 +138,6 @@ def config_from(args: argparse.Namespace) -> ServerConfig:
             max_model_len=args.max_model_len,
             scheduling_policy=args.scheduling_policy,
         ),
-        kind=args.kind,
         host=args.host,
         port=args.port,
         model=args.model,
@@ -163,5 +146,4 @@ def config_from(args: argparse.Namespace) -> ServerConfig:
         grace_s=args.grace_s,
         end_with_stdin=args.end_with_stdin,
         data_parallel_count=args.data_parallel_size,
-        keep_zombies=args.keep_zombies,
     )

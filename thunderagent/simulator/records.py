@@ -84,8 +84,8 @@ class EngineConfig:
 class EngineRequest:
     """Ask for an output: the caller already knows what the engine is going to say, the engine says when.
 
-    Both token sequences hold at least one token. `prompt_hashes` may give the keys of the first full blocks of the
-    prompt when the caller knows them (`hash_blocks`; a later turn of a long context), to save hashing them again.
+    Both token sequences hold at least one token. `keys` are those of all full blocks of prompt and output together,
+    from a caller who has such for every request (`contexts.py`); else the tokens are hashed.
     With a `retain_id` its blocks are retained when it is finished, for the next request with that id; no vLLM does.
     """
 
@@ -93,7 +93,7 @@ class EngineRequest:
     prompt_token_ids: Sequence[int]
     output_token_ids: Sequence[int]
     priority: int = 0
-    prompt_hashes: Sequence[int] = ()
+    keys: Sequence[int] | None = None
     retain_id: str = ""
 
 

@@ -62,11 +62,12 @@ class SimulatedReplica:
         self._config = config
         self._agenda = agenda
         self._listener = listener
-        self._result: StepResult | None = None
+        self._runs = False  # an iteration
         self._without_token: set[str] = set()
         self._polled = self.engine.stats
         self._incarnation_count = 0
         self._preemption_count = 0
+        self._decoded = partial(self._end_decoding, 0)
 
     def __repr__(self) -> str:
         return f"<SimulatedReplica {self.replica_id} {'up' if self.up else 'down'}: {self.engine!r}>"
@@ -90,7 +91,7 @@ class SimulatedReplica:
         """Queue a request; ValueError if the engine can never run it."""
         self.engine.submit(request, self._agenda.now_s)
         self._without_token.add(request.request_id)
-        if self._result is None:
+        if not self._runs:
             self._begin_iteration()
 
     def poll(self) -> Reading:
@@ -112,18 +113,19 @@ class SimulatedReplica:
         """Have the blocks with these keys taken first, as far as no request uses them."""
         self.engine.expire(keys)
 
-    def let_go(self, retain_id: str) -> None:
+    def drop_retained(self, retain_id: str) -> None:
         """Have its blocks retained no longer."""
-        self.engine.let_go(retain_id)
+        self.engine.drop_retained(retain_id)
 
     def go_down(self) -> Sequence[str]:
         """Lose everything; return the requests that were inside, in the order in which they came."""
         lost = self.engine.request_ids
         self.up = False
         self._incarnation_count += 1
+        self._decoded = partial(self._end_decoding, self._incarnation_count)
         self._preemption_count += self.engine.stats.preemption_count
         self.engine = Engine(self._config)
-        self._result = None
+        self._runs = False
         self._without_token.clear()
         self._polled = self.engine.stats
         return lost
@@ -133,8 +135,18 @@ class SimulatedReplica:
         self.up = True
 
     def _begin_iteration(self) -> None:
-        result = self._result = self.engine.step(self._agenda.now_s)
+        self._runs = True
+        duration_s = self.engine.decode()
+        if duration_s is not None:
+            self._agenda.after(duration_s, self._decoded)
+            return
+        result = self.engine.step(self._agenda.now_s)
         self._agenda.after(result.duration_s, partial(self._end_iteration, result, self._incarnation_count))
+
+    def _end_decoding(self, incarnation_count: int) -> None:
+        """End an iteration that nobody hears of."""
+        if incarnation_count == self._incarnation_count:  # else it went down in mid-iteration
+            self._begin_iteration()
 
     def _end_iteration(self, result: StepResult, incarnation_count: int) -> None:
         if incarnation_count != self._incarnation_count:  # it went down in mid-iteration
@@ -147,6 +159,6 @@ class SimulatedReplica:
                     self._listener.first_token(request_id)
         for finished in result.finished:
             self._listener.request_finished(finished)
-        self._result = None
+        self._runs = False
         if self.engine.has_work:
             self._begin_iteration()

@@ -72,21 +72,27 @@ class Simulation:
         *,
         on_progress: Callable[[Progress], None] | None = None,
         foresight: dict[str, float] | None = None,
+        agenda: Agenda | None = None,
+        turn_ids_from: int = 0,
     ) -> None:
         """Prepare a run. Raises ConfigurationError if it would not fit in memory.
 
         `foresight` is for a clairvoyant policy, which the caller made with the same dictionary: from the arrival of a
         program's turn on it says for how many seconds the tool after that turn will run; `inf` for the last one.
+        `agenda` is shared with other runs (`together.py`), whose turns have other numbers than those from
+        `turn_ids_from` on.
         """
         check_memory(estimate_bytes(scenario, workload), available_bytes())
         self.scheduler = Scheduler(policy, scenario.scheduler)
+        self.handle: Callable[[Event], list[Decision]] = self.scheduler.handle
+        """Who hears what happens, and decides."""
         self.events: list[tuple[Event, tuple[Decision, ...]]] = []
         self._scenario = scenario
         self._workload_name = workload.name
         self._supply = Supply(scenario, workload)
         self._on_progress = on_progress
         self._foresight = foresight
-        self._agenda = Agenda()
+        self._agenda = Agenda() if agenda is None else agenda
         self._tools = ToolHost(scenario.tools, self._agenda, seed=scenario.seed)
         self._tokens = TokenSpace(scenario.engine.block_size)
         self._replicas = {
@@ -94,14 +100,14 @@ class Simulation:
             for replica_id in scenario.replica_ids
         }
         self._tally = Tally(scenario, self.scheduler, self._replicas)
-        self._decision_counts: Counter[str] = Counter()
+        self._decision_counts: Counter[tuple[type[Decision], str]] = Counter()
         self._restores = RestoreCounter(self.scheduler)
         self._programs: dict[int, RunningProgram] = {}  # by the id of the turn that is with the scheduler
         self._judged: dict[int, tuple[RunningProgram, int, int]] = {}  # questions: program, generation, turns
         self._read_by_judge: dict[str, Context] = {}
         self._on_their_way: dict[int, str] = {}  # granted turns that are not in the engine yet: their replicas
         self._by_program_id: dict[str, RunningProgram] = {}
-        self._turn_count = self._poll_count = 0
+        self._turn_count, self._poll_count = turn_ids_from, 0
         self._live_count = 0
 
     def __repr__(self) -> str:
@@ -109,22 +115,33 @@ class Simulation:
 
     def run(self) -> RunResult:
         """Run to the end and return the figures; an interrupt (Ctrl-C) ends the run, and what is done counts."""
-        agenda, scenario = self._agenda, self._scenario
-        complete = True
+        agenda, complete = self._agenda, True
         try:
-            self._begin()
-            while self._has_more and agenda.next_s <= scenario.horizon_s:
-                agenda.advance()
-            if self._has_more:
-                agenda.now_s = scenario.horizon_s
-                complete = scenario.loop != "batch"
+            self.begin()
+            while self._live_count and agenda.advance(self._scenario.horizon_s):
+                pass
+            complete = self.end()
         except KeyboardInterrupt:
             complete = False
+        return self.result(complete=complete)
+
+    def end(self) -> bool:
+        """Let time go on to the end of the run, if it is over before all programs are; say whether it is complete."""
+        if not self.has_more:
+            return True
+        self._agenda.now_s = self._scenario.horizon_s
+        return self._scenario.loop != "batch"
+
+    def result(self, *, complete: bool) -> RunResult:
+        """Return the figures of what was done until now."""
+        decided = self._decision_counts.items()
         return self._tally.result(
-            now_s=agenda.now_s,
+            now_s=self._agenda.now_s,
             complete=complete,
             workload=self._workload_name,
-            decision_counts=dict(sorted(self._decision_counts.items())),
+            decision_counts=dict(
+                sorted((f"{kind.__name__.lower()} {reason}", count) for (kind, reason), count in decided)
+            ),
             tools=replace(self._tools.figures),
             restores=replace(self._restores.figures),
             held_since_s=[program.arrived_s for program in self._programs.values() if program.is_held],
@@ -132,13 +149,14 @@ class Simulation:
         )
 
     @property
-    def _has_more(self) -> bool:
+    def has_more(self) -> bool:
         """Whether any program is there, or still to come."""
         return self._live_count > 0
 
     # --- the begin of things ------------------------------------------------------------------------------------------
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
+        """Have replicas come up, and programs begin."""
         scenario = self._scenario
         for replica_id in self._replicas:
             self._poll(replica_id)
@@ -344,18 +362,23 @@ class Simulation:
     # --- the scheduler ------------------------------------------------------------------------------------------------
 
     def _dispatch(self, event: Event) -> None:
-        decisions = self.scheduler.handle(event)
+        decisions = self.handle(event)
         if self._scenario.keep_events:
             self.events.append((event, tuple(decisions)))
+        self.carry_out(decisions)
+
+    def carry_out(self, decisions: list[Decision]) -> None:
+        """Do what was decided."""
         for decision in decisions:
-            self._decision_counts[f"{type(decision).__name__.lower()} {decision.reason}"] += 1
-            if isinstance(decision, Pause | Restore):
-                self._restores.note(decision, decisions, self._home_of(decision.program_id))
-            if type(decision) is Grant:
+            self._decision_counts[type(decision), decision.reason] += 1
+            if isinstance(decision, Grant):
                 self._granted(decision)
-            elif isinstance(decision, Pause | Release):
+                continue
+            if isinstance(decision, (Pause, Restore)):
+                self._restores.note(decision, decisions, self._home_of(decision.program_id))
+            if isinstance(decision, (Pause, Release)):
                 self._lose_claim(decision.program_id)
-            elif type(decision) is Reject:
+            elif isinstance(decision, Reject):
                 self._agenda.at(self._agenda.now_s, partial(self._rejected, decision.turn_id))
 
     def _home_of(self, program_id: str) -> str:
@@ -369,7 +392,7 @@ class Simulation:
         if program is None or not program.replica_id:
             return
         if self._scenario.engines_retain:
-            self._replicas[program.replica_id].let_go(program_id)
+            self._replicas[program.replica_id].drop_retained(program_id)
         if self._scenario.engines_drop:
             self._replicas[program.replica_id].drop(program.own_block_keys())
 
@@ -381,14 +404,19 @@ class Simulation:
         """Read a replica's metrics, which come a little later; at the begin they are there."""
         replica, scenario = self._replicas[replica_id], self._scenario
         self._poll_count += 1
-        comes = Random(f"poll/{scenario.seed}/{self._poll_count}").random() >= scenario.poll_missing_ratio  # noqa: S311
-        if replica.up and (comes or not self._agenda.now_s):
+        if replica.up and (not self._agenda.now_s or self._poll_answers()):
             event = self._polled(replica_id, replica.poll())
             if event.age_s:
                 self._agenda.after(event.age_s, partial(self._poll_comes, event))
             else:
                 self._dispatch(event)
         self._agenda.after(scenario.poll_interval_s, partial(self._poll, replica_id))
+
+    def _poll_answers(self) -> bool:
+        missing_ratio = self._scenario.poll_missing_ratio
+        if not missing_ratio:
+            return True
+        return Random(f"poll/{self._scenario.seed}/{self._poll_count}").random() >= missing_ratio  # noqa: S311
 
     def _polled(self, replica_id: str, reading: Reading) -> ReplicaPolled:
         age_s = self._scenario.poll_delay_s if self._agenda.now_s else 0.0

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import inf, isfinite
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, Protocol, get_args
 
 from thunderagent.errors import ConfigurationError
 from thunderagent.programs.model.settings import SchedulerSettings
-from thunderagent.simulator.judging import JudgeModel
-from thunderagent.simulator.plans import Workload
-from thunderagent.simulator.records import EngineConfig
+from thunderagent.simulator.contexts import Context, TokenSpace
+from thunderagent.simulator.plans import ProgramPlan, Workload
+from thunderagent.simulator.records import EngineConfig, EngineRequest
 from thunderagent.simulator.replicas import Outage
 from thunderagent.simulator.tools import ToolSettings
 
@@ -37,6 +37,34 @@ MEMORY_ADVICE = "simulate fewer programs or replicas, a smaller KV pool, or larg
 
 SAMPLED_PROGRAMS_COUNT = 16
 """Programs whose plans are looked at to estimate a run's memory."""
+
+
+class Judge(Protocol):
+    """Ask about programs by anonymous turns on the same replicas; when a question is answered there is a verdict."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """What all questions have in common."""
+
+    @property
+    def max_transcript_tokens(self) -> int:
+        """What of a program is read at most."""
+
+    @property
+    def confidence_ratio(self) -> float:
+        """How sure its verdicts are."""
+
+    def asks_after(self, turn_count: int) -> bool:
+        """Say whether it is asked about a program after so many turns."""
+
+    def predicts_failure(self, plan: ProgramPlan, seed: int, turn_count: int) -> bool:
+        """Say what it predicts of a program after so many turns."""
+
+    def begin(self, tokens: TokenSpace) -> Context:
+        """Return what is read of a program before its first question."""
+
+    def question(self, turn_id: int, tokens: TokenSpace, read: Context, context_tokens: int) -> EngineRequest:
+        """Return what an engine is asked about a program with so large a context; `read` is what was read before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +105,11 @@ class Scenario:
     release_ratio: float = 1.0
     engine_tells_cached: bool = True
     engines_drop: bool = False
-    judge: JudgeModel | None = None
+    judge: Judge | None = None
     engines_retain: bool = False
     keep_events: bool = False
+    replica_prefix: str = "r"
+    """Replicas are named so, and numbered; runs behind one proxy must name theirs apart."""
 
     def __post_init__(self) -> None:
         for name in ("replica_count", "programs_count"):
@@ -106,7 +136,7 @@ class Scenario:
     @property
     def replica_ids(self) -> tuple[str, ...]:
         """Return the names of the replicas."""
-        return tuple(f"r{number}" for number in range(self.replica_count))
+        return tuple(f"{self.replica_prefix}{number}" for number in range(self.replica_count))
 
 
 def estimate_bytes(scenario: Scenario, workload: Workload) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from thunderagent.simulator.blocks import ROOT_HASH, BlockPool, Holding
@@ -19,7 +20,7 @@ class EngineSequence:
 
     request: EngineRequest
     rank: tuple[int, int]
-    hashes: list[int]
+    keys: Sequence[int]
     arrival_s: float
     prompt_tokens: int
     end_tokens: int
@@ -57,8 +58,12 @@ class EngineSequence:
 
     def publish(self, pool: BlockPool, full_count: int) -> None:
         """Make its blocks findable up to that many, of which some are not yet."""
-        begin, hashes = self.published_count, self.hashes
-        pool.publish(self.blocks, hashes[begin:full_count], hashes[begin - 1] if begin else ROOT_HASH)
+        begin, keys = self.published_count, self.keys
+        parent = keys[begin - 1] if begin else ROOT_HASH
+        if full_count == begin + 1:
+            pool.publish_one(self.blocks, keys[begin], parent)
+        else:
+            pool.publish(self.blocks, keys[begin:full_count], parent)
         self.published_count = full_count
 
 

@@ -7,7 +7,7 @@ A handler reads a request (`requests.py`), turns it into tokens and chooses thos
 until the engine has generated them, and shapes them (`answers.py`). A request lives as long as its handler: a client
 that goes away cancels that, which frees the blocks.
 
-`dialect_sglang.py` serves an engine as SGLang would (`--kind sglang`).
+Another server than `EngineServer` is run by the same functions: what they need of it is `Served`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ import signal
 import stat
 import sys
 import time
+from collections.abc import Callable
 from contextlib import asynccontextmanager, contextmanager
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
 import uvloop
 from aiohttp import web
@@ -37,7 +38,6 @@ from thunderagent.simulator.answers import (
     models_body,
     usage_of,
 )
-from thunderagent.simulator.dialect_sglang import SglangServer
 from thunderagent.simulator.live import LiveEngine, answering_errors, json_response
 from thunderagent.simulator.messages_api import MessagesBody, MessagesForm, error_body
 from thunderagent.simulator.options import ServerConfig, add_arguments, config_from
@@ -55,12 +55,11 @@ from thunderagent.simulator.requests import (
     parse,
 )
 from thunderagent.simulator.responses_api import ResponsesBody, ResponsesForm, ResponseStore, Stored
-from thunderagent.simulator.token_in_api import TokenInBody, TokenInForm
 from thunderagent.simulator.tokens import Answer
 from thunderagent.simulator.vllm_control import VllmControl
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+    from collections.abc import AsyncIterator, Iterator, Sequence
 
 VERSION: Final = "0.32.0+simulated"  # of the dialect
 ABORTED: Final = "abort"  # the finish reason
@@ -96,7 +95,6 @@ class EngineServer:
                 web.post("/v1/responses/{response_id}/cancel", self._cancel_response),
                 web.post("/v1/messages", self._message),
                 web.post("/v1/messages/count_tokens", self._count_tokens),
-                web.post("/inference/v1/generate", self._token_in),
                 web.get("/v1/models", self._models),
                 web.get("/health", self._health),
                 web.get("/version", self._version),
@@ -126,9 +124,9 @@ class EngineServer:
         history = self._responses.get(body.previous_response_id).chat if body.previous_response_id else []
         chat = body.chat_after(history)
         form = ResponsesForm(self.config.model, body, chat, self._responses)
-        prompt, answer = self._composed(body, body.encode(self._tokenizer, chat))
+        prompt, answer = self.composed(body, body.encode(self._tokenizer, chat))
         if not body.background:
-            return await self._answer_in_events(request, body, prompt, answer, form)
+            return await self.answer_in_events(request, body, prompt, answer, form)
         if body.stream or not body.store:
             raise ApiError("background needs store=true, and here a whole answer.", param="background")
         rank_id = self._rank_of(request)
@@ -167,8 +165,8 @@ class EngineServer:
         body = parse(await request.read(), MessagesBody)
         if body.max_tokens is None:
             raise ApiError("max_tokens is required", param="max_tokens")
-        prompt, answer = self._composed(body, body.encode(self._tokenizer))
-        return await self._answer_in_events(request, body, prompt, answer, MessagesForm(self.config.model, len(prompt)))
+        prompt, answer = self.composed(body, body.encode(self._tokenizer))
+        return await self.answer_in_events(request, body, prompt, answer, MessagesForm(self.config.model, len(prompt)))
 
     async def _count_tokens(self, request: web.Request) -> web.Response:
         body = parse(await request.read(), MessagesBody)
@@ -176,15 +174,7 @@ class EngineServer:
         tokens = len(body.encode(self._tokenizer))
         return json_response({"input_tokens": tokens, "context_management": {"original_input_tokens": tokens}})
 
-    async def _token_in(self, request: web.Request) -> web.StreamResponse:
-        body = parse(await request.read(), TokenInBody)
-        form = TokenInForm(self.config.model, body.stream_options or StreamOptions())
-        if body.request_id:
-            form = TokenInForm(self.config.model, form.options, body.request_id)
-        prompt, answer = self._composed(body, body.encode(self._tokenizer))
-        return await self._answer_in_events(request, body, prompt, answer, form)
-
-    def _composed(self, body: GenerationBody, prompt: list[int]) -> tuple[list[int], Answer]:
+    def composed(self, body: GenerationBody, prompt: list[int]) -> tuple[list[int], Answer]:
         """Check a request, and return its prompt with the answer that it will get."""
         engine_config = self.config.engine
         self._check_model(body.model)
@@ -217,7 +207,7 @@ class EngineServer:
             yield generation
 
     async def _generate(self, request: web.Request, body: ChatBody | CompletionBody, form: Form) -> web.StreamResponse:
-        prompt, answer = self._composed(body, body.encode(self._tokenizer))
+        prompt, answer = self.composed(body, body.encode(self._tokenizer))
         news = asyncio.Event()
         async with self._generation(body, prompt, answer, news, self._rank_of(request)) as generation:
             if body.stream:
@@ -227,7 +217,7 @@ class EngineServer:
             finish_reason = ABORTED if generation.aborted else answer.finish_reason
             return json_response(form.whole(words, finish_reason, _usage_of(generation)))
 
-    async def _answer_in_events(
+    async def answer_in_events(
         self, request: web.Request, body: GenerationBody, prompt: list[int], answer: Answer, form: EventForm
     ) -> web.StreamResponse:
         """Answer in an API that has events of its own, streamed or whole."""
@@ -340,17 +330,27 @@ def _usage_of(generation: Generation) -> Json:
     return usage_of(len(generation.request.prompt_token_ids), generation.generated_count)
 
 
-DIALECTS: Final[dict[str, type[EngineServer | SglangServer]]] = {"vllm": EngineServer, "sglang": SglangServer}
+class Served(Protocol):
+    """An engine's HTTP API; `drive` must run beside its application."""
+
+    app: web.Application
+
+    async def drive(self) -> None:
+        """Run iterations until cancelled."""
+        ...
+
+
+Build: TypeAlias = Callable[[ServerConfig], Served]
 
 
 @asynccontextmanager
-async def running(config: ServerConfig) -> AsyncIterator[str]:
+async def running(config: ServerConfig, build: Build = EngineServer) -> AsyncIterator[str]:
     """Serve an engine while the context is open, and yield its base URL.
 
     Leaving it closes the socket, lets requests finish for up to `grace_s`, aborts the rest. Raises OSError if the
     address cannot be had.
     """
-    server = DIALECTS[config.kind](config)
+    server = build(config)
     runner = web.AppRunner(
         server.app,
         handler_cancellation=not config.keep_zombies,
@@ -373,13 +373,15 @@ async def running(config: ServerConfig) -> AsyncIterator[str]:
         await runner.cleanup()
 
 
-async def serve(config: ServerConfig, *, ready: Callable[[str], None] | None = None) -> None:
+async def serve(
+    config: ServerConfig, build: Build = EngineServer, *, ready: Callable[[str], None] | None = None
+) -> None:
     """Serve an engine until cancelled, SIGTERM or SIGINT; `ready` is called with its base URL once it listens.
 
     Needs the main thread, where signals arrive. Raises OSError if the address cannot be had.
     """
     with _stop_signals() as stop:
-        async with running(config) as url:
+        async with running(config, build) as url:
             if ready is not None:
                 ready(url)
             if config.end_with_stdin:
@@ -416,7 +418,7 @@ async def _stop_with_stdin(stop: asyncio.Event) -> None:
         stop.set()
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, build: Build = EngineServer) -> int:
     """Serve an engine as the options say, until a signal; return the exit status (2: impossible options)."""
     try:
         config = config_from(args)
@@ -433,21 +435,21 @@ def run(args: argparse.Namespace) -> int:
         )
 
     try:
-        uvloop.run(serve(config, ready=announce))
+        uvloop.run(serve(config, build, ready=announce))
     except OSError as error:
         print(f"error: cannot serve on {config.host}:{config.port}: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, build: Build = EngineServer) -> int:
     """Run the embedded engine as a program of its own."""
     parser = argparse.ArgumentParser(
         prog="python -m thunderagent.simulator.server",
-        description="Serve a simulated engine that batches, caches, evicts and preempts as a real vLLM or SGLang does.",
+        description="Serve a simulated engine that batches, caches, evicts and preempts as a real vLLM does.",
     )
     add_arguments(parser)
-    return run(parser.parse_args(argv))
+    return run(parser.parse_args(argv), build)
 
 
 if __name__ == "__main__":

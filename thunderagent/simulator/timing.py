@@ -82,6 +82,10 @@ class TimingProfile:
             + self.decode_context_token_s * work.decode_context_tokens
         )
 
+    def decode_s(self, decode_count: int, context_tokens: int) -> float:
+        """Return how long an iteration takes in which requests of so many tokens in all decode, and no more."""
+        return self.base_s + self.decode_request_s * decode_count + self.decode_context_token_s * context_tokens
+
     def sizes(
         self, *, kv_tokens: int | None, block_size: int | None, max_num_batched_tokens: int | None
     ) -> dict[str, int]:

@@ -66,12 +66,13 @@ def read_snapshot(path: Path) -> dict[str, Any]:
 
 def tables(snapshot: dict[str, Any]) -> Group:
     """Return a snapshot as tables: instances, then the sessions with most calls."""
-    instances = Table("Instance", "Runs", "Waits", "Done", "Mean", "Sessions that wait", title="Instances")
+    instances = Table("Instance", "Node", "Runs", "Waits", "Done", "Mean", "Sessions that wait", title="Instances")
     for each in snapshot["instances"]:
         state = "retires" if each["is_retiring"] else str(each["running_count"])
         waiting = ", ".join(each["waiting"][:5])
         mean = f"{each['mean_s'] * 1e3:.1f} ms"
-        instances.add_row(each["location"], state, str(each["queued_count"]), str(each["done_count"]), mean, waiting)
+        counts = state, str(each["queued_count"]), str(each["done_count"])
+        instances.add_row(each["location"], each["node"], *counts, mean, waiting)
     sessions = Table("Session", "Waits", "Stage", "Went back", "Priority", "Oldest", title="Sessions")
     for each in snapshot["sessions"]:
         sessions.add_row(

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from thunderagent.workflows.core.call import Rules
 from thunderagent.workflows.errors import DeclarationError
 from thunderagent.workflows.state import ManagedDict, ManagedList
+from thunderagent.workflows.type_check import takes
 
 NAME = r"^[A-Za-z_][A-Za-z0-9_]*$"
 MAX_BATCH_COUNT = 32
@@ -133,9 +134,22 @@ class Agent(BaseModel):
                     f"agent {self.name}: {name} is declared with ({', '.join(parameters)}), "
                     f"its parameters are ({', '.join(named)})"
                 )
+            self._check_types(name, parameters, signature, getattr(inspect.unwrap(method), "__globals__", {}))
         hook = self.directives.preemptable
         if hook and not callable(getattr(kind, hook, None)):
             raise DeclarationError(f"agent {self.name}: {kind.__name__} has no method {hook}, which preemptable names")
+
+    def _check_types(
+        self, name: str, parameters: Mapping[str, str], signature: inspect.Signature, names: Mapping[str, Any]
+    ) -> None:
+        """Hold declared types against a method's; a batch gives a list for each parameter."""
+        for parameter, declared in parameters.items():
+            wanted = signature.parameters[parameter]
+            given = f"list[{declared or 'Any'}]" if self.directives.batchable else declared or "Any"
+            if not takes(wanted.annotation, given, names):
+                raise DeclarationError(
+                    f"agent {self.name}: {name} is declared with {parameter}: {declared}, its parameter is {wanted}"
+                )
 
     def with_directives(self, **changes: Any) -> Agent:
         """Return the agent with other directives. Raises `DeclarationError`."""

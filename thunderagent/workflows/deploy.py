@@ -148,6 +148,8 @@ class Deployment:
         if self._teller is not None:
             self._teller.start()
             self.node.hints = Hints(self.node, self._teller.say)
+            if self.hub is not None:
+                self.hub.on_said = self._teller.say
         if self._top is not None:
             self._watch = Watch(self._top, self.control.level)
             await self._watch.open()

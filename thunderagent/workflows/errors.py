@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class WorkflowError(Exception):
-    """Anything that this package raises."""
+    """Anything that this package raises; whatever becomes of a call is a `CallError`."""
 
 
 class DeclarationError(WorkflowError):
@@ -44,8 +44,12 @@ class SessionEndedError(CallError):
     """The session of the call ended before the call did."""
 
 
-class DeadlockError(WorkflowError):
-    """A call would wait for itself, or an event loop for what runs on it."""
+class EndedError(CallError):
+    """The deployment ended before the call did."""
+
+
+class DeadlockError(CallError):
+    """A call would wait for itself, or an event loop for what runs on it; `path` leads to what is waited for."""
 
 
 class StateError(WorkflowError):

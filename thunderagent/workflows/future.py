@@ -43,7 +43,9 @@ class Handle(Record):
             if threading.get_ident() == self.node.thread_id:
                 raise DeadlockError(
                     f"{self.words} is not there, and to wait for it here would stop the event loop that brings it: "
-                    "`await` it, or make the method that needs it a plain `def`"
+                    "`await` it, or make the method that needs it a plain `def`",
+                    path=self.path,
+                    instance=self.executor,
                 )
             event = threading.Event()
             self.add_waiter(event.set)
@@ -287,7 +289,8 @@ def settle(futures: Iterable[Any], *, any: bool = False, timeout: float | None =
     pending = [handle_of(each) for each in every if not each.available]
     if pending:
         if threading.get_ident() == pending[0].node.thread_id:
-            raise DeadlockError("`settle` would stop the event loop: use `await settle_async(...)`")
+            text = f"{pending[0].words}: `settle` would stop the event loop: use `await settle_async(...)`"
+            raise DeadlockError(text, path=pending[0].path, instance=pending[0].executor)
         over = threading.Event()
         _begins_to_wait(pending[0], current.get())
         _watch(pending, over.set, wanted_count=1 if any else len(pending))

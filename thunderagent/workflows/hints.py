@@ -10,6 +10,9 @@ method that it went by, and how often it was right is how sure the hint is.
 
 A call's branch ends with it, unless its agent is pinned to the session, whose context goes on: then others may have its
 memory, and the proxy is told so.
+
+Each node says what it knows of the calls that its own code has made. Of an instance on another node it does not see the
+queue, so it goes by how long calls of the method waited before, and hears of their turns when they are over.
 """
 
 from __future__ import annotations
@@ -27,9 +30,11 @@ from urllib.parse import quote
 import httpx2
 
 from thunderagent.client.exchange import KEY_VARIABLE
+from thunderagent.workflows.errors import LostError
 from thunderagent.workflows.scope import NODE_BITS
 
 if TYPE_CHECKING:
+    from thunderagent.workflows.core.call import Call
     from thunderagent.workflows.future import Handle
     from thunderagent.workflows.node import Node
     from thunderagent.workflows.scope import Scope
@@ -64,14 +69,19 @@ class MethodTimes:
     """Part of its calls that make turns."""
     lead_s: float = 0.0
     """From its begin to its first turn."""
+    wait_s: float = 0.0
+    """From when it was made to its begin, with its way there and back."""
     right_ratio: float = 0.5
     """Part of the estimates by it that were right."""
 
-    def ran(self, run_s: float, *, made_turns: bool) -> None:
+    def ran(self, run_s: float, wait_s: float, lead_s: float | None) -> None:
         """Take a call in."""
         self.count = self.count * FORGETTING_RATIO + 1.0
         self.run_s += (run_s - self.run_s) / self.count
-        self.turns_ratio += (made_turns - self.turns_ratio) / self.count
+        self.wait_s += (wait_s - self.wait_s) / self.count
+        self.turns_ratio += ((lead_s is not None) - self.turns_ratio) / self.count
+        if lead_s is not None:
+            self.lead_s += (1.0 - FORGETTING_RATIO if self.lead_s else 1.0) * (lead_s - self.lead_s)
 
 
 @dataclass(slots=True)
@@ -93,8 +103,8 @@ class Hints:
         self._times: dict[tuple[str, str], MethodTimes] = {}
         self._open: dict[str, dict[int, Handle]] = {}
         """By session, its calls that are not through."""
-        self._made_turns: set[int] = set()
-        """Calls that have made one."""
+        self._leads_s: dict[str, dict[int, float]] = {}
+        """By session, calls here that have made a turn, and after how long they did."""
         self._expected: dict[str, _Expected] = {}
         """By session, what was estimated since its last turn, first."""
 
@@ -121,37 +131,52 @@ class Hints:
 
     def _learn(self, scope: Scope) -> None:
         """Learn how long the session's turn was in coming, and how long a call until its first."""
-        expected = self._expected.pop(scope.session.name, None)
-        now_s = self._node.clock()
-        if expected is not None:
-            came_s = now_s - expected.from_s
-            is_right = expected.in_s / 2 <= came_s <= 2 * expected.in_s or abs(came_s - expected.in_s) <= 1.0
-            expected.by.right_ratio += (1.0 - FORGETTING_RATIO) * (is_right - expected.by.right_ratio)
+        session, now_s = scope.session.name, self._node.clock()
+        self._turn_came(session, now_s)
         call, instance = scope.call, self._node.instances.get(scope.location)
-        if call is None or instance is None or call.call_id in self._made_turns:
+        if call is not None and instance is not None:
+            self._leads_s.setdefault(session, {}).setdefault(call.call_id, now_s - instance.running_since_s)
+
+    def _turn_came(self, session: str, at_s: float) -> None:
+        """Hold what was estimated before then against the turn."""
+        expected = self._expected.get(session)
+        if expected is None or at_s < expected.from_s:
             return
-        self._made_turns.add(call.call_id)
-        times = self._of(call.agent, call.method)
-        lead_s = now_s - instance.running_since_s
-        times.lead_s += (1.0 - FORGETTING_RATIO if times.lead_s else 1.0) * (lead_s - times.lead_s)
+        del self._expected[session]
+        came_s = at_s - expected.from_s
+        is_right = expected.in_s / 2 <= came_s <= 2 * expected.in_s or abs(came_s - expected.in_s) <= 1.0
+        expected.by.right_ratio += (1.0 - FORGETTING_RATIO) * (is_right - expected.by.right_ratio)
+
+    def through(self, call: Call) -> float | None:
+        """Return after how long a call that has run here made its first turn, if it did: its branch has ended."""
+        lead_s = self._leads_s.get(call.session, {}).pop(call.call_id, None)
+        if lead_s is not None:
+            self._say_ended(call)
+        return lead_s
+
+    def _say_ended(self, call: Call) -> None:
+        if not self._node.agents[call.agent].directives.rules.is_pinned:
+            self._say(call.session, {"keep": "drop", "branch": branch_name(call.agent, call.call_id)})
 
     def settled(self, handle: Handle) -> None:
-        """Learn from a call that is through; its branch is, too."""
-        call, outcome = handle.call, handle.outcome
-        calls = self._open.get(call.session)
-        if calls is not None:
-            calls.pop(call.call_id, None)
-        made_turns = call.call_id in self._made_turns
-        self._made_turns.discard(call.call_id)
-        if outcome is not None and outcome.error is None:
-            self._of(call.agent, call.method).ran(outcome.ended_s - outcome.began_s, made_turns=made_turns)
-        if made_turns and not self._node.agents[call.agent].directives.rules.is_pinned:
-            self._say(call.session, {"keep": "drop", "branch": branch_name(call.agent, call.call_id)})
+        """Learn from a call that this node has made and that is through."""
+        call, outcome, now_s = handle.call, handle.outcome, self._node.clock()
+        assert outcome is not None
+        self._open.get(call.session, {}).pop(call.call_id, None)
+        times = self._of(call.agent, call.method)
+        if isinstance(outcome.error, LostError) and times.turns_ratio > 0.0:
+            self._say_ended(call)  # nobody else can
+        if outcome.error is not None:
+            return
+        run_s = outcome.ended_s - outcome.began_s
+        times.ran(run_s, max(0.0, now_s - call.created_s - run_s), outcome.lead_s)
+        if outcome.lead_s is not None and handle.executor not in self._node.instances:
+            self._turn_came(call.session, now_s - run_s + outcome.lead_s)
 
     def session_ended(self, session: str) -> None:
         """Forget a session."""
-        self._open.pop(session, None)
-        self._expected.pop(session, None)
+        for table in (self._open, self._expected, self._leads_s):
+            table.pop(session, None)
 
     # --- estimates
 
@@ -178,24 +203,33 @@ class Hints:
             if handle.outcome is not None or any(need.outcome is None for need in handle.needs):
                 continue  # another one comes before it
             times = self._of(call.agent, call.method)
-            controller = self._node.controllers.get(handle.executor)
-            instance = self._node.instances.get(handle.executor)
-            if controller is None or instance is None or not times.count:
+            if not handle.executor or not times.count:
                 return None
-            elapsed_s = self._node.clock() - instance.running_since_s if controller.running else 0.0
-            left_s = max(0.0, times.run_s - elapsed_s)
-            runs, makes_turns = call.call_id in controller.running, times.turns_ratio > 0.5
-            if runs and makes_turns:
-                if call.call_id not in self._node.waiting:
-                    return None  # it has a turn, or is about to
+            makes_turns = times.turns_ratio > 0.5
+            if makes_turns and call.call_id in self._node.waiting:
                 continue  # what it waits for comes before it
-            ahead_s = 0.0 if runs else left_s + times.run_s * max(0, len(controller.queue) - 1)
+            in_s = self._comes_in_s(handle, times, makes_turns=makes_turns)
+            if in_s is None:
+                return None
             if makes_turns:
-                first = min(first or (ahead_s + times.lead_s, times), (ahead_s + times.lead_s, times), key=_in_s)
+                first = min(first or (in_s, times), (in_s, times), key=_in_s)
             else:
-                end_s = left_s if runs else ahead_s + times.run_s
-                last = max(last or (end_s, times), (end_s, times), key=_in_s)
+                last = max(last or (in_s, times), (in_s, times), key=_in_s)
         return first or last
+
+    def _comes_in_s(self, handle: Handle, times: MethodTimes, *, makes_turns: bool) -> float | None:
+        """Return in what time a call makes its first turn, or ends if it makes none; None if it has a turn by now."""
+        call, now_s = handle.call, self._node.clock()
+        controller = self._node.controllers.get(handle.executor)
+        if controller is None:
+            left_s = call.created_s + times.wait_s + (times.lead_s if makes_turns else times.run_s) - now_s
+            return None if makes_turns and left_s < 0.0 else max(0.0, left_s)
+        elapsed_s = now_s - self._node.instances[handle.executor].running_since_s if controller.running else 0.0
+        left_s = max(0.0, times.run_s - elapsed_s)
+        if call.call_id in controller.running:
+            return None if makes_turns else left_s
+        ahead_s = left_s + times.run_s * max(0, len(controller.queue) - 1)
+        return ahead_s + (times.lead_s if makes_turns else times.run_s)
 
 
 def _in_s(found: tuple[float, MethodTimes]) -> float:

@@ -17,6 +17,7 @@ from thunderagent.workflows.core.call import Call
 from thunderagent.workflows.core.router import agent_of
 from thunderagent.workflows.declare import Agent
 from thunderagent.workflows.globalloop import LocalLevel, apply
+from thunderagent.workflows.hints import Hints
 from thunderagent.workflows.instance import load_class
 from thunderagent.workflows.node import Node
 from thunderagent.workflows.parcels import Dumps, Parcel, pack, unpack
@@ -50,6 +51,8 @@ class Hello:
     period_s: float
     keeps_state: bool
     """The deployment's store is told of managed state."""
+    tells_hints: bool
+    """The proxy is told of next turns."""
     locations: list[str]
     """Instances that take calls."""
     sessions: list[SessionBegun]
@@ -82,6 +85,14 @@ class Used:
     values: dict[str, Any]
 
 
+@dataclass(slots=True)
+class Said:
+    """A hint for the proxy."""
+
+    session: str
+    said: dict[str, Any]
+
+
 class Host:
     """Runs one instance. Its methods are called from the hub's side; `place` is where it is, for people."""
 
@@ -94,6 +105,8 @@ class Host:
         self.node = Node(hello.agents, kinds, number=hello.number, link=self, is_head=False)
         self.node.new_session = lambda name: SessionInfo(name, log=_Forwarded(self, name))
         self.node.on_answered = self._tell_used
+        if hello.tells_hints:
+            self.node.hints = Hints(self.node, self._say)
         self._dumps = dumps
         self._local = LocalLevel(self.node, MemoryStore())
         self._waits_for: frozenset[str] = frozenset()
@@ -170,6 +183,9 @@ class Host:
             if uses_proxy or session in values:
                 self.send(self.node.name, HUB, Used(session, call.agent, uses_proxy, values.pop(session, {})))
 
+    def _say(self, session: str, said: dict[str, Any]) -> None:
+        self.send(self.node.name, HUB, Said(session, said))
+
     # --- what comes in
 
     def deliver(self, number: int, batch: list[Parcel]) -> None:
@@ -209,6 +225,8 @@ class Host:
     def _end_session(self, name: str) -> None:
         self.node.sessions.pop(name, None)
         self._released.discard(name)
+        if self.node.hints is not None:
+            self.node.hints.session_ended(name)
         for agent in self.hello.agents:
             self.node.kept_states.pop((agent, name), None)
 

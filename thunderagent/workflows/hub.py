@@ -18,7 +18,8 @@ from thunderagent.workflows.core import messages as m
 from thunderagent.workflows.core.router import agent_of
 from thunderagent.workflows.declare import Agent
 from thunderagent.workflows.errors import WorkflowError
-from thunderagent.workflows.host import HOST, HUB, Hello, Logged, Report, SessionBegun, Used
+from thunderagent.workflows.hints import Say
+from thunderagent.workflows.host import HOST, HUB, Hello, Logged, Report, Said, SessionBegun, Used
 from thunderagent.workflows.node import Node
 from thunderagent.workflows.parcels import Parcel, pack, unpack
 from thunderagent.workflows.scope import SessionInfo
@@ -91,6 +92,8 @@ class Hub:
         """Start nothing yet; `node` is to be set first."""
         self.on_kept: Callable[[str, str, dict[str, Any]], None] | None = None
         """Told of an agent, a session, and managed state for the store to keep."""
+        self.on_said: Say | None = None
+        """Told of hints of other nodes, if anybody wants them."""
         self._launcher = launcher
         self._agents = dict(agents)
         self._period_s = period_s
@@ -123,8 +126,8 @@ class Hub:
         member = _Member(location, f"node-{number}", peer)
         self._members[location] = self._members[member.name] = member
         known = [each for all_of in self.node.origin.router.instances.values() for each in all_of]
-        keeps_state = self.on_kept is not None
-        hello = Hello(self._agents, location, number, self._period_s, keeps_state, known, [*self._begun.values()])
+        wanted = self.on_kept is not None, self.on_said is not None
+        hello = Hello(self._agents, location, number, self._period_s, *wanted, known, [*self._begun.values()])
         try:
             await peer.open(hello)
         except BaseException:
@@ -224,6 +227,10 @@ class Hub:
         if type(message) is Report:
             self._summaries += message.summaries
             member.waits_for = message.waits_for
+            return
+        if type(message) is Said:
+            if self.on_said is not None:
+                self.on_said(message.session, message.said)
             return
         info = self.node.sessions.get(message.session)
         if type(message) is Logged:

@@ -7,12 +7,13 @@ one batch: the controller sees to that.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import contextvars
 import inspect
+import logging
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from thunderagent.workflows.core import messages as m
@@ -24,6 +25,12 @@ from thunderagent.workflows.scope import Scope, current
 
 if TYPE_CHECKING:
     from thunderagent.workflows.node import Node
+
+
+log = logging.getLogger("thunderagent.workflows")
+
+CLOSE_S = 10.0
+"""The longest that a coroutine of an agent has to stop, and its `close` to end."""
 
 
 class Instance:
@@ -52,13 +59,15 @@ class Instance:
 
     async def start(self) -> None:
         """Make the object, in its thread: it may take long. Raises what the class raises."""
-        loop = asyncio.get_running_loop()
-        self._object = await loop.run_in_executor(self._thread, self._kind)
+        await self._in_thread(self._make)
         for name in self.agent.methods:
             method = getattr(self._object, name)
             self._methods[name] = (method, inspect.iscoroutinefunction(method))
         if all(is_async for _, is_async in self._methods.values()):
             self._thread.shutdown(wait=False)
+
+    def _make(self) -> None:
+        self._object = self._kind()
 
     def run(self, calls: list[Call]) -> None:
         """Run calls; each is answered with `Finished`, or `Interrupted`."""
@@ -84,23 +93,34 @@ class Instance:
         if is_async and self._task is not None:
             self._task.cancel()
 
-    async def close(self, *, is_lost: bool = False) -> None:
-        """Stop what runs and let the thread end. `is_lost`: do not wait for a plain method, which cannot be stopped."""
+    async def close(self) -> None:
+        """Stop what runs, have the agent's own `close` give back what it holds, and end the thread.
+
+        A plain method cannot be stopped, so it is waited for. What `close` raises is logged.
+        """
         if self._task is not None and not self._task.done():
             self._task.cancel()
-            if not is_lost:
-                await asyncio.wait([self._task])
-        close = getattr(self._object, "close", None)
-        if callable(close) and not is_lost:
-            closing = close()
-            if inspect.isawaitable(closing):
-                await closing
-
-    async def join(self) -> None:
-        """Wait until its thread has ended: a plain method cannot be stopped."""
-        with contextlib.suppress(RuntimeError):  # it has been told to end already
-            await asyncio.wrap_future(self._thread.submit(_nothing))
+            await asyncio.wait([self._task], timeout=CLOSE_S)
+        await self._in_thread(_nothing)
+        close = None if "close" in self.agent.methods else getattr(self._object, "close", None)
+        try:
+            if inspect.iscoroutinefunction(close):
+                async with asyncio.timeout(CLOSE_S):
+                    await close()
+            elif callable(close):
+                await self._in_thread(close)
+        except Exception:
+            log.warning("%s: its close() failed", self.location, exc_info=True)
         self._thread.shutdown()
+
+    async def _in_thread(self, action: Callable[[], Any]) -> None:
+        """Do something in the instance's thread, behind all that is to be done there."""
+        try:
+            doing = self._thread.submit(action)
+        except RuntimeError:  # it has ended, because no method needs it
+            self._thread = ThreadPoolExecutor(1, f"workflow-{self.location}")
+            doing = self._thread.submit(action)
+        await asyncio.wrap_future(doing)
 
     # --- one run
 
@@ -162,7 +182,9 @@ class Instance:
         if self.node.on_answered is not None:
             self.node.on_answered(self.location, calls)
         for call, outcome in zip(calls, outcomes, strict=True):
-            self.node.post(self.location, m.Finished(call.call_id, outcome))
+            lead_s = self.node.hints.through(call) if self.node.hints is not None else None
+            ended = outcome if lead_s is None else replace(outcome, lead_s=lead_s)
+            self.node.post(self.location, m.Finished(call.call_id, ended))
 
     def _leave(self, calls: list[Call], kept: Any) -> None:
         for call in calls:

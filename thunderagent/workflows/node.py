@@ -22,7 +22,7 @@ from thunderagent.workflows.core.directory import Directory
 from thunderagent.workflows.core.origin import DIRECTORY, Origin
 from thunderagent.workflows.core.router import agent_of
 from thunderagent.workflows.declare import Agent
-from thunderagent.workflows.errors import DeadlockError, StateError, WorkflowError
+from thunderagent.workflows.errors import CallError, DeadlockError, EndedError, StateError, WorkflowError
 from thunderagent.workflows.future import Future, Handle, take_futures
 from thunderagent.workflows.hints import Hints
 from thunderagent.workflows.instance import Instance
@@ -258,7 +258,7 @@ class Node:
         try:
             await instance.start()
         except BaseException:
-            await instance.join()
+            await instance.close()
             raise
         self.instances[location] = instance
         self.controllers[location] = self._machines[location] = Controller(location, agent.directives.rules)
@@ -278,23 +278,19 @@ class Node:
     def _end_instance(self, location: str) -> None:
         if location in self._machines:
             self.retired.add(location)
-            self._remove(location, m.Gone(location, is_clean=True), is_lost=False)
+            self._remove(location, m.Gone(location, is_clean=True))
 
     def lose(self, location: str) -> None:
         """Take an instance away with all that is on it: as if it had crashed."""
         if location in self._machines:
-            self._remove(location, m.Gone(location), is_lost=True)
+            self._remove(location, m.Gone(location))
 
-    def _remove(self, location: str, gone: m.Gone, *, is_lost: bool) -> None:
+    def _remove(self, location: str, gone: m.Gone) -> None:
         del self._machines[location], self.controllers[location]
-        closing = self.loop.create_task(self._close_instance(self.instances.pop(location), is_lost=is_lost))
+        closing = self.loop.create_task(self.instances.pop(location).close())
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
         self.tell_all(gone)
-
-    async def _close_instance(self, instance: Instance, *, is_lost: bool) -> None:
-        await instance.close(is_lost=is_lost)
-        await instance.join()
 
     # --- the end
 
@@ -335,7 +331,7 @@ class Node:
                 f"{handle.words} waits at {handle.executor} for a call that waits for it: "
                 "give the agent more instances, or do not wait for it there"
             )
-            self._put(self.name, self.name, m.Result(handle.call.call_id, 0, Outcome(error=DeadlockError(text))))
+            self._fail(handle, DeadlockError(text, path=handle.path, instance=handle.executor))
 
     async def close(self) -> None:
         """End all instances, and fail the calls that are left."""
@@ -345,5 +341,9 @@ class Node:
             await asyncio.wait(self._closing)
         for record in list(self.origin.records.values()):
             if record.outcome is None:
-                error = WorkflowError("the deployment has ended")
-                self._put(self.name, self.name, m.Result(record.call.call_id, 0, Outcome(error=error)))
+                text = f"{record.call.agent}.{record.call.method} was not through when the deployment ended"
+                self._fail(record, EndedError(text, path=record.path, instance=record.executor))
+
+    def _fail(self, record: Record, error: CallError) -> None:
+        """Resolve a call by an error."""
+        self._put(self.name, self.name, m.Result(record.call.call_id, 0, Outcome(error=error)))

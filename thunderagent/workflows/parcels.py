@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from thunderagent.workflows.core import messages as m
 from thunderagent.workflows.core.call import Call, Outcome
-from thunderagent.workflows.errors import CallError, WorkflowError
+from thunderagent.workflows.errors import CallError
 from thunderagent.workflows.state import SessionState
 
 Dumps = Callable[[Any], bytes]
@@ -34,12 +34,13 @@ def pack(sender: str, to: str, message: Any, dumps: Dumps) -> tuple[Parcel | Non
     """Return a message's parcel, and what to tell origins of calls that cannot be sent."""
     kind = type(message)
     if kind is m.Result:
-        return Parcel(sender, to, _result(message, dumps), message.call_id, message.for_id, is_result=True), []
+        content = _result(sender, message, dumps)
+        return Parcel(sender, to, content, message.call_id, message.for_id, is_result=True), []
     try:
         content = dumps(message)
     except Exception as error:  # whatever a stranger's class raises
         if kind is m.Submit:
-            return None, [_refused(message.call, error)]
+            return None, [_refused(message.call, to, error)]
         if kind is not m.Transfer:
             raise
         message, refused = _sound(message, dumps)
@@ -56,33 +57,36 @@ def unpack(parcel: Parcel) -> tuple[Any, m.Result | None]:
             raise
         what = "the value" if parcel.is_result else "the arguments"
         text = f"{what} of call #{parcel.call_id} cannot be read at {parcel.to}: {type(error).__name__}: {error}"
-        result = m.Result(parcel.call_id, parcel.for_id, Outcome(error=WorkflowError(text)))
+        at = parcel.sender if parcel.is_result else parcel.to
+        result = m.Result(parcel.call_id, parcel.for_id, Outcome(error=CallError(text, instance=at)))
         return (result, None) if parcel.is_result else (None, result)
 
 
-def _result(message: m.Result, dumps: Dumps) -> bytes:
+def _result(sender: str, message: m.Result, dumps: Dumps) -> bytes:
     outcome = message.outcome
     try:
         content = dumps(message)
         if outcome.error is not None:
             pickle.loads(content)  # noqa: S301 - an exception may pickle, and not come back
     except Exception as error:
-        outcome = replace(outcome, value=None, error=_bare(outcome.error, error))
+        outcome = replace(outcome, value=None, error=_bare(sender, outcome.error, error))
         return dumps(m.Result(message.call_id, message.for_id, outcome))
     return content
 
 
-def _bare(failure: BaseException | None, why: Exception) -> WorkflowError:
+def _bare(sender: str, failure: BaseException | None, why: Exception) -> CallError:
     """Return a call's error without the agent's own exception, whose text it has; or that its value cannot be sent."""
     if isinstance(failure, CallError):
         path, text = failure.path, failure.remote_traceback
         return type(failure)(failure.message, path=path, instance=failure.instance, remote_traceback=text)
-    return WorkflowError(str(failure) if failure is not None else f"the value cannot be sent: {_said(why)}")
+    text = str(failure) if failure is not None else f"the value cannot be sent: {_said(why)}"
+    return CallError(text, instance=sender)
 
 
-def _refused(call: Call, error: Exception) -> tuple[str, m.Result]:
+def _refused(call: Call, to: str, error: Exception) -> tuple[str, m.Result]:
     text = f"the arguments of {call.agent}.{call.method} cannot be sent: {_said(error)}"
-    failure = CallError(f"{text}; called by {' > '.join(call.chain) or 'the driver'}", path=call.chain)
+    text += f"; called by {' > '.join(call.chain) or 'the driver'}"
+    failure = CallError(text, path=(*call.chain, to), instance=to)
     return call.origin, m.Result(call.call_id, 0, Outcome(error=failure))
 
 
@@ -98,7 +102,7 @@ def _sound(message: m.Transfer, dumps: Dumps) -> tuple[m.Transfer, list[tuple[st
             dumps(call)
             calls.append(call)
         except Exception as error:
-            refused.append(_refused(call, error))
+            refused.append(_refused(call, message.to, error))
     return replace(message, state=state, calls=calls), refused
 
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.judging import at
 from benchmarks.orbit import IN_FRONT_OF_IT, IN_THE_ENGINE, JUDGE, PROFILE, latency_s, questions_count, recall_by_step
 from thunderagent.simulator.contestants import Contestant
-from thunderagent.simulator.judging import at
 from thunderagent.simulator.records import EngineConfig
 from thunderagent.simulator.scenario import Scenario
 from thunderagent.simulator.timing import profile

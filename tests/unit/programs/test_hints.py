@@ -211,6 +211,16 @@ def test_another_tenant_is_believed_as_before() -> None:
     assert record.confidence_ratio(new, 1.0) > 0.7 > record.confidence_ratio(mine, 1.0)
 
 
+def test_a_stranger_takes_no_belief_from_programs_of_nobody_in_particular() -> None:
+    """Where no key and no header names a tenant, each program answers for its own hints alone."""
+    record = HintRecord()
+    liar, honest = (Program(name, 1, 0.0, Place(Kind.AWAY)) for name in ("liar", "honest"))
+    for _ in range(12):
+        record.learn(liar, 100.0, 2.0, 8.0)
+    assert record.confidence_ratio(liar, 1.0) < 0.4
+    assert record.confidence_ratio(honest, 0.9) == 0.9
+
+
 def test_tenants_that_were_not_heard_of_for_longest_are_forgotten() -> None:
     """Names of tenants take no more memory than so many."""
     record = HintRecord()

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from thunderagent.simulator.blocks import hash_blocks
+from thunderagent.simulator.contexts import TokenSpace
 from thunderagent.simulator.engine import Engine
 from thunderagent.simulator.records import EngineConfig, EngineRequest, StepResult
 from thunderagent.simulator.timing import IterationWork, TimingProfile
@@ -111,11 +112,11 @@ def test_two_requests_of_one_iteration_share_their_prefix() -> None:
     engine.check_invariants()
 
 
-def test_known_hashes_of_a_prompt_change_nothing() -> None:
+def test_known_keys_change_nothing() -> None:
     engine = make_engine()
     serve(engine, "a", tokens(0, 18), [900])
-    known = hash_blocks(tokens(0, 18), 4)
-    engine.submit(EngineRequest("b", tokens(0, 30), tokens(50, 3), prompt_hashes=known), 0.0)
+    known = hash_blocks(tokens(0, 30) + tokens(50, 3), 4)
+    engine.submit(EngineRequest("b", tokens(0, 30), tokens(50, 3), keys=known), 0.0)
     assert finish(engine)[-1].finished[0].cached_tokens == 16
     assert serve(engine, "c", tokens(0, 30) + tokens(50, 3), [900]) == 32
 
@@ -507,16 +508,19 @@ def test_the_demo_engine_thrashes_as_the_real_one_did() -> None:
     assert many_hit_ratio < 0.3
 
 
-def test_long_contexts_are_hashed_once() -> None:
-    """A turn on 100,000 tokens costs its new blocks, not its context, when its hashes are known."""
+def test_a_turn_on_a_long_context_computes_what_is_new() -> None:
+    """With the keys that a context has: no token of it is looked at."""
     engine = make_engine(blocks=7000, block_size=16)
-    prompt = tokens(0, 100_000)
-    serve(engine, "first", prompt, [900])
-    known = hash_blocks(prompt, 16)
-    engine.submit(EngineRequest("second", prompt + tokens(200_000, 500), [901], prompt_hashes=known), 0.0)
-    result = engine.step(0.0)
-    assert result.admitted[0].cached_tokens == 100_000
-    assert result.work.prefill_tokens == 500
+    context = TokenSpace(16).open()
+    context.append(100_000)
+    for name, new_tokens in (("first", 0), ("second", 499)):
+        context.append(new_tokens)
+        answer = context.following(1)
+        engine.submit(EngineRequest(name, range(len(context)), answer, keys=context.keys_with(answer)), 0.0)
+        context.append(1)
+        results = finish(engine)
+    assert results[0].admitted[0].cached_tokens == 100_000
+    assert sum(result.work.prefill_tokens for result in results) == 500
 
 
 def test_remembering_a_refusal_changes_nothing() -> None:
@@ -540,3 +544,34 @@ def test_remembering_a_refusal_changes_nothing() -> None:
     remembering = run(forgetful=False)
     assert remembering == run(forgetful=True)
     assert any(result.preempted for result in remembering)
+
+
+PER_TOKEN = TimingProfile("per token", 0.02, 1e-4, 1e-5, 1e-7, 1e-9)
+
+
+def test_an_iteration_in_which_all_decode_is_one_like_others() -> None:
+    """Whoever takes the short way there comes to the same state at the same times, also while somebody is refused."""
+    quick, plain = (
+        make_engine(blocks=40, max_num_batched_tokens=24, max_num_seqs=6, timing=PER_TOKEN) for _ in range(2)
+    )
+    rng = random.Random(7)
+    decoded_count = decoded_beside_waiting_count = 0
+    for number in range(400):
+        family, prompt_tokens = rng.randrange(6) * 1000, rng.randint(20, 70)
+        output = tokens(family + prompt_tokens, rng.randint(1, 60))
+        for engine in (quick, plain):
+            engine.submit(EngineRequest(str(number), tokens(family, prompt_tokens), output), 0.0)
+        for _ in range(rng.randint(1, 40)):
+            result = plain.step(0.0)
+            duration_s = quick.decode()
+            if duration_s is None:
+                assert quick.step(0.0) == result
+            else:
+                decoded_count += 1
+                decoded_beside_waiting_count += quick.stats.waiting_count > 0
+                assert (duration_s, result.work.prefill_tokens, result.finished) == (result.duration_s, 0, ())
+            assert quick.stats == plain.stats
+            assert all(quick.generated_tokens(each) == plain.generated_tokens(each) for each in plain.request_ids)
+        quick.check_invariants()
+    assert decoded_count > 1000
+    assert decoded_beside_waiting_count > 100

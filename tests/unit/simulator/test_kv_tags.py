@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from thunderagent.simulator.kv_tags import KvTags
+from tests.doubles.sglang.kv_tags import KvTags
 
 
 def test_a_close_gives_back_what_no_other_name_has_in_the_order_of_the_context() -> None:

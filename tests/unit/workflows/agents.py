@@ -115,6 +115,52 @@ class Batcher:
         return []
 
 
+class Holder:
+    """Holds something that it gives back in the thread that took it, when nothing runs any more."""
+
+    gates: dict[str, threading.Event] = {}  # noqa: RUF012 - the test's, across instances
+    closed: list[str] = []  # noqa: RUF012
+
+    def __init__(self) -> None:
+        self.taken_in, self.runs = threading.current_thread().name, False
+
+    def hold(self, name: str) -> str:
+        self.runs = True
+        self.gates.setdefault(name, threading.Event()).wait(30)
+        self.runs = False
+        return name
+
+    def close(self) -> None:
+        assert (self.runs, self.taken_in) == (False, threading.current_thread().name)
+        self.closed.append("plain")
+
+
+class AsyncHolder(Holder):
+    """The same on the loop."""
+
+    async def hold(self, name: str) -> str:  # type: ignore[override]
+        return name
+
+    async def close(self) -> None:  # type: ignore[override]
+        await asyncio.sleep(0)
+        self.closed.append("async")
+
+
+class Faulty(Holder):
+    """Fails to give it back."""
+
+    def close(self) -> None:
+        self.closed.append("faulty")
+        raise OSError("it is stuck")
+
+
+class Door(Holder):
+    """Has a method of that name which is for others to call."""
+
+    def close(self) -> None:
+        self.closed.append("called")
+
+
 class Broken:
     """Cannot be made."""
 
@@ -159,6 +205,10 @@ AGENTS: dict[str, Any] = {
         "batchable": True,
         "max_batch": 4,
     },
+    "holder": {"class": f"{HERE}:Holder", "methods": {"hold": {"name": "str"}}},
+    "async_holder": {"class": f"{HERE}:AsyncHolder", "methods": {"hold": {"name": "str"}}},
+    "faulty": {"class": f"{HERE}:Faulty", "methods": {"hold": {"name": "str"}}},
+    "door": {"class": f"{HERE}:Door", "methods": {"hold": {"name": "str"}, "close": {}}},
 }
 
 

@@ -316,6 +316,8 @@ class Model:
             if isinstance(machine, Origin):
                 assert machine.records == {}
                 assert not any(machine._unrouted.values())
+            if isinstance(machine, Directory):
+                assert {*machine._expected} <= {*machine.homes}
             if isinstance(machine, Controller):
                 moves = machine.moves
                 tables = (machine.here, machine.lacking, machine.subscribers, moves.under_way, moves.sent)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import yaml
@@ -19,6 +21,7 @@ from thunderagent.workflows import DeclarationError, deploy
 from thunderagent.workflows.declare import load_agents
 from thunderagent.workflows.instance import load_class
 from thunderagent.workflows.stubs import GIVEN_DIRECTIVES
+from thunderagent.workflows.type_check import takes
 
 
 @pytest.fixture
@@ -91,6 +94,11 @@ def test_what_is_wrong_with_a_declaration_is_said(given: Any, said: str) -> None
         ({"methods": {"sing": {}}}, "has no method sing"),
         ({"methods": {"say": {}}}, "is not how"),
         ({"methods": {"say": {"word": "str"}}}, "its parameters are"),
+        ({"methods": {"fail": {"text": "int"}}}, r"fail is declared with text: int, its parameter is text: '?str"),
+        ({"methods": {"fail": {"text": "str | None"}}}, "fail is declared with text"),
+        ({"methods": {"fail": {"text": "NoSuchType"}}}, "fail is declared with text"),
+        ({"methods": {"fail": {"text": "print('run')"}}}, "fail is declared with text"),
+        ({"methods": {"fail": {"text": "str"}}, "batchable": True}, "fail is declared with text"),
         ({"methods": {"say": {"text": "str"}}, "preemptable": "stop"}, "has no method stop"),
         ({"methods": {"say": {"text": "str"}}, "preemptable": "fail"}, "is a plain method"),
     ],
@@ -99,6 +107,48 @@ def test_a_declaration_is_held_against_the_class(changes: dict[str, Any], said: 
     (agent,) = load_agents({"echo": {**AGENTS["echo"], **changes}}).values()
     with pytest.raises(DeclarationError, match=said):
         load_class(agent)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "declared"),
+    [
+        (int, "int"),
+        (int, "bool"),
+        (float, "int"),
+        (Any, "list[str]"),
+        (object, "dict"),
+        (inspect.Parameter.empty, "str"),
+        (str, "Any"),
+        ("str | None", "str"),
+        (str | int | None, "int | None"),
+        (Sequence[int], "list[int]"),
+        ("Mapping[str, int]", "dict[str, int]"),
+        (dict[str, Any], "dict"),
+        (list[Path], "list[Path]"),
+        ("OnlyForCheckers", "OnlyForCheckers"),
+        (Callable[[int], str], "Callable[[int], str]"),
+        (Literal["a", "b"], "str"),
+    ],
+)
+def test_a_parameter_takes_what_is_at_least_as_narrow(wanted: Any, declared: str) -> None:
+    """And what nobody can tell: types that are there for a type checker alone are compared by their names."""
+    assert takes(wanted, declared, {"Path": Path})
+
+
+@pytest.mark.parametrize(
+    ("wanted", "declared"),
+    [
+        (int, "float"),
+        (str, "str | None"),
+        (Sequence[int], "list[str]"),
+        (list[int], "tuple[int]"),
+        ("OnlyForCheckers", "str"),
+        (int, "__import__('os').getpid()"),
+        (int, "[int][0] if True else str"),
+    ],
+)
+def test_a_parameter_does_not_take_another_type(wanted: Any, declared: str) -> None:
+    assert not takes(wanted, declared, {})
 
 
 @pytest.mark.parametrize(

@@ -68,16 +68,19 @@ async def test_calls_values_and_errors_travel() -> None:
 
 async def test_what_cannot_travel_fails_its_call_and_no_other() -> None:
     async def main() -> None:
-        with pytest.raises(CallError, match=r"the arguments of echo.say cannot be sent: .*lock"):
+        with pytest.raises(CallError, match=r"the arguments of echo.say cannot be sent: .*lock") as caught:
             await call("echo", "say", threading.Lock())
-        with pytest.raises(WorkflowError, match="the value cannot be sent"):
+        assert caught.value.path == ("echo/0",)
+        with pytest.raises(CallError, match="the value cannot be sent") as caught:
             await call("picky", "lock")
+        assert (caught.value.path, caught.value.instance) == (("picky/0",), "picky/0")
         with pytest.raises(CallError, match=r"StrangeError: 1 and 2") as caught:
             await call("picky", "fail")
         assert "raise StrangeError(1, 2)" in caught.value.remote_traceback
         assert caught.value.__cause__ is None, "an exception that does not come back is told by its text"
-        with pytest.raises(WorkflowError, match=r"the arguments of call #\d+ cannot be read at echo/0"):
+        with pytest.raises(CallError, match=r"the arguments of call #\d+ cannot be read at echo/0") as caught:
             await call("echo", "say", Unreadable())
+        assert (caught.value.path, caught.value.agent) == (("echo/0",), "echo")
         assert await call("echo", "say", 1) == 1
 
     picky = {"class": f"{__name__}:Picky", "methods": {"lock": {}, "fail": {}}}

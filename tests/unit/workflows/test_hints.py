@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 from tests.unit.client.support import FakeProxy, fake_proxy
-from thunderagent.workflows import deploy, settle_async, stubs
+from tests.unit.workflows.elsewhere import LocalLauncher
+from thunderagent.workflows import LostError, deploy, settle_async, stubs
 from thunderagent.workflows.hints import Hints
 from thunderagent.workflows.llm import turn_headers
 
+CALM: dict[str, Any] = {"policies": (), "period_s": 0.01}
 TOOL_S = [5.0]
 NOW_S = [1000.0]
 
@@ -85,6 +87,49 @@ async def test_a_branch_ends_with_its_call() -> None:
     assert len({each["branch"] for each in drops}) == 3
     assert all(each["branch"].startswith("thinker/") for each in drops)
     assert not [each for each in await said_by("pinned", [1.0] * 3) if each.get("keep")]
+
+
+async def test_instances_elsewhere_say_it_through_the_driver_s_node() -> None:
+    """When a branch ended, from where it ran; when the next turn comes, from who waits: as long as such calls took."""
+
+    async def main() -> None:
+        for _ in range(8):
+            await stubs.call("thinker", "work", ())
+
+    def said(proxy: FakeProxy) -> list[dict[str, Any]]:
+        return [body for _, path, body in proxy.requests if path == "/programs/s/hints"]
+
+    with fake_proxy() as proxy:
+        async with deploy(AGENTS, proxy=proxy.url, hints=True, ray=LocalLauncher(), **CALM) as app:
+            assert app.node.controllers == {}
+            await app.run_async(main, session="s")
+            async with asyncio.timeout(10):
+                while len({each["branch"] for each in said(proxy) if "branch" in each}) < 8:
+                    await asyncio.sleep(0.01)
+            assert app.node.hints is not None
+            (by,) = app.node.hints._times.values()
+    assert sum("branch" in each for each in said(proxy)) == 8
+    hints = [each for each in said(proxy) if "next_turn_in_s" in each]
+    assert all(0.0 <= each["next_turn_in_s"] < 10.0 for each in hints)
+    assert hints[-1]["confidence"] > 0.5
+    assert (by.count > 5, by.turns_ratio) == (True, 1.0), "the driver's node knows of turns that were made elsewhere"
+
+
+async def test_a_branch_that_was_lost_has_ended() -> None:
+    """Its instance cannot say so any more."""
+    said: list[dict[str, Any]] = []
+
+    async def main(app: Any) -> None:
+        await stubs.call("thinker", "work", ())
+        lost = stubs.call("thinker", "work", ())
+        app.node.lose("thinker/0")
+        with pytest.raises(LostError):
+            await lost
+
+    async with deploy(AGENTS, clock=lambda: NOW_S[0], **CALM) as app:
+        app.node.hints = Hints(app.node, lambda _, what: said.append(what))
+        await app.run_async(main, app, session="s")
+    assert len({each["branch"] for each in said if each.get("keep") == "drop"}) == 2
 
 
 async def test_the_proxy_is_told() -> None:

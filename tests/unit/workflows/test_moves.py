@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.workflows.model import Model
 from thunderagent.workflows.core import messages as m
-from thunderagent.workflows.errors import LostError
+from thunderagent.workflows.errors import LostError, SessionEndedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -169,3 +169,28 @@ def test_a_home_that_was_lost_before_it_said_that_it_is_one_is_lost() -> None:
     model.settle()
     model.check_settled()
     assert isinstance(late.outcome.error, LostError)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["ended", "begun anew"])
+def test_an_end_that_overtakes_a_call_leaves_nothing_of_it(again: bool) -> None:
+    """The call bears a home that its controller has given up; one that is made after the end runs all the same."""
+    model = Model(lambda _: 0, ("managed",), instances=2)
+    model.crashed = True  # the session's life is no whole one
+    model.call("managed", "s0")
+    model.settle()
+    model.handle("managed/0", m.Migrate("s0", "managed/1"))
+    model.deliver_all()
+    late = model.call("managed", "s0", node="n1")
+    model.deliver(("n1", "directory"))
+    model.broadcast("n0", m.SessionEnded("s0"))
+    model.deliver(("n0", "managed/1"))
+    if again:
+        model.deliver(("n0", "n1"))
+        late = model.call("managed", "s0", node="n1")
+    model.deliver(("directory", "n1"))
+    model.deliver(("n1", "managed/1"))
+    assert model.machines["managed/1"].moves.held
+    model.settle()
+    model.check_settled()
+    assert isinstance(late.outcome.error, SessionEndedError) != again
+    assert model.ran[late.call.call_id] == again

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from tests.unit.workflows.agents import AGENTS, HERE, Blocking, Patient, only
+from tests.unit.workflows.agents import AGENTS, HERE, Blocking, Holder, Patient, only
 from thunderagent.workflows import (
     CallError,
     DeadlockError,
     Deployment,
+    EndedError,
     Future,
     LostError,
     SessionEndedError,
@@ -38,6 +39,8 @@ def call(agent: str, method: str, *args: Any) -> Any:
 def _gates_are_shut() -> None:
     Blocking.gates.clear()
     Patient.gates.clear()
+    Holder.gates.clear()
+    Holder.closed.clear()
 
 
 async def until(condition: Any) -> None:
@@ -94,8 +97,12 @@ def test_a_future_knows_where_it_stands() -> None:
 async def test_an_async_driver_awaits() -> None:
     async def main() -> Any:
         parts = call("echo", "say", [1, 2, 3])
-        with pytest.raises(DeadlockError, match="await"):
+        with pytest.raises(DeadlockError, match="await") as caught:
             len(parts)
+        assert (caught.value.path, caught.value.instance) == (("echo/0",), "echo/0")
+        with pytest.raises(DeadlockError, match=r"echo.say #1: `settle` would stop") as caught:
+            settle([parts])
+        assert caught.value.path == ("echo/0",)
         size = call("blocking", "measure", parts)
         assert await size == 3
         assert await settle_async([size, parts]) == [size, parts]
@@ -164,8 +171,14 @@ def test_a_call_outside_of_a_session_or_of_nobody_is_refused() -> None:
 
 
 def test_a_call_that_waits_for_itself_fails() -> None:
-    with deploy(only("blocking"), **CALM) as app, pytest.raises(CallError, match="waits at blocking/0 for a call"):
+    """It says which call that is: the one that was made within the other."""
+    said = "waits at blocking/0 for a call"
+    with deploy(only("blocking"), **CALM) as app, pytest.raises(CallError, match=said) as caught:
         app.run(lambda: call("blocking", "ask_myself", "x").value(20))
+    assert caught.value.path == ("blocking/0",)
+    inner = caught.value.__cause__
+    assert isinstance(inner, DeadlockError)
+    assert (inner.path, inner.instance, inner.agent) == (("blocking/0", "blocking/0"), "blocking/0", "blocking")
 
 
 def test_a_call_may_ask_another_instance_of_its_agent() -> None:
@@ -377,8 +390,48 @@ def test_nothing_is_left_after_a_deployment() -> None:
         loop = app._loop
     assert set(threading.enumerate()) == before
     assert loop.is_closed()
-    with pytest.raises(WorkflowError):
+    with pytest.raises(LostError) as caught:
         left[0].value(1)
+    assert caught.value.path == ("patient/0",)
+
+
+async def test_a_call_that_was_nowhere_yet_ends_with_the_deployment() -> None:
+    """It was made and waits for an instance that did not come in time."""
+    left: list[Future] = []
+    async with deploy(only("echo", min_instances=0), policies=(), period_s=60.0) as app:
+        await app.run_async(lambda: left.append(call("echo", "say", 1)), session="s")
+    with pytest.raises(EndedError, match=r"echo.say was not through when the deployment ended") as caught:
+        left[0].value(1)
+    assert caught.value.path == ()
+
+
+@pytest.mark.parametrize("agent", ["holder", "async_holder", "faulty"])
+def test_an_agent_closes_whichever_way_it_goes(agent: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Killed, lost and replaced, or at the end; what its `close` raises is logged, and stops nothing."""
+
+    async def main(app: Deployment) -> None:
+        await until(lambda: len(app.control.level.view.of(agent)) == 3)
+        assert await app.act_async(lambda act: act.kill(f"{agent}/0")) == []
+        await until(lambda: len(Holder.closed) == 1)
+        app.lose(f"{agent}/1")
+        await until(lambda: len(Holder.closed) == 2 and f"{agent}/3" in app.node.controllers)
+
+    with deploy(only(agent, min_instances=2, max_instances=3), **CALM) as app:
+        app.act(lambda act: act.provision(agent))
+        app.run(main, app)
+        assert len(Holder.closed) == 2
+    assert len(Holder.closed) == 4
+    assert ("its close() failed" in caplog.text) == (agent == "faulty")
+
+
+def test_an_agent_closes_when_what_it_runs_is_over() -> None:
+    """A plain method cannot be stopped; a `close` that is declared is no farewell, but a method like others."""
+    with deploy(only("holder", "door"), **CALM) as app:
+        app.run(lambda: [call("holder", "hold", "h"), None][1], session="s")
+        app.run(lambda: call("door", "close").value(10))
+        assert Holder.closed == ["called"]
+        threading.Timer(0.05, Holder.gates.setdefault("h", threading.Event()).set).start()
+    assert Holder.closed == ["called", "plain"]
 
 
 async def test_no_task_is_left_on_the_loop_of_others() -> None:

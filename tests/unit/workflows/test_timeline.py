@@ -80,6 +80,8 @@ def test_top_shows_a_running_deployment(tmp_path: Path, capsys: pytest.CaptureFi
             "blocking/0": 4,
         }
         assert cli(["workflow", "top", str(path), "--once"]) == 0
-    assert "blocking/0" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    (row,) = [line for line in shown.splitlines() if "blocking/0" in line]
+    assert [cell.strip() for cell in row.strip("│").split("│")][:5] == ["blocking/0", "node-0", "0", "0", "4"]
     assert not path.exists()
     assert cli(["workflow", "top", str(path), "--once"]) == 1

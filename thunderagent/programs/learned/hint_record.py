@@ -1,12 +1,14 @@
 """How often clients' hints were right, and how far they are believed for it.
 
 A program is believed as far as its client says it is sure, and no further than its own hints were right so far. Until
-there are some of its own, its tenant's stand in; a client of whom nothing was seen is believed.
+there are some of its own, its tenant's stand in; a client of whom nothing was seen is believed. Programs of nobody in
+particular are no tenant: one stranger's wrong word would be held against all the others.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Iterable
 
 from thunderagent.programs.model.program import Program
 
@@ -38,6 +40,14 @@ class HintRecord:
         """By how much turns came outside of what was expected of them."""
         self._of_tenant: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
+    def export(self) -> tuple[tuple[str, float, float], ...]:
+        """Return how many hints of each tenant were right, and of how many."""
+        return tuple((tenant, *score) for tenant, score in self._of_tenant.items())
+
+    def adopt(self, tenants: Iterable[tuple[str, float, float]]) -> None:
+        """Believe tenants as another one did; what was counted stays its own."""
+        self._of_tenant = OrderedDict((tenant, (right, weight)) for tenant, right, weight in tenants)
+
     def confidence_ratio(self, program: Program, said_ratio: float) -> float:
         """Return how far a hint on a program is believed whose client is so sure of it. Cost: O(1)."""
         right, weight = self._of_tenant.get(program.tenant, (0.0, 0.0))
@@ -51,12 +61,16 @@ class HintRecord:
         outcome = EARLY if came_s < least_s else LATE if came_s > most_s else RIGHT
         self.outcome_counts[outcome] += 1
         self.error_s_total += max(0.0, least_s - came_s, came_s - most_s)
-        is_right = float(outcome == RIGHT)
+        right_ratio = float(outcome == RIGHT)
         own_right, own_weight = program.hint_score
-        program.hint_score = (own_right * FORGETTING_RATIO + is_right, own_weight * FORGETTING_RATIO + 1.0)
-        right, weight = self._of_tenant.get(program.tenant, (0.0, 0.0))
-        self._of_tenant[program.tenant] = (right * FORGETTING_RATIO + is_right, weight * FORGETTING_RATIO + 1.0)
-        self._of_tenant.move_to_end(program.tenant)
+        program.hint_score = (own_right * FORGETTING_RATIO + right_ratio, own_weight * FORGETTING_RATIO + 1.0)
+        if program.tenant:
+            self._learn_of_tenant(program.tenant, right_ratio)
+        return outcome
+
+    def _learn_of_tenant(self, tenant: str, right_ratio: float) -> None:
+        right, weight = self._of_tenant.get(tenant, (0.0, 0.0))
+        self._of_tenant[tenant] = (right * FORGETTING_RATIO + right_ratio, weight * FORGETTING_RATIO + 1.0)
+        self._of_tenant.move_to_end(tenant)
         if len(self._of_tenant) > MAX_TENANTS_COUNT:
             self._of_tenant.popitem(last=False)
-        return outcome

@@ -237,7 +237,7 @@ class Admin:
         self._own_or_all()
         program_id, pool = request.match_info["program_id"], request.query.get("pool")
         lives = self._runtime.pools.incarnations(program_id)
-        found = [program for program in lives if pool in (None, self._runtime.pool_name(program))]
+        found = [program for program in lives if pool in (None, self._runtime.served.name_of_pool(program))]
         if not found or not self._tenancy.may_touch(program_id):
             raise NotFoundError(f"there is no live program {program_id!r}")
         return report_response(program_story(self._runtime, found[0]))

@@ -35,8 +35,8 @@ class ProgramReport(Report):
     program_class: str
     pool: str = Field(description="its pool, of several; a program may be in more than one. Empty where there is one")
     replica_id: str | None = Field(description="where it is active, or was when it was paused")
-    bound_to: str | None = Field(description="the replica that a route sends it to; null without a route")
-    priority: int = Field(description="as it was told: lower goes first")
+    routed_to: str | None = Field(description="the replica that a route sends it to; null without a route")
+    priority: int = Field(description="as it was told: lower comes first")
     priority_by_replica: dict[str, int] = Field(description="the same for the engine of one replica alone")
     claim_tokens: int
     context_tokens: int
@@ -149,7 +149,7 @@ def program_fields(program: Program, now_s: float, pool: str) -> dict[str, Any]:
         "program_class": program.program_class,
         "pool": pool,
         "replica_id": program.replica_id,
-        "bound_to": program.routed_to,
+        "routed_to": program.routed_to,
         "priority": program.priority,
         "priority_by_replica": program.priority_by_replica or {},
         "claim_tokens": program.claim_tokens,
@@ -225,7 +225,9 @@ def program_page(
         chosen.sort(key=lambda program: key(program, now_s), reverse=descending)
     end = offset + limit
     return ProgramPage(
-        programs=[program_report(program, now_s, runtime.pool_name(program)) for program in chosen[offset:end]],
+        programs=[
+            program_report(program, now_s, runtime.served.name_of_pool(program)) for program in chosen[offset:end]
+        ],
         total=len(chosen),
         offset=offset,
         next_offset=end if end < len(chosen) else None,
@@ -318,7 +320,7 @@ def queue_report(runtime: Runtime, limit: int) -> QueueReport:
     causes = [replica.suspended_for for replica in open_replicas] if stopped else []
     waiting = islice(chain.from_iterable(queue.with_turns() for queue in queues), limit)
     return QueueReport(
-        waiting=[program_report(program, now_s, runtime.pool_name(program)) for program in waiting],
+        waiting=[program_report(program, now_s, runtime.served.name_of_pool(program)) for program in waiting],
         waiting_count=sum(queue.waiting_count for queue in queues),
         outside_count=sum(queue.unadmitted.count for queue in queues),
         paused_acting_count=sum(queue.resting.count for queue in queues),

@@ -151,7 +151,7 @@ def program_story(runtime: Runtime, program: Program) -> ProgramStoryReport:
         for entry in program.story()
     ]
     return ProgramStoryReport(
-        **program_fields(program, now_s, runtime.pool_name(program)),
+        **program_fields(program, now_s, runtime.served.name_of_pool(program)),
         judged=_judged(program),
         waiting=_waiting(scheduler, program, now_s),
         holding=_holding(program, now_s),

@@ -23,7 +23,7 @@ from thunderagent.errors import (
     ReplicaUnreachableError,
     TotalTimeoutError,
 )
-from thunderagent.proxy.wire.exchange import Sink
+from thunderagent.proxy.wire.exchange import Channel, Sink
 from thunderagent.proxy.wire.http11.answers import Answer, ClosedError, SilentError, TotalError
 from thunderagent.proxy.wire.http11.limits import Limits, Pause, Sweep
 from thunderagent.proxy.wire.http11.pool import ConnectLateError, Pool, UnreachedError
@@ -57,6 +57,8 @@ class ClientSettings:
     """Between two bytes of an answer."""
     total_timeout_s: float | None = None
     """From the beginning of the connection to the last byte of the answer."""
+    stall_limit_s: float = 120.0
+    """A replica that takes nothing of what it is told on a websocket for so long has failed."""
     keepalive_s: float = 4.0
     """An idle connection is closed after so long: sooner than the 5 s after which vLLM's server closes it, because
     a request that meets the close would fail."""
@@ -190,6 +192,14 @@ class ReplicaClient:
         What `sink` raises, or what it returned, is raised here, and no piece follows.
         """
         await _received(replica_id, answer.pipe(sink))
+
+    async def converse(self, replica_id: str, answer: Answer, client: Channel, sink: Sink) -> None:
+        """Have a replica hear what a client says, and hand what it says to `sink`; the protocol has changed.
+
+        Returns and raises like `pipe`.
+        """
+        answer.converse(client, self._settings.stall_limit_s)
+        await self.pipe(replica_id, answer, sink)
 
 
 async def _received(replica_id: str, reading: Awaitable[Found]) -> Found:

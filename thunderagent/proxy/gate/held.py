@@ -7,17 +7,21 @@ the names of keys begin with, up to a slash.
 
 A turn that runs keeps its body, too, until it ends: for another try, and to know the same turn if it comes again. So
 turns that are never held, as those of nobody, might take all memory. All bodies of turns, held and running, have a
-bound of their own, for all and for each key, which is checked before a turn asks for a lease.
+bound of their own, for all and for each key, which is checked before a turn asks for a lease. So have websockets, each
+of which may keep its lease for an hour.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal, get_args
 
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry
+from prometheus_client import Counter as CounterMetric
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from thunderagent.errors import KeyHeldLimitError, TooManyHeldError
@@ -33,6 +37,8 @@ Bound = Literal[
     "tenant_bytes",
     "running_bytes",
     "key_running_bytes",
+    "websockets",
+    "key_websockets",
 ]
 
 
@@ -48,6 +54,8 @@ class HeldLimits:
     tenant_body_bytes: int | None = None
     running_bytes: int = 2**32
     """Of bodies of turns, held or running, until they end; a key may have half of it."""
+    websockets_count: int = 1000
+    key_websockets_count: int | None = None
 
 
 NO_LIMITS = HeldLimits()
@@ -69,8 +77,9 @@ class HeldTurns:
         """Of keys and of tenants, by what they are and their names."""
         self._running_bytes = 0
         self._running_by_key: dict[str, int] = {}
+        self._websockets_by_key: Counter[str] = Counter()
         self.set(limits)
-        self._refused = Counter(
+        self._refused = CounterMetric(
             "thunderagent_held_refused",
             "Turns that were refused instead of held, by the bound that was reached.",
             ["bound"],
@@ -117,6 +126,25 @@ class HeldTurns:
         else:
             del self._running_by_key[name]
 
+    @contextmanager
+    def websocket(self) -> Iterator[None]:
+        """Count a websocket for the length of the block. Raises `KeyHeldLimitError` or `TooManyHeldError`."""
+        key, limits, counts = caller_key(), self._limits, self._websockets_by_key
+        name = key.name if key is not None else ""
+        own_limit = limits.key_websockets_count
+        most_own_count = max(1, limits.websockets_count // 2) if own_limit is None else own_limit
+        if key is not None and counts[name] >= most_own_count:
+            raise self._owner_error("key_websockets", f"{counts[name]:,} websockets of this key are open")
+        if counts.total() >= limits.websockets_count:
+            raise self._error("websockets", f"{counts.total():,} websockets are open")
+        counts[name] += 1
+        try:
+            yield
+        finally:
+            counts[name] -= 1
+            if not counts[name]:
+                del counts[name]
+
     def collect(self) -> Iterator[Metric]:
         """Yield what is kept now; turns are counted by the scheduler."""
         yield GaugeMetricFamily(
@@ -126,6 +154,9 @@ class HeldTurns:
         )
         yield GaugeMetricFamily(
             "thunderagent_turn_body_bytes", "Bodies of turns that are held or run.", self._running_bytes
+        )
+        yield GaugeMetricFamily(
+            "thunderagent_websockets", "Websockets that are open, or about to be.", self._websockets_by_key.total()
         )
 
     def take(self, key: Key | None, turns_count: int, body_bytes: int) -> None:

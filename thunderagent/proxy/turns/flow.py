@@ -53,6 +53,7 @@ from thunderagent.proxy.watch.turn_metrics import TurnMetrics
 from thunderagent.proxy.wire.exchange import Exchange, done
 from thunderagent.proxy.wire.headers import identity_headers, tell_with_error
 from thunderagent.proxy.wire.request_id import REQUEST_ID
+from thunderagent.proxy.wire.websockets import Websockets
 
 log = structlog.get_logger("thunderagent.turns")
 
@@ -77,6 +78,8 @@ class TurnSettings:
     """What becomes of priorities that clients give engines; None drops those that come with data keys."""
     held: HeldLimits = NO_LIMITS
     """How much may be held."""
+    websocket_limit_s: float = 3600.0
+    """A websocket is ended after so long."""
     names_programs: bool = False
     """Tell engines whose turn it is, so that the events of their KV cache say whose blocks they are about."""
 
@@ -102,6 +105,7 @@ class Turns:
         tenancy: Tenancy,
         held: HeldTurns,
         made: MadeAnswers,
+        websockets: Websockets,
         sandboxes: Preparer | None = None,
         judge: Judge | None = None,
     ) -> None:
@@ -120,7 +124,7 @@ class Turns:
         self._forwarding = Forwarding(
             client, replicas, watcher, self._budget, metrics, names_programs=settings.names_programs
         )
-        self._relay = Relay(client, self._forwarding, made, self._inference, metrics)
+        self._relay = Relay(client, self._forwarding, made, self._inference, metrics, websockets)
         self._write = line_writer(log)
         self._loop: asyncio.AbstractEventLoop | None = None
         """Kept, because to ask for it costs a system call."""

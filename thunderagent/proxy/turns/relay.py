@@ -28,6 +28,7 @@ from thunderagent.proxy.wire.exchange import Channel, Exchange, Wait, done
 from thunderagent.proxy.wire.headers import forwarded_response_headers, lead_back
 from thunderagent.proxy.wire.http11.answers import Answer
 from thunderagent.proxy.wire.http11.heads import CHANGES_PROTOCOL
+from thunderagent.proxy.wire.websockets import Websockets
 
 PROGRESS_PERIOD_S = 1.0
 """The scheduler hears at most so often how far a stream has come."""
@@ -43,6 +44,7 @@ class Relay:
         made: MadeAnswers,
         inference: Inference | None,
         metrics: TurnMetrics,
+        websockets: Websockets,
     ) -> None:
         """Read with `client`; `made` keeps who made which answer, `inference` how prompts go on, if it is on."""
         self._client = client
@@ -50,6 +52,7 @@ class Relay:
         self._made = made
         self._inference = inference
         self._metrics = metrics
+        self._websockets = websockets
 
     async def relay(self, exchange: Exchange, record: Record, lease: OpenLease, upstream: Answer) -> None:
         """Relay an answer whose head has come. Raises `ReplicaError` if it breaks off before its client heard of it."""
@@ -125,20 +128,20 @@ class Relay:
     async def _converse(
         self, exchange: Exchange, client: Channel, record: Record, lease: OpenLease, upstream: Answer
     ) -> None:
-        """Carry what both sides of a websocket say, until one of them closes; who that is closes the other."""
+        """Have a websocket carried; the lease ends with it."""
         headers = forwarded_response_headers(upstream.headers, keep_length=True)
         headers.update(record.headers())
         lease.started()
         await done(exchange.begin(upstream.status, upstream.reason, headers))
-        upstream.converse(client)
         try:
-            await self._client.pipe(lease.granted.replica_id, upstream, exchange.write)
+            replica_id = lease.granted.replica_id
+            pipe = partial(self._client.converse, replica_id, upstream, client)
+            await self._websockets.carry(replica_id, exchange, upstream, pipe)
         except ReplicaError as error:
             record.outcome = "failed"
             self._forwarding.failed(lease, error)
         else:
             self._end_lease(record, lease)
-        exchange.cut()
 
     def keep_id(self, replica_id: str) -> KeepId:
         """Return what remembers which answers a replica made."""

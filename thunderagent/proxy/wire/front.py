@@ -28,6 +28,10 @@ from thunderagent.proxy.wire.request_id import REQUEST_ID, REQUEST_ID_HEADER
 log = structlog.get_logger("thunderagent.proxy")
 
 
+Flow = Callable[[Exchange, str | None], Awaitable[None]]
+"""Answers a turn that was let in; on the replica that its client chose, if it did."""
+
+
 class Trace(Protocol):
     """The span of one request."""
 
@@ -66,19 +70,22 @@ class Front:
         self,
         way_of: Callable[[RequestHead, Target], Way | None],
         let_in: Callable[[Asked, Way], Awaitable[KeptBody | None] | None],
-        answer: Callable[[Exchange, str | None], Awaitable[None]],
+        answer: Flow,
+        converse: Flow,
         decorate: Callable[[Asked, CIMultiDict[str]], None] | None = None,
         tracing: Tracing | None = None,
         around: Callable[[Handler], Handler] | None = None,
     ) -> None:
-        """Have what `let_in` lets pass answered by `answer`; `way_of` says how, or that a request is none of ours.
+        """Have what `let_in` lets pass answered by `answer`, or by `converse` if it asks for a websocket.
 
+        `way_of` says how, or that a request is none of ours.
         `let_in` returns something to await where a request must wait; that returns what counts its body.
         `decorate` adds to the heads of all answers, and `around` wraps each of those who answer.
         """
         self._way_of = way_of
         self._let_in = let_in
         self._flow = answer
+        self._converse = converse
         self._more = decorate
         self._tracing = tracing
         self._around = around
@@ -102,7 +109,7 @@ class Front:
         if way is None:
             return None
         answer = self._answer if self._tracing is None else partial(self._traced, self._tracing)
-        handler: Handler = partial(answer, way)
+        handler: Handler = partial(answer, self._converse if head.upgrades else self._flow, way)
         if self._around is not None:
             handler = self._around(handler)
         if way.stays and head.target[:1] == b"/" and len(head.target) <= CACHED_BYTES:
@@ -111,19 +118,19 @@ class Front:
             self._known[head.target] = handler
         return handler
 
-    async def _traced(self, tracing: Tracing, way: Way, asked: Asked) -> None:
+    async def _traced(self, tracing: Tracing, flow: Flow, way: Way, asked: Asked) -> None:
         with tracing.request(asked.headers, unquote(way.target.path)) as trace:
-            await self._answer(way, asked)
+            await self._answer(flow, way, asked)
             trace.answered(asked.status)
 
-    async def _answer(self, way: Way, asked: Asked) -> None:
+    async def _answer(self, flow: Flow, way: Way, asked: Asked) -> None:
         target = way.target
         asked.target, asked.decorate = target, self._decorate
         told = None
         try:
             if (letting_in := self._let_in(asked, way)) is not None:
                 asked.kept = await letting_in
-            await self._flow(asked, way.chosen_id)
+            await flow(asked, way.chosen_id)
         except ConnectionError:
             raise
         except ThunderAgentError as error:

@@ -35,6 +35,8 @@ class Outcome:
     error: BaseException | None = None
     began_s: float = 0.0
     ended_s: float = 0.0
+    lead_s: float | None = None
+    """After how long it made its first turn at the proxy, where somebody wants to know; None if it made none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +133,11 @@ class Record:
     def creator(self) -> str:
         """The location of the code that made the call."""
         return self.call.chain[-1] if self.call.chain else "driver"
+
+    @property
+    def path(self) -> tuple[str, ...]:
+        """What leads to the call, agent by agent; last where it is, if it is anywhere."""
+        return (*self.call.chain, self.executor) if self.executor else self.call.chain
 
     @property
     def dependencies(self) -> list[tuple[int, str]]:

@@ -8,6 +8,7 @@ from typing import Any
 from thunderagent.workflows.core import messages as m
 from thunderagent.workflows.core.call import Call, Outcome, Rules
 from thunderagent.workflows.core.moves import Moves
+from thunderagent.workflows.core.origin import DIRECTORY
 from thunderagent.workflows.core.queue import SessionQueue
 from thunderagent.workflows.core.router import agent_of
 from thunderagent.workflows.errors import SessionEndedError
@@ -50,6 +51,7 @@ class Controller:
             m.Transfer: self.moves.take_in,
             m.Activated: self.moves.forget_sent,
             m.Adopt: self.moves.adopt,
+            m.HomeOver: self.moves.send_held_back,
             m.SetPriorities: self._set_priorities,
             m.Retire: self.moves.retire,
             m.Gone: self._lose,
@@ -115,6 +117,7 @@ class Controller:
     def _hold(self, call: Call) -> None:
         self.here[call.call_id] = call
         self.moves.held.setdefault(call.session, []).append(call)
+        self.send(DIRECTORY, m.Expected(call.session, self.agent, self.location, call.home_version))
 
     def _send_after(self, call: Call, to: str, version: int) -> None:
         """Have the origin send a call after its session."""

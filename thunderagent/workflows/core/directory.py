@@ -5,6 +5,9 @@ moves since. So of two versions the higher is always the later one.
 
 A home that is lost with its state is not replaced, or the session would go on as if it had never said anything: whoever
 asks for it is told so, until the session has ended.
+
+A call may bear a home of which its controller has not heard. Mostly the state is on its way there; but it may have come
+and gone, if the end of the session overtook the call. So the controller asks, and hears of it if that home is over.
 """
 
 from __future__ import annotations
@@ -27,6 +30,8 @@ class Directory:
         """Who waits for an agent to have an instance."""
         self._arriving: dict[tuple[str, str], str] = {}
         """Homes that the state has not reached, and who sent it."""
+        self._expected: dict[tuple[str, str], dict[str, int]] = {}
+        """By location, the version of a home that calls wait for there."""
         self._lost: dict[tuple[str, str], str] = {}
         """Homes whose state is lost, and where it was."""
         self._incarnations_count = 0
@@ -37,6 +42,7 @@ class Directory:
             m.AskHome: self._answer,
             m.HomeMoved: self._move,
             m.HomeArrived: self._arrive,
+            m.Expected: self._expect,
             m.Joined: self._join,
             m.Leaving: lambda message: self.router.remove(message.location, is_gone=False),
             m.Gone: self._lose,
@@ -91,9 +97,21 @@ class Directory:
             self._out.append(m.Send(message.location, m.SessionEnded(message.session)))
         elif self._set(key, message.location, message.version) or self.homes[key].version == message.version:
             self._arriving.pop(key, None)
+            self._expected.get(key, {}).pop(message.location, None)
             if self._gone.get(message.location) is False:  # it said so before it was lost
                 self._forget(key, lost_at=message.location)
             self._answer_all(key)
+
+    def _expect(self, message: m.Expected) -> None:
+        key, home = (message.session, message.agent), self.homes.get((message.session, message.agent))
+        if home is None or home.born_version > message.version:
+            self._out.append(m.Send(message.location, m.HomeOver(message.session, message.version)))
+        else:
+            self._expected.setdefault(key, {})[message.location] = message.version
+
+    def _tell_over(self, key: tuple[str, str]) -> None:
+        for location, version in self._expected.pop(key, {}).items():
+            self._out.append(m.Send(location, m.HomeOver(key[0], version)))
 
     def _set(self, key: tuple[str, str], location: str, version: int) -> bool:
         """Take a later version of a home; say whether it is one."""
@@ -138,11 +156,13 @@ class Directory:
         if lost_at:
             self._lost[key] = lost_at
         self._arriving.pop(key, None)
+        self._tell_over(key)
         self._answer_all(key)
 
     def _end_session(self, message: m.SessionEnded) -> None:
         for key in [key for key in self.homes if key[0] == message.session]:
             del self.homes[key]
             self._arriving.pop(key, None)
+            self._tell_over(key)
         for key in [key for key in self._lost if key[0] == message.session]:
             del self._lost[key]

@@ -145,7 +145,25 @@ class HomeArrived:
     version: int
 
 
+@dataclass(slots=True)
+class Expected:
+    """A call came to a location with a version of its session's home that is not there yet: say if it is over."""
+
+    session: str
+    agent: str
+    location: str
+    version: int
+
+
 # --- to a controller
+
+
+@dataclass(slots=True)
+class HomeOver:
+    """No version of a session's home up to this one will come any more: the session ended, or its state is lost."""
+
+    session: str
+    version: int
 
 
 @dataclass(slots=True)

@@ -193,6 +193,19 @@ class Moves:
         if self.retires_to is not None:
             self.leave_for_good(session)
 
+    def send_held_back(self, message: m.HomeOver) -> None:
+        """Have calls be sent elsewhere whose session's state will not come here."""
+        held = self.held.pop(message.session, [])
+        stays = [call for call in held if call.home_version > message.version]
+        if stays:
+            self.held[message.session] = stays
+        for call in held:
+            if call.home_version <= message.version:
+                del self.of.here[call.call_id]
+                for consumer, for_id in self.of.subscribers.pop(call.call_id, ()):
+                    self.of.send(call.origin, m.Subscribe(call.call_id, call.origin, consumer, for_id))
+                self.of.send(call.origin, m.Bounced(call.call_id, self.of.location))
+
     def retire(self, message: m.Retire) -> None:
         """Begin to give everything away."""
         if self.of.rules.is_stateful and self.of.homes:

@@ -8,7 +8,7 @@ from typing import Any
 from thunderagent.workflows.core import messages as m
 from thunderagent.workflows.core.call import Outcome, Record, Rules
 from thunderagent.workflows.core.router import Router, agent_of
-from thunderagent.workflows.errors import LostError, SessionEndedError
+from thunderagent.workflows.errors import CallError, LostError, SessionEndedError
 
 DIRECTORY = "directory"
 """The directory's address."""
@@ -116,6 +116,9 @@ class Origin:
     def _take_result(self, message: m.Result) -> None:
         record = self.records.get(message.call_id)
         if record is not None:
+            error = message.outcome.error
+            if isinstance(error, CallError) and error.instance and not error.path:  # of the way there, or back
+                error.path = (*record.call.chain, error.instance)
             self._resolve(record, message.outcome)
 
     def _resolve(self, record: Record, outcome: Outcome) -> None:
@@ -269,8 +272,8 @@ class Origin:
         self.router.end_session(session)
         for record in [each for each in self.records.values() if each.call.session == session]:
             if record.outcome is None:
-                path = (*record.call.chain, record.executor)
-                error = SessionEndedError(f"session {session!r} ended", path=path, instance=record.executor)
+                text = f"session {session!r} ended"
+                error = SessionEndedError(text, path=record.path, instance=record.executor)
                 self._resolve(record, Outcome(error=error))
                 self._tell_dependents(record)
 

@@ -557,7 +557,7 @@ async def test_a_protocol_changes_only_for_who_asked_for_it() -> None:
         answer = await pool.request("GET", server.url, "/v1/realtime", UPGRADE, None, LIMITS)
         assert (answer.status, await answer.next_piece()) == (101, b"hi")
         talker = Talker()
-        answer.converse(talker)
+        answer.converse(talker, 5.0)
         assert talker.sink is not None
         talker.sink(LARGE_BODY)
         await talker.is_held.wait()
@@ -566,4 +566,30 @@ async def test_a_protocol_changes_only_for_who_asked_for_it() -> None:
         await talker.may_go_on.wait()
         assert await answer.read() == b"%d" % len(LARGE_BODY)
         talker.sink(b"nobody hears this")
+    assert pool.requests_count == 0
+
+
+async def test_a_server_that_is_spoken_to_and_does_not_listen_is_silent_whatever_it_says() -> None:
+    """One that takes something now and then is not."""
+    ended = asyncio.Event()
+
+    async def behaviour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(CHANGES)
+        while not ended.is_set():
+            writer.write(b"hi")
+            await asyncio.sleep(0.02)
+
+    async with pool_of(behaviour) as (server, pool):
+        answer = await pool.request("GET", server.url, "/v1/realtime", UPGRADE, None, LIMITS)
+        talker = Talker()
+        answer.converse(talker, 0.3)
+        assert talker.sink is not None
+        talker.sink(b"little")
+        for _ in range(30):  # twice the limit
+            await answer.next_piece()
+        talker.sink(LARGE_BODY)
+        with pytest.raises(SilentError, match="took nothing"):
+            await answer.read()
+        ended.set()
     assert pool.requests_count == 0

@@ -296,6 +296,31 @@ async def test_a_client_that_ends_its_requests_is_answered_and_one_that_left_is_
         await served.left.wait()
 
 
+async def test_a_client_that_ends_its_requests_is_answered_all_that_came_whole() -> None:
+    """Whether it ended before the first answer or between two, in their order; of half a request nothing comes."""
+    several = request("/echo", b"two") + request("/lent", b"{}") + request("/stream", b"") + request("/echo", b"last")
+    for half in (b"", request("/echo", b"never")[:-1], b"POST /ec", b"\r\n"):
+        async with serving() as served:
+            asyncio.get_running_loop().call_later(0.1, served.go_on.set)
+            answers = await told(served, request("/wait", b"one") + several + half, ends=True)
+            answers = answers.replace(b"HTTP/1.1 100 Continue\r\n\r\n", b"")
+            found = [part.partition(b"\r\n\r\n")[2] for part in answers.split(b"HTTP/1.1 200 OK\r\n")[1:]]
+            assert found == [b"one", b"two", b"lent", b"0\r\n\r\n", b"last"], half
+            await served.settings.all_closed()
+            assert len(served.settings.sweep) == 0
+
+
+async def test_a_client_that_ended_its_requests_and_leaves_before_its_last_answer_is_noticed() -> None:
+    async with serving() as served:
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        writer.write(request("/echo", b"one") + request("/wait"))
+        writer.write_eof()
+        await reader.readuntil(b"one")
+        await reader.readuntil(b"100 Continue")
+        writer.transport.abort()
+        await served.left.wait()
+
+
 async def test_streams_to_old_clients_end_with_the_connection() -> None:
     async with serving() as served:
         old = await told(served, request("/stream", b"data", "Connection: keep-alive", version="1.0"))

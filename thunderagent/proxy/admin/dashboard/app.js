@@ -24,7 +24,7 @@ let asking = false;
 let askAgain = false;
 
 const story = new Story();
-const programs = new Programs(() => askNow(), (id) => story.open(id));
+const programs = new Programs(() => askNow(), (id, pool) => story.open(id, pool));
 const charts = [
   {
     chart: new Chart({ title: "Programs", unit: "live", stacked: true, format: short, series: [
@@ -98,7 +98,7 @@ async function ask() {
   samples = samples.filter((sample) => sample.at_s >= oldest);
   showSummary(summary);
   showReplicas(replicas);
-  showQueue(queue, (id) => story.open(id));
+  showQueue(queue, (id, pool) => story.open(id, pool));
   programs.show(page);
   showCharts();
   story.sandboxesOn = summary.sandboxes_on;

@@ -75,11 +75,12 @@ export class Programs {
   }
 
   create(program) {
-    const open = () => this.openStory(program.program_id);
+    const open = () => this.openStory(program.program_id, program.pool);
     const view = {
       state: h("span", { class: "state" }),
       mark: h("span", { class: "marked", text: "marked", title: "it pauses at the end of its turn" }),
       replica: h("td", { class: "mono" }),
+      pool: h("td", { class: "pool mono" }),
       claim: h("td", { class: "number" }),
       turns: h("td", { class: "number" }),
       age: h("td", { class: "number" }),
@@ -87,7 +88,7 @@ export class Programs {
     };
     const row = h("tr", { onclick: open },
       h("td", {}, h("button", { type: "button", class: "mono id", text: program.program_id, title: program.program_id })),
-      h("td", {}, view.state, view.mark), view.replica, view.claim, view.turns, view.age, view.held);
+      h("td", {}, view.state, view.mark), view.replica, view.pool, view.claim, view.turns, view.age, view.held);
     row.view = view;
     return row;
   }
@@ -100,6 +101,7 @@ function update({ view }, program) {
   view.state.title = program.hold_reason ? because(program.hold_reason) : "";
   view.mark.hidden = !program.marked;
   setText(view.replica, program.replica_id ?? NONE);
+  setText(view.pool, program.pool);
   setText(view.claim, whole(program.claim_tokens));
   setText(view.turns, whole(program.turn_count));
   setText(view.age, duration(program.age_s));

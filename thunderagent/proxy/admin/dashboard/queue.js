@@ -25,7 +25,7 @@ export function showQueue(queue, openStory) {
 
 function create(program, openStory) {
   const view = { waits: h("span", { class: "waits" }), why: h("span", { class: "why" }), claim: h("span", { class: "claim" }) };
-  const button = h("button", { type: "button", class: "row", onclick: () => openStory(program.program_id) },
+  const button = h("button", { type: "button", class: "row", onclick: () => openStory(program.program_id, program.pool) },
     h("span", { class: "mono id", text: program.program_id }), view.waits, view.why, view.claim);
   const element = h("li", {}, button);
   element.view = { ...view, button };
@@ -34,7 +34,8 @@ function create(program, openStory) {
 
 function update({ view }, program) {
   setText(view.waits, duration(program.held_for_s));
-  setText(view.why, program.hold_reason.replaceAll("_", " "));
+  const why = program.hold_reason.replaceAll("_", " ");
+  setText(view.why, program.pool ? `${why} · ${program.pool}` : why);
   setText(view.claim, `${short(program.claim_tokens)} tokens`);
   view.button.title = `held: ${because(program.hold_reason)}`;
 }

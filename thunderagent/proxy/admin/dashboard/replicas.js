@@ -7,6 +7,7 @@ const PARTS = ["reasoning", "acting", "other"];
 
 export function showReplicas({ replicas }) {
   const list = byId("replicas");
+  document.body.classList.toggle("pools", replicas.some((replica) => replica.pool));
   if (!replicas.length) {
     list.replaceChildren(h("p", { class: "empty", text: "No replica is configured. Start the proxy with --backends URL,URL." }));
     return;
@@ -19,6 +20,7 @@ function create(replica) {
   const limit = h("span", { class: "limit", title: "what may be claimed" });
   const cells = {
     health: h("span", { class: "pill" }),
+    pool: h("span", { class: "mono pool", title: "its pool" }),
     demand: h("span", { class: "demand" }),
     programs: h("li"),
     engine: h("li"),
@@ -28,7 +30,7 @@ function create(replica) {
   };
   const bar = h("div", { class: "bar", role: "img" }, ...PARTS.map((name) => parts[name]), parts.over, parts.shared, limit);
   const element = h("article", { class: "replica", "aria-label": replica.replica_id },
-    h("div", { class: "line" }, h("h3", { class: "mono", text: replica.replica_id, title: replica.url }), cells.health, cells.demand),
+    h("div", { class: "line" }, h("h3", { class: "mono", text: replica.replica_id, title: replica.url }), cells.pool, cells.health, cells.demand),
     bar,
     h("ul", { class: "facts" }, cells.programs, cells.free, cells.engine, cells.hits),
     cells.why);
@@ -41,6 +43,7 @@ function update(element, replica) {
   const health = replica.draining ? "draining" : replica.up ? "up" : "down";
   setText(view.health, health);
   view.health.dataset.state = health;
+  setText(view.pool, replica.pool);
   const suspended = replica.suspended_for.length ? `nothing is granted: ${replica.suspended_for.join(", ")}` : "";
   setText(view.why, replica.up ? suspended : replica.why_down);
   const size = replica.capacity_tokens;

@@ -34,25 +34,29 @@ export class Story {
     });
     window.addEventListener("hashchange", () => this.follow());
     this.id = null;
+    this.pool = "";
     this.sandboxesOn = false;
   }
 
   /** Show the program that the address names, or none. */
   follow() {
-    const id = new URLSearchParams(location.hash.slice(1)).get("program");
+    const said = new URLSearchParams(location.hash.slice(1));
+    const [id, pool] = [said.get("program"), said.get("pool") ?? ""];
     if (id === null || id === "") this.drawer.close();
-    else if (id !== this.id) this.show(id);
+    else if (id !== this.id || pool !== this.pool) this.show(id, pool);
   }
 
-  open(id) {
-    location.hash = new URLSearchParams({ program: id }).toString();
+  /** `pool` says which of several it is shown in; empty where there is one. */
+  open(id, pool) {
+    location.hash = new URLSearchParams(pool ? { program: id, pool } : { program: id }).toString();
   }
 
-  show(id) {
+  show(id, pool) {
     this.stopListening();
     this.id = id;
+    this.pool = pool;
     this.ended = false;
-    setText(byId("story-title"), id);
+    setText(byId("story-title"), pool ? `${id} in ${pool}` : id);
     this.drawer.dataset.has = "nothing";
     if (!this.drawer.open) this.drawer.showModal();
     byId("story-body").scrollTop = 0;
@@ -89,11 +93,11 @@ export class Story {
   }
 
   async refresh() {
-    const id = this.id;
+    const { id, pool } = this;
     if (id === null || this.ended) return;
     try {
-      const program = await get(pathOf(id));
-      if (id === this.id && !this.ended) this.update(program);
+      const program = await get(pool ? `${pathOf(id)}?${new URLSearchParams({ pool })}` : pathOf(id));
+      if (id === this.id && pool === this.pool && !this.ended) this.update(program);
     } catch (error) {
       if (!(error instanceof Refused)) return;  // the page says what is wrong with the proxy
       if (id === this.id) this.end(error.status === 404 ? "no live program has this id" : error.message);
@@ -203,7 +207,7 @@ function toldOf(program) {
     ["Class", program.program_class],
     ["Group", program.group_id],
     ["Parent", program.parent_id],
-    ["Routed to", program.bound_to],
+    ["Routed to", program.routed_to],
     ["Priority", priorities.filter(Boolean).join(", ")],
     ["Expected success", program.judged?.level],
   ];

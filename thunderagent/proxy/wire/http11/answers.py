@@ -54,8 +54,8 @@ class Carrier(Protocol):
     def limit_silence(self, silence_s: float) -> None:
         """Have another limit for silence from now on."""
 
-    def converse(self, client: Channel) -> None:
-        """Send what a client says from now on."""
+    def converse(self, client: Channel, stall_s: float) -> None:
+        """Send what a client says from now on; a server that takes nothing of it for so long is silent."""
 
     def give_up(self) -> None:
         """End the request, and the connection with it."""
@@ -178,10 +178,13 @@ class Answer:
             if self._connection is not None:
                 self._connection.resume_reading()
 
-    def converse(self, client: Channel) -> None:
-        """Have the server hear what a client says from now on; the protocol has changed."""
+    def converse(self, client: Channel, stall_s: float) -> None:
+        """Have the server hear what a client says from now on; the protocol has changed.
+
+        One that takes nothing of it for `stall_s` is silent.
+        """
         if self._connection is not None:
-            self._connection.converse(client)
+            self._connection.converse(client, stall_s)
 
     def limit_silence(self, silence_s: float) -> None:
         """Have the rest come without a longer pause than this, whatever the limit was before."""

@@ -35,6 +35,9 @@ PIECE_BYTES = 512 * 1024
 LOOK_AGAIN_S = 1.0
 """While a replica is paused its limits are looked at so often."""
 
+STALL_LOOKS_COUNT = 4
+"""Within the limit for a server to listen on a websocket it is looked at so often."""
+
 ROUNDING_S = 1e-6
 """What is left of a limit that has just passed, by the error of sums of seconds, is less."""
 
@@ -70,6 +73,10 @@ class Connection(asyncio.Protocol):
         self._may_change = False
         self._client: Channel | None = None
         """Who says more after the request."""
+        self._stall_s = inf
+        """A server that takes nothing of that for so long has failed."""
+        self._taken_s = inf
+        """When it was last seen to take some of what waits for it; never while nothing waits."""
         self._is_full = False
         self._is_paused = False
         self._is_reused = False
@@ -138,15 +145,21 @@ class Connection(asyncio.Protocol):
         kind, why = self._failure or (ClosedError, "it was closed")
         return kind(why)
 
-    def converse(self, client: Channel) -> None:
-        """Send what a client says from now on, as fast as the server takes it; the protocol has changed."""
-        self._client = client
+    def converse(self, client: Channel, stall_s: float) -> None:
+        """Send what a client says from now on, as fast as the server takes it; the protocol has changed.
+
+        A server that takes nothing of it for `stall_s` is silent, whatever it says itself.
+        """
+        self._client, self._stall_s = client, stall_s
         client.pour(self._say)
 
     def _say(self, data: bytes) -> None:
         if self._transport is not None and self._client is not None:
-            self._heard_s = self._loop.time()  # who is spoken to may listen
+            now_s = self._heard_s = self._loop.time()  # who is spoken to may listen
             self._transport.write(data)
+            if self._taken_s == inf:
+                self._taken_s = now_s
+                self._set_due(now_s)
 
     def limit_silence(self, silence_s: float) -> None:
         """Have another limit for silence from now on."""
@@ -236,10 +249,18 @@ class Connection(asyncio.Protocol):
         if not self._method:
             self._abort()
             return
-        if self._transport is not None and self._queued_bytes != (queued := self._transport.get_write_buffer_size()):
-            self._queued_bytes, self._heard_s = queued, now_s  # it took some
+        queued_bytes = self._transport.get_write_buffer_size() if self._transport is not None else 0
+        if queued_bytes != self._queued_bytes:
+            self._queued_bytes, self._heard_s = queued_bytes, now_s  # it took some
+            if self._taken_s < inf:
+                self._taken_s = now_s
         if self._is_paused:
             self._heard_s = now_s
+        if not queued_bytes:
+            self._taken_s = inf
+        elif not self._pause.is_on and max(self._taken_s, self._pause.ended_s) + self._stall_s <= now_s:
+            self._fail((SilentError, "it took nothing of what it was told"))
+            return
         self._set_due(now_s)
         if self.due_s <= now_s:
             total_left_s = self._begun_s + self._total_s - self._pause.clock_s()
@@ -296,7 +317,7 @@ class Connection(asyncio.Protocol):
         answer, self._answer, self._method, self._client = self._answer, None, "", None
         waiter, self._waiter = self._waiter, None
         self._failure = failure
-        self.due_s = inf
+        self.due_s = self._taken_s = inf
         self._buffer = b""
         if self._chunks is not None:
             self._chunks.close()
@@ -337,6 +358,8 @@ class Connection(asyncio.Protocol):
         due_s = max(self._heard_s, pause.ended_s) + self._silence_s
         if self._total_s < inf:
             due_s = min(due_s, now_s + self._begun_s + self._total_s - pause.clock_s())
+        if self._taken_s < inf:
+            due_s = min(due_s, now_s + self._stall_s / STALL_LOOKS_COUNT)
         if pause.is_on:
             due_s = now_s + LOOK_AGAIN_S
         self.due_s = due_s

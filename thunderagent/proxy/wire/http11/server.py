@@ -6,7 +6,8 @@ A connection reads one head, and asks whose it is. What is ours becomes an `Aske
 is lent to another protocol, aiohttp's, with the bytes as they came (`lent.py`). Where a request ends is read here
 alone: what comes after it waits here until it is answered. Of that, a little is kept. A client that sends more ahead
 than that waits, and nothing is read of it, so that it left cannot be read either: until its answer begins it is asked
-now and then, as one that ended its requests is (`waiting.py`); after that, what it is sent would be refused.
+now and then, as one that ended its requests is (`waiting.py`); after that, what it is sent would be refused. A client
+that ended its requests is answered all those that came whole, in their order, and no other.
 
 What is no HTTP that all servers read the same way is answered 400, and the connection closes. So it does after an
 answer to a request whose body has not come: what still comes would be read as the next request. Such a client is let
@@ -51,6 +52,8 @@ class Connection(asyncio.Protocol):
         self._lent: Lent | None = None
         self.closes = False
         """Whether it ends with the answer that is due."""
+        self._has_ended = False
+        """Whether the client has ended its requests; those that came whole are answered."""
         self._is_lingering = False
         self._is_paused = False
         self._is_ahead = False
@@ -64,7 +67,9 @@ class Connection(asyncio.Protocol):
     @property
     def may_stay(self) -> bool:
         """Whether it may carry another request."""
-        return not self.closes and self._asked is not None and self._asked.is_whole and not self._settings.is_closing
+        is_whole = self._asked is not None and self._asked.is_whole
+        is_last = self.closes or self._settings.is_closing or (self._has_ended and not self._buffer)
+        return is_whole and not is_last
 
     @property
     def is_idle(self) -> bool:
@@ -118,15 +123,28 @@ class Connection(asyncio.Protocol):
 
         Who ends in the middle of a body or of an answer has left. TLS has no half of a connection.
         """
+        if self.transport is None or self.transport.get_extra_info("sslcontext") is not None:
+            return False
         due = self._asked or self._lent
-        if due is None or not due.is_whole or due.begun or self.transport is None:
+        if due is not None and (not due.is_whole or due.begun):
             return False
-        if self.transport.get_extra_info("sslcontext") is not None:
-            return False
-        self.closes = True
-        assert self._waiting is not None
-        self._waiting.for_sign(due)
+        self._has_ended = True
+        if due is None:
+            self._next()  # which ends it if no request is left
+        else:
+            self._ask_for_sign()
         return True
+
+    def _ask_for_sign(self) -> None:
+        """Ask a client that sends nothing more whether it is there; one that left before a request was whole is not."""
+        due = self._asked or self._lent
+        assert self._waiting is not None
+        if due is None:
+            return
+        if due.is_whole:
+            self._waiting.for_sign(due)
+        elif self.transport is not None:
+            self.transport.close()
 
     def pause_writing(self) -> None:
         """Have whoever answers wait: the client takes nothing for now."""
@@ -187,7 +205,7 @@ class Connection(asyncio.Protocol):
             self._end(is_whole=asked is None or asked.is_whole)
             return
         self._waiting.for_head()
-        if self._buffer:
+        if self._buffer or self._has_ended:
             self._loop.call_soon(self._next)
 
     def cut(self) -> None:
@@ -210,6 +228,8 @@ class Connection(asyncio.Protocol):
             end = end_of_head(buffer, self._looked_at)
             if not end:
                 self._looked_at = len(buffer)
+                if self._has_ended:
+                    self._end(is_whole=True)
                 return
             raw, self._buffer, self._looked_at = buffer[:end], buffer[end:], 0
             head = read_request(raw)
@@ -223,10 +243,12 @@ class Connection(asyncio.Protocol):
         handler = self._settings.router.handler(head)
         if handler is not None:
             self._begin(Asked(self, head), handler)
-            return
-        self._lent = Lent(self, self.transport, head, self._settings.router.borrower())
-        rest, self._buffer = self._buffer, b""
-        self._buffer = self._lent.begin(raw, rest)
+        else:
+            self._lent = Lent(self, self.transport, head, self._settings.router.borrower())
+            rest, self._buffer = self._buffer, b""
+            self._buffer = self._lent.begin(raw, rest)
+        if self._has_ended:
+            self._ask_for_sign()
 
     def _begin(self, asked: Asked, handler: Handler) -> None:
         self._asked = asked

@@ -1,23 +1,26 @@
-"""Tokens in, tokens out: what the embedded engine reads and answers at `/inference/v1/generate` (vLLM 0.32).
+"""The embedded engine with tokens in, tokens out besides, at `/inference/v1/generate` (vLLM 0.32).
 
 Written after `vllm/entrypoints/scale_out/token_in_token_out`.
 """
 
 from __future__ import annotations
 
+import sys
 import time
 import uuid
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from aiohttp import web
 
 from thunderagent.simulator.answers import Json, event_bytes, final_usage_of
-from thunderagent.simulator.requests import ApiError, GenerationBody, StreamOptions
+from thunderagent.simulator.requests import ApiError, GenerationBody, StreamOptions, parse
+from thunderagent.simulator.server import EngineServer, main
 
 if TYPE_CHECKING:
+    from thunderagent.simulator.options import ServerConfig
     from thunderagent.simulator.records import FinishedRequest
-    from thunderagent.simulator.tokens import WordTokenizer
 
 
 class SamplingParams(msgspec.Struct):
@@ -42,7 +45,7 @@ class TokenInBody(GenerationBody, kw_only=True):
         self.max_tokens, self.min_tokens = sampling.max_tokens, sampling.min_tokens
         self.ignore_eos, self.n = sampling.ignore_eos, sampling.n
 
-    def encode(self, tokenizer: WordTokenizer) -> list[int]:  # noqa: ARG002 - as the other bodies
+    def prompt(self) -> list[int]:
         """Return the prompt's tokens; ApiError for negative ones."""
         if any(token < 0 for token in self.token_ids):
             raise ApiError("token_ids must not contain negative values", param="token_ids")
@@ -62,19 +65,19 @@ class TokenInForm:
         """Return what a stream begins with: nothing."""
         return b""
 
-    def piece(self, token_ids: list[int], words: list[str], finish_reason: str | None) -> bytes:  # noqa: ARG002 - the seam
+    def piece(self, token_ids: list[int], words: list[str], finish_reason: str | None) -> bytes:
         """Return the event for these tokens."""
         choice = {"index": 0, "finish_reason": finish_reason, "stop_reason": None, "token_ids": token_ids}
         chunk = {"request_id": self.request_id, "usage": None, "output_mode": "tokens"}
         return event_bytes({**chunk, "choices": [{**choice, "logprobs": None}]})
 
-    def closing(self, words: list[str], finish_reason: str, finished: FinishedRequest) -> bytes:  # noqa: ARG002 - the seam
+    def closing(self, words: list[str], finish_reason: str, finished: FinishedRequest) -> bytes:
         """Return what a stream ends with."""
         usage = {"request_id": self.request_id, "usage": final_usage_of(finished), "output_mode": "tokens"}
         last = event_bytes({**usage, "choices": []}) if self.options.include_usage else b""
         return last + b"data: [DONE]\n\n"
 
-    def whole(self, token_ids: list[int], words: list[str], finish_reason: str, finished: FinishedRequest) -> Json:  # noqa: ARG002 - the seam
+    def whole(self, token_ids: list[int], words: list[str], finish_reason: str, finished: FinishedRequest) -> Json:
         """Return the answer in one piece."""
         choice: dict[str, Any] = {"index": 0, "finish_reason": finish_reason, "stop_reason": None}
         return {
@@ -88,3 +91,23 @@ class TokenInForm:
             "output_mode": "tokens",
             "choices": [{**choice, "token_ids": token_ids, "logprobs": None}],
         }
+
+
+def token_in_server(config: ServerConfig) -> EngineServer:
+    """Return the embedded engine with that endpoint."""
+    server = EngineServer(config)
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        body = parse(await request.read(), TokenInBody)
+        form = TokenInForm(config.model, body.stream_options or StreamOptions())
+        if body.request_id:
+            form = TokenInForm(config.model, form.options, body.request_id)
+        prompt, said = server.composed(body, body.prompt())
+        return await server.answer_in_events(request, body, prompt, said, form)
+
+    server.app.router.add_post("/inference/v1/generate", answer)
+    return server
+
+
+if __name__ == "__main__":
+    sys.exit(main(build=token_in_server))

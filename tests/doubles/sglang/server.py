@@ -1,17 +1,18 @@
-"""Serve the engine model in real time under SGLang's HTTP dialect (0.5, `entrypoints/http_server.py`).
+"""Serve the simulator's engine in real time under SGLang's HTTP dialect (0.5, `entrypoints/http_server.py`).
 
 Theory of operation
 -------------------
-As `server.py` does for vLLM's. Three things are SGLang's own. A request has an id that the client may choose (`rid`),
-and `/abort_request` ends the one whose id is given, and all whose ids begin with it: they answer at once, with what
-they have got. The engine can be paused (`/pause_generation`): new requests wait at the door, and those inside are
-aborted, stand still, or lose their memory and wait (`abort`, `in_place`, `retract`). And KV can be tagged with a
-session: at `/close_session` what nobody else tags is the first to go.
+As `thunderagent/simulator/server.py` does for vLLM's. Three things are SGLang's own. A request has an id that the
+client may choose (`rid`), and `/abort_request` ends the one whose id is given, and all whose ids begin with it: they
+answer at once, with what they have got. The engine can be paused (`/pause_generation`): new requests wait at the door,
+and those inside are aborted, stand still, or lose their memory and wait (`abort`, `in_place`, `retract`). And KV can be
+tagged with a session: at `/close_session` what nobody else tags is the first to go.
 """
 
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 import uuid
 from contextlib import ExitStack
@@ -20,14 +21,11 @@ from typing import TYPE_CHECKING, Any, Final
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
-from thunderagent.simulator.answers import event_bytes
-from thunderagent.simulator.live import LiveEngine, answering_errors, json_response
-from thunderagent.simulator.requests import ApiError, parse
-from thunderagent.simulator.sglang_answers import OpenAIForm, Running, generate_answer, usage
-from thunderagent.simulator.sglang_engine import SglangEngine
-from thunderagent.simulator.sglang_metrics import SglangCollector
-from thunderagent.simulator.sglang_reports import load, loads, model_info, models, server_info
-from thunderagent.simulator.sglang_requests import (
+from tests.doubles.sglang.answers import OpenAIForm, Running, generate_answer, usage
+from tests.doubles.sglang.engine import SglangEngine
+from tests.doubles.sglang.metrics import SglangCollector
+from tests.doubles.sglang.reports import load, loads, model_info, models, server_info
+from tests.doubles.sglang.requests import (
     AbortBody,
     Asked,
     CloseBody,
@@ -40,6 +38,10 @@ from thunderagent.simulator.sglang_requests import (
     asked_of,
     wants_usage,
 )
+from thunderagent.simulator.answers import event_bytes
+from thunderagent.simulator.live import LiveEngine, answering_errors, json_response
+from thunderagent.simulator.requests import ApiError, parse
+from thunderagent.simulator.server import main
 
 if TYPE_CHECKING:
     from thunderagent.simulator.options import ServerConfig
@@ -299,3 +301,7 @@ async def _begin_stream(request: web.Request) -> web.StreamResponse:
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
     await response.prepare(request)
     return response
+
+
+if __name__ == "__main__":
+    sys.exit(main(build=SglangServer))

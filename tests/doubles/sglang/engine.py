@@ -1,4 +1,4 @@
-"""Give the engine model what SGLang has besides generating: aborts by id, pauses, and KV that is tagged."""
+"""Give the simulator's engine what SGLang has besides generating: aborts by id, pauses, and KV that is tagged."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
 
+from tests.doubles.sglang.answers import WEIGHT_VERSION, Running
+from tests.doubles.sglang.kv_tags import KvTags
+from tests.doubles.sglang.metrics import TokenCounts
 from thunderagent.simulator.blocks import hash_blocks
-from thunderagent.simulator.kv_tags import KvTags
-from thunderagent.simulator.sglang_answers import WEIGHT_VERSION, Running
-from thunderagent.simulator.sglang_metrics import TokenCounts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from tests.doubles.sglang.requests import Asked
     from thunderagent.simulator.live import LiveEngine
-    from thunderagent.simulator.sglang_requests import Asked
 
 
 class SglangEngine:

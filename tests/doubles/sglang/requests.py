@@ -1,4 +1,4 @@
-"""Read what the embedded engine is asked in SGLang's words (0.5, `managers/io_struct.py`, `entrypoints/openai`)."""
+"""Read what the simulator's engine is asked in SGLang's words (0.5, `managers/io_struct.py`, `entrypoints/openai`)."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class JudgeModel:
             context_tokens = self.max_transcript_tokens
         read.append(max(0, context_tokens + self.prompt_tokens - len(read)))
         answer = tokens.open().following(self.output_tokens)
-        return EngineRequest(str(turn_id), read.tokens(), answer, prompt_hashes=list(read.hashes))
+        return EngineRequest(str(turn_id), read.tokens(), answer, keys=read.keys_with(answer))
 
 
 def at(curve: Curve, turns: float) -> float:
@@ -79,4 +79,4 @@ def at(curve: Curve, turns: float) -> float:
 
 
 def _random(seed: int, plan: ProgramPlan, turn_count: int = 0) -> Random:
-    return Random(f"judge/{seed}/{plan.program_id}/{turn_count}")  # noqa: S311 - seeded, not secret
+    return Random(f"judge/{seed}/{plan.program_id}/{turn_count}")

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.judging import JudgeModel, at
 from thunderagent.policy_loader import load_policy
 from thunderagent.programs.model.events import ProgramJudged, ProgramReleased, TurnArrived
-from thunderagent.simulator.judging import JudgeModel, at
 from thunderagent.simulator.plans import ProgramPlan, TurnPlan
 from thunderagent.simulator.records import EngineConfig
 from thunderagent.simulator.replicas import Outage

@@ -1,4 +1,4 @@
-"""Shape what the embedded engine answers as SGLang does (0.5, `tokenizer_manager.py`, `entrypoints/openai`)."""
+"""Shape what the simulator's engine answers as SGLang does (0.5, `tokenizer_manager.py`, `entrypoints/openai`)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from thunderagent.simulator.answers import usage_of
 from thunderagent.simulator.tokens import END_TOKEN, SPOKEN_WORD_COUNT
 
 if TYPE_CHECKING:
+    from tests.doubles.sglang.requests import Asked
     from thunderagent.simulator.realtime import Generation
-    from thunderagent.simulator.sglang_requests import Asked
     from thunderagent.simulator.tokens import WordTokenizer
 
 Json: TypeAlias = dict[str, Any]

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from prometheus_client.core import Metric
 
-    from thunderagent.simulator.kv_tags import KvTags
+    from tests.doubles.sglang.kv_tags import KvTags
     from thunderagent.simulator.realtime import RealtimeEngine
 
 

@@ -1,4 +1,4 @@
-"""Say what the embedded engine is and how it does, as SGLang says it (0.5, `entrypoints/http_server.py`)."""
+"""Say what the simulator's engine is and how it does, as SGLang says it (0.5, `entrypoints/http_server.py`)."""
 
 from __future__ import annotations
 
