@@ -14,7 +14,7 @@ from __future__ import annotations
 import atexit
 from collections.abc import Callable
 from datetime import UTC, datetime
-from threading import Condition, Event, Lock, Thread
+from threading import Condition, Event, RLock, Thread
 from typing import BinaryIO
 
 import msgspec
@@ -59,7 +59,7 @@ class LineLogger:
         self._lines: list[bytes | Line] = []
         self._waiting_bytes = 0
         self._lost_count = 0
-        self._lock = Lock()
+        self._lock = RLock()
         self._changed = Condition(self._lock)
         self._is_urgent = Event()
         self._is_writing = False
