@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import inf
 
 from thunderagent.programs.learned.capacity import CapacityCorrection
@@ -268,15 +269,16 @@ class Knowledge:
         program.tool_runs = False
         self.tools_running_count -= 1
 
-    def tool_censored(self, program: Program, now_s: float) -> None:
-        """Learn that a program, whose claim goes, is not back yet."""
-        if program.tool_runs and program.censored_after_s is None:
-            program.censored_after_s = now_s - program.acting_since_s
-            self.tool_times.censored(program.tool, program.censored_after_s)
+    def tools_censored(self, programs: Sequence[Program], now_s: float) -> None:
+        """Learn that programs, whose claims are taken, are not back yet."""
+        for program in programs:
+            if program.tool_runs and program.censored_after_s is None:
+                program.censored_after_s = now_s - program.acting_since_s
+                self.tool_times.censored(program.tool, program.censored_after_s)
 
     def program_ended(self, program: Program, now_s: float) -> None:
         """Learn how long a program was there."""
-        self.tool_censored(program, now_s)
+        self.tools_censored((program,), now_s)
         self.tools_running_count -= program.tool_runs
         program.tool_runs = False
         if program.turn_count:
