@@ -392,7 +392,7 @@ class Simulation:
         if program is None or not program.replica_id:
             return
         if self._scenario.engines_retain:
-            self._replicas[program.replica_id].let_go(program_id)
+            self._replicas[program.replica_id].drop_retained(program_id)
         if self._scenario.engines_drop:
             self._replicas[program.replica_id].drop(program.own_block_keys())
 

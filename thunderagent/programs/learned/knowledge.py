@@ -270,7 +270,7 @@ class Knowledge:
         self.tools_running_count -= 1
 
     def tools_censored(self, programs: Sequence[Program], now_s: float) -> None:
-        """Learn that programs, whose claims go, are not back yet."""
+        """Learn that programs, whose claims are taken, are not back yet."""
         for program in programs:
             if program.tool_runs and program.censored_after_s is None:
                 program.censored_after_s = now_s - program.acting_since_s

@@ -91,6 +91,7 @@ ROUTES: tuple[tuple[Access, str, str], ...] = (
     (ADMIN, "*", "/config**"),
     (ADMIN, "*", "/control**"),
     (ADMIN, "*", "/weight_sync/**"),
+    (ADMIN, "GET", "/internal/lease"),  # gateways of ours
     # In the words of other gateways.
     (ADMIN, "*", "/workers**"),
     (ADMIN, "*", "/add_worker"),
