@@ -36,7 +36,7 @@ GROUPS = {
     "Timeouts, retries and failover": r"connect_|first_byte|silence|total_|retr|breaker|body_t|idle_time|grace"
     r"|client_stall|websocket_l",
     "Scheduling": r"policy|admission|order$|victims|priority|control$|fair_|tenant_w|tick|idle_limit|forget|no_replica"
-    r"|patience|client_patience",
+    r"|patience|client_patience|state$",
     "Names of programs": r"program_headers|user_names|bearer|infer",
     "Limits": r"max_|key_max|tenant_max|rate_limit",
     "Security": r"api_keys|admin_keys|keys_file|tenant_from|allow|forward|metrics_need|tls|cors",
@@ -52,7 +52,7 @@ GROUPS = {
 SAID = {"internal_error": "A bug of the proxy; its log has the trace."}
 """Where the class of a code speaks of more than that code."""
 
-COMMAND_LINE_ONLY = ("configuration_error", "event_log_error", "calibration_error")
+COMMAND_LINE_ONLY = ("configuration_error", "event_log_error", "state_error", "calibration_error")
 
 
 def table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:

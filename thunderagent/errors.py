@@ -54,6 +54,12 @@ class EventLogError(ThunderAgentError):
     code = "event_log_error"
 
 
+class StateError(ThunderAgentError):
+    """A file of what was learned cannot be taken in; the message says why."""
+
+    code = "state_error"
+
+
 class CalibrationError(ThunderAgentError):
     """An engine cannot be measured, or its times tell no profile; only `thunderagent calibrate` says so."""
 
@@ -323,6 +329,20 @@ class ShuttingDownError(ThunderAgentError):
     status = 503
     code = "shutting_down"
     retry_after_s = 5
+
+
+class SchedulerUnreachableError(ThunderAgentError):
+    """A gateway was asked what only its scheduler can say, and that does not answer."""
+
+    status = 503
+    code = "scheduler_unreachable"
+    retry_after_s = 2
+
+
+class BadFrameError(ThunderAgentError):
+    """The other side of a link between gateway and scheduler sent what is no frame; the link is given up."""
+
+    code = "bad_frame"
 
 
 class TooManyListenersError(ThunderAgentError):

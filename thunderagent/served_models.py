@@ -68,6 +68,8 @@ class ServedModels:
         """Replicas whose answer to that has not come."""
         self._lenient_ids: set[str] = set()
         """Replicas that take any name."""
+        self.on_listed: Callable[[], None] = _nothing
+        """Called when a replica lists something else than before."""
         self._closing = False
         replicas.names_models = pools.may_be_several
 
@@ -104,6 +106,7 @@ class ServedModels:
         self.pools.listed(replica_id, models)
         self._unlisted_ids.discard(replica_id)
         self.changed()
+        self.on_listed()
         self._tell()
 
     def _answered(self, replica_id: str) -> None:
@@ -248,3 +251,7 @@ class ServedModels:
             return ""
         pools = self.pools.of_program(program.program_id)
         return next((pool.name for pool in pools if pool.scheduler.programs[program.program_id] is program), "")
+
+
+def _nothing() -> None:
+    """Do nothing, where nobody wants to hear of it."""

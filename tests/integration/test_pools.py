@@ -16,6 +16,7 @@ from thunderagent.simulator.timing import profile
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+    from pathlib import Path
 
     from tests.integration.support import RunningProxy
 
@@ -303,3 +304,29 @@ async def test_the_first_turns_wait_until_it_is_known_who_serves_what() -> None:
         async with running_proxy(one.url, other.url, up=0) as proxy:
             answers = await asyncio.gather(*(ask(proxy.url, model="b") for _ in range(4)))
             assert {answer.header("X-Replica-ID") for answer in answers} == {other.replica_id}
+
+
+async def test_each_pool_says_how_many_programs_are_of_use() -> None:
+    """With one pool no model need be named; how many more than there are is of those of all clients."""
+    async with two_models() as proxy:
+        assert (await get(proxy.url, "/concurrency")).error["code"] == "model_not_found"
+        for number in range(2):
+            await ask(proxy.url, f"p{number}", model="b")
+        for model, more_count in (("a", 4), ("b", 2)):
+            said = (await get(proxy.url, f"/concurrency?model={model}")).json()
+            assert said.pop("why") in ("step", "sizes")
+            assert said == {"useful_count": 4, "more_count": more_count, "pool": model}
+    async with engine("a") as url, running_proxy(url) as proxy:
+        assert (await get(proxy.url, "/concurrency")).json()["pool"] == ""
+
+
+async def test_a_restart_keeps_what_each_pool_learned(tmp_path: Path) -> None:
+    """Under the next proxy on the same engines; its log replays with what it began with."""
+    path = tmp_path / "state"
+    for number in range(2):
+        async with two_models(state=path) as proxy:
+            of = {model: pool.scheduler.knowledge for model in "ab" if (pool := proxy.runtime.pools.of_model(model))}
+            turns_counts = {model: known.growth.export().outputs.total for model, known in of.items()}
+            assert turns_counts == {"a": number * 3, "b": number * 1}
+            for model in "aaab":
+                assert (await ask(proxy.url, f"p-{model}", model=model)).status == 200

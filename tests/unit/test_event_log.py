@@ -10,8 +10,15 @@ import pytest
 from tests.builders import Driver
 from thunderagent.errors import ConfigurationError, EventLogError
 from thunderagent.event_log import EVENTS, EventLogWriter, read_events, replay
-from thunderagent.programs.model.events import ProgramCrowdedOut, ProgramHinted, TurnDue, TurnUnverified
-from thunderagent.programs.model.fleet_events import ProvisionAsked, ReplicaKilled
+from thunderagent.programs.model.events import (
+    ProgramCrowdedOut,
+    ProgramHinted,
+    TurnAdopted,
+    TurnArrived,
+    TurnDue,
+    TurnUnverified,
+)
+from thunderagent.programs.model.fleet_events import KnowledgeLoaded, ProvisionAsked, ReplicaKilled
 from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.policies.cap import Cap
 from thunderagent.programs.scheduler import Scheduler
@@ -42,6 +49,9 @@ def every_event() -> Driver:
     driver.reports("r0", b=50)
     driver.has_to_encode("r0", 2)
     driver.send(TurnUnverified(driver.now_s, turn))
+    driver.send(
+        TurnAdopted(driver.now_s, 7000, "r0", TurnArrived(driver.now_s, 7000, "adopted", media=(("image", 9),)))
+    )
     driver.opens("c", group="g")
     driver.is_hinted("c", 2.5, 0.5, keep="offload")
     driver.tool_starts("c", "make")
@@ -59,6 +69,7 @@ def every_event() -> Driver:
     driver.gives_priority("c", -3)
     driver.migrates("c", "r0")
     driver.kills("c")
+    driver.send(KnowledgeLoaded(driver.now_s, "r0", driver.scheduler.knowledge.export()))
     driver.send(ReplicaKilled(driver.now_s, "r0"))
     driver.send(ProvisionAsked(driver.now_s))
     driver.send(ProgramCrowdedOut(driver.now_s, ""))

@@ -86,25 +86,24 @@ class Core:
     def pause(self, program: Program, reason: Reason) -> None:
         """Take the claim of an active program without a turn in flight."""
         self.limits.look_away(program)
-        self.knowledge.tool_censored(program, self.book.now_s)
+        self.knowledge.tools_censored((program,), self.book.now_s)
         self.leave(program, self.book.paused_place(program), reason)
         self.watch_paused(program)
 
     def pause_until(self, replica: Replica, most_tokens: float, reason: Reason, least_count: int) -> None:
-        """Pause acting programs of a replica: see `View.propose_pause_until`."""
-        account, now_s = replica.account, self.book.now_s
-        while account.active_count > least_count:
-            claimed = account.demand_tokens if account.decayed is None else account.weighed_tokens(now_s)
-            program = replica.acting.first_to_go(now_s)
-            if program is None or claimed - account.leaving.tokens <= most_tokens:
-                return
-            self.pause(program, reason)
+        """Pause acting programs of a replica in one batch: see `View.propose_pause_until`."""
+        paused = self.book.pause_until(replica, most_tokens, reason, least_count)
+        self.limits.look_away(*paused)
+        self.knowledge.tools_censored(paused, self.book.now_s)
+        for program in paused if self.families or self.admission is not None else ():
+            self.families.lost_claim(program)
+            self.watch_paused(program)
 
     def idle(self, program: Program) -> None:
         """Take from a program without a turn what it has until its next one: its claim, and its admission."""
         to = self.book.idle if self.admission is None else self.book.dismissed
         if program.place.active:
-            self.knowledge.tool_censored(program, self.book.now_s)
+            self.knowledge.tools_censored((program,), self.book.now_s)
             self.leave(program, to, Reason.IDLE)
         elif program.place is not to:
             self.book.move(program, to)
@@ -177,10 +176,9 @@ class Core:
 
     def stand(self, program: Program) -> None:
         """Put a paused program where it stands now, at the end of its equals."""
-        to, place = self.book.paused_place(program), program.place
-        if to is place:
-            place.leave(program, self.book.now_s)
-            place.enter(program, self.book.now_s)
+        to = self.book.paused_place(program)
+        if to is program.place:
+            self.book.enter_anew(program)
         else:
             self.book.move(program, to)
 

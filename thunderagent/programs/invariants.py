@@ -67,7 +67,7 @@ def check(scheduler: Scheduler) -> None:
 
 def _places(book: Book) -> list[Place]:
     queue = book.queue
-    of_all = [book.announced, book.dismissed, book.idle, book.bound, queue.resting, queue.waiting, queue.unadmitted]
+    of_all = [book.announced, book.dismissed, book.idle, book.destined, queue.resting, queue.waiting, queue.unadmitted]
     of_replicas = [
         place for each in book.replicas.values() for place in (each.working, each.leaving, each.stalled, each.acting)
     ]
@@ -194,7 +194,7 @@ def _check_replica(scheduler: Scheduler, replica: Replica) -> None:
     by_policy = {program for program in programs if program.marked_by_policy}
     assert _holds(replica.leaving.kept, by_policy), f"marked programs differ: {replica!r}"
     expiring = {program for program in acting if program.hold_until_s < inf}
-    assert _holds(replica.acting.kept_expiring, expiring), f"who expires differs: {replica!r}"
+    assert set(replica.acting.expiring) == expiring, f"who expires differs: {replica!r}"
     hint_tokens = sum(program.claim_tokens for program in acting if program.hint_keeps)
     assert replica.acting.hint_tokens == hint_tokens, f"what hints keep differs: {replica!r}"
     if account.decayed is not None:

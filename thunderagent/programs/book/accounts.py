@@ -91,14 +91,16 @@ class DecayedSum:
 
     def add(self, tokens: int, since_s: float, now_s: float) -> None:
         """Add a term of `tokens` that began at `since_s`."""
-        self._value = self.at(now_s) + tokens * self.weight(now_s - since_s)
-        self._at_s = now_s
-        self._count += 1
+        self.change(tokens * self.weight(now_s - since_s), 1, now_s)
 
     def remove(self, tokens: int, since_s: float, now_s: float) -> None:
         """Take out a term that was added with the same `tokens` and `since_s`."""
-        self._count -= 1
-        self._value = max(0.0, self.at(now_s) - tokens * self.weight(now_s - since_s)) if self._count else 0.0
+        self.change(-tokens * self.weight(now_s - since_s), -1, now_s)
+
+    def change(self, weighed_tokens: float, count: int, now_s: float) -> None:
+        """Add so many terms that are `weighed_tokens` together now, or take them out."""
+        self._count += count
+        self._value = max(0.0, self.at(now_s) + weighed_tokens) if self._count else 0.0
         self._at_s = now_s
 
 
@@ -212,7 +214,7 @@ class Account:
 
     @property
     def marked_tokens(self) -> int:
-        """Part of `reasoning_tokens` that goes when turns in flight end."""
+        """Part of `reasoning_tokens` that is given back when turns in flight end."""
         return self.leaving.tokens
 
     @property
@@ -265,9 +267,7 @@ class Ledger:
 
     def waited_s(self, now_s: float) -> float:
         """Return for how many seconds in all at least one turn was waiting."""
-        if self.waiting_count:
-            return self._waited_s + now_s - self._waiting_since_s
-        return self._waited_s
+        return self._waited_s + now_s - self._waiting_since_s if self.waiting_count else self._waited_s
 
     def wait_begins(self, now_s: float) -> None:
         """Count one more turn that waits."""
@@ -288,15 +288,14 @@ class Ledger:
             return
         account.updated_s = now_s
         flight_tokens, acting_tokens = account.claimed_tokens
-        told_tokens = account.capacity_tokens
-        capacity_tokens = told_tokens if told_tokens is not None else inf
+        capacity_tokens = inf if account.capacity_tokens is None else account.capacity_tokens
         fitting_tokens = min(flight_tokens, capacity_tokens)
         account.flight_s += elapsed_s * (fitting_tokens / flight_tokens if flight_tokens else 1.0)
         account.flight_token_s += elapsed_s * fitting_tokens
         account.costs.caching_token_s += elapsed_s * min(acting_tokens, capacity_tokens - fitting_tokens)
-        waited_s = self.waited_s(now_s) if self.waiting_count else self._waited_s
-        if account.usable and told_tokens is not None and waited_s > account.waited_s:
-            idle_tokens = max(0, told_tokens - account.demand_tokens)
+        waited_s = self.waited_s(now_s)
+        if account.usable and capacity_tokens < inf and waited_s > account.waited_s:
+            idle_tokens = max(0.0, capacity_tokens - account.demand_tokens)
             account.costs.unused_token_s += idle_tokens * min(elapsed_s, waited_s - account.waited_s)
             if not account.turn_count:
                 account.idle_waited_s += waited_s - account.waited_s

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from math import inf
 
 from thunderagent.programs.book.accounts import Account
+from thunderagent.programs.book.prefixes import SharedPrefixes
 from thunderagent.programs.book.residency import Residency
 from thunderagent.programs.model.places import Kind, Place
 from thunderagent.programs.model.program import Program
@@ -45,7 +46,7 @@ class ReplicaPlace(Place):
             self.rank(program)
 
     def leave(self, program: Program, now_s: float) -> None:  # noqa: ARG002
-        """Let a program go that is here."""
+        """Take a program out that is here."""
         account, tokens = self._account, program.claim_tokens
         self.count -= 1
         self.tokens -= tokens
@@ -74,11 +75,11 @@ class ReplicaPlace(Place):
         """Who is here by rank, the lowest first; from now on that is kept."""
         if self.kept is None:
             self.kept = RankedSet()
-            self._fill([program for program in self._programs.values() if program.place is self], self.kept)
+            self._fill(self.kept, [program for program in self._programs.values() if program.place is self])
         return self.kept
 
-    def _fill(self, programs: Sequence[Program], order: RankedSet[Program]) -> None:
-        order.fill(programs, self._rank_of)
+    def _fill(self, order: RankedSet[Program], programs: Sequence[Program]) -> None:
+        order.add_all(programs, self._rank_of)
 
 
 class LeavingPlace(ReplicaPlace):
@@ -95,7 +96,8 @@ class LeavingPlace(ReplicaPlace):
         else:
             self.kept.discard(program)
 
-    def _fill(self, programs: Sequence[Program], order: RankedSet[Program]) -> None:  # noqa: ARG002
+    def _fill(self, order: RankedSet[Program], programs: Sequence[Program]) -> None:
+        super()._fill(order, [])
         for program in programs:
             self.rank(program)
 
@@ -103,7 +105,7 @@ class LeavingPlace(ReplicaPlace):
 class ActingPlace(ReplicaPlace):
     """Where tools run: the sum of the claims may fade with time, and who is held too long is found."""
 
-    __slots__ = ("hint_tokens", "kept_expiring")
+    __slots__ = ("expiring", "hint_tokens")
 
     def __init__(
         self, kind: Kind, replica_id: str, account: Account, programs: Mapping[str, Program], rank_of: RankOf
@@ -112,25 +114,26 @@ class ActingPlace(ReplicaPlace):
         super().__init__(kind, replica_id, account, programs, rank_of)
         self.hint_tokens = 0
         """What hints of clients keep here for longer than the policy would have."""
-        self.kept_expiring: RankedSet[Program] | None = None
+        self.expiring: RankedSet[Program] = RankedSet()
+        """Who is here by the time until which it is worth holding, if there is one."""
 
     def enter(self, program: Program, now_s: float) -> None:
         """Take a program in."""
         super().enter(program, now_s)
         if self._account.decayed is not None:
             self._account.decayed.add(program.claim_tokens, program.acting_since_s, now_s)
-        if self.kept_expiring is not None and program.hold_until_s < inf:
-            self.kept_expiring.add(program, program.hold_until_s)
+        if program.hold_until_s < inf:
+            self.expiring.add(program, program.hold_until_s)
         if program.hint_keeps:
             self.hint_tokens += program.claim_tokens
 
     def leave(self, program: Program, now_s: float) -> None:
-        """Let a program go that is here."""
+        """Take a program out that is here."""
         super().leave(program, now_s)
         if self._account.decayed is not None:
             self._account.decayed.remove(program.claim_tokens, program.acting_since_s, now_s)
-        if self.kept_expiring is not None:
-            self.kept_expiring.discard(program)
+        if program.hold_until_s < inf:
+            self.expiring.discard(program)
         if program.hint_keeps:
             self.hint_tokens -= program.claim_tokens
 
@@ -143,20 +146,52 @@ class ActingPlace(ReplicaPlace):
         if program.hint_keeps:
             self.hint_tokens += program.claim_tokens - claim_tokens
 
-    def first_to_go(self, now_s: float) -> Program | None:
-        """Return who is held for too long, the longest first, or else who is first by rank."""
-        first = self.expiring.first()
-        return first if first is not None and first.hold_until_s <= now_s else self.order.first()
+    def pressing_tokens(self, now_s: float) -> float:
+        """Return what is claimed on the replica but for programs that leave; acting ones are weighed if that fades."""
+        account = self._account
+        claimed_tokens = account.demand_tokens if account.decayed is None else account.weighed_tokens(now_s)
+        return claimed_tokens - account.leaving.tokens
 
-    @property
-    def expiring(self) -> RankedSet[Program]:
-        """Who is here by the time until which it is worth holding, if there is one; from now on that is kept."""
-        if self.kept_expiring is None:
-            self.kept_expiring = RankedSet()
-            for program in self._programs.values():
-                if program.place is self and program.hold_until_s < inf:
-                    self.kept_expiring.add(program, program.hold_until_s)
-        return self.kept_expiring
+    def take_until(self, most_tokens: float, least_count: int, now_s: float, prefixes: SharedPrefixes) -> list[Program]:
+        """Take programs out until at most `most_tokens` are claimed here by others than those that leave; return them.
+
+        First are those that are held for too long, the longest first, then by rank, while more than `least_count` are
+        active. What is not summed for each of them is summed once.
+        """
+        account, decayed, order, expiring = self._account, self._account.decayed, self.order, self.expiring
+        pressing_tokens, most_count = self.pressing_tokens(now_s), account.active_count - least_count
+        some_expire, some_expired, faded_tokens = bool(expiring), bool(expiring), 0.0
+        gone: list[Program] = []
+        while pressing_tokens > most_tokens and len(gone) < most_count:
+            program = expiring.first() if some_expired else None
+            if program is not None and program.hold_until_s <= now_s:
+                order.discard(program)
+            else:
+                some_expired, program = False, order.pop()
+            if program is None:
+                break
+            if some_expire:
+                expiring.discard(program)
+            gone.append(program)
+            account.demand_tokens -= program.claim_tokens
+            prefixes.leave(program, account)
+            if decayed is None:
+                pressing_tokens = float(account.demand_tokens - account.leaving.tokens)
+            else:
+                weighed_tokens = program.claim_tokens * decayed.weight(now_s - program.acting_since_s)
+                pressing_tokens -= weighed_tokens
+                faded_tokens += weighed_tokens
+        if decayed is not None:
+            decayed.change(-faded_tokens, -len(gone), now_s)
+        if self.hint_tokens:
+            for program in gone:
+                self.hint_tokens -= program.claim_tokens if program.hint_keeps else 0
+                program.hint_keeps = False
+        self.count -= len(gone)
+        self.tokens -= sum([program.claim_tokens for program in gone])
+        account.active_count -= len(gone)
+        account.growth_tokens -= sum([program.growth_tokens for program in gone])
+        return gone
 
 
 class Replica:

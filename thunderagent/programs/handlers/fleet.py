@@ -12,6 +12,7 @@ from thunderagent.programs.model.fleet_events import (
     EncodesPolled,
     GrantsContinued,
     GrantsSuspended,
+    KnowledgeLoaded,
     ReplicaDown,
     ReplicaDraining,
     ReplicaFlushed,
@@ -47,6 +48,7 @@ class Fleet:
     def handlers(self) -> dict[type[Any], Callable[[Any], None]]:
         """Return what takes in each event."""
         return {
+            KnowledgeLoaded: self._knowledge_loaded,
             ReplicaUp: self._replica_up,
             ReplicaDown: self._replica_down,
             ReplicaDraining: self._replica_draining,
@@ -67,7 +69,25 @@ class Fleet:
         if replica is None and replica_id not in self._removed_ids:
             replica = book.open_replica(replica_id)
             self._core.knowledge.replica_opened(replica_id, book.now_s)
+            self._take_correction(replica)
         return replica
+
+    def _take_correction(self, replica: Replica) -> bool:
+        """Have what may be claimed of a replica be as it was learned; say whether it was something else."""
+        account, ratio = replica.account, self._core.knowledge.correction(replica.replica_id).ratio
+        if ratio == account.capacity_ratio:
+            return False
+        self._core.book.touch(replica).set_limit(account.capacity_tokens, ratio)
+        return True
+
+    def _knowledge_loaded(self, event: KnowledgeLoaded) -> None:
+        core, book = self._core, self._core.book
+        core.knowledge.adopt(event.learned)
+        changed = [replica for replica in book.replicas.values() if self._take_correction(replica)]
+        for replica in changed:
+            book.changes(replica)
+        if changed:
+            core.balance(Moment.REPLICAS_CHANGED)
 
     def _replicas_changed(self) -> None:
         core, book = self._core, self._core.book

@@ -19,8 +19,8 @@ the window's first reading came, and its first token was seen before the last on
 for any other turn only adds to the count. So a loss that the window shows is a loss. One that it does not show may be
 there all the same: before more is tried, what others may have found is taken off. A window that shows neither goes on.
 
-**Idleness.** A control that believes noise must undo itself. An engine that is without a turn while turns wait for room
-has its memory kept for nothing: then what was taken from the capacity comes back, in proportion to that time.
+**Idleness.** A correction that believes noise must undo itself. An engine that is without a turn while turns wait for
+room has its memory kept for nothing: then what was taken from the capacity comes back, in proportion to that time.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from __future__ import annotations
 from collections import deque
 from math import inf
 from typing import NamedTuple
+
+from thunderagent.programs.model.learned import CapacityRecord
 
 LOWEST_RATIO = 0.2
 LOWEST_COUNTED_RATIO = 0.5
@@ -182,6 +184,18 @@ class CapacityCorrection:
         self._expected_tokens = 0.0
         self._lost_tokens = 0.0
         self._window = _Window()
+
+    def export(self, replica_id: str) -> CapacityRecord | None:
+        """Return what was learned of a replica, if anything; not whether its memory was once full: it may be anew."""
+        if self.ratio == 1.0 and self._ceiling_ratio == HIGHEST_RATIO:
+            return None
+        return CapacityRecord(replica_id, self.ratio, self._ceiling_ratio)
+
+    def adopt(self, record: CapacityRecord) -> None:
+        """Know what another one knew. Raises ValueError for what no ratio can be."""
+        if not (LOWEST_RATIO <= record.ratio <= HIGHEST_RATIO and 0 < record.ceiling_ratio <= HIGHEST_RATIO):
+            raise ValueError(f"no ratios: {record.ratio}, {record.ceiling_ratio}")
+        self.ratio, self._ceiling_ratio = record.ratio, record.ceiling_ratio
 
     def computed(self, tokens: int) -> None:
         """Note that so many tokens were put into its memory."""

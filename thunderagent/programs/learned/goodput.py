@@ -13,6 +13,7 @@ from collections.abc import Iterable
 
 from thunderagent.programs.learned.growth import TOKEN_S_EDGES
 from thunderagent.programs.learned.histogram import LogHistogram
+from thunderagent.programs.model.learned import HistogramRecord, PriceRecord
 
 ALPHA_RATIOS = (1.0, 2.0, 3.0)
 """How many times its ideal time a turn or a program may take to be in time."""
@@ -58,6 +59,15 @@ class Goodput:
         if self._since_refresh >= REFRESH_COUNT or not self._decode_token_s:
             self._decode_token_s = self._decode_s.quantile(IDLE_RATIO, 0.0)
             self._since_refresh = 0
+
+    def export(self) -> tuple[HistogramRecord, float, int]:
+        """Return the times of a token, that of one with little else to do, and how many turns ago it was looked up."""
+        return self._decode_s.export(), self._decode_token_s, self._since_refresh
+
+    def adopt(self, record: PriceRecord) -> None:
+        """Know what another one knew of the speed; what it judged stays its own. Raises ValueError."""
+        self._decode_s.adopt(record.decode)
+        self._decode_token_s, self._since_refresh = record.decode_token_s, record.decode_refreshed_count
 
     def ideal_s(self, new_tokens: int, output_tokens: int, prefill_token_s: float) -> float:
         """Return how long a turn takes alone whose prompt has so many tokens that no engine can have cached."""

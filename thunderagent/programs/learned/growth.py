@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import inf
 
 from thunderagent.programs.learned.histogram import LogHistogram, geometric_edges
+from thunderagent.programs.model.learned import GrowthRecord, HistogramRecord, PriceRecord
 
 TOKEN_EDGES = geometric_edges(8.0, 2**0.5, 36)
 """8 tokens to 1.5 million."""
@@ -68,8 +69,7 @@ class Growth:
             self._growths.add(grown_tokens)
             self._grown_tokens = self._grown_tokens * FORGETTING_RATIO + grown_tokens
             self._cycle_s = self._cycle_s * FORGETTING_RATIO + cycle_s
-            if self._growths.total >= ENOUGH_TURNS_COUNT and self._cycle_s > 0:
-                self.tokens_per_s = self._grown_tokens / self._cycle_s
+            self._say_speed()
         self._outputs.add(output_tokens)
 
     def program_ended(self, larger_tokens: int, turn_count: int) -> None:
@@ -77,8 +77,42 @@ class Growth:
         self._program_count += 1
         self._turn_count = self._turn_count * FORGETTING_RATIO**turn_count + turn_count
         self._whole_tokens = self._whole_tokens * FORGETTING_RATIO**turn_count + larger_tokens
-        if self._program_count >= ENOUGH_PROGRAMS_COUNT:
+        self._say_size()
+
+    def _say_speed(self) -> None:
+        if self._growths.total >= ENOUGH_TURNS_COUNT and self._cycle_s > 0:
+            self.tokens_per_s = self._grown_tokens / self._cycle_s
+
+    def _say_size(self) -> None:
+        if self._program_count >= ENOUGH_PROGRAMS_COUNT and self._turn_count:
             self.whole_tokens = self._whole_tokens / self._turn_count
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no turn was seen."""
+        return not self._outputs.total
+
+    def export(self) -> GrowthRecord:
+        """Return what it holds."""
+        return GrowthRecord(
+            self._growths.export(),
+            self._outputs.export(),
+            self._program_count,
+            self._turn_count,
+            self._whole_tokens,
+            self._grown_tokens,
+            self._cycle_s,
+        )
+
+    def adopt(self, record: GrowthRecord) -> None:
+        """Hold what another one held. Raises ValueError if that has other edges."""
+        self._growths.adopt(record.growths)
+        self._outputs.adopt(record.outputs)
+        self._program_count, self._turn_count = record.program_count, record.turn_count
+        self._whole_tokens = record.whole_tokens
+        self._grown_tokens, self._cycle_s = record.grown_tokens, record.cycle_s
+        self._say_speed()
+        self._say_size()
 
     def turn_tokens(self, ratio: float, default_tokens: int) -> int:
         """Return what a turn adds at most in `ratio` of all cases, prompt and answer."""
@@ -109,6 +143,17 @@ class PrefillSpeed:
         """Seconds for each uncached prompt token."""
         self.learned_token_s: float | None = None
         """The same; None until a turn told it."""
+
+    def adopt(self, record: PriceRecord) -> None:
+        """Hold what another one held. Raises ValueError if that has other edges."""
+        self._prefill_s.adopt(record.prefill)
+        self._decode_s.adopt(record.prefill_decode)
+        self.learned_token_s = record.prefill_token_s
+        self.token_s = FIRST_PREFILL_TOKEN_S if record.prefill_token_s is None else record.prefill_token_s
+
+    def export(self) -> tuple[HistogramRecord, HistogramRecord]:
+        """Return the times of a token, of prompts that were not cached and of answers to those that were."""
+        return self._prefill_s.export(), self._decode_s.export()
 
     def learn(
         self, first_token_s: float | None, duration_s: float, uncached_tokens: int, generated_tokens: int

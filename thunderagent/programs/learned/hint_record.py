@@ -8,6 +8,7 @@ particular are no tenant: one stranger's wrong word would be held against all th
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Iterable
 
 from thunderagent.programs.model.program import Program
 
@@ -38,6 +39,14 @@ class HintRecord:
         self.error_s_total = 0.0
         """By how much turns came outside of what was expected of them."""
         self._of_tenant: OrderedDict[str, tuple[float, float]] = OrderedDict()
+
+    def export(self) -> tuple[tuple[str, float, float], ...]:
+        """Return how many hints of each tenant were right, and of how many."""
+        return tuple((tenant, *score) for tenant, score in self._of_tenant.items())
+
+    def adopt(self, tenants: Iterable[tuple[str, float, float]]) -> None:
+        """Believe tenants as another one did; what was counted stays its own."""
+        self._of_tenant = OrderedDict((tenant, (right, weight)) for tenant, right, weight in tenants)
 
     def confidence_ratio(self, program: Program, said_ratio: float) -> float:
         """Return how far a hint on a program is believed whose client is so sure of it. Cost: O(1)."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from math import inf
+
+from thunderagent.programs.model.learned import HistogramRecord
 
 REMEMBERED_COUNT = 2000.0
 """Values that count: beyond, all counts are halved, so that the newest half weighs as much as all before."""
@@ -47,6 +50,16 @@ class LogHistogram:
             self.total /= 2
             self._quantiles.clear()
 
+    def export(self) -> HistogramRecord:
+        """Return what it holds."""
+        return HistogramRecord(tuple(self._counts), self.total)
+
+    def adopt(self, record: HistogramRecord) -> None:
+        """Hold what another one held. Raises ValueError if that has other edges, or cannot be."""
+        check_counts(record.counts, len(self._counts))
+        self._counts, self.total = list(record.counts), record.total
+        self._quantiles.clear()
+
     def quantile(self, ratio: float, default: float) -> float:
         """Return the value that `ratio` of all are below, between edges in proportion; `default` without values."""
         if not self.total:
@@ -70,6 +83,12 @@ class LogHistogram:
         low = self._edges[index - 1] if index else 0.0
         high = self._edges[min(index, len(self._edges) - 1)]
         return low + (high - low) * (wanted - below) / counts[index]
+
+
+def check_counts(counts: Sequence[float], bins_count: int) -> None:
+    """Raise ValueError if these are not so many counts."""
+    if len(counts) != bins_count or not all(0 <= each < inf for each in counts):
+        raise ValueError(f"not {bins_count} counts")
 
 
 def geometric_edges(first: float, step_ratio: float, count: int) -> tuple[float, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import inf
 
 from thunderagent.programs.learned.capacity import CapacityCorrection
@@ -14,6 +15,7 @@ from thunderagent.programs.learned.media_sizes import MediaSizes
 from thunderagent.programs.learned.restore_pace import RestorePace
 from thunderagent.programs.learned.roles import RoleOutputs
 from thunderagent.programs.learned.tool_times import ToolTimes
+from thunderagent.programs.model.learned import CapacityRecord, LearnedRecord, PriceRecord
 from thunderagent.programs.model.policy import ClaimRules
 from thunderagent.programs.model.program import Program
 from thunderagent.programs.model.turn import Branch, Turn
@@ -29,7 +31,7 @@ client may have made its usage up, or filled its bodies up with what is no promp
 LEARNING_RATIO = 0.05
 """Weight of the newest turn in the learned tokens per byte of programs that are seen for the first time."""
 
-UNKNOWN_GROWTH_RATIO = 3.0
+UNKNOWN_GROWTH_RATIO = 1.0
 """Until some programs ended, one is expected to become larger than its first prompt by so much of it."""
 
 LEAST_IDLE_LIMIT_S = 300.0
@@ -43,12 +45,16 @@ IDLE_LIMIT_FACTOR = 2.0
 TOOL_LEARNING_RATIO = 0.05
 """Weight of the newest tool's time in the mean."""
 
+UNSEEN_REPLICAS_COUNT = 256
+"""What was learned of so many replicas that did not come back is kept: pods come back under other names."""
+
 
 class Knowledge:
     """Everything that is learned, over all programs and replicas."""
 
     __slots__ = (
         "_corrections",
+        "_known_capacities",
         "_output_tokens",
         "_residences_s",
         "_rules",
@@ -89,18 +95,82 @@ class Knowledge:
         """Of programs that are seen for the first time."""
         self._residences_s = LogHistogram(RESIDENCE_EDGES_S)
         self._corrections: dict[str, CapacityCorrection] = {}
+        self._known_capacities: dict[str, CapacityRecord] = {}
+        """Of replicas that were not heard of since they were taken in."""
 
     def correction(self, replica_id: str) -> CapacityCorrection:
         """Return how much of a replica's capacity may be claimed."""
         return self._corrections[replica_id]
 
     def replica_opened(self, replica_id: str, now_s: float) -> None:
-        """Begin to learn of a replica."""
-        self._corrections[replica_id] = CapacityCorrection(now_s)
+        """Begin to learn of a replica, or go on."""
+        correction = self._corrections[replica_id] = CapacityCorrection(now_s)
+        if (known := self._known_capacities.pop(replica_id, None)) is not None:
+            correction.adopt(known)
 
     def replica_removed(self, replica_id: str) -> None:
         """Forget a replica."""
         self._corrections.pop(replica_id, None)
+
+    def export(self) -> LearnedRecord:
+        """Return all that was learned. Cost: O(all of it): half a millisecond where it is most."""
+        corrections = self._corrections.items()
+        capacities = [record for each_id, each in corrections if (record := each.export(each_id)) is not None]
+        unseen = list(self._known_capacities.values())[-UNSEEN_REPLICAS_COUNT:]
+        prefill, prefill_decode = self.prefill_speed.export()
+        decode, decode_token_s, since_refresh = self.goodput.export()
+        all_tools, tools = self.tool_times.export()
+        all_roles, roles = self.role_outputs.export()
+        return LearnedRecord(
+            all_tools=all_tools,
+            tools=tools,
+            mean_tool_s=self.mean_tool_s,
+            growth=self.growth.export(),
+            prices=PriceRecord(
+                prefill,
+                prefill_decode,
+                self.prefill_speed.learned_token_s,
+                decode,
+                decode_token_s,
+                since_refresh,
+                self.tokens_per_byte_ratio,
+            ),
+            residences_s=self._residences_s.export(),
+            all_roles=all_roles,
+            roles=roles,
+            media_factors=self.media_sizes.export(),
+            hints=self.hints.export(),
+            restores=self.restore_pace.export(),
+            capacities=(*unseen, *capacities),
+        )
+
+    def adopt(self, learned: LearnedRecord) -> None:
+        """Know what another one knew, in place of what was learned here. Raises ValueError for what cannot be."""
+        self.tool_times.adopt(learned.all_tools, learned.tools)
+        self.mean_tool_s = learned.mean_tool_s
+        self.growth.adopt(learned.growth)
+        self.prefill_speed.adopt(learned.prices)
+        self.goodput.adopt(learned.prices)
+        self.tokens_per_byte_ratio = learned.prices.tokens_per_byte_ratio
+        self._residences_s.adopt(learned.residences_s)
+        self.role_outputs.adopt(learned.all_roles, learned.roles)
+        self.media_sizes.adopt(learned.media_factors)
+        self.hints.adopt(learned.hints)
+        self.restore_pace.adopt(learned.restores)
+        self._measure_reserves()
+        for known in learned.capacities if self._rules.adapt_capacity else ():
+            if (correction := self._corrections.get(known.replica_id)) is not None:
+                correction.adopt(known)
+            else:
+                CapacityCorrection(0.0).adopt(known)  # it can be
+                self._known_capacities[known.replica_id] = known
+
+    def _measure_reserves(self) -> None:
+        """Find out what claims hold beside contexts, if that is learned."""
+        growth, rules = self.growth, self._rules
+        if rules.growth_quantile:
+            self._turn_tokens = growth.turn_tokens(rules.growth_quantile, rules.reserve_tokens)
+            self._output_tokens = growth.output_tokens(rules.growth_quantile, rules.reserve_tokens)
 
     def learn_size(self, turn: Turn, branch: Branch | None, prompt_tokens: int) -> None:
         """Learn how many tokens the bytes of a prompt are, or, where it has media, what these are beside its text.
@@ -162,11 +232,8 @@ class Knowledge:
         context_tokens = prompt_tokens + output_tokens
         program.larger_tokens_total += max(0, context_tokens - program.first_prompt_tokens)
         grown_tokens = context_tokens - branch.context_tokens if branch.context_tokens else None
-        growth, rules = self.growth, self._rules
-        growth.turn_finished(grown_tokens, output_tokens, duration_s + program.away_s)
-        if rules.growth_quantile:
-            self._turn_tokens = growth.turn_tokens(rules.growth_quantile, rules.reserve_tokens)
-            self._output_tokens = growth.output_tokens(rules.growth_quantile, rules.reserve_tokens)
+        self.growth.turn_finished(grown_tokens, output_tokens, duration_s + program.away_s)
+        self._measure_reserves()
         self.role_outputs.learn(turn.role, output_tokens)
         uncached_tokens = max(0, prompt_tokens - cached_tokens)
         first_token_s = turn.first_token_s(now_s)
@@ -202,15 +269,16 @@ class Knowledge:
         program.tool_runs = False
         self.tools_running_count -= 1
 
-    def tool_censored(self, program: Program, now_s: float) -> None:
-        """Learn that a program, whose claim goes, is not back yet."""
-        if program.tool_runs and program.censored_after_s is None:
-            program.censored_after_s = now_s - program.acting_since_s
-            self.tool_times.censored(program.tool, program.censored_after_s)
+    def tools_censored(self, programs: Sequence[Program], now_s: float) -> None:
+        """Learn that programs, whose claims are taken, are not back yet."""
+        for program in programs:
+            if program.tool_runs and program.censored_after_s is None:
+                program.censored_after_s = now_s - program.acting_since_s
+                self.tool_times.censored(program.tool, program.censored_after_s)
 
     def program_ended(self, program: Program, now_s: float) -> None:
         """Learn how long a program was there."""
-        self.tool_censored(program, now_s)
+        self.tools_censored((program,), now_s)
         self.tools_running_count -= program.tool_runs
         program.tool_runs = False
         if program.turn_count:

@@ -7,6 +7,7 @@ what they are expected to be, and each class remembers by how much its guess was
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 
 from thunderagent.programs.model.events import Media
 
@@ -28,6 +29,14 @@ class MediaSizes:
     def __init__(self) -> None:
         """Begin by believing the guesses."""
         self._factors: OrderedDict[str, float] = OrderedDict()
+
+    def export(self) -> tuple[tuple[str, float], ...]:
+        """Return by how much the guess of each class was wrong."""
+        return tuple(self._factors.items())
+
+    def adopt(self, factors: Iterable[tuple[str, float]]) -> None:
+        """Know what another one knew."""
+        self._factors = OrderedDict(factors)
 
     def tokens(self, media: Media) -> int:
         """Return how many tokens all of these are expected to be."""

@@ -33,6 +33,14 @@ class RestorePace:
         """Time between two restores while somebody waits; 0 until one was seen."""
         return min(LONGEST_INTERVAL_S, self._waited_s / self._restore_count) if self._restore_count else 0.0
 
+    def export(self) -> tuple[float, float]:
+        """Return how many restores there were lately, and in how many seconds of waiting."""
+        return self._restore_count, self._waited_s
+
+    def adopt(self, restores: tuple[float, float]) -> None:
+        """Know what another one knew."""
+        self._restore_count, self._waited_s = restores
+
     def accrue(self, now_s: float, *, waiting: bool) -> None:
         """Count the time since the last call, if somebody waited in it; `waiting` says whether somebody does now."""
         if self.waiting and now_s > self._accrued_s:

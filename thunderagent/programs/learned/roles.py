@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 
 MAX_ROLES_COUNT = 1024
 """Clients may name every turn's role anew: of the roles, the one longest not heard of is forgotten first."""
@@ -31,6 +32,15 @@ class RoleOutputs:
         self._of_role.move_to_end(role)
         if len(self._of_role) > MAX_ROLES_COUNT:
             self._of_role.popitem(last=False)
+
+    def export(self) -> tuple[tuple[float, float], tuple[tuple[str, float, float], ...]]:
+        """Return weight and tokens of all turns, and of each role."""
+        return self._all, tuple((role, *sums) for role, sums in self._of_role.items())
+
+    def adopt(self, all_roles: tuple[float, float], roles: Iterable[tuple[str, float, float]]) -> None:
+        """Know what another one knew."""
+        self._all = all_roles
+        self._of_role = OrderedDict((role, (weight, tokens)) for role, weight, tokens in roles)
 
     def expected_tokens(self, role: str) -> int:
         """Return what a turn of that role is expected to generate: 0 before any turn was seen."""

@@ -4,11 +4,11 @@ Theory of operation
 ===================
 When a turn ends nobody knows how long the tool will run; but tools of one name are alike. For each name, and for all
 together, a life table on a logarithmic scale counts how many programs were *at risk* of coming back in each interval
-and how many *returned* in it (Kaplan and Meier: a program that is let go, or ends, before it returns was at risk until
+and how many *returned* in it (Kaplan and Meier: a program that is paused, or ends, before it returns was at risk until
 then, and says nothing of later). A name that was seen seldom is drawn towards all tools together, and these towards a
 heavy-tailed guess.
 
-Holding c tokens for t seconds costs c·t of memory; letting them go costs their recomputation, which is worth holding
+Holding c tokens for t seconds costs c·t of memory; pausing costs their recomputation, which is worth holding
 them for some threshold of T seconds, the same for every size, because recomputation is linear in tokens, too. Whoever
 holds on until time u, or the return if that is sooner, pays E[min(return, u)] and saves T·P(return <= u). The best u of
 all gives the *return rate*
@@ -23,10 +23,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import OrderedDict
+from collections.abc import Sequence
 from itertools import accumulate
 from math import inf
 
 from thunderagent.programs.learned.histogram import geometric_edges
+from thunderagent.programs.model.learned import ToolRecord
 
 EDGES_S = geometric_edges(0.05, 2**0.5, 34)
 """Ends of the intervals: 50 ms to 77 min."""
@@ -80,6 +82,24 @@ class _LifeTable:
             self.count /= 2
             self.refresh_at_count = 0.0
 
+    def export(self, name: str) -> ToolRecord:
+        """Return what it holds, and the rates that are used until they are refreshed."""
+        rates = tuple(self.rates)
+        return ToolRecord(name, tuple(self.returned), tuple(self.away), self.count, rates, self.refresh_at_count)
+
+    def adopt(self, record: ToolRecord) -> None:
+        """Hold what another one held. Raises ValueError if that has other intervals."""
+        if {len(record.returned), len(record.away)} != {len(_STARTS_S)} or len(record.rates) not in (0, len(_STARTS_S)):
+            raise ValueError(f"not {len(_STARTS_S)} intervals")
+        self.returned, self.away, self.count = list(record.returned), list(record.away), record.count
+        self.refresh_at_count = record.refresh_at_count
+        self.set_rates(list(record.rates))
+
+    def set_rates(self, rates: list[float]) -> None:
+        """Take in the return rate of each interval."""
+        self.rates = rates
+        self.lowest = [-rate_per_s for rate_per_s in accumulate(rates, min)]
+
     def return_ratios(self, guess: list[float], guess_count: float) -> list[float]:
         """Return, for each interval, which part of those still away at its start return in it."""
         at_risk = 0.0
@@ -108,6 +128,17 @@ class ToolTimes:
     def __len__(self) -> int:
         return len(self._by_name)
 
+    def export(self) -> tuple[ToolRecord, tuple[ToolRecord, ...]]:
+        """Return what is known of all tools together, and of each."""
+        return self._all.export(""), tuple(table.export(name) for name, table in self._by_name.items())
+
+    def adopt(self, all_tools: ToolRecord, tools: Sequence[ToolRecord]) -> None:
+        """Know what another one knew. Raises ValueError if that has other intervals."""
+        self._all.adopt(all_tools)
+        self._by_name.clear()
+        for record in tools:
+            self._table(record.name).adopt(record)
+
     def returned(self, name: str, away_s: float) -> None:
         """Learn that a program came back so long after its tool began."""
         interval_id = bisect_right(EDGES_S, away_s)
@@ -121,7 +152,7 @@ class ToolTimes:
             table.add(table.away, interval_id, 1.0)
 
     def came_back_late(self, name: str, censored_after_s: float, away_s: float) -> None:
-        """Learn that a program that was let go came back in the end: `censored` was not the last of it."""
+        """Learn that a program that was paused came back in the end: `censored` was not the last of it."""
         censored_id, interval_id = bisect_right(EDGES_S, censored_after_s), bisect_right(EDGES_S, away_s)
         for table in (self._all, self._table(name)):
             table.add(table.away, censored_id, -1.0)
@@ -169,8 +200,7 @@ class ToolTimes:
             ratios = self._all.return_ratios(self._guess, GUESS_WEIGHT)
             if table is not self._all:
                 ratios = table.return_ratios(ratios, ALL_TOOLS_WEIGHT)
-            table.rates = _return_rates(ratios)
-            table.lowest = [-rate_per_s for rate_per_s in accumulate(table.rates, min)]
+            table.set_rates(_return_rates(ratios))
             pause_count = min(1 + table.count / 4, max(REFRESH_AFTER_COUNT, table.count / 8))
             table.refresh_at_count = table.count + pause_count
         return table

@@ -10,6 +10,7 @@ from thunderagent.programs.model.fleet_events import (
     EncodesPolled,
     GrantsContinued,
     GrantsSuspended,
+    KnowledgeLoaded,
     MigrationAsked,
     PrioritySet,
     ProgramKilled,
@@ -92,6 +93,19 @@ class PinnedTurnArrived:
     replica_id: str
     prompt_bytes: int = 0
     media: Media = ()
+
+
+@dataclass(slots=True)
+class TurnAdopted:
+    """A turn, as it `arrived`, runs on a replica already, by a lease of another scheduler, which is no longer there.
+
+    It counts there whether there is room or not; nothing happens if that replica grants nothing now.
+    """
+
+    now_s: float
+    turn_id: int
+    replica_id: str
+    arrived: TurnArrived
 
 
 @dataclass(slots=True)
@@ -291,6 +305,7 @@ Event = (
     ProgramOpened
     | TurnArrived
     | PinnedTurnArrived
+    | TurnAdopted
     | TurnUnverified
     | TurnStarted
     | TurnProgressed
@@ -302,6 +317,7 @@ Event = (
     | ProgramsReleased
     | ProgramJudged
     | ProgramHinted
+    | KnowledgeLoaded
     | ReplicaUp
     | ReplicaDown
     | ReplicaDraining

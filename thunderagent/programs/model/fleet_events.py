@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from thunderagent.programs.model.learned import LearnedRecord
 from thunderagent.programs.model.routes import Targets
 
 
@@ -19,6 +20,15 @@ class ReplicaUp:
     now_s: float
     replica_id: str
     capacity_tokens: int | None = None
+
+
+@dataclass(slots=True)
+class KnowledgeLoaded:
+    """What was learned before a restart is known again in the pool of a replica, in place of what was learned since."""
+
+    now_s: float
+    replica_id: str
+    learned: LearnedRecord
 
 
 @dataclass(slots=True)
@@ -144,7 +154,7 @@ class RouteSet:
 
 @dataclass(slots=True)
 class PrioritySet:
-    """An operator gives a program a priority, lower goes first; with a `replica_id` in that engine alone."""
+    """An operator gives a program a priority, lower comes first; with a `replica_id` in that engine alone."""
 
     now_s: float
     program_id: str

@@ -31,6 +31,7 @@ A move that is not in `ALLOWED` is a bug of ours and raises.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -115,8 +116,13 @@ class Place:
         self.count += 1
         self.tokens += program.claim_tokens
 
+    def enter_all(self, programs: Sequence[Program], now_s: float) -> None:  # noqa: ARG002
+        """Take several programs in, in their order."""
+        self.count += len(programs)
+        self.tokens += sum([program.claim_tokens for program in programs])
+
     def leave(self, program: Program, now_s: float) -> None:  # noqa: ARG002
-        """Let a program go that is here."""
+        """Take a program out that is here."""
         self.count -= 1
         self.tokens -= program.claim_tokens
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from operator import itemgetter
 from typing import Any, Generic, TypeVar
@@ -18,6 +18,9 @@ Entry = Any
 COMPACT_ABOVE = 64
 """Entries below which the dead are not worth looking for."""
 
+FEW_RATIO = 1 / 4
+"""Entries that are put into the heap one by one: of more than so many for each that is there it is made anew."""
+
 DEAD_AHEAD_COUNT = 8
 """So many of the dead may be passed over each time, before they are taken out of the way."""
 
@@ -25,18 +28,20 @@ DEAD_AHEAD_COUNT = 8
 class RankedSet(Generic[T]):
     """Members in ascending order of rank; equal ranks in order of entry.
 
-    `add`, `discard` and `first` cost O(log members), amortised: an entry that was discarded or ranked anew stays in
-    the heap until it reaches the top or the dead outnumber the living.
+    `add` and `discard` cost O(1), for an entry is put into the heap only when somebody looks: many are gone by then.
+    `first` costs O(log members) for each, amortised: one that was discarded or ranked anew stays in the heap until it
+    reaches the top or the dead outnumber the living.
     """
 
-    __slots__ = ("_compact_above", "_entry_of", "_heap", "_next_entry_id")
+    __slots__ = ("_entry_of", "_heap", "_new", "_next_entry_id")
 
     def __init__(self) -> None:
         """Begin empty."""
         self._heap: list[Entry] = []
+        self._new: list[Entry] = []
+        """Those not in the heap yet."""
         self._entry_of: dict[T, Entry] = {}
         self._next_entry_id = 0
-        self._compact_above = COMPACT_ABOVE
 
     def __len__(self) -> int:
         return len(self._entry_of)
@@ -49,42 +54,67 @@ class RankedSet(Generic[T]):
 
     def add(self, member: T, rank: Order) -> None:
         """Put `member` in, or rank it anew; one that is in and has that rank stays where it is."""
-        before = self._entry_of.get(member)
+        entry_of, new = self._entry_of, self._new
+        before = entry_of.get(member)
         if before is not None and before[0] == rank:
             return
         entry: Entry = (rank, self._next_entry_id, member)
         self._next_entry_id += 1
-        self._entry_of[member] = entry
-        heap = self._heap
-        heappush(heap, entry)
-        if len(heap) > self._compact_above:
-            self._compact()
+        entry_of[member] = entry
+        new.append(entry)
+        if len(new) > len(entry_of) + COMPACT_ABOVE:
+            self._make_heap()
 
-    def fill(self, members: Iterable[T], rank_of: Callable[[T], Order]) -> None:
-        """Put members into an empty set. Cost: O(members)."""
-        heap, entry_of = self._heap, self._entry_of
-        for member in members:
-            entry: Entry = (rank_of(member), self._next_entry_id, member)
-            self._next_entry_id += 1
-            entry_of[member] = entry
-            heap.append(entry)
-        heapify(heap)
+    def add_all(self, members: Sequence[T], rank_of: Callable[[T], Order]) -> None:
+        """Put members in that are not in yet, in their order. Cost: a few calls, and `rank_of` for each."""
+        first_id, self._next_entry_id = self._next_entry_id, self._next_entry_id + len(members)
+        entries: list[Entry] = list(
+            zip(map(rank_of, members), range(first_id, self._next_entry_id), members, strict=True)
+        )
+        self._entry_of.update(zip(members, entries, strict=True))
+        self._new += entries
 
-    def _compact(self) -> None:
-        """Drop the dead if they outnumber the living, and look again when the heap has doubled."""
-        entry_of = self._entry_of
-        if len(self._heap) > 2 * len(entry_of):
-            self._heap = [entry for entry in self._heap if entry_of.get(entry[2]) is entry]
-            heapify(self._heap)
-        self._compact_above = max(COMPACT_ABOVE, 2 * len(entry_of))
+    def _make_heap(self) -> None:
+        """Make the heap anew, of the living alone."""
+        self._heap = list(self._entry_of.values())
+        heapify(self._heap)
+        self._new.clear()
+
+    def _whole_heap(self) -> list[Entry]:
+        """Return the heap with those that came since somebody looked; most of a large one are alive."""
+        heap, new = self._heap, self._new
+        if len(new) > FEW_RATIO * len(heap) or len(heap) + len(new) > 2 * len(self._entry_of) + COMPACT_ABOVE:
+            self._make_heap()
+            return self._heap
+        for entry in new:
+            heappush(heap, entry)
+        new.clear()
+        return heap
 
     def discard(self, member: T) -> None:
         """Take `member` out if it is in."""
         self._entry_of.pop(member, None)
 
+    def discard_all(self, members: Iterable[T]) -> None:
+        """Take those out that are in."""
+        entry_of = self._entry_of
+        for member in members:
+            entry_of.pop(member, None)
+
+    def pop(self) -> T | None:
+        """Take out and return the member with the lowest rank, or None."""
+        heap, entry_of = self._whole_heap() if self._new else self._heap, self._entry_of
+        while heap:
+            entry = heappop(heap)
+            member: T = entry[2]
+            if entry_of.get(member) is entry:
+                del entry_of[member]
+                return member
+        return None
+
     def first(self) -> T | None:
         """Return the member with the lowest rank, or None."""
-        heap, entry_of = self._heap, self._entry_of
+        heap, entry_of = self._whole_heap() if self._new else self._heap, self._entry_of
         while heap:
             entry = heap[0]
             member: T = entry[2]
@@ -99,7 +129,8 @@ class RankedSet(Generic[T]):
         The heap is walked from its root, and stays as it is. Cost: O(k log k) for k = as many as are returned, and a
         few of the dead among them.
         """
-        heap, entry_of, dead_count, size = self._heap, self._entry_of, 0, len(self._heap)
+        heap, entry_of = self._whole_heap() if self._new else self._heap, self._entry_of
+        dead_count, size = 0, len(heap)
         found: list[T] = []
         ahead: list[Any] = [(heap[0], 0)] if heap else []
         while ahead and len(found) < count:

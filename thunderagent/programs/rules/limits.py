@@ -31,10 +31,11 @@ class Limits:
         "_book",
         "_by_count",
         "_counts",
+        "_first_limit_s",
         "_halted_s",
         "_halted_since_s",
         "_idle_limit_s",
-        "_least_idle_limit_s",
+        "_most_idle_limit_s",
         "_no_replica_since_s",
         "_quiet",
         "_quiet_of",
@@ -47,7 +48,12 @@ class Limits:
         self, book: Book, settings: SchedulerSettings, idle_limit_s: Callable[[str], float], least_idle_limit_s: float
     ) -> None:
         """Begin with nobody; `idle_limit_s` is what was learned of a tool, never less than `least_idle_limit_s`."""
-        self._least_idle_limit_s = least_idle_limit_s
+        self._most_idle_limit_s = settings.forget_limit_s / 2
+        """The longest idle limit that is learned: a claim is given back well before its program would be forgotten."""
+        self._first_limit_s = min(least_idle_limit_s, self._most_idle_limit_s)
+        """Nobody is looked at before: the idle limit, or the least that is learned."""
+        if settings.idle_limit_s is not None:
+            self._first_limit_s = settings.idle_limit_s
         self._book = book
         self._settings = settings
         self._idle_limit_s = idle_limit_s
@@ -106,15 +112,12 @@ class Limits:
 
     def watch(self, program: Program) -> None:
         """Look at a program whose tool runs, and that has something to lose, when the idle limit may be over."""
-        limit_s = self._settings.idle_limit_s
-        if limit_s is None:
-            limit_s = min(self._least_idle_limit_s, self._most_idle_limit_s)
-        program.idle_at_s = program.limits_since_s + limit_s
+        program.idle_at_s = program.limits_since_s + self._first_limit_s
         self._watched.add(program, program.idle_at_s)
 
-    def look_away(self, program: Program) -> None:
-        """Forget that the idle limit is for a program."""
-        self._watched.discard(program)
+    def look_away(self, *programs: Program) -> None:
+        """Forget that the idle limit is for these."""
+        self._watched.discard_all(programs)
 
     def go_on(self, program: Program) -> None:
         """Begin anew, where grants go on, for a program whose limit was over and passed it by."""
@@ -122,11 +125,6 @@ class Limits:
         if program not in self._watched or program.limits_since_s < forgotten_before_s:
             self.hear_of(program)
             self.watch(program)
-
-    @property
-    def _most_idle_limit_s(self) -> float:
-        """The longest idle limit that is learned: a claim is given back well before its program would be forgotten."""
-        return self._settings.forget_limit_s / 2
 
     # --- how many live ----------------------------------------------------------------------------------------------
 
@@ -180,7 +178,7 @@ class Limits:
         return opens and programs_count >= self._settings.max_programs_count
 
     def whom_to_forget(self, tenant: str) -> Program | None:
-        """Return who goes for one more program of a tenant: of its own, if it has as many as it may."""
+        """Return who is forgotten for one more program of a tenant: of its own, if it has as many as it may."""
         if self._has_all_it_may(tenant):
             return self.longest_quiet(tenant)
         return self.longest_quiet(self.largest_tenant) or self.longest_quiet(tenant)
@@ -217,6 +215,9 @@ class Limits:
 
     def _enforce_idle_limit(self, verbs: Verbs) -> None:
         clock_s, watched = self.clock_s, self._watched
+        quiet = next(iter(self._quiet), None)  # for longest: if it may be, so may all others
+        if quiet is None or clock_s <= quiet.limits_since_s + self._first_limit_s:
+            return
         while (program := watched.first()) is not None and clock_s > program.idle_at_s:
             if self._is_suspended(program):
                 watched.discard(program)  # until grants go on there

@@ -1,0 +1,87 @@
+"""What was learned, as values: to be kept, and to be taken in by a scheduler that begins.
+
+Numbers are what the learners hold, not what they make of them; sequences of names begin with the one that was not heard
+of for longest. What only reports tell (how many hints, turns and programs were counted) is not in them.
+"""
+
+# interpreted: the event log reads the types of the fields, which a compiled class does not keep
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class HistogramRecord:
+    """Counts of values between edges, and how many values count."""
+
+    counts: tuple[float, ...]
+    total: float
+
+
+@dataclass(frozen=True, slots=True)
+class ToolRecord:
+    """The life table of a tool: who left in each interval, by returning or otherwise, and what was made of it last."""
+
+    name: str
+    returned: tuple[float, ...]
+    away: tuple[float, ...]
+    count: float
+    rates: tuple[float, ...]
+    refresh_at_count: float
+
+
+@dataclass(frozen=True, slots=True)
+class GrowthRecord:
+    """What turns add and generate, and how large programs become."""
+
+    growths: HistogramRecord
+    outputs: HistogramRecord
+    program_count: int
+    turn_count: float
+    whole_tokens: float
+    grown_tokens: float
+    cycle_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PriceRecord:
+    """What a token costs: to prefill (None: not learned), and to generate, as looked up so many turns ago."""
+
+    prefill: HistogramRecord
+    prefill_decode: HistogramRecord
+    prefill_token_s: float | None
+    decode: HistogramRecord
+    decode_token_s: float
+    decode_refreshed_count: int
+    tokens_per_byte_ratio: float
+
+
+@dataclass(frozen=True, slots=True)
+class CapacityRecord:
+    """Which part of a replica's told capacity may be claimed, and where much was lost the last time."""
+
+    replica_id: str
+    ratio: float
+    ceiling_ratio: float
+
+
+@dataclass(frozen=True, slots=True)
+class LearnedRecord:
+    """All that the scheduler of one pool has learned."""
+
+    all_tools: ToolRecord
+    tools: tuple[ToolRecord, ...]
+    mean_tool_s: float
+    growth: GrowthRecord
+    prices: PriceRecord
+    residences_s: HistogramRecord
+    all_roles: tuple[float, float]
+    roles: tuple[tuple[str, float, float], ...]
+    """Weight and tokens of each."""
+    media_factors: tuple[tuple[str, float], ...]
+    hints: tuple[tuple[str, float, float], ...]
+    """Of each tenant, how many were right, and of how many."""
+    restores: tuple[float, float]
+    """How many, and in how many seconds of waiting."""
+    capacities: tuple[CapacityRecord, ...]
