@@ -27,6 +27,7 @@ from thunderagent.proxy.admin.openapi import OpenApi
 from thunderagent.proxy.admin.primitives import Primitives, Provisioner
 from thunderagent.proxy.admin.replica_routes import ReplicaHandlers, SourceCollector
 from thunderagent.proxy.admin.sandboxes import SandboxCollector, Sandboxes, SandboxHandlers
+from thunderagent.proxy.control.concurrency import ConcurrencySignal
 from thunderagent.proxy.control.control import Control, ControlSettings
 from thunderagent.proxy.control.facade import Facade, is_of_one_replica, turn_on
 from thunderagent.proxy.control.leases import Leases
@@ -184,6 +185,7 @@ def build_app(
         *control.routes(),
         *Facade(runtime, replicas, control, turns.handle_on, side_calls.forward_to).routes(),
         *weight_sync.routes(),
+        *ConcurrencySignal(runtime).routes(),
         *leases.routes(),
         *SandboxHandlers(sandboxes, tenancy).routes(),
         *BetweenTurns(runtime, tenancy).routes(),
@@ -286,15 +288,15 @@ def front_of(
             wants_one = head.headers["Upgrade"].lower() == "websocket"
             return Way(target.plainly()) if wants_one and target.spelt in WEBSOCKETS else None
         if use_of(target, "POST") is Use.TURN:
-            return Way(target.plainly())
+            return Way(target.plainly(), stays=True)
         if is_of_one_replica(target) and (found := turn_on(target, "POST", replicas)) is not None:
             return Way(found[1], found[0], is_operators=True)
         return None
 
-    async def let_in(asked: Asked, way: Way) -> KeptBody | None:
+    def let_in(asked: Asked, way: Way) -> Awaitable[KeptBody | None] | None:
         if way.is_operators and admin_port is not None:
             admin_port.check(asked.transport, unquote(way.target.path))
-        return await guard.let_in(asked, for_admin=way.is_operators)
+        return guard.let_in(asked, for_admin=way.is_operators)
 
     async def converse(exchange: Exchange, chosen_id: str | None) -> None:
         with held.websocket():

@@ -165,10 +165,16 @@ def media_in(body: bytes, fields: PromptFields) -> MediaFound:
 
     Cost: a look at the beginning of each message where all of them are texts, however long these are.
     """
-    texts = (fields.prompt, fields.text, fields.input, fields.system, fields.instructions)
-    read_bytes = len(fields.tools) + sum(len(text) for text in texts if begins_with(text, b'"'))
     messages = fields.messages or ()
-    if len(body) - read_bytes - sum(map(len, messages)) > MAX_UNREAD_BYTES:
+    unread_bytes = len(body)
+    for message in messages:
+        unread_bytes -= len(message)
+    if unread_bytes > MAX_UNREAD_BYTES:
+        unread_bytes -= len(fields.tools)
+        for text in (fields.prompt, fields.text, fields.input, fields.system, fields.instructions):
+            if begins_with(text, b'"'):
+                unread_bytes -= len(text)
+    if unread_bytes > MAX_UNREAD_BYTES:
         return media_of(body, fields.model)
     others = [message for message in messages if not _TEXT_MESSAGE.match(message)]
     return media_of(b"".join(others), fields.model) if others else NO_MEDIA
