@@ -253,6 +253,7 @@ CORE_ARROWS: dict[str, frozenset[str]] = {
     "handlers": VERBS | {"core", "operations", "view"},
     "scheduler": VERBS | {"core", "operations", "view", "handlers"},
     "invariants": VERBS | {"core", "scheduler"},
+    "concurrency": frozenset({"scheduler"}),
     "addresses": frozenset({"model"}),  # and the pools, for their type
     "pools": frozenset({"model", "book", "addresses", "scheduler"}),
 }

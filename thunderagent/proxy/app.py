@@ -27,6 +27,7 @@ from thunderagent.proxy.admin.openapi import OpenApi
 from thunderagent.proxy.admin.primitives import Primitives, Provisioner
 from thunderagent.proxy.admin.replica_routes import ReplicaHandlers, SourceCollector
 from thunderagent.proxy.admin.sandboxes import SandboxCollector, Sandboxes, SandboxHandlers
+from thunderagent.proxy.control.concurrency import ConcurrencySignal
 from thunderagent.proxy.control.control import Control, ControlSettings
 from thunderagent.proxy.control.facade import Facade, is_of_one_replica, turn_on
 from thunderagent.proxy.control.leases import Leases
@@ -184,6 +185,7 @@ def build_app(
         *control.routes(),
         *Facade(runtime, replicas, control, turns.handle_on, side_calls.forward_to).routes(),
         *weight_sync.routes(),
+        *ConcurrencySignal(runtime).routes(),
         *leases.routes(),
         *SandboxHandlers(sandboxes, tenancy).routes(),
         *BetweenTurns(runtime, tenancy).routes(),
