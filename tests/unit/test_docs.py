@@ -58,6 +58,9 @@ from thunderagent.proxy.watch.metrics import StateCollector
 from thunderagent.proxy.watch.turn_metrics import LoopLag, TurnMetrics
 from thunderagent.runtime import Runtime
 from thunderagent.sandboxes import build_manager
+from thunderagent.scale.carried import CarriedTurns
+from thunderagent.scale.gateway_app import GatewayCollector
+from thunderagent.scale.remote import RemoteRuntime, RemoteSettings
 from thunderagent.simulator.timing import load_profiles
 from thunderagent.tools.template import Template
 
@@ -157,7 +160,9 @@ def metric_names() -> set[str]:
     manager.failure_counts["x"] = 1
     registry.register(SandboxCollector(manager, registry))
     registry.register(JudgeCollector(Judge(runtime, lambda: nullcontext(NoAsker()))))
-    return {family.name + ("_total" if family.type == "counter" else "") for family in registry.collect()}
+    of_gateways = GatewayCollector(RemoteRuntime(CarriedTurns("g", 1), RemoteSettings())).collect()
+    families = [*registry.collect(), *of_gateways]
+    return {family.name + ("_total" if family.type == "counter" else "") for family in families}
 
 
 class NoAsker:

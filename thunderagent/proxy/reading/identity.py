@@ -18,12 +18,14 @@ from msgspec import UNSET, Raw
 from multidict import CIMultiDictProxy
 
 from thunderagent.errors import InvalidProgramIdError
+from thunderagent.leases import TurnHint
 from thunderagent.programs.model.events import PrefixCut
 from thunderagent.proxy.reading.body_fields import (
     OTHERS_FIELDS,
     SIDE_CALL_TOKEN_FIELDS,
     UNREAD,
     BodyFields,
+    hint_in,
     media_in,
     model_named,
     read_fields,
@@ -83,6 +85,8 @@ class TurnRequest(msgspec.Struct, frozen=True, gc=False):
     """What of the body is no text."""
     model: Raw = Raw()
     """The body's field of that name, as it stands there; see `model_named`."""
+    hint: TurnHint | None = None
+    """What the body says of the program's next turn."""
 
 
 class SideCallRequest(NamedTuple):
@@ -159,6 +163,9 @@ def identify(
     prefix: tuple[PrefixCut, ...] = ()
     if previous_id is None and rules.reads_prefixes and (program_id is not None or rules.infers_programs):
         prefix = prefix_of(fields, outline, has_media=bool(media.size_bytes))
+    hint = None
+    if fields.agent_hint is not None or fields.vllm_xargs is not None or fields.nvext is not None:
+        hint = hint_in(fields.agent_hint, fields.vllm_xargs, fields.nvext)
     return TurnRequest(
         program_id,
         source,
@@ -180,6 +187,7 @@ def identify(
         words.parent_branch_id,
         media=media,
         model=fields.model,
+        hint=hint,
     )
 
 

@@ -174,5 +174,5 @@ def ask_for(
         wanted_replica_id=record.maker_id or home_id,
         abortable=is_abortable(record.target.engine_path, has_token_prompt=turn.has_token_prompt),
         model=record.model,
-        hint=attempt.patience.hint,
+        hint=attempt.patience.hint or turn.hint,
     )
