@@ -13,9 +13,9 @@ from multidict import CIMultiDict
 from thunderagent.proxy.wire.http11.asked import Asked
 from thunderagent.proxy.wire.http11.heads import RequestHead
 from thunderagent.proxy.wire.http11.lent import Borrower
-from thunderagent.proxy.wire.http11.limits import Pause, Sweep
+from thunderagent.proxy.wire.http11.limits import Limits, Pause, Sweep
 from thunderagent.proxy.wire.http11.line import Handler, Settings
-from thunderagent.proxy.wire.http11.pool import Limits, Pool
+from thunderagent.proxy.wire.http11.pool import Pool
 from thunderagent.proxy.wire.http11.server import Connection
 from thunderagent.serving import keep_freed_memory
 

@@ -1,7 +1,7 @@
 """The command line.
 
-`thunderagent serve | doctor | engine | simulate | compare | calibrate | status | top | key | replay | record` and
-`thunderagent nova serve | workflow`.
+`thunderagent serve | scheduler | gateway | doctor | engine | simulate | compare | calibrate | status | top | key`,
+`thunderagent replay | record | nova serve | workflow`.
 
 A command's modules are imported when it is asked for: an engine starts in a third of the time that all of them take.
 """
@@ -14,7 +14,7 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -108,6 +108,8 @@ def build_parser() -> argparse.ArgumentParser:
 
     for name, help_text, add_options in (
         ("serve", "serve agent programs on engine replicas", _add_serve),
+        ("scheduler", "grant leases to gateways, which carry the bytes", _add_scheduler),
+        ("gateway", "carry the bytes of turns for a scheduler elsewhere", _add_gateway),
         ("doctor", "find what is wrong with engines and a proxy, and say what to do", _add_doctor),
         ("engine", "run a simulated engine that speaks vLLM's dialect", _add_engine),
         (
@@ -163,7 +165,26 @@ _KEPT_LINES = argparse.RawDescriptionHelpFormatter
 def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.formatter_class = SERVE_HELP, _KEPT_LINES
     _add_serve_options(parser)
-    parser.set_defaults(run=run_serve)
+    parser.set_defaults(run=run_serve, role="serve")
+
+
+def _add_scheduler(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Grant leases to gateways. It is `serve` as well, with all options of that, its admin API and its dashboard."
+    )
+    parser.add_argument("--listen", metavar="HOST:PORT", help="address to listen on, as --host and --port together")
+    _add_serve_options(parser)
+    parser.set_defaults(run=run_serve, role="scheduler")
+
+
+def _add_gateway(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Carry the bytes of turns, with leases of the scheduler at one of --schedulers. Give it the options that "
+        "`serve` would have; which replicas there are the scheduler says."
+    )
+    parser.add_argument("--end-with-stdin", action="store_true", help="end when standard input does, as if by SIGTERM")
+    _add_serve_options(parser)
+    parser.set_defaults(run=run_serve, role="gateway")
 
 
 def _add_engine(parser: argparse.ArgumentParser) -> None:
@@ -241,7 +262,7 @@ def _add_workflow_commands(commands: Any) -> None:
 
 
 def run_serve(args: argparse.Namespace) -> int:
-    """Serve until a signal."""
+    """Serve until a signal: all of it, as a scheduler, or as a gateway."""
     import structlog
     import uvloop
 
@@ -249,6 +270,7 @@ def run_serve(args: argparse.Namespace) -> int:
     from thunderagent.lookups import Loop
     from thunderagent.serving import serve
 
+    _read_listen(args)
     given = {name: value for name in ServeConfig.model_fields if (value := getattr(args, name, None)) is not None}
     load = partial(ServeConfig.load, args.config, **given)
     config = load()
@@ -259,12 +281,43 @@ def run_serve(args: argparse.Namespace) -> int:
     def announce(url: str, policy_name: str) -> None:
         print(f"thunderagent ready at {url}: policy {policy_name}", flush=True)
 
+    if args.role == "serve" and not config.gateways:
+        serving = serve(config, ready=announce, load=load)
+    else:
+        from thunderagent import scaling
+
+        if args.role == "gateway":
+            serving = scaling.serve_gateway(config, ready=announce, ends_with_stdin=args.end_with_stdin)
+        elif args.role == "scheduler":
+            serving = scaling.serve_scheduler(config, ready=announce)
+        else:
+            serving = scaling.serve_with_gateways(config, _options_as_given(args, given), ready=announce)
     try:
-        uvloop.run(serve(config, ready=announce, load=load), loop_factory=Loop)
+        uvloop.run(serving, loop_factory=Loop)
     except OSError as error:
         print(f"thunderagent: error: cannot serve on {config.host}:{config.port}: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _read_listen(args: argparse.Namespace) -> None:
+    """Take the address of a scheduler apart. Raises `ConfigurationError`."""
+    if getattr(args, "listen", None) is None:
+        return
+    host, colon, port = args.listen.rpartition(":")
+    if not colon or not port.isdigit():
+        raise ConfigurationError(f"listen: {args.listen!r} is not HOST:PORT")
+    args.host, args.port = host.strip("[]") or "127.0.0.1", port
+
+
+def _options_as_given(args: argparse.Namespace, given: Mapping[str, Any]) -> list[str]:
+    """Return the options of `serve` as they were given, for another process."""
+    options = [] if args.config is None else ["--config", str(args.config)]
+    for name, value in given.items():
+        option = "--" + LIST_FIELDS.get(name, name.replace("_", "-"))
+        for each in value if isinstance(value, list) else [value]:
+            options += [option, str(each)]
+    return options
 
 
 def run_doctor(args: argparse.Namespace) -> int:

@@ -151,6 +151,32 @@ class ServeConfig(BaseSettings):
     provision_end_limit_s: float = Field(
         30.0, gt=0, description="a replica that does not end within this time is killed, in seconds"
     )
+    gateways: int = Field(
+        0,
+        ge=0,
+        le=256,
+        description="gateway processes that carry the bytes of turns, all on the same port, beside one that schedules; "
+        "0 does both in one process",
+    )
+    schedulers: Annotated[tuple[str, ...], NoDecode] = Field(
+        (), description="of a gateway: base URLs where its scheduler may be, separated by commas"
+    )
+    scheduler_key: SecretStr | None = Field(
+        None, description="of a gateway: the admin key that it sends to its scheduler, where that asks for one"
+    )
+    scheduler_patience_s: float = Field(
+        30.0,
+        ge=0,
+        description="of a gateway: for so long turns wait for a scheduler; then they run without one, in seconds",
+    )
+    fail_open_turns_count: int = Field(
+        64, ge=0, description="of a gateway: so many turns it lets run on each replica without a scheduler"
+    )
+    gateway_lost_s: float = Field(
+        5.0,
+        gt=0,
+        description="of a scheduler: turns of a gateway without a link are taken for over after so long, in seconds",
+    )
     policy: str = Field(
         "breakeven",
         description="breakeven (this project's own), thunderagent (the paper's), cap, ttl, mars, continuum, infercept, "
@@ -597,6 +623,7 @@ class ServeConfig(BaseSettings):
         "admin_keys",
         "cors_origins",
         "allowed_hosts",
+        "schedulers",
         mode="before",
     )
     @classmethod
@@ -605,6 +632,15 @@ class ServeConfig(BaseSettings):
         if not isinstance(parts, list | tuple):
             return value
         return tuple(str(part).strip() for part in parts if str(part).strip())
+
+    @field_validator("schedulers")
+    @classmethod
+    def _check_schedulers(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
+        for url in urls:
+            parts = urlsplit(url)
+            if parts.scheme not in ("http", "https") or not parts.hostname or not _has_port(parts.netloc):
+                raise ValueError(f"{url!r} is no URL with http or https, as http://HOST:PORT")
+        return urls
 
     @model_validator(mode="after")
     def _addresses_have_backends(self) -> Self:
@@ -723,6 +759,12 @@ class ServeConfig(BaseSettings):
         except (SettingsError, ValueError) as error:
             raise ConfigurationError(str(error)) from error
         return loaded
+
+
+def _has_port(netloc: str) -> bool:
+    """Say whether what stands behind the last colon of a host, if there is one, is a port."""
+    port = netloc.rpartition("]")[2].rpartition(":")
+    return not port[1] or port[2].isdigit()
 
 
 def unknown_variables(names: Iterable[str]) -> dict[str, str]:

@@ -331,6 +331,20 @@ class ShuttingDownError(ThunderAgentError):
     retry_after_s = 5
 
 
+class SchedulerUnreachableError(ThunderAgentError):
+    """A gateway was asked what only its scheduler can say, and that does not answer."""
+
+    status = 503
+    code = "scheduler_unreachable"
+    retry_after_s = 2
+
+
+class BadFrameError(ThunderAgentError):
+    """The other side of a link between gateway and scheduler sent what is no frame; the link is given up."""
+
+    code = "bad_frame"
+
+
 class TooManyListenersError(ThunderAgentError):
     """As many listen to the stream of events as may."""
 

@@ -14,20 +14,24 @@ each of which a link to a scheduler elsewhere can answer too (`LeaseSource`). It
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType, TracebackType
 from typing import Literal, Protocol, Self
 
 from msgspec import Struct
 
-from thunderagent.programs.model.events import Media, PrefixCut
+from thunderagent.programs.model.decisions import Decision
+from thunderagent.programs.model.events import Event, Media, PrefixCut
 
 Outcome = Literal["finished", "failed", "refused", "abandoned"]
 """How a turn ended: its answer is whole, its replica failed it, its engine said that it will not do it, or its client
 left."""
 
 UNBOUNDED = nullcontext()
+
+FAIL_OPEN = "fail_open"
+"""The reason of a lease that whoever carries the bytes gave itself, because there was no scheduler for long."""
 
 
 class TurnHint(Struct, frozen=True, array_like=True, gc=False):
@@ -134,6 +138,8 @@ class ReplicaMap:
         """Whether it may matter which model a turn is for: only then it must say so."""
         self.has_pools = False
         """Whether replicas are in several pools."""
+        self.on_push: Callable[[Sequence[ReplicaState], Sequence[str]], None] | None = None
+        """Hears of what was pushed, and of the ids that were removed."""
 
     def __repr__(self) -> str:
         return f"<ReplicaMap: {len(self._states)} replicas, {len(self.open_ids)} open>"
@@ -150,6 +156,7 @@ class ReplicaMap:
     def push(self, states: Iterable[ReplicaState], removed_ids: Iterable[str] = ()) -> None:
         """Take in what changed. Cost: O(what is said), and O(replicas) if that opens or closes one."""
         opens_or_closes = False
+        states, removed_ids = tuple(states), tuple(removed_ids)
         for state in states:
             before = self._states.get(state.replica_id)
             self._states[state.replica_id] = state
@@ -159,6 +166,8 @@ class ReplicaMap:
             opens_or_closes |= removed is not None and removed.is_open
         if opens_or_closes:
             self.open_ids = tuple(state.replica_id for state in self._states.values() if state.is_open)
+        if self.on_push is not None:
+            self.on_push(states, removed_ids)
 
 
 class LeaseKeeper(Protocol):
@@ -300,3 +309,22 @@ class LeaseSource(Protocol):
 
         `outcome` says what became of it: `success`, `failure`, or nothing.
         """
+
+
+class FleetSource(LeaseSource, Protocol):
+    """The same, for who keeps the replicas: it hears of them, and says what it sees of them."""
+
+    def observe(self, observer: Callable[[Event, Sequence[Decision]], None], *about: type) -> Callable[[], None]:
+        """Have `observer` called with each event, or with those that it is `about`; return what ends that."""
+
+    def ids_serving(self, model: str) -> Collection[str]:
+        """Return the replicas that serve a model. Raises `UnknownModelError`."""
+
+    def replica_at(self, replica_id: str, url: str) -> None:
+        """Hear where a replica is."""
+
+    def replica_removed(self, replica_id: str) -> None:
+        """Hear that a replica is gone for good."""
+
+    def replica_tripped(self, replica_id: str, *, tripped: bool) -> None:
+        """Hear that a replica that is up fails turn after turn, or that it may be tried again."""

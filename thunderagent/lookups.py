@@ -45,7 +45,7 @@ class Lookups:
         except (OSError, UnicodeError) as caught:
             found, error = [], caught
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            future.get_loop().call_soon_threadsafe(_settle, future, found, error)
+            future.get_loop().call_soon_threadsafe(_resolve, future, found, error)
 
     def _forget(self, key: Key, done: asyncio.Future[Addresses]) -> None:
         del self._pending[key]
@@ -53,7 +53,7 @@ class Lookups:
             done.exception()  # all who asked may be gone: that is no reason for a warning
 
 
-def _settle(future: asyncio.Future[Addresses], found: Addresses, error: Exception | None) -> None:
+def _resolve(future: asyncio.Future[Addresses], found: Addresses, error: Exception | None) -> None:
     if future.cancelled():
         return
     if error is None:

@@ -62,6 +62,7 @@ from thunderagent.programs.model.events import (
     ToolEnded,
     ToolStarted,
     TurnAbandoned,
+    TurnAdopted,
     TurnArrived,
     TurnDue,
     TurnFailed,
@@ -354,6 +355,10 @@ class Runtime:
         """Return the replica that a program is on, if that is up."""
         return self.served.home_of(program_id, model)
 
+    def ids_serving(self, model: str) -> Collection[str]:
+        """Return the replicas of the pool that serves a model. Raises `UnknownModelError`."""
+        return self.served.pool_for(model).scheduler.replicas.keys()
+
     def tenant_of(self, program_id: str) -> str | None:
         """Return whose a live program is; None if there is none."""
         program = self.programs.get(program_id)
@@ -392,15 +397,32 @@ class Runtime:
 
     def ended(self, end: TurnEnd) -> None:
         """Take a lease back."""
-        self.outcome_counts[self._superseded_or(end.outcome, end.turn_id)] += 1
+        self.count_end(end)
         self.leases_count -= 1
+        if not self.leases_count:
+            self._no_lease_left.set()
+        self.dispatch(_ending(end, self.now_s()))
+
+    def count_end(self, end: TurnEnd) -> None:
+        """Count how a turn ended, and what it used; alone, of one that had no lease here."""
+        self.outcome_counts[self._superseded_or(end.outcome, end.turn_id)] += 1
         if end.outcome == "finished":
             self.prompt_tokens_total += end.prompt_tokens or 0
             self.output_tokens_total += end.output_tokens or 0
             self.cached_tokens_total += end.cached_tokens or 0
-        if not self.leases_count:
-            self._no_lease_left.set()
-        self.dispatch(_ending(end, self.now_s()))
+
+    def adopt(self, ask: TurnAsk, replica_id: str) -> bool:
+        """Count a turn that runs on a replica already, by a lease of another scheduler, as if it had one of this one.
+
+        False if nothing is granted there now: then it is not counted.
+        """
+        now_s = self.now_s()
+        arrived = _arrived(ask, now_s)
+        self.dispatch(TurnAdopted(now_s, ask.turn_id, replica_id, arrived))
+        adopted = ask.turn_id in self.pools.turns
+        if adopted:
+            self._lease_begins()
+        return adopted
 
     # --- what others say
 
@@ -652,10 +674,13 @@ class Runtime:
             log.warning("grace_period_over", leases_count=self.leases_count, grace_s=self.settings.grace_s)
         self._log_events(EventLogWriter.flush)
 
-    def _begin(self, grant: Grant, held_s: float) -> OpenLease:
+    def _lease_begins(self) -> None:
         if not self.leases_count:
             self._no_lease_left.clear()
         self.leases_count += 1
+
+    def _begin(self, grant: Grant, held_s: float) -> OpenLease:
+        self._lease_begins()
         turn = self.pools.turns.get(grant.turn_id)
         program = turn.program if turn is not None else None
         lease = Lease(
@@ -733,6 +758,10 @@ def _arrival(ask: TurnAsk, now_s: float) -> TurnArrived | PinnedTurnArrived:
     """Return what the scheduler hears of a turn that arrives."""
     if ask.pinned_replica_id is not None:
         return PinnedTurnArrived(now_s, ask.turn_id, ask.pinned_replica_id, ask.prompt_bytes, ask.media)
+    return _arrived(ask, now_s)
+
+
+def _arrived(ask: TurnAsk, now_s: float) -> TurnArrived:
     return TurnArrived(
         now_s,
         ask.turn_id,

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import structlog
 from aiohttp import web
@@ -36,9 +36,11 @@ from thunderagent.proxy.fleet.breaker import BreakerSettings
 from thunderagent.proxy.fleet.client import ClientSettings, ReplicaClient, open_client
 from thunderagent.proxy.fleet.discovery import Discovery, DiscoverySettings
 from thunderagent.proxy.fleet.observer import Observer
+from thunderagent.proxy.fleet.polls import Polls
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.gate.admin_port import AdminPort
 from thunderagent.proxy.gate.bearer import Tokens
+from thunderagent.proxy.gate.keys import Keyring
 from thunderagent.proxy.gate.keys.file import KeysFile
 from thunderagent.proxy.gate.outgoing import Outgoing
 from thunderagent.proxy.judge import Judge, JudgeSettings, ReplicaAsker, open_url, read_prompt
@@ -76,6 +78,16 @@ FULL_COLLECTION_AFTER_COUNT = 30
 """Of so many collections of garbage one is of all of it, which is each quarter of an hour."""
 CLOSE_S = 2.0
 """How long connections get to close after the grace period."""
+
+
+class Beside(Protocol):
+    """What is served and run beside the proxy."""
+
+    def routes(self) -> list[web.RouteDef]:
+        """Return its routes."""
+
+    async def run(self) -> None:
+        """Run until cancelled."""
 
 
 async def serve(
@@ -172,15 +184,17 @@ async def collect_garbage() -> None:
         gc.collect(1 if number % FULL_COLLECTION_AFTER_COUNT else 2)
 
 
+def policy_settings_of(config: ServeConfig) -> dict[str, Any]:
+    """Return what the policy is told, its parts with it."""
+    settings = {name: parse_setting(text) for name, text in config.policy_args.items()}
+    parts = {"admission": config.admission, "order": config.order, "victims": config.victims}
+    parts |= {"priority": config.priority, "control": config.control}
+    return {**settings, **{kind: name for kind, name in parts.items() if name}}
+
+
 def build_runtime(config: ServeConfig) -> tuple[Runtime, EventLogWriter | None]:
     """Make the scheduler with its policy, and what runs it."""
-    policy_settings = {name: parse_setting(text) for name, text in config.policy_args.items()}
-    parts = {"admission": config.admission, "order": config.order, "victims": config.victims}
-    policy_settings |= {
-        kind: name
-        for kind, name in (*parts.items(), ("priority", config.priority), ("control", config.control))
-        if name
-    }
+    policy_settings = policy_settings_of(config)
     settings = SchedulerSettings(
         idle_limit_s=config.idle_limit_s,
         forget_limit_s=config.forget_limit_s,
@@ -223,6 +237,36 @@ def build_runtime(config: ServeConfig) -> tuple[Runtime, EventLogWriter | None]:
     return runtime, event_log
 
 
+def client_settings_of(config: ServeConfig, keyring: Keyring, tracing: Tracing | None = None) -> ClientSettings:
+    """Return how engines are called. Raises `ConfigurationError`."""
+    ssl_context, api_key = backend_ssl_context(config), backend_api_key(config)
+    return ClientSettings(
+        connect_timeout_s=config.connect_timeout_s,
+        first_byte_timeout_s=config.first_byte_timeout_s,
+        silence_timeout_s=config.silence_timeout_s,
+        total_timeout_s=config.total_timeout_s,
+        stall_limit_s=config.client_stall_limit_s,
+        outgoing=Outgoing(keyring, api_key, tracing, forwards_authorization=not config.bearer_programs),
+        ssl_context=ssl_context,
+    )
+
+
+def turn_settings_of(config: ServeConfig, identity: IdentityRules) -> TurnSettings:
+    """Return how turns are forwarded."""
+    return TurnSettings(
+        retries=RetrySettings(config.retries_count, config.retry_budget_ratio),
+        identity=identity,
+        patience_s=config.patience_s,
+        client_patience=config.client_patience,
+        heartbeat_s=config.heartbeat_s,
+        tenant_from_key=config.keys_name_tenants,
+        client_priority=config.client_priority,
+        held=held_limits(config),
+        websocket_limit_s=config.websocket_limit_s,
+        names_programs=bool(config.kv_events),
+    )
+
+
 @asynccontextmanager
 async def proxy(
     config: ServeConfig,
@@ -232,24 +276,25 @@ async def proxy(
     further_sources: Sequence[Source] = (),
     simulated: bool = False,
     load: Callable[[], ServeConfig] | None = None,
+    beside: Callable[[Replicas, Poller], Beside] | None = None,
 ) -> AsyncIterator[str]:
     """Run the proxy in front of the engines at `urls` and of every source for the length of the block; yield its URL.
 
     `further_sources` come beside those of the configuration. `simulated` has every answer and the dashboard say so.
-    `load` reads the configuration again; by default it stays, and only files that it names are read again.
+    `load` reads the configuration again; by default it stays, and only files that it names are read again. `beside`
+    makes what else is to be served and run.
     """
     keyring, tls, ssl_context = build_keyring(config), ServerTls.of(config), backend_ssl_context(config)
     api_key = backend_api_key(config)
     replicas = Replicas(
         runtime,
         [],
-        capacity_override_tokens=config.capacity_tokens,
         breaker_settings=BreakerSettings(config.breaker_failure_count, config.breaker_backoff_s),
         tags_programs=config.engine_tags,
         notice_timeout_s=config.notice_timeout_s,
     )
     poller = Poller(
-        replicas,
+        Polls(runtime, replicas, capacity_override_tokens=config.capacity_tokens),
         PollerSettings(
             interval_s=config.poll_interval_s,
             deadline_s=config.poll_deadline_s,
@@ -271,15 +316,7 @@ async def proxy(
         sources,
     )
     tracing = _tracing(config)
-    client_settings = ClientSettings(
-        connect_timeout_s=config.connect_timeout_s,
-        first_byte_timeout_s=config.first_byte_timeout_s,
-        silence_timeout_s=config.silence_timeout_s,
-        total_timeout_s=config.total_timeout_s,
-        stall_limit_s=config.client_stall_limit_s,
-        outgoing=Outgoing(keyring, api_key, tracing, forwards_authorization=not config.bearer_programs),
-        ssl_context=ssl_context,
-    )
+    client_settings = client_settings_of(config, keyring, tracing)
     identity = IdentityRules(
         config.program_headers,
         user_names_program=config.user_names_program,
@@ -304,24 +341,14 @@ async def proxy(
         replicas.attach(client, poller, *kv_followers)
         discovery.replicas_wanted("static", static_of(urls))
         judge = _judge(config, runtime, client)
+        other = beside(replicas, poller) if beside is not None else None
         app = build_app(
             runtime,
             client,
             replicas,
             poller,
             discovery,
-            turn_settings=TurnSettings(
-                retries=RetrySettings(config.retries_count, config.retry_budget_ratio),
-                identity=identity,
-                patience_s=config.patience_s,
-                client_patience=config.client_patience,
-                heartbeat_s=config.heartbeat_s,
-                tenant_from_key=config.keys_name_tenants,
-                client_priority=config.client_priority,
-                held=held_limits(config),
-                websocket_limit_s=config.websocket_limit_s,
-                names_programs=bool(config.kv_events),
-            ),
+            turn_settings=turn_settings_of(config, identity),
             guard_settings=guard_settings(config),
             keyring=keyring,
             keys_file=keys_file,
@@ -338,6 +365,7 @@ async def proxy(
             provisioner=provisioning,
             judge=judge,
             simulated=simulated,
+            further_routes=other.routes() if other is not None else (),
         )
         loops: list[Callable[[], Coroutine[Any, Any, None]]] = [
             runtime.run,
@@ -350,14 +378,7 @@ async def proxy(
             provisioning.run,
         ]
         loops.extend(follower.run for follower in kv_followers)
-        if learned is not None:
-            loops.append(learned.run)
-        if keys_file is not None:
-            loops.append(keys_file.run)
-        if judge is not None:
-            loops.append(judge.run)
-        if sandboxes is not None:
-            loops.append(sandboxes.run)
+        loops.extend(each.run for each in (other, learned, keys_file, judge, sandboxes) if each is not None)
         if config.observe_interval_s is not None:
             interval_s, deadline_s = config.observe_interval_s, config.poll_deadline_s
             loops.append(Observer(runtime, client, replicas, interval_s=interval_s, deadline_s=deadline_s).run)
@@ -367,7 +388,7 @@ async def proxy(
                 reloader.reads(reads.reload)
         with hangup() as asked:
             loops.append(partial(reloader.run, asked))
-            async with _background(*loops), _listening(app, config, tls, admin_port) as url:
+            async with background(*loops), listening(app, config, tls, admin_port) as url:
                 yield url
 
 
@@ -403,7 +424,7 @@ def _tracing(config: ServeConfig) -> Tracing | None:
 
 
 @asynccontextmanager
-async def _background(*loops: Callable[[], Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
+async def background(*loops: Callable[[], Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
     """Run endless loops beside the block in one task group; a bug in one of them ends everything."""
     error_of_block: Exception | None = None
     async with asyncio.TaskGroup() as group:
@@ -420,9 +441,15 @@ async def _background(*loops: Callable[[], Coroutine[Any, Any, None]]) -> AsyncI
 
 
 @asynccontextmanager
-async def _listening(
-    app: web.Application, config: ServeConfig, tls: ServerTls | None, admin_port: AdminPort | None
+async def listening(
+    app: web.Application,
+    config: ServeConfig,
+    tls: ServerTls | None,
+    admin_port: AdminPort | None = None,
+    *,
+    shares_port: bool = False,
 ) -> AsyncIterator[str]:
+    """Listen for the length of the block, on a port that other processes may share; yield the URL."""
     runner = Runner(
         app,
         handler_cancellation=True,
@@ -437,7 +464,12 @@ async def _listening(
     await runner.setup()
     try:
         site = web.TCPSite(
-            runner, config.host, config.port, backlog=4096, ssl_context=tls.context if tls is not None else None
+            runner,
+            config.host,
+            config.port,
+            backlog=4096,
+            ssl_context=tls.context if tls is not None else None,
+            reuse_port=shares_port or None,
         )
         await site.start()
         if admin_port is not None:

@@ -171,9 +171,9 @@ async def test_what_was_said_of_a_program_can_be_read_back() -> None:
         (queued,) = (await get(proxy.url, "/queue")).json()["waiting"]
         for report in (listed, queued, (await get(proxy.url, "/programs/a")).json()):
             assert (report["priority"], report["priority_by_replica"]) == (-3, {here: 7})
-            assert (report["bound_to"], report["group_id"], report["program_class"]) == (here, "g", "coder")
+            assert (report["routed_to"], report["group_id"], report["program_class"]) == (here, "g", "coder")
         other = (await get(proxy.url, "/programs/first")).json()
-        assert (other["priority"], other["priority_by_replica"], other["bound_to"]) == (0, {}, None)
+        assert (other["priority"], other["priority_by_replica"], other["routed_to"]) == (0, {}, None)
         gate.open()
         await first
         await post(proxy.url, "/programs/release", {"program_id": "first"})

@@ -130,7 +130,7 @@ class DiscoveryMachine(RuleBasedStateMachine):
             if up:
                 self.setup.comes_up(replica_id)
             else:
-                self.setup.replicas.replica_down(replica_id, "oh")
+                self.setup.polls.replica_down(replica_id, "oh")
 
     @rule(data=st.data(), count=st.integers(0, 2))
     def requests_run(self, data: st.DataObject, count: int) -> None:

@@ -30,6 +30,7 @@ from thunderagent.programs.model.events import (
     ToolEnded,
     ToolStarted,
     TurnAbandoned,
+    TurnAdopted,
     TurnArrived,
     TurnDue,
     TurnFailed,
@@ -141,6 +142,14 @@ POLICY_SETTINGS = {
         "priority.first_level_tokens": 200,
     },
     "thunderagent, in parts": {"policy": "thunderagent", "delta_s": 2.0, "admission": "window", "admission.n": 3},
+    "thunderagent-ports": {},
+    "infercept, in parts": {
+        "policy": "infercept",
+        "prefill_token_s": 0.002,
+        "admission": "mars-few-long",
+        "order": "shortest",
+        "victims": "youngest",
+    },
 }
 """By a name for the case, which is the policy's if none is said."""
 SETTINGS = SchedulerSettings(
@@ -314,6 +323,29 @@ class SchedulerMachine(RuleBasedStateMachine):
                 parent_branch_id=parent_branch_id,
             )
         )
+        return turn_id
+
+    @rule(
+        target=turns,
+        program_id=PROGRAMS,
+        branch_id=BRANCHES,
+        size=TOKENS,
+        replica_id=REPLICAS,
+        parent_id=PARENTS,
+        tenant=TENANTS,
+    )
+    def turn_is_adopted(
+        self, program_id: str | None, branch_id: str, size: int, replica_id: str, parent_id: str, tenant: str
+    ) -> int:
+        turn_id = self.next_turn_id
+        self.next_turn_id += 1
+        arrived = TurnArrived(self.now_s, turn_id, program_id, branch_id, size * 4, parent_id=parent_id, tenant=tenant)
+        replica = self.scheduler.replicas.get(replica_id)
+        grants = replica is not None and replica.grants
+        self.leaving = {}  # it runs beside those of a program that leaves
+        self.send(TurnAdopted(self.now_s, turn_id, replica_id, arrived))
+        turn = self.scheduler.turns.get(turn_id)
+        assert (turn is not None and turn.account_id == replica_id) == grants, "counted elsewhere, or nowhere"
         return turn_id
 
     @rule(target=turns, earlier_id=consumes(turns), program_id=PROGRAMS, patience_s=PATIENCES)

@@ -48,7 +48,6 @@ ANSWERS = {
 }
 REFUSALS = {
     "no input": ("/v1/responses", {"model": MODEL_NAME}),
-    "unknown model": ("/v1/messages", {"model": "gone", "messages": USER, "max_tokens": 5}),
     "too long": ("/v1/messages", {"model": MODEL_NAME, "messages": USER, "max_tokens": 5000}),
     "no tokens": ("/inference/v1/generate", {"token_ids": [], "sampling_params": {}}),
     "unknown response": ("/v1/responses/resp_nobody", None),

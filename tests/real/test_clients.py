@@ -74,8 +74,8 @@ async def _streamed(client: openai.AsyncOpenAI, messages: list[Any]) -> tuple[st
 
 
 async def test_the_openai_client_sees_the_engines_errors(client: openai.AsyncOpenAI) -> None:
-    """What the engine refuses is raised as the type that the client has for it, with the engine's words."""
-    with pytest.raises(openai.NotFoundError, match="does not exist"):
+    """What is refused is raised as the type that the client has for it, with the engine's words where it was asked."""
+    with pytest.raises(openai.NotFoundError, match="'gone' is not served here; there are: "):
         await client.chat.completions.create(model="gone", messages=[{"role": "user", "content": "w1"}])
     with pytest.raises(openai.BadRequestError, match="maximum context length"):
         await client.completions.create(model=MODEL_NAME, prompt=words(5000, seed=1), max_tokens=10)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 import httpx2
@@ -44,8 +45,6 @@ REFUSALS = {
     "too long": (CHAT, chat(words(5000, seed=2), 10)),
     "too long, streamed": (CHAT, chat(words(5000, seed=2), 10, **STREAM)),
     "too long completion": (COMPLETIONS, completion(words(5000, seed=2), 10)),
-    "unknown model": (CHAT, chat(PROMPT, 10, model="gone")),
-    "unknown model, streamed": (COMPLETIONS, completion(PROMPT, 10, model="gone", **STREAM)),
     "no JSON": (CHAT, b'{"model": "'),
     "no object": (CHAT, b"[1, 2]"),
     "no body": (CHAT, b""),
@@ -88,6 +87,18 @@ async def test_a_refusal_is_the_engines_own(
     """The client reads the engine's words about what is wrong."""
     answer = await assert_same(engine, proxy_of_one, path, body)
     assert 400 <= answer.status < 500
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+async def test_a_model_that_no_engine_lists_is_refused_as_the_engine_would(
+    engine: RealEngine, proxy_of_one: Server, path: str
+) -> None:
+    """The words are the proxy's, which asks no engine; status and fields are what clients know."""
+    body = chat(PROMPT, 10, model="gone") if path == CHAT else completion(PROMPT, 10, model="gone", **STREAM)
+    direct = await ask(engine, engine.url, path, body)
+    through = await ask(engine, proxy_of_one.url, path, body)
+    assert (through.status, direct.status) == (404, 404)
+    assert set(json.loads(through.body)["error"]) == set(json.loads(direct.body)["error"])
 
 
 @pytest.mark.parametrize(("path", "body"), SIDE_CALLS.values(), ids=SIDE_CALLS)

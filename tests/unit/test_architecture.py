@@ -106,6 +106,8 @@ ARROWS: dict[str, frozenset[str]] = {
     "runtime": frozenset({"errors", "programs", "event_log", "leases", "served_models"}),
     "learned_state": frozenset({"errors", "programs", "runtime"}),
     "proxy": frozenset({"errors", "programs", "leases", "runtime", "backends", "faults", "core_build", "log_lines"}),
+    # The link between gateways and a scheduler: both of its ends, and the proxy that a gateway is.
+    "scale": frozenset({"errors", "programs", "leases", "runtime", "proxy"}),
     "client": frozenset(),
     # Which of its own files are compiled: setup.py loads it alone.
     "core_build": frozenset(),
@@ -136,12 +138,15 @@ ARROWS: dict[str, frozenset[str]] = {
     "reloading": frozenset({"errors", "backends", "proxy", "config", "security", "replica_sources"}),
     # Wires everything up; the command line starts it.
     "serving": EVERY_ROOM - {"simulator"} | {"config", "signal_log", "reloading"},
+    # The same for what several processes share.
+    "scaling": EVERY_ROOM | {"config", "serving", "scale"},
     # A client of engines and of a proxy, which it can start for itself.
     "doctor": frozenset({"errors", "backends", "config", "security", "serving"}),
     "cli": EVERY_ROOM
     | {
         "config",
         "serving",
+        "scaling",
         "status",
         "calibrate",
         "core_build",
@@ -248,6 +253,7 @@ CORE_ARROWS: dict[str, frozenset[str]] = {
     "handlers": VERBS | {"core", "operations", "view"},
     "scheduler": VERBS | {"core", "operations", "view", "handlers"},
     "invariants": VERBS | {"core", "scheduler"},
+    "concurrency": frozenset({"scheduler"}),
     "addresses": frozenset({"model"}),  # and the pools, for their type
     "pools": frozenset({"model", "book", "addresses", "scheduler"}),
 }
@@ -289,6 +295,55 @@ def changed_events(module: Module) -> Iterator[str]:
         changes = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del)
         if changes and isinstance(node.value, ast.Name) and node.value.id in TOLD:
             yield f"{module.name}:{node.lineno}: {ast.unparse(node)} is changed"
+
+
+# --- One writer of where programs stand ---------------------------------------------------------------------------
+
+SIZES = frozenset({"claim_tokens", "growth_tokens", "reserve_tokens"})
+SUMS = frozenset({"demand_tokens", "active_count", "shared_tokens"})
+WRITERS = {
+    "place": frozenset({"book.book.Book.move", "book.book.Book.pause_until"}),  # which moves many in one batch
+    "size": frozenset({"learned.knowledge.Knowledge.measure_claim"}),  # which is called by the next
+    "measure": frozenset({"book.book.Book.move", "book.book.Book.resize"}),
+    "size of a place": frozenset({"book.book.Book.resize"}),
+    "who is in a place": frozenset({f"book.book.Book.{name}" for name in ("open", "move", "enter_anew", "act_anew")}),
+}
+"""What is written of where a program stands and how large it is, and by whom."""
+
+
+def wrong_writers(module: Module) -> Iterator[str]:
+    """Find who writes where a program stands, what it claims, or a sum of that, and may not."""
+    in_book = core_room_of(module.name) == "book" or module.is_in("thunderagent.programs.model.places")
+    for where, node in _within(module.tree, module.name.removeprefix("thunderagent.programs.")):
+        written = ""
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
+            of = ast.unparse(node.value)
+            if node.attr == "place" and not where.endswith("Program.__init__"):
+                written = "place"
+            elif node.attr in SIZES and of.rpartition(".")[2] == "program":
+                written = "size"
+            elif not in_book and (node.attr in SUMS or of.endswith("place")):
+                written = "sum"
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            of = ast.unparse(node.func.value)
+            is_places = of == "to" or of.endswith(("place", "announced"))
+            if node.func.attr == "_measure" and len(node.args) == 1:
+                written = "measure"
+            elif node.func.attr == "resize" and is_places:
+                written = "size of a place"
+            elif node.func.attr in ("enter", "leave") and is_places:
+                written = "who is in a place"
+        if written and where not in WRITERS.get(written, ()):
+            yield f"{where}:{node.lineno}: {ast.unparse(node)} writes a {written}"
+
+
+def _within(node: ast.AST, where: str) -> Iterator[tuple[str, ast.AST]]:
+    """Give every node below one, each with the names of what it is in."""
+    for inner in ast.iter_child_nodes(node):
+        is_named = isinstance(inner, ast.ClassDef | ast.FunctionDef)
+        place = f"{where}.{inner.name}" if is_named else where  # type: ignore[attr-defined]
+        yield place, inner
+        yield from _within(inner, place)
 
 
 # --- The purity of the core -----------------------------------------------------------------------------------
@@ -646,6 +701,22 @@ def test_nobody_changes_what_was_told() -> None:
     assert complaints(changed_events, all_modules()) == []
     assert list(changed_events(module_of("event.now_s = 1.0")))
     assert list(changed_events(module_of("def f(decision):\n    decision.reason += 'x'")))
+
+
+def test_where_a_program_stands_has_one_writer() -> None:
+    """A move, or another size: sums, orders, story and decision follow in the same call."""
+    assert complaints(wrong_writers, core()) == []
+    for source in (
+        "program.place = to",
+        "turn.program.claim_tokens += 1",
+        "self._core.book.ledger.accounts[replica_id].demand_tokens = 0",
+        "program.place.count -= 1",
+        "self._measure(program)",
+        "program.place.resize(program, 1, 2, now_s)",
+        "place.leave(program, now_s)",
+        "del program.place",
+    ):
+        assert list(wrong_writers(module_of(f"def f(self):\n    {source}"))), source
 
 
 def test_a_wrong_import_in_the_core_is_found() -> None:

@@ -10,7 +10,14 @@ import pytest
 from tests.builders import Driver
 from thunderagent.errors import ConfigurationError, EventLogError
 from thunderagent.event_log import EVENTS, EventLogWriter, read_events, replay
-from thunderagent.programs.model.events import ProgramCrowdedOut, ProgramHinted, TurnDue, TurnUnverified
+from thunderagent.programs.model.events import (
+    ProgramCrowdedOut,
+    ProgramHinted,
+    TurnAdopted,
+    TurnArrived,
+    TurnDue,
+    TurnUnverified,
+)
 from thunderagent.programs.model.fleet_events import KnowledgeLoaded, ProvisionAsked, ReplicaKilled
 from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.policies.cap import Cap
@@ -42,6 +49,9 @@ def every_event() -> Driver:
     driver.reports("r0", b=50)
     driver.has_to_encode("r0", 2)
     driver.send(TurnUnverified(driver.now_s, turn))
+    driver.send(
+        TurnAdopted(driver.now_s, 7000, "r0", TurnArrived(driver.now_s, 7000, "adopted", media=(("image", 9),)))
+    )
     driver.opens("c", group="g")
     driver.is_hinted("c", 2.5, 0.5, keep="offload")
     driver.tool_starts("c", "make")

@@ -14,6 +14,7 @@ from thunderagent.programs.model.events import (
     ProgramOpened,
     ProgramReleased,
     ProgramsReleased,
+    TurnAdopted,
     TurnArrived,
 )
 from thunderagent.programs.model.fleet_events import ProvisionAsked, RouteSet
@@ -120,6 +121,7 @@ def _provision(pools: Pools, event: ProvisionAsked) -> Sequence[Addressed]:
 _TOLD: dict[type[Any], Callable[[Pools, Any], Sequence[Addressed]]] = {
     TurnArrived: _arrival,
     PinnedTurnArrived: lambda pools, event: [(pools.of_replica(event.replica_id), event)],
+    TurnAdopted: lambda pools, event: [(pools.of_replica(event.replica_id), event)],
     ProgramOpened: _opening,
     ProgramReleased: _release,
     ProgramsReleased: _release_together,

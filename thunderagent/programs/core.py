@@ -176,10 +176,9 @@ class Core:
 
     def stand(self, program: Program) -> None:
         """Put a paused program where it stands now, at the end of its equals."""
-        to, place = self.book.paused_place(program), program.place
-        if to is place:
-            place.leave(program, self.book.now_s)
-            place.enter(program, self.book.now_s)
+        to = self.book.paused_place(program)
+        if to is program.place:
+            self.book.enter_anew(program)
         else:
             self.book.move(program, to)
 

@@ -11,8 +11,8 @@ and is others' at once if it is not. Below `LEAST_CONFIDENCE_RATIO` the policy's
 That is a stranger's word, so it takes from others no more than this: a hint keeps a claim for T at most from the first
 that counted between two turns, however often it is said anew, and what hints keep longer on a replica than the policy
 would have is together no more than `hint_ratio` of its limit. Within that a wrong word is paid for by the next one: the
-first between two turns is held against when the turn came. Who says that it will be long, or that its memory may go,
-gives only its own away.
+first between two turns is held against when the turn came. Who says that it will be long, or that its memory may be
+taken, gives only its own away.
 """
 
 from __future__ import annotations

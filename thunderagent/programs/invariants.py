@@ -67,7 +67,7 @@ def check(scheduler: Scheduler) -> None:
 
 def _places(book: Book) -> list[Place]:
     queue = book.queue
-    of_all = [book.announced, book.dismissed, book.idle, book.bound, queue.resting, queue.waiting, queue.unadmitted]
+    of_all = [book.announced, book.dismissed, book.idle, book.destined, queue.resting, queue.waiting, queue.unadmitted]
     of_replicas = [
         place for each in book.replicas.values() for place in (each.working, each.leaving, each.stalled, each.acting)
     ]

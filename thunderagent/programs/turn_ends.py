@@ -98,7 +98,7 @@ class TurnEnds:
                 self._go(program)
 
     def _turns_ended(self, program: Program, *, tool_begins: bool) -> None:
-        """Begin the time between two turns, and measure anew; one that leaves stays where it stands until it goes."""
+        """Begin the time between two turns, and measure anew; one that leaves stays where it stands until then."""
         book, place = self._core.book, program.place
         program.acting_since_s = book.now_s
         self._core.limits.hear_of(program)

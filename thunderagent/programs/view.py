@@ -341,7 +341,7 @@ class SchedulerView:
         return may_leave
 
     def propose_restore(self, program: ProgramView, replica: ReplicaView, reason: Reason) -> bool:
-        """See `View`. Accepted for a paused program on a replica that is open; of a bound one, on that one alone."""
+        """See `View`. Accepted for a paused program on a replica that is open; of a routed one, on that one alone."""
         own = self._own(program)
         target = self._core.placing.granting(replica)
         if own is None or own.place.active or target is None or own.routed_to not in (None, target.replica_id):

@@ -27,6 +27,7 @@ from thunderagent.proxy.admin.openapi import OpenApi
 from thunderagent.proxy.admin.primitives import Primitives, Provisioner
 from thunderagent.proxy.admin.replica_routes import ReplicaHandlers, SourceCollector
 from thunderagent.proxy.admin.sandboxes import SandboxCollector, Sandboxes, SandboxHandlers
+from thunderagent.proxy.control.concurrency import ConcurrencySignal
 from thunderagent.proxy.control.control import Control, ControlSettings
 from thunderagent.proxy.control.facade import Facade, is_of_one_replica, turn_on
 from thunderagent.proxy.control.leases import Leases
@@ -124,6 +125,7 @@ def build_app(
     provisioner: Provisioner | None = None,
     judge: Judge | None = None,
     simulated: bool = False,
+    further_routes: Iterable[web.RouteDef] = (),
 ) -> web.Application:
     """Put the proxy together. The caller owns what it is made of. `simulated` engines are told of in every answer."""
     registry = CollectorRegistry()
@@ -170,7 +172,7 @@ def build_app(
     app[GUARD], app[HELD] = guard, held
     guard.attach(app)
     app[FRONT], app[LOOP_LAG] = (
-        _front(flow, guard, held, admin_port, replicas, tracing, simulated=simulated, access_log=access_log),
+        front_of(flow, guard, held, admin_port, replicas, tracing, simulated=simulated, access_log=access_log),
         LoopLag(registry),
     )
     app[HISTORY] = History(runtime, replicas, metrics.hold_counts)
@@ -183,6 +185,7 @@ def build_app(
         *control.routes(),
         *Facade(runtime, replicas, control, turns.handle_on, side_calls.forward_to).routes(),
         *weight_sync.routes(),
+        *ConcurrencySignal(runtime).routes(),
         *leases.routes(),
         *SandboxHandlers(sandboxes, tenancy).routes(),
         *BetweenTurns(runtime, tenancy).routes(),
@@ -198,13 +201,34 @@ def build_app(
         web.get("/v1/models", models.handle),
     ]
     routes += OpenApi(routes).routes()
+    routes += further_routes
     routes.append(
         web.route("*", CATCH_ALL, _by_inner_path(turns, side_calls, models, control, replicas, _own_parts(routes)))
     )
+    before: list[Around] = []
+    if admin_port is not None:
+        before.append(lambda handler, route: admin_port.before(handler, route.method, route.path, tenancy))
+    add_routes(app, routes, guard, before=before, access_log=access_log, tracing=tracing)
+    return app
+
+
+Around = Callable[[Handler, web.RouteDef], Handler]
+
+
+def add_routes(
+    app: web.Application,
+    routes: Iterable[web.RouteDef],
+    guard: Guard,
+    *,
+    before: Iterable[Around] = (),
+    access_log: bool,
+    tracing: Tracing | None = None,
+) -> None:
+    """Register routes behind the guard, which lets through to what is `before` them."""
     for route in routes:
         handler = route.handler
-        if admin_port is not None:
-            handler = admin_port.before(handler, route.method, route.path, tenancy)
+        for each in before:
+            handler = each(handler, route)
         handler = answering_errors(guard.before(handler, route.method, route.path))
         if access_log:
             handler = logged(handler)
@@ -214,7 +238,6 @@ def build_app(
             app.router.add_get(route.path, handler, expect_handler=says_nothing_yet)  # allows HEAD too
         else:
             app.router.add_route(route.method, route.path, handler, expect_handler=says_nothing_yet)
-    return app
 
 
 class TurnHandlers:
@@ -242,7 +265,7 @@ class TurnHandlers:
         return exchange.response
 
 
-def _front(
+def front_of(
     flow: Turns,
     guard: Guard,
     held: HeldTurns,
@@ -265,15 +288,15 @@ def _front(
             wants_one = head.headers["Upgrade"].lower() == "websocket"
             return Way(target.plainly()) if wants_one and target.spelt in WEBSOCKETS else None
         if use_of(target, "POST") is Use.TURN:
-            return Way(target.plainly())
+            return Way(target.plainly(), stays=True)
         if is_of_one_replica(target) and (found := turn_on(target, "POST", replicas)) is not None:
             return Way(found[1], found[0], is_operators=True)
         return None
 
-    async def let_in(asked: Asked, way: Way) -> KeptBody | None:
+    def let_in(asked: Asked, way: Way) -> Awaitable[KeptBody | None] | None:
         if way.is_operators and admin_port is not None:
             admin_port.check(asked.transport, unquote(way.target.path))
-        return await guard.let_in(asked, for_admin=way.is_operators)
+        return guard.let_in(asked, for_admin=way.is_operators)
 
     async def converse(exchange: Exchange, chosen_id: str | None) -> None:
         with held.websocket():

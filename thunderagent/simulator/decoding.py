@@ -65,7 +65,7 @@ class DecodeBatch:
     def dissolve(self) -> None:
         """Let every member stand for itself again."""
         for sequence in self._extra_tokens:
-            self._settle(sequence)
+            self._write_down(sequence)
         self._extra_tokens.clear()
         self.context_tokens = self.count = 0
         for filling in self._filling:
@@ -113,7 +113,7 @@ class DecodeBatch:
         if ended is None:
             return []
         for sequence in ended:
-            self._settle(sequence)
+            self._write_down(sequence)
             extra_tokens = self._extra_tokens.pop(sequence)
             self.context_tokens -= sequence.known_tokens
             self._filling[-extra_tokens % self._block_size].remove(sequence)
@@ -121,6 +121,6 @@ class DecodeBatch:
         self._request_ids = None
         return ended
 
-    def _settle(self, sequence: EngineSequence) -> None:
+    def _write_down(self, sequence: EngineSequence) -> None:
         sequence.known_tokens = self.known_tokens(sequence)
         sequence.computed_tokens = sequence.known_tokens - 1

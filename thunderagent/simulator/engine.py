@@ -210,7 +210,7 @@ class Engine:
         """Have the free blocks with these keys taken before all others; no real engine has this."""
         self._pool.expire(keys)
 
-    def let_go(self, retain_id: str) -> None:
+    def drop_retained(self, retain_id: str) -> None:
         """Retain the blocks of that id no longer; nothing if there are none."""
         retained = self._retained.pop(retain_id, None)
         if retained is not None:
@@ -311,7 +311,7 @@ class Engine:
     def _evict_retained(self, for_whom: EngineSequence) -> None:
         """Retain the blocks of one program less; those that `for_whom` is about to use go last."""
         own_id = for_whom.request.retain_id
-        self.let_go(max(self._retained, key=lambda name: (name != own_id, self._retained[name].rank)))
+        self.drop_retained(max(self._retained, key=lambda name: (name != own_id, self._retained[name].rank)))
 
     def _preempt(self, sequence: EngineSequence, plan: Plan) -> None:
         if self._by_level:
@@ -356,7 +356,7 @@ class Engine:
         sequence.refused_at = None
         pool.acquire(sequence.blocks, hits)
         sequence.published_count = hit_count
-        self.let_go(sequence.request.retain_id)
+        self.drop_retained(sequence.request.retain_id)
         cached_tokens = sequence.computed_tokens = hit_count * size
         tokens = min(sequence.known_tokens - cached_tokens, plan.budget_tokens)
         if self._by_level:
@@ -452,7 +452,7 @@ class Engine:
 
     def _retain(self, sequence: EngineSequence) -> None:
         """Keep the blocks of a finished request, in place of what its program retained before."""
-        self.let_go(sequence.request.retain_id)
+        self.drop_retained(sequence.request.retain_id)
         rank = (sequence.request.priority, sequence.blocks.count, sequence.rank[1])
         self._retained[sequence.request.retain_id] = Retained(rank, sequence.blocks)
         sequence.blocks = Holding()

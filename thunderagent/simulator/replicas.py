@@ -113,9 +113,9 @@ class SimulatedReplica:
         """Have the blocks with these keys taken first, as far as no request uses them."""
         self.engine.expire(keys)
 
-    def let_go(self, retain_id: str) -> None:
+    def drop_retained(self, retain_id: str) -> None:
         """Have its blocks retained no longer."""
-        self.engine.let_go(retain_id)
+        self.engine.drop_retained(retain_id)
 
     def go_down(self) -> Sequence[str]:
         """Lose everything; return the requests that were inside, in the order in which they came."""

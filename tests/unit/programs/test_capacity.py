@@ -31,23 +31,23 @@ CONTEXT_TOKENS = 10_000
 
 
 def runs(
-    control: CapacityCorrection, true_ratio: float, *, from_s: float, to_s: float, wanted: bool = True
+    correction: CapacityCorrection, true_ratio: float, *, from_s: float, to_s: float, wanted: bool = True
 ) -> list[float]:
     """Five turns a second on an engine that holds `true_ratio` of what it says; all that may be claimed is."""
     ratios = []
     for second in range(int(from_s), int(to_s)):
         for _ in range(5):
-            kept_ratio = min(1.0, true_ratio / control.ratio)
-            control.turn_ended(CONTEXT_TOKENS, int(CONTEXT_TOKENS * kept_ratio), inf)
-        control.step(second + 1.0, active_count=1, wanted=wanted)
-        ratios.append(control.ratio)
+            kept_ratio = min(1.0, true_ratio / correction.ratio)
+            correction.turn_ended(CONTEXT_TOKENS, int(CONTEXT_TOKENS * kept_ratio), inf)
+        correction.step(second + 1.0, active_count=1, wanted=wanted)
+        ratios.append(correction.ratio)
     return ratios
 
 
-def told(control: CapacityCorrection, lost_tokens: int, expected_tokens: int = CONTEXT_TOKENS) -> None:
+def told(correction: CapacityCorrection, lost_tokens: int, expected_tokens: int = CONTEXT_TOKENS) -> None:
     """A window of turns of each of which so much was lost."""
     for _ in range(WINDOW_TURNS_COUNT):
-        control.turn_ended(expected_tokens, expected_tokens - lost_tokens - BLOCK_TOKENS, inf)
+        correction.turn_ended(expected_tokens, expected_tokens - lost_tokens - BLOCK_TOKENS, inf)
 
 
 # --- Closed loops
@@ -55,26 +55,26 @@ def told(control: CapacityCorrection, lost_tokens: int, expected_tokens: int = C
 
 def test_it_goes_down_fast_when_it_is_told_twice_as_much() -> None:
     """Within a minute to where next to nothing is lost, and it stays there."""
-    control = CapacityCorrection(0.0)
-    ratios = runs(control, 0.5, from_s=0, to_s=60)
+    correction = CapacityCorrection(0.0)
+    ratios = runs(correction, 0.5, from_s=0, to_s=60)
     assert ratios[40] <= 0.6
     assert min(ratios) >= 0.45
-    later = runs(control, 0.5, from_s=60, to_s=1200)
+    later = runs(correction, 0.5, from_s=60, to_s=1200)
     assert 0.45 <= min(later) <= max(later) <= 0.6
 
 
 def test_it_goes_up_when_there_is_more_than_told() -> None:
     """While others wait: an engine that holds half as much again is filled within five minutes."""
-    control = CapacityCorrection(0.0)
-    ratios = runs(control, 1.5, from_s=0, to_s=300)
+    correction = CapacityCorrection(0.0)
+    ratios = runs(correction, 1.5, from_s=0, to_s=300)
     assert ratios[-1] >= 1.4
-    assert max(runs(control, 1.5, from_s=300, to_s=1500)) <= 1.75
+    assert max(runs(correction, 1.5, from_s=300, to_s=1500)) <= 1.75
 
 
 def test_it_stays_when_it_is_right() -> None:
     """Within a tenth, for an hour."""
-    control = CapacityCorrection(0.0)
-    ratios = runs(control, 1.0, from_s=0, to_s=3600)
+    correction = CapacityCorrection(0.0)
+    ratios = runs(correction, 1.0, from_s=0, to_s=3600)
     assert 0.9 <= min(ratios) <= max(ratios) <= 1.12
 
 
@@ -85,16 +85,16 @@ def test_it_does_not_go_up_while_nobody_waits() -> None:
 
 def test_it_goes_up_slowly_near_to_where_much_was_lost() -> None:
     """From the ceiling on in steps of a two-thousandth."""
-    control = CapacityCorrection(0.0)
-    told(control, 4000)
-    control.step(10.0, active_count=1, wanted=True)
-    assert control.ratio == pytest.approx(0.8)
-    now_s, ratios = 10.0, [control.ratio]
+    correction = CapacityCorrection(0.0)
+    told(correction, 4000)
+    correction.step(10.0, active_count=1, wanted=True)
+    assert correction.ratio == pytest.approx(0.8)
+    now_s, ratios = 10.0, [correction.ratio]
     for _ in range(20):
         now_s += WINDOW_S
-        told(control, 0)
-        control.step(now_s, active_count=1, wanted=True)
-        ratios.append(control.ratio)
+        told(correction, 0)
+        correction.step(now_s, active_count=1, wanted=True)
+        ratios.append(correction.ratio)
     steps = [after / before - 1 for before, after in pairwise(ratios)]
     assert steps[:3] == pytest.approx([STEP_UP_RATIO, 2 * STEP_UP_RATIO, 4 * STEP_UP_RATIO])
     assert all(step < STEP_UP_RATIO for before, step in zip(ratios, steps, strict=False) if before >= CEILING_RATIO)
@@ -110,8 +110,8 @@ class Counting:
     cached, besides the end of a block.
     """
 
-    def __init__(self, control: CapacityCorrection) -> None:
-        self.control = control
+    def __init__(self, correction: CapacityCorrection) -> None:
+        self.correction = correction
         self.happens: list[tuple[float, int, Callable[[], None]]] = []
         self.hit_tokens = self.read_tokens = 0
 
@@ -126,7 +126,7 @@ class Counting:
         seen_s = granted_s + 2 * lookup_s
         self.at(
             seen_s,
-            lambda: self.control.turn_seen(
+            lambda: self.correction.turn_seen(
                 expected_tokens, 0, granted_s=granted_s, kept_since_s=granted_s - 1.0, now_s=seen_s
             ),
         )
@@ -136,7 +136,7 @@ class Counting:
             counted = self.hit_tokens - self.read_tokens
             self.read_tokens = self.hit_tokens
             now_s = read_s + age_s
-            self.at(now_s, lambda: self.control.polled(counted, asked_s=read_s, now_s=now_s))
+            self.at(now_s, lambda: self.correction.polled(counted, asked_s=read_s, now_s=now_s))
 
         self.at(read_s, read)
 
@@ -152,8 +152,8 @@ class Counting:
         return found
 
     def _step(self, now_s: float, wanted: bool, found: list[float]) -> None:
-        self.control.step(now_s, active_count=6, wanted=wanted)
-        found.append(self.control.ratio)
+        self.correction.step(now_s, active_count=6, wanted=wanted)
+        found.append(self.correction.ratio)
 
 
 def counted(
@@ -204,36 +204,36 @@ def test_the_end_of_a_block_of_each_turn_is_no_loss_in_counters() -> None:
 
 def test_counters_that_begin_anew_are_compared_from_then_on() -> None:
     """What an engine counted before it began again is not known."""
-    control = CapacityCorrection(0.0)
-    control.polled(0, asked_s=0.0, now_s=0.0)
+    correction = CapacityCorrection(0.0)
+    correction.polled(0, asked_s=0.0, now_s=0.0)
     for number in range(100):
-        control.turn_seen(1500, 0, granted_s=number / 10 + 0.1, kept_since_s=0.0, now_s=number / 10 + 0.2)
-    control.polled(None, asked_s=12.0, now_s=12.0)
-    assert not control.step(20.0, active_count=1, wanted=True)
+        correction.turn_seen(1500, 0, granted_s=number / 10 + 0.1, kept_since_s=0.0, now_s=number / 10 + 0.2)
+    correction.polled(None, asked_s=12.0, now_s=12.0)
+    assert not correction.step(20.0, active_count=1, wanted=True)
 
 
 def test_an_engine_that_is_idle_while_turns_wait_gets_back_what_was_taken() -> None:
     """Half of the capacity was taken in error; the engine is idle for a tenth of the time until that is undone."""
-    control = CapacityCorrection(0.0)
+    correction = CapacityCorrection(0.0)
     for second in range(10, 30, 10):
-        told(control, 9000)
-        control.step(float(second), active_count=1, wanted=True)
-    assert control.ratio == pytest.approx(0.75**2)
+        told(correction, 9000)
+        correction.step(float(second), active_count=1, wanted=True)
+    assert correction.ratio == pytest.approx(0.75**2)
     ratios = []
     for second in range(20, 60, 5):
-        control.step(float(second), active_count=1, wanted=True, idle_s=second / 10)
-        ratios.append(control.ratio)
+        correction.step(float(second), active_count=1, wanted=True, idle_s=second / 10)
+        ratios.append(correction.ratio)
     assert ratios[-1] == 1.0 == max(ratios)
     assert ratios == sorted(ratios)
 
 
 def test_an_engine_that_is_hardly_idle_gets_nothing_back() -> None:
     """A fiftieth of the time all that are in may be at their tools."""
-    control = CapacityCorrection(0.0)
-    told(control, 9000)
-    control.step(10.0, active_count=1, wanted=True)
+    correction = CapacityCorrection(0.0)
+    told(correction, 9000)
+    correction.step(10.0, active_count=1, wanted=True)
     for second in range(20, 60, 5):
-        assert not control.step(float(second), active_count=1, wanted=True, idle_s=(second - 10) / 60)
+        assert not correction.step(float(second), active_count=1, wanted=True, idle_s=(second - 10) / 60)
 
 
 # --- One step
@@ -244,114 +244,114 @@ def test_an_engine_that_is_hardly_idle_gets_nothing_back() -> None:
 )
 def test_a_step_down_is_half_of_what_was_lost(lost_tokens: int, ratio: float) -> None:
     """From a tenth on, and by a quarter at most."""
-    control = CapacityCorrection(0.0)
-    told(control, lost_tokens)
-    assert control.step(10.0, active_count=1, wanted=True) == (ratio != 1.0)
-    assert control.ratio == pytest.approx(ratio)
+    correction = CapacityCorrection(0.0)
+    told(correction, lost_tokens)
+    assert correction.step(10.0, active_count=1, wanted=True) == (ratio != 1.0)
+    assert correction.ratio == pytest.approx(ratio)
 
 
 def test_a_little_loss_changes_nothing() -> None:
     """Between a two-hundredth and a tenth it neither goes up nor down."""
-    control = CapacityCorrection(0.0)
-    told(control, 300)
-    assert not control.step(10.0, active_count=1, wanted=True)
-    assert control.ratio == 1.0
+    correction = CapacityCorrection(0.0)
+    told(correction, 300)
+    assert not correction.step(10.0, active_count=1, wanted=True)
+    assert correction.ratio == 1.0
 
 
 def test_between_two_steps_lie_some_time_and_some_turns() -> None:
     """Neither is enough alone."""
-    control = CapacityCorrection(0.0)
-    told(control, 5000)
-    assert not control.step(WINDOW_S - 0.1, active_count=1, wanted=True)
-    assert control.step(WINDOW_S, active_count=1, wanted=True)
+    correction = CapacityCorrection(0.0)
+    told(correction, 5000)
+    assert not correction.step(WINDOW_S - 0.1, active_count=1, wanted=True)
+    assert correction.step(WINDOW_S, active_count=1, wanted=True)
     for _ in range(WINDOW_TURNS_COUNT - 1):
-        control.turn_ended(1000, 0, inf)
-    assert not control.step(100.0, active_count=1, wanted=True)
-    control.turn_ended(1000, 0, inf)
-    assert control.step(100.0, active_count=1, wanted=True)
+        correction.turn_ended(1000, 0, inf)
+    assert not correction.step(100.0, active_count=1, wanted=True)
+    correction.turn_ended(1000, 0, inf)
+    assert correction.step(100.0, active_count=1, wanted=True)
 
 
 def test_a_step_begins_anew() -> None:
     """What was lost before it is not counted twice."""
-    control = CapacityCorrection(0.0)
-    told(control, 5000)
-    control.step(10.0, active_count=1, wanted=False)
-    told(control, 0)
-    assert not control.step(20.0, active_count=1, wanted=False)
-    assert control.ratio == pytest.approx(1 - LARGEST_STEP_RATIO)
+    correction = CapacityCorrection(0.0)
+    told(correction, 5000)
+    correction.step(10.0, active_count=1, wanted=False)
+    told(correction, 0)
+    assert not correction.step(20.0, active_count=1, wanted=False)
+    assert correction.ratio == pytest.approx(1 - LARGEST_STEP_RATIO)
 
 
 def test_what_was_lost_before_a_step_down_is_not_counted_after_it() -> None:
     """Programs that had been held since before then notice only now."""
-    control = CapacityCorrection(0.0)
-    told(control, 5000)
-    control.step(10.0, active_count=1, wanted=True)
-    ratio = control.ratio
+    correction = CapacityCorrection(0.0)
+    told(correction, 5000)
+    correction.step(10.0, active_count=1, wanted=True)
+    ratio = correction.ratio
     for kept_since_s in (9.0, 11.0):
         for _ in range(WINDOW_TURNS_COUNT):
-            control.turn_ended(1000, 0, kept_since_s)
-        assert control.step(30.0, active_count=1, wanted=True) == (kept_since_s > 10.0)
-    assert control.ratio == pytest.approx(ratio * (1 - LARGEST_STEP_RATIO))
+            correction.turn_ended(1000, 0, kept_since_s)
+        assert correction.step(30.0, active_count=1, wanted=True) == (kept_since_s > 10.0)
+    assert correction.ratio == pytest.approx(ratio * (1 - LARGEST_STEP_RATIO))
 
 
 def test_many_programs_need_more_turns_to_notice_a_step() -> None:
     """Two of each that is active."""
-    control = CapacityCorrection(0.0)
-    told(control, 5000)
-    assert not control.step(10.0, active_count=11, wanted=True)
-    told(control, 5000)
-    assert control.step(10.0, active_count=11, wanted=True)
+    correction = CapacityCorrection(0.0)
+    told(correction, 5000)
+    assert not correction.step(10.0, active_count=11, wanted=True)
+    told(correction, 5000)
+    assert correction.step(10.0, active_count=11, wanted=True)
 
 
 def test_the_end_of_a_block_is_not_lost() -> None:
     """Short turns that each miss less than a block of 500 tokens: 12 %, and no reaction."""
-    control = CapacityCorrection(0.0)
+    correction = CapacityCorrection(0.0)
     for _ in range(WINDOW_TURNS_COUNT):
-        control.turn_ended(500, 500 - BLOCK_TOKENS, inf)
-    assert not control.step(10.0, active_count=1, wanted=False)
-    assert control.ratio == 1.0
+        correction.turn_ended(500, 500 - BLOCK_TOKENS, inf)
+    assert not correction.step(10.0, active_count=1, wanted=False)
+    assert correction.ratio == 1.0
 
 
 def test_without_turns_there_is_no_reaction() -> None:
     """Preemptions and polls of an engine that others use, too: nothing of ours was lost."""
-    control = CapacityCorrection(0.0)
+    correction = CapacityCorrection(0.0)
     for second in range(100):
-        control.polled(0, asked_s=second, now_s=second)
-        control.preempted(10_000)
-        assert not control.step(float(second), active_count=1, wanted=True)
-    assert control.ratio == 1.0
+        correction.polled(0, asked_s=second, now_s=second)
+        correction.preempted(10_000)
+        assert not correction.step(float(second), active_count=1, wanted=True)
+    assert correction.ratio == 1.0
 
 
 def test_turns_of_programs_that_had_kept_nothing_change_nothing() -> None:
     """First turns: nothing should be cached, and nothing was."""
-    control = CapacityCorrection(0.0)
+    correction = CapacityCorrection(0.0)
     for _ in range(100):
-        control.turn_ended(0, 0, inf)
-    assert not control.step(100.0, active_count=1, wanted=True)
-    assert control.ratio == 1.0
+        correction.turn_ended(0, 0, inf)
+    assert not correction.step(100.0, active_count=1, wanted=True)
+    assert correction.ratio == 1.0
 
 
 def test_what_running_requests_lose_is_lost() -> None:
     """5,000 of 20 times 1,000 and 5,000: a fifth."""
-    control = CapacityCorrection(0.0)
+    correction = CapacityCorrection(0.0)
     for _ in range(WINDOW_TURNS_COUNT):
-        control.turn_ended(1000, 1000, inf)
-    control.preempted(5000)
-    control.step(10.0, active_count=1, wanted=True)
-    assert control.ratio == pytest.approx(0.9)
+        correction.turn_ended(1000, 1000, inf)
+    correction.preempted(5000)
+    correction.step(10.0, active_count=1, wanted=True)
+    assert correction.ratio == pytest.approx(0.9)
 
 
 @given(st.lists(st.tuples(st.integers(0, 20_000), st.integers(0, 30_000), st.booleans()), max_size=150))
 def test_the_ratio_stays_within_its_limits(windows: list[tuple[int, int, bool]]) -> None:
     """Whatever is expected and cached, and though more is cached than expected."""
-    control = CapacityCorrection(0.0)
+    correction = CapacityCorrection(0.0)
     for number, (expected_tokens, cached_tokens, wanted) in enumerate(windows):
         for _ in range(WINDOW_TURNS_COUNT):
-            control.turn_ended(expected_tokens, cached_tokens, inf)
-        before = control.ratio
-        changed = control.step(10.0 * (number + 1), active_count=1, wanted=wanted)
-        assert LOWEST_RATIO <= control.ratio <= HIGHEST_RATIO
-        assert changed == (control.ratio != before)
+            correction.turn_ended(expected_tokens, cached_tokens, inf)
+        before = correction.ratio
+        changed = correction.step(10.0 * (number + 1), active_count=1, wanted=wanted)
+        assert LOWEST_RATIO <= correction.ratio <= HIGHEST_RATIO
+        assert changed == (correction.ratio != before)
 
 
 def test_an_engine_whose_counters_stay_away_is_not_remembered_for_ever() -> None:

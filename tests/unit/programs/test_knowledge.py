@@ -35,7 +35,7 @@ def driver_with(capacity_tokens: int | None = 100_000, **rules: object) -> Drive
 
 
 def seen(driver: Driver, name: str) -> tuple[float, float, float]:
-    """Of a tool: how many returned, how many were let go, and its rate at the begin."""
+    """Of a tool: how many returned, how many were paused, and its rate at the begin."""
     table = driver.scheduler.knowledge.tool_times._by_name.get(name)
     return (sum(table.returned), sum(table.away), table.count) if table is not None else (0.0, 0.0, 0.0)
 
@@ -103,7 +103,7 @@ def test_a_program_that_ends_in_a_turn_tells_of_no_tool() -> None:
     assert seen(driver, "ls") == (1, 0, 1)
 
 
-def test_a_program_that_is_let_go_and_comes_back_counts_once() -> None:
+def test_a_program_that_is_paused_and_comes_back_counts_once() -> None:
     """First as one that was away until then, in the end as one that returned."""
     driver = driver_with()
     driver.takes_turn("a", 100, tool="ls")
@@ -117,7 +117,7 @@ def test_a_program_that_is_let_go_and_comes_back_counts_once() -> None:
     assert driver.program("a").away_s == pytest.approx(7.0)
 
 
-def test_a_program_that_is_let_go_and_ends_was_away_until_it_was_let_go() -> None:
+def test_a_program_that_is_paused_and_ends_was_away_until_it_was_paused() -> None:
     """It is not counted a second time."""
     driver = driver_with()
     driver.takes_turn("a", 100, tool="ls")

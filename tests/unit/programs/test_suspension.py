@@ -390,23 +390,23 @@ def test_a_flush_forgets_what_lay_there_and_nothing_else() -> None:
     driver.finishes(running, 50)
 
 
-@pytest.mark.parametrize("disturbs", ["pause", "flush", "nothing"])
-def test_a_turn_that_was_disturbed_teaches_nothing_but_its_size(disturbs: str) -> None:
+@pytest.mark.parametrize("cause", ["pause", "flush", "nothing"])
+def test_an_unrepresentative_turn_teaches_nothing_but_its_size(cause: str) -> None:
     """Neither its time nor its hits are the engine's usual ones, and what comes after it may be no tool."""
     driver = Driver(settings=LIMITS)
     first = driver.arrives("a", 1000)
     driver.passes(1.0)
-    if disturbs == "pause":
+    if cause == "pause":
         driver.suspends()
         driver.ticks(600.0)
         driver.goes_on()
-    elif disturbs == "flush":
+    elif cause == "flush":
         driver.is_flushed()
     driver.finishes(first, 1000, 100, 0, tool="make")
     speed_s = driver.scheduler.knowledge.prefill_speed.token_s
     assert driver.program("a").context_tokens == 1100
-    assert driver.program("a").tool_runs == (disturbs == "nothing")
-    assert (speed_s == 5e-5) == (disturbs != "nothing")
+    assert driver.program("a").tool_runs == (cause == "nothing")
+    assert (speed_s == 5e-5) == (cause != "nothing")
 
 
 # --- Pinned turns

@@ -1,4 +1,4 @@
-"""How long tools run: life tables against a computation by hand, and when to let go."""
+"""How long tools run: life tables against a computation by hand, and when to pause."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from thunderagent.programs.learned.tool_times import (
 STARTS_S = (0.0, *EDGES_S)
 LENGTHS_S = [end - start for start, end in zip(STARTS_S, EDGES_S, strict=False)] + [EDGES_S[-1]]
 Seen = tuple[str, float, bool]
-"""The name of a tool, for how long it ran, and whether it was let go then instead of coming back."""
+"""The name of a tool, for how long it ran, and whether it was paused then instead of coming back."""
 
 SEEN = st.lists(st.tuples(st.sampled_from(["a", "b"]), st.floats(0, 6000), st.booleans()), max_size=40)
 
@@ -78,7 +78,7 @@ def test_the_return_rate_is_what_the_theory_says(seen: list[Seen]) -> None:
 
 
 def test_three_returns_and_one_censored_by_hand() -> None:
-    """Two back and one let go in the first 50 ms, one back in the next 21: G(0) is 16.6 a second."""
+    """Two back and one paused in the first 50 ms, one back in the next 21: G(0) is 16.6 a second."""
     times = learned([("t", 0.01, False), ("t", 0.02, False), ("t", 0.03, True), ("t", 0.06, False)])
     all_first, all_second = (2 + 2 * 0.22) / (1 + 2 + 0.5 + 2), (1 + 2 * 0.22) / (1 + 2)
     first, second = (2 + 8 * all_first) / (1 + 2 + 0.5 + 8), (1 + 8 * all_second) / (1 + 8)
@@ -89,7 +89,7 @@ def test_three_returns_and_one_censored_by_hand() -> None:
 
 
 def test_who_is_censored_says_nothing_of_later() -> None:
-    """A hundred that were let go after a second change nothing for those who are away for five."""
+    """A hundred that were paused after a second change nothing for those who are away for five."""
     few = [("t", 10.0, False)] * 50
     assert learned(few).return_rate_per_s("t", 5.0) == learned([*few, *[("t", 1.0, True)] * 100]).return_rate_per_s(
         "t", 5.0
@@ -105,7 +105,7 @@ def test_who_is_censored_was_at_risk_until_then() -> None:
 
 
 def test_who_comes_back_late_counts_as_if_never_censored() -> None:
-    """Let go after 2 s and back after 70: the same as a return after 70 s."""
+    """Paused after 2 s and back after 70: the same as a return after 70 s."""
     late, plain = ToolTimes(), ToolTimes()
     for _ in range(5):
         late.censored("t", 2.0)

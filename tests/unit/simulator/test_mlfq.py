@@ -147,8 +147,8 @@ def test_retained_blocks_wait_for_the_next_turn() -> None:
         engine.submit(EngineRequest("second", tokens(0, 44), [9], retain_id=retain), 0.0)
         assert finish(engine)[-1].finished[0].cached_tokens == cached
         assert engine.stats.used_block_count == (11 if retain else 0)
-        engine.let_go("p")
-        engine.let_go("nobody")
+        engine.drop_retained("p")
+        engine.drop_retained("nobody")
         assert engine.stats.used_block_count == 0
 
 
@@ -189,8 +189,8 @@ class AnyUseThatRetains(AnyUse):
         self.live.add(name)
 
     @rule(name=st.sampled_from(["p", "q", "r"]))
-    def let_go(self, name: str) -> None:
-        self.engine.let_go(name)
+    def drop_retained(self, name: str) -> None:
+        self.engine.drop_retained(name)
 
     @rule()
     def retract(self) -> None:
@@ -200,8 +200,8 @@ class AnyUseThatRetains(AnyUse):
 
     def teardown(self) -> None:
         finish(self.engine)
-        self.engine.let_go("p")
-        self.engine.let_go("q")
+        self.engine.drop_retained("p")
+        self.engine.drop_retained("q")
         super().teardown()
 
 

@@ -214,7 +214,7 @@ class Account:
 
     @property
     def marked_tokens(self) -> int:
-        """Part of `reasoning_tokens` that goes when turns in flight end."""
+        """Part of `reasoning_tokens` that is given back when turns in flight end."""
         return self.leaving.tokens
 
     @property

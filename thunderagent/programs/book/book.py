@@ -73,8 +73,8 @@ class Book:
         """Who must be admitted first, with its next turn."""
         self.idle = Place(Kind.AWAY)
         """Who gave its claim up at the idle limit, or has nothing that could be restored."""
-        self.bound = Place(Kind.AWAY)
-        """Who goes to a certain replica with its next turn."""
+        self.destined = Place(Kind.AWAY)
+        """Who is to be active on a certain replica from its next turn on."""
         self.asking = Place(Kind.ASKING)
         self.ended = Place(Kind.ENDED)
 
@@ -160,8 +160,8 @@ class Book:
         self.changes(replica)
         gone = acting.take_until(most_tokens, least_count, now_s, self.prefixes)
         resting = [each for each in gone if each.destination is None and each.routed_to is None]
-        bound = [] if len(resting) == len(gone) else [each for each in gone if each not in resting]
-        for place, programs in ((self.queue.resting, resting), (self.bound, bound)):
+        destined = [] if len(resting) == len(gone) else [each for each in gone if each not in resting]
+        for place, programs in ((self.queue.resting, resting), (self.destined, destined)):
             place.enter_all(programs, now_s)
             for program in programs:
                 program.place = place
@@ -185,6 +185,11 @@ class Book:
         place.resize(program, claim_tokens, growth_tokens, now_s)
         if self._shares is not None and place.claims and program.claim_tokens != claim_tokens:
             self._shares.claims(program.tenant, program.claim_tokens - claim_tokens)
+
+    def enter_anew(self, program: Program) -> None:
+        """Put a program at the end of its equals where it stands."""
+        program.place.leave(program, self.now_s)
+        program.place.enter(program, self.now_s)
 
     def act_anew(self, program: Program, since_s: float, hold_until_s: float, *, hint_keeps: bool = False) -> None:
         """Take in since when a program's tool runs, and until when, by a hint or not, its claim is worth holding."""
@@ -218,7 +223,7 @@ class Book:
         if not place.admitted:
             return self.dismissed
         if program.destination is not None or program.routed_to is not None:
-            return self.bound
+            return self.destined
         return self.queue.resting
 
     def changes(self, replica: Replica) -> Account:

@@ -31,7 +31,7 @@ class WaitingSet(Protocol):
         """Take one out if it is in."""
 
     def first(self) -> Program | None:
-        """Return who goes first."""
+        """Return who is first."""
 
     def lowest(self, count: int, /) -> list[Program]:
         """Return the first `count`."""
@@ -82,7 +82,7 @@ class QueuePlace(Place):
             self.order.add(program, (program.priority, self._rank_of(program)))
 
     def leave(self, program: Program, now_s: float) -> None:  # noqa: ARG002
-        """Let a program go that is here."""
+        """Take a program out that is here."""
         self.count -= 1
         self.tokens -= program.claim_tokens
         self.order.discard(program)
@@ -100,9 +100,9 @@ class PausedQueue:
     not see it (`routed`).
 
     All that wait for room are in one order, wherever they stand: nobody takes the room of a replica for which somebody
-    waits that goes before it (`first_routed_before`), routed there or not, newcomers among them; and who is routed goes
-    after those that may go anywhere and come before it (`comes_before_all_waiting`). Of equal ranks goes first who
-    waits for longer. So whoever waits is passed only by those that its policy would have go first anyway.
+    waits that comes before it (`first_routed_before`), routed there or not, newcomers among them; and who is routed
+    comes after those that may go anywhere and come before it (`comes_before_all_waiting`). Of equal ranks comes first
+    who waits for longer. So whoever waits is passed only by those that its policy would put first anyway.
     """
 
     __slots__ = ("_rank", "_shares", "resting", "routed", "unadmitted", "waiting")
@@ -110,7 +110,7 @@ class PausedQueue:
     def __init__(self, rank: RankOf, unadmitted_rank: RankOf | None = None, shares: TenantShares | None = None) -> None:
         """Begin empty; `rank` is the policy's: lower is restored sooner. `unadmitted_rank` is that of admission.
 
-        With `shares` both are only among the programs of each tenant, and the tenant that had least goes first.
+        With `shares` both are only among the programs of each tenant, and the tenant that had least comes first.
         """
         self._rank = rank
         self._shares = shares
@@ -165,13 +165,13 @@ class PausedQueue:
             yield from place.order
 
     def first_waiting(self, count: int) -> list[Program]:
-        """Return the first `count` of all with a turn in the order in which they may go, those not admitted last."""
+        """Return the first `count` of all with a turn in their order, those not admitted last."""
         orders = (self.waiting.order, *(place.order for place in self.routed.values()))
         first = list(islice(merge(*(each.lowest(count) for each in orders), key=self._by_order), count))
         return first + self.unadmitted.order.lowest(count - len(first))
 
     def ahead_count(self, program: Program) -> int:
-        """Return how many go before a program with a turn, where it waits. Costs O(n log n): for reports."""
+        """Return how many come before a program with a turn, where it waits. Costs O(n log n): for reports."""
         routed = program.place.kind is Kind.WAITING and program.routed_to in self.routed
         if routed:
             return list(self.routed[program.routed_to or ""].order).index(program)
@@ -210,9 +210,9 @@ class PausedQueue:
         return self._by(program) < self._by(first)
 
     def first_routed_before(self, program: Program, replica_id: str) -> Program | None:
-        """Return the first of those that wait for a replica alone, if it goes before a program; None if nobody does.
+        """Return the first of those that wait for a replica alone, if it comes before a program; None if nobody does.
 
-        Before one whose tool runs go all that have a turn.
+        Before one whose tool runs come all that have a turn.
         """
         place = self.routed.get(replica_id)
         first = None if place is None else place.order.first()
@@ -221,7 +221,7 @@ class PausedQueue:
         return first if not program.held or self._goes_before(first, program) else None
 
     def first_routed(self, replica_ids: Iterable[str]) -> Program | None:
-        """Return who goes first of those that wait for one of these replicas alone."""
+        """Return who is first of those that wait for one of these replicas alone."""
         heads = [place.order.first() for replica_id in replica_ids if (place := self.routed.get(replica_id))]
         return min((head for head in heads if head is not None), key=self._by_order, default=None)
 
@@ -230,7 +230,7 @@ class PausedQueue:
         return cmp_to_key(lambda one, other: -1 if self._goes_before(one, other) else 1)
 
     def _goes_before(self, one: Program, other: Program) -> bool:
-        """Say which of two with a turn goes first, wherever they wait."""
+        """Say which of two with a turn comes first, wherever they wait."""
         if self._shares is not None and one.tenant != other.tenant:
             one_token_s, other_token_s = map(self._shares.level_token_s, (one.tenant, other.tenant))
             if one_token_s != other_token_s:

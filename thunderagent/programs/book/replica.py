@@ -46,7 +46,7 @@ class ReplicaPlace(Place):
             self.rank(program)
 
     def leave(self, program: Program, now_s: float) -> None:  # noqa: ARG002
-        """Let a program go that is here."""
+        """Take a program out that is here."""
         account, tokens = self._account, program.claim_tokens
         self.count -= 1
         self.tokens -= tokens
@@ -128,7 +128,7 @@ class ActingPlace(ReplicaPlace):
             self.hint_tokens += program.claim_tokens
 
     def leave(self, program: Program, now_s: float) -> None:
-        """Let a program go that is here."""
+        """Take a program out that is here."""
         super().leave(program, now_s)
         if self._account.decayed is not None:
             self._account.decayed.remove(program.claim_tokens, program.acting_since_s, now_s)
@@ -153,9 +153,9 @@ class ActingPlace(ReplicaPlace):
         return claimed_tokens - account.leaving.tokens
 
     def take_until(self, most_tokens: float, least_count: int, now_s: float, prefixes: SharedPrefixes) -> list[Program]:
-        """Let programs go until at most `most_tokens` are claimed here by others than those that leave; return them.
+        """Take programs out until at most `most_tokens` are claimed here by others than those that leave; return them.
 
-        First go those that are held for too long, the longest first, then by rank, while more than `least_count` are
+        First are those that are held for too long, the longest first, then by rank, while more than `least_count` are
         active. What is not summed for each of them is summed once.
         """
         account, decayed, order, expiring = self._account, self._account.decayed, self.order, self.expiring

@@ -9,11 +9,11 @@ from thunderagent.programs.book.replica import Replica
 from thunderagent.programs.core import Core
 from thunderagent.programs.handlers.lives import Lives
 from thunderagent.programs.model.decisions import Hold, Reason, Reject
-from thunderagent.programs.model.events import Media, PinnedTurnArrived, TurnArrived
+from thunderagent.programs.model.events import Media, PinnedTurnArrived, PrefixCut, TurnAdopted, TurnArrived
 from thunderagent.programs.model.places import Kind
 from thunderagent.programs.model.policy import Moment
 from thunderagent.programs.model.program import Program
-from thunderagent.programs.model.turn import MAIN_BRANCH, Turn
+from thunderagent.programs.model.turn import MAIN_BRANCH, Branch, Turn
 
 
 class Arrivals:
@@ -34,7 +34,11 @@ class Arrivals:
 
     def handlers(self) -> dict[type[Any], Callable[[Any], None]]:
         """Return what takes in each event."""
-        return {TurnArrived: self._turn_arrived, PinnedTurnArrived: self._pinned_turn_arrived}
+        return {
+            TurnArrived: self._turn_arrived,
+            PinnedTurnArrived: self._pinned_turn_arrived,
+            TurnAdopted: self._turn_adopted,
+        }
 
     def _turn_arrived(self, event: TurnArrived) -> None:
         turns, turn_ends = self._core.book.turns, self._core.turn_ends
@@ -56,7 +60,9 @@ class Arrivals:
             return False
         return program.marked or self._core.placing.can_avoid(program, event.avoid_replica_id)
 
-    def _turn_of_program_arrived(self, event: TurnArrived, program_id: str, earlier: Turn | None) -> None:
+    def _turn_of_program_arrived(
+        self, event: TurnArrived, program_id: str, earlier: Turn | None, runs_on: Replica | None = None
+    ) -> None:
         core, book, lives = self._core, self._core.book, self._lives
         program = book.programs.get(program_id)
         if program is None:
@@ -79,16 +85,22 @@ class Arrivals:
         if core.routing.routes:
             core.routing.send(program)
         turn = self._new_turn(event, program, earlier)
-        tokens_per_byte_ratio = core.knowledge.tokens_per_byte_ratio
-        turn.prompt_tokens = program.estimate_prompt_tokens(turn, tokens_per_byte_ratio)
+        turn.prompt_tokens = program.estimate_prompt_tokens(turn, core.knowledge.tokens_per_byte_ratio)
         book.turns[turn.turn_id] = turn
         branch = program.branch_of(turn, event.parent_branch_id)
         if event.prefix and core.claim_rules.share_prefixes:
-            grown = book.prefixes.set_prefix(program, branch, event.prefix, tokens_per_byte_ratio)
-            for replica_id, tokens in grown.items():
-                if tokens:
-                    book.touch(book.replicas[replica_id]).share(tokens)
-        self._place_turn(program, turn, earlier)
+            self._share(program, branch, event.prefix)
+        if runs_on is None:
+            self._place_turn(program, turn, earlier)
+        else:
+            self._count_where_it_runs(program, turn, runs_on)
+
+    def _share(self, program: Program, branch: Branch, prefix: tuple[PrefixCut, ...]) -> None:
+        """Note what of a prompt others may have, too."""
+        book, ratio = self._core.book, self._core.knowledge.tokens_per_byte_ratio
+        for replica_id, tokens in book.prefixes.set_prefix(program, branch, prefix, ratio).items():
+            if tokens:
+                book.touch(book.replicas[replica_id]).share(tokens)
 
     def _new_turn(self, event: TurnArrived, program: Program, earlier: Turn | None) -> Turn:
         """Return the turn that arrived, with the age of the attempt that it takes the place of."""
@@ -254,12 +266,50 @@ class Arrivals:
         self._core.book.note_residency(program, replica)
         self._core.leases.grant(program, turn, Reason.HOME)
 
+    # --- turns that run already -------------------------------------------------------------------------------------
+
+    def _turn_adopted(self, event: TurnAdopted) -> None:
+        """Count a turn where it runs; as nobody's, if its program is elsewhere by now, or may not be opened."""
+        book, lives, arrived = self._core.book, self._lives, event.arrived
+        replica, program_id = book.replicas.get(event.replica_id), arrived.program_id
+        if event.turn_id in book.turns or replica is None or not replica.grants:
+            return
+        program = book.programs.get(program_id) if program_id is not None else None
+        is_elsewhere = program is not None and program.place.active and program.replica_id != event.replica_id
+        may_open = program is not None or (program_id not in lives.hopeless_ids and lives.has_place(arrived.tenant))
+        if program_id is None or is_elsewhere or not may_open:
+            self._place_anonymous(self._anonymous(arrived), [replica])
+        else:
+            self._turn_of_program_arrived(arrived, program_id, None, replica)
+
+    def _count_where_it_runs(self, program: Program, turn: Turn, replica: Replica) -> None:
+        """Put a turn in flight on a replica, and its program with it, whether there is room or not."""
+        book, place = self._core.book, program.place
+        if place.active and place.kind is not Kind.ACTING:
+            self._grant_beside(program, turn)
+            return
+        self._core.limits.turn_came(program)
+        if place.active:
+            program.in_flight[turn.turn_id] = turn
+            self._grant_at_home(program, turn, replica, Reason.HOME, resized=True)
+            return
+        program.held[turn.turn_id] = turn
+        if place.kind is not Kind.WAITING:
+            book.move(program, book.asking)
+        book.resize(program)
+        book.ledger.wait_begins(turn.arrived_s)
+        self._core.restore(program, replica, Reason.HOME)
+
     # --- turns without a program ------------------------------------------------------------------------------------
 
-    def _anonymous_turn_arrived(self, event: TurnArrived) -> None:
+    def _anonymous(self, event: TurnArrived | PinnedTurnArrived) -> Turn:
         turn = Turn(event.turn_id, None, MAIN_BRANCH, event.prompt_bytes, self._core.book.now_s)
         if event.media:
             self._measure_media(turn, event.media)
+        return turn
+
+    def _anonymous_turn_arrived(self, event: TurnArrived) -> None:
+        turn = self._anonymous(event)
         wanted = self._core.book.replicas.get(event.wanted_replica_id or "")
         if wanted is not None and wanted.open_to_programs:
             turn.pinned_replica_id = wanted.replica_id
@@ -272,9 +322,7 @@ class Arrivals:
         if replica is None or not replica.up:
             self._core.book.decisions.append(Reject(event.turn_id, None, Reason.NO_REPLICA))
             return
-        turn = Turn(event.turn_id, None, MAIN_BRANCH, event.prompt_bytes, self._core.book.now_s)
-        if event.media:
-            self._measure_media(turn, event.media)
+        turn = self._anonymous(event)
         turn.pinned_replica_id = event.replica_id
         self._place_anonymous(turn, [] if replica.suspended_for else [replica])
 

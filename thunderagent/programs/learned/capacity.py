@@ -19,8 +19,8 @@ the window's first reading came, and its first token was seen before the last on
 for any other turn only adds to the count. So a loss that the window shows is a loss. One that it does not show may be
 there all the same: before more is tried, what others may have found is taken off. A window that shows neither goes on.
 
-**Idleness.** A control that believes noise must undo itself. An engine that is without a turn while turns wait for room
-has its memory kept for nothing: then what was taken from the capacity comes back, in proportion to that time.
+**Idleness.** A correction that believes noise must undo itself. An engine that is without a turn while turns wait for
+room has its memory kept for nothing: then what was taken from the capacity comes back, in proportion to that time.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ client may have made its usage up, or filled its bodies up with what is no promp
 LEARNING_RATIO = 0.05
 """Weight of the newest turn in the learned tokens per byte of programs that are seen for the first time."""
 
-UNKNOWN_GROWTH_RATIO = 3.0
+UNKNOWN_GROWTH_RATIO = 1.0
 """Until some programs ended, one is expected to become larger than its first prompt by so much of it."""
 
 LEAST_IDLE_LIMIT_S = 300.0
@@ -270,7 +270,7 @@ class Knowledge:
         self.tools_running_count -= 1
 
     def tools_censored(self, programs: Sequence[Program], now_s: float) -> None:
-        """Learn that programs, whose claims go, are not back yet."""
+        """Learn that programs, whose claims are taken, are not back yet."""
         for program in programs:
             if program.tool_runs and program.censored_after_s is None:
                 program.censored_after_s = now_s - program.acting_since_s

@@ -4,11 +4,11 @@ Theory of operation
 ===================
 When a turn ends nobody knows how long the tool will run; but tools of one name are alike. For each name, and for all
 together, a life table on a logarithmic scale counts how many programs were *at risk* of coming back in each interval
-and how many *returned* in it (Kaplan and Meier: a program that is let go, or ends, before it returns was at risk until
+and how many *returned* in it (Kaplan and Meier: a program that is paused, or ends, before it returns was at risk until
 then, and says nothing of later). A name that was seen seldom is drawn towards all tools together, and these towards a
 heavy-tailed guess.
 
-Holding c tokens for t seconds costs c·t of memory; letting them go costs their recomputation, which is worth holding
+Holding c tokens for t seconds costs c·t of memory; pausing costs their recomputation, which is worth holding
 them for some threshold of T seconds, the same for every size, because recomputation is linear in tokens, too. Whoever
 holds on until time u, or the return if that is sooner, pays E[min(return, u)] and saves T·P(return <= u). The best u of
 all gives the *return rate*
@@ -152,7 +152,7 @@ class ToolTimes:
             table.add(table.away, interval_id, 1.0)
 
     def came_back_late(self, name: str, censored_after_s: float, away_s: float) -> None:
-        """Learn that a program that was let go came back in the end: `censored` was not the last of it."""
+        """Learn that a program that was paused came back in the end: `censored` was not the last of it."""
         censored_id, interval_id = bisect_right(EDGES_S, censored_after_s), bisect_right(EDGES_S, away_s)
         for table in (self._all, self._table(name)):
             table.add(table.away, censored_id, -1.0)

@@ -171,7 +171,7 @@ class Release:
 
 @dataclass(slots=True)
 class SetPriority:
-    """The program goes before those with a higher number, in the paused queue and in engines.
+    """The program comes before those with a higher number, in the paused queue and in engines.
 
     With a `replica_id`, in the engine of that replica alone.
     """

@@ -96,6 +96,19 @@ class PinnedTurnArrived:
 
 
 @dataclass(slots=True)
+class TurnAdopted:
+    """A turn, as it `arrived`, runs on a replica already, by a lease of another scheduler, which is no longer there.
+
+    It counts there whether there is room or not; nothing happens if that replica grants nothing now.
+    """
+
+    now_s: float
+    turn_id: int
+    replica_id: str
+    arrived: TurnArrived
+
+
+@dataclass(slots=True)
 class TurnUnverified:
     """Of a turn with a lease nobody but a stranger will tell how it went: its sizes teach of its own program alone."""
 
@@ -292,6 +305,7 @@ Event = (
     ProgramOpened
     | TurnArrived
     | PinnedTurnArrived
+    | TurnAdopted
     | TurnUnverified
     | TurnStarted
     | TurnProgressed

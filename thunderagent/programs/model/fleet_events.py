@@ -154,7 +154,7 @@ class RouteSet:
 
 @dataclass(slots=True)
 class PrioritySet:
-    """An operator gives a program a priority, lower goes first; with a `replica_id` in that engine alone."""
+    """An operator gives a program a priority, lower comes first; with a `replica_id` in that engine alone."""
 
     now_s: float
     program_id: str

@@ -122,7 +122,7 @@ class Place:
         self.tokens += sum([program.claim_tokens for program in programs])
 
     def leave(self, program: Program, now_s: float) -> None:  # noqa: ARG002
-        """Let a program go that is here."""
+        """Take a program out that is here."""
         self.count -= 1
         self.tokens -= program.claim_tokens
 

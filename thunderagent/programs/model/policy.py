@@ -20,7 +20,7 @@ while a program stays in its phase. When a tool begins the policy says for how l
 
 Programs that a route binds to one replica wait where `first_waiting` and its like do not see them: the scheduler asks
 `place` for the first of them, with their replica as the only candidate, before it asks to balance. For nobody to starve
-there, a policy lets no program have the room of a replica for which one waits that goes before it, neither a newcomer
+there, a policy lets no program have the room of a replica for which one waits that comes before it, neither a newcomer
 nor one that waits as well: it leaves the replica out (`without_routed_before`), or lets pass for a bounded time.
 
 A policy that has an active program go on where it is, whenever its replica grants, may say `stays_home = True`: then it
@@ -127,14 +127,14 @@ class Admission(Protocol):
         """The word for it."""
 
     def rank(self, program: ProgramView) -> Rank:
-        """Rank a program among those that wait outside: `view.first_unadmitted` is the lowest."""
+        """Rank a program among those that wait unadmitted: `view.first_unadmitted` is the lowest."""
 
     def next(self, view: View, moment: Moment) -> ProgramView | None:
-        """Return who of those outside is admitted now, or None; asked again after each that was."""
+        """Return who of those unadmitted is admitted now, or None; asked again after each that was."""
 
 
 class Order(Protocol):
-    """Who goes first when there is room."""
+    """Who is restored first when there is room."""
 
     @property
     def name(self) -> str:
@@ -145,7 +145,7 @@ class Order(Protocol):
 
 
 class Victims(Protocol):
-    """Who goes first when there is none."""
+    """Who is paused first when there is none."""
 
     @property
     def name(self) -> str:

@@ -148,7 +148,7 @@ class Program:
         self.tenant = ""
         self.program_class = ""
         self.priority = 0
-        """As it was told: lower goes first, in the paused queue and in an engine, before what the policy says."""
+        """As it was told: lower comes first, in the paused queue and in an engine, before what the policy says."""
         self.priority_by_replica: dict[str, int] | None = None
         """The same for the engine of one replica alone."""
         self.route: Route | None = None
@@ -283,7 +283,7 @@ class Program:
         """Return what the program claims now: of each branch the longest chain, and what its turns have generated.
 
         Turns of one branch share their prefix, so only the longest prompt of a branch counts. Held turns beside those
-        in flight count, too: they are granted together or go together. Cost: O(turns with us + branches).
+        in flight count, too: they are granted together or taken together. Cost: O(turns with us + branches).
         """
         output_tokens = 0
         if len(self.branches) == 1:

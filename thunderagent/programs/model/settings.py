@@ -31,7 +31,7 @@ class SchedulerSettings:
     tenant_max_programs_count: int = 50_000
     """The same for each tenant."""
     fair_tenants: bool = False
-    """Whether who waits goes by what its tenant had (`tenants.py`)."""
+    """Whether who waits is ordered by what its tenant had (`tenants.py`)."""
     tenant_weight_ratios: Mapping[str, float] = field(default_factory=dict)
     """How much more than others some may have; 1 for those that are not named."""
     judge_fail_count: int = 10

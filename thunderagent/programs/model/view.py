@@ -95,7 +95,7 @@ class View(Protocol):
     def comes_before_all_waiting(self, program: ProgramView) -> bool:
         """Say whether `program` would be the first to be restored among those with a turn that may go anywhere.
 
-        If its route binds it to a replica: among those, and those that are bound to the same one.
+        If its route sends it to a replica: among those, and those that are routed to the same one.
         """
 
     @property
@@ -103,7 +103,7 @@ class View(Protocol):
         """Programs that wait for room on one replica alone."""
 
     def first_routed_before(self, program: ProgramView, replica: ReplicaView) -> ProgramView | None:
-        """Return the first of those that wait for that replica alone, if it goes before `program`; else None."""
+        """Return the first of those that wait for that replica alone, if it comes before `program`; else None."""
 
     def claim_tokens_on(self, program: ProgramView, replica: ReplicaView) -> int:
         """Return what a paused program would add to the demand there: less than its claim if prefixes are shared."""
@@ -161,7 +161,8 @@ class View(Protocol):
     def newly_waiting(self) -> Sequence[ProgramView]:
         """Return who began to wait since the global policy was asked last, once each, who came first first.
 
-        At most `control.NEWLY_WAITING_COUNT`: of the others it hears when it is asked the next times. Only for it.
+        At most `global_policy.NEWLY_WAITING_COUNT`: of the others it hears when it is asked the next times. Only for
+        it.
         """
 
     def first_to_pause_few(self, replica: ReplicaView, count: int) -> Sequence[ProgramView]:
@@ -212,7 +213,7 @@ class View(Protocol):
     def propose_pause_until(self, replica: ReplicaView, tokens: float, reason: Reason, least_count: int = 0) -> None:
         """Pause acting programs there, in one batch, until at most `tokens` are claimed by others than marked programs.
 
-        First go those that are held for longer than is worth it, then by pause rank, while more than `least_count` are
+        First are those that are held for longer than is worth it, then by pause rank, while more than `least_count` are
         active. Acting ones are weighed where their claims fade.
         """
 
@@ -223,7 +224,7 @@ class View(Protocol):
         """Take a mark back: the program keeps its claim when its turn ends."""
 
     def propose_dismiss(self, program: ProgramView, reason: Reason) -> bool:
-        """Have an admitted program without a turn in flight wait outside from its next turn on; it loses its claim."""
+        """Have a program without a turn in flight wait unadmitted from its next turn on; it loses its claim."""
 
     def propose_restore(self, program: ProgramView, replica: ReplicaView, reason: Reason) -> bool:
         """Give a paused program a claim on that replica, and grant its held turns."""

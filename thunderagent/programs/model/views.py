@@ -35,7 +35,7 @@ class ProgramView(Protocol):
 
     @property
     def priority(self) -> int:
-        """As it was told: lower goes first; 0 if nothing was said."""
+        """As it was told: lower comes first; 0 if nothing was said."""
 
     @property
     def routed_to(self) -> str | None:
@@ -135,7 +135,7 @@ class AccountView(Protocol):
 
     @property
     def marked_tokens(self) -> int:
-        """Part of these that goes when the turns in flight end."""
+        """Part of these that is given back when the turns in flight end."""
 
     @property
     def growth_tokens(self) -> int:

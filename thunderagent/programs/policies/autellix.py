@@ -52,7 +52,7 @@ class Autellix:
         return program.opened_s
 
     def restore_rank(self, program: ProgramView) -> float:
-        """Return PLAS' order: after an outage, who got least goes first."""
+        """Return PLAS' order: after an outage, who got least comes first."""
         return self.priority.restore_rank(program)
 
     def hold_s(self, view: View, program: ProgramView) -> float:
@@ -67,6 +67,6 @@ class Autellix:
         return Placement(least_loaded(candidates), Reason.POLICY)
 
     def balance(self, view: View, moment: Moment) -> None:
-        """Let go whoever waited for a replica to come back."""
+        """Restore whoever waited for a replica to come back."""
         if moment is Moment.REPLICAS_CHANGED:
             restore_waiting(view, self)

@@ -5,36 +5,36 @@ Theory of operation
 A replica's memory is claimed by programs: each claims its context and what its next turn is expected to add, and what
 the prompts of several have in common is claimed once (`ClaimRules`). Four rules say who may claim it:
 
-**Hold or let go.** When a tool begins, its program keeps its claim: the next turn finds its history. Holding costs
-memory; letting go costs to compute the history again. Both grow with its size, so that the break-even is a time, the
+**Hold or pause.** When a tool begins, its program keeps its claim: the next turn finds its history. Holding costs
+memory; pausing costs to compute the history again. Both grow with its size, so that the break-even is a time, the
 same for all on a replica: β·C, the time in which it could prefill its whole memory (β seconds a token, C tokens), times
 `hold_ratio`. How long a tool will run is not known, only how long tools of its name ran so far; so a program is held
 until its tool's rate of return falls under one in that time (`tool_times.py`). After that it is *expired*: its claim
-goes as soon as the first in the queue needs the room, and not before. What a client says of its next turn takes the
+is taken as soon as the first in the queue needs the room, and not before. What a client says of its next turn takes the
 place of that guess, for the break-even time at most, and for at most `hint_ratio` of a replica (`hints.py`).
 
-**Admission by age.** Whoever was there first goes first, on every event that frees room. That bounds waiting without a
-timer: nobody waits for more than what those before it take. If the first does not fit anywhere, newcomers and the
-`pass_count` behind it may pass, those whose history still lies in memory before others; but once the first has waited
-for `wait_ratio` of the median time that programs take in all, the replica with most room takes nobody else in until it
-fits. Who waits for one replica, because a route binds it there, may be passed on that replica as long, by whomever;
-then it takes nobody else in.
+**Admission by age.** Whoever was there first is restored first, on every event that frees room. That bounds waiting
+without a timer: nobody waits for more than what those before it take. If the first does not fit anywhere, newcomers and
+the `pass_count` behind it may pass, those whose history still lies in memory before others; but once the first has
+waited for `wait_ratio` of the median time that programs take in all, the replica with most room takes nobody else in
+until it fits. Who waits for one replica, because a route binds it there, may be passed on that replica as long, by
+whomever; then it takes nobody else in.
 
 **Room to grow.** Programs are small when they come. One that comes for the first time needs room not only for itself,
 but for what it and all others on the replica will grow by while it would pay to have let it in: to pause it too soon
 costs more than to leave memory empty until then. `foresight_ratio` scales that time, and nobody is expected to grow
 beyond the mean size of programs. That holds where memory is short: where all that are in or wait would fit, each of the
-mean size, a newcomer that fits goes at once, for not all of them are large at a time. Up to `low_ratio` of the capacity
-programs are let in; only above `high_ratio` they are paused: first those who expired, then the youngest acting, at last
-the youngest with a turn in flight, which is marked, and unmarked if there is room again before that ends. The last
-unfinished member of a group goes last, because the whole group waits for it.
+mean size, a newcomer that fits is let in at once, for not all of them are large at a time. Up to `low_ratio` of the
+capacity programs are let in; only above `high_ratio` they are paused: first those who expired, then the youngest
+acting, at last the youngest with a turn in flight, which is marked, and unmarked if there is room again before that
+ends. The last unfinished member of a group is paused last, because the whole group waits for it.
 
 **Home.** A program goes back to the replica where its history lies, if there is room; if not, it waits there for as
 long as to compute the history again would take (times `home_wait_ratio`), and then goes where most room is. New ones go
 where most room is.
 
-Where memory is not short none of this does anything: every turn goes at once. A program that is larger than every
-replica goes at once, too, and so does one that would be alone on a replica: what the engine can do with it is the
+Where memory is not short none of this does anything: every turn is granted at once. A program that is larger than every
+replica is let in at once, too, and so does one that would be alone on a replica: what the engine can do with it is the
 engine's to say. A replica whose capacity is not known has room for everyone.
 """
 

@@ -13,8 +13,8 @@ A policy (`model/policy.py`) says who may hold memory where. Some of its questio
 - **control**: once in a period, what of all this should be changed by the operations of `operations.py`: which
   programs go where, which come first, which move, which replicas are started and ended. It is asked on a tick, after
   the policy balanced; what it changes holds for every event that follows, and it is off their way.
-- **engine priority**: which number an engine with priorities is given with a turn when it is granted; lower goes first,
-  as in vLLM. Where an engine has the other polarity its backend converts.
+- **engine priority**: which number an engine with priorities is given with a turn when it is granted; lower comes
+  first, as in vLLM. Where an engine has the other polarity its backend converts.
 
 A part has a `name`, is made with its settings, and may keep state of its own, which belongs to one scheduler: the same
 events always make it hear the same. What it hears are signals (`signals.py`), by `observe`, where it only takes note:

@@ -12,8 +12,8 @@ use, and H, the prefix hit rate, the window W of active agents is
 
 with alpha (`add_count`) = 2, beta (`cut_ratio`) = 0.5, U_low (`low_ratio`) = 0.2, U_high (`high_ratio`) = 0.5 and
 H_threshold (`hit_threshold_ratio`) = 0.2 for all models and workloads of the paper. An agent is paused only between two
-steps, with what it has: here a program over the window is dismissed when its turn has ended, and waits outside from its
-next turn on. Programs that were paused come back before new ones begin.
+steps, with what it has: here a program over the window is dismissed when its turn has ended, and waits unadmitted from
+its next turn on. Programs that were paused come back before new ones begin.
 
 Chosen here, and not the paper's: W is looked at every `interval_s`, long enough for hits to
 show what the last change did, and begins at `first_count`; it is a whole number, at least 1, and widened only if it

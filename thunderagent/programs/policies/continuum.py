@@ -1,4 +1,4 @@
-"""`continuum`: pin a program's memory through its tool for as long as that is expected to pay, then let it go.
+"""`continuum`: pin a program's memory through its tool for as long as that is expected to pay, then give it up.
 
 Theory of operation
 ===================
@@ -20,13 +20,14 @@ With `dynamic` False it is the fixed time to live of the authors' code: `ttl_s`,
 longer than that in the mean.
 
 Programs are let in where their claims fit, those first that arrived first [4.3]; a turn whose program is still pinned
-goes at once. Where claims grow over the capacity the program that arrived last goes first, one that is pinned before
-one whose turn runs. And where nothing runs on a replica because its memory is pinned, while the head of the queue
-does not fit, pins are taken, of the latest arrival first, until it does [5.2]. Program order in the engine is its
-priority, as far as the engine has priorities; that requests which it preempted come before all others it does itself.
+is granted at once. Where claims grow over the capacity the program that arrived last is paused first, one that is
+pinned before one whose turn runs. And where nothing runs on a replica because its memory is pinned, while the head of
+the queue does not fit, pins are taken, of the latest arrival first, until it does [5.2]. Program order in the engine is
+its priority, as far as the engine has priorities; that requests which it preempted come before all others it does
+itself.
 
 Which turn is a program's last no proxy knows: it is pinned like others until the release. To offload memory instead
-of letting it go is an engine's business; PrefillReload is the time to prefill, as learned.
+of giving it up is an engine's business; PrefillReload is the time to prefill, as learned.
 """
 
 from __future__ import annotations
@@ -229,7 +230,7 @@ class Continuum:
     # --- order ------------------------------------------------------------------------------------------------------
 
     def pause_rank(self, program: ProgramView) -> float:
-        """Return the age: who arrived last goes first."""
+        """Return the age: who arrived last is paused first."""
         return -program.opened_s
 
     def restore_rank(self, program: ProgramView) -> float:

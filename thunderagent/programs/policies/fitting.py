@@ -37,8 +37,8 @@ class Fitting:
         """Return the program's own replica while it is active, else one where its claim fits: `place` of a policy.
 
         Its last replica comes first, where its history may still lie, then the one with most room. One that is larger
-        than every replica goes at once. Nobody passes a program that waits and has a lower restore rank; one that waits
-        for a single replica is in the way only there.
+        than every replica is let in at once. Nobody passes a program that waits and has a lower restore rank; one that
+        waits for a single replica is in the way only there.
         """
         home = home_of(program, candidates)
         if program.status is Status.ACTIVE and home is not None:

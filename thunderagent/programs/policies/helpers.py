@@ -28,7 +28,7 @@ def largest_capacity_tokens(candidates: Sequence[ReplicaView]) -> float:
 
 
 def without_routed_before(view: View, program: ProgramView, candidates: Sequence[ReplicaView]) -> Sequence[ReplicaView]:
-    """Return the candidates but for those for which a program waits that is bound there and goes before this one."""
+    """Return the candidates but for those for which a program waits that is routed there and comes before this one."""
     if not view.routed_count:
         return candidates
     return [replica for replica in candidates if view.first_routed_before(program, replica) is None]

@@ -9,18 +9,18 @@ together, and with β seconds to prefill a token:
     preserve  t · C                          discard, in chunks  β·C · C/2 + β·C · R        [Eq. 1 and 4, T_fwd linear]
 
 The smaller is chosen [Eq. 5], anew in every iteration. Nobody knows t, so it is taken to be what has passed since the
-tool began [4.4]: who stays away for long is let go in the end. In closed form, memory is preserved for
+tool began [4.4]: who stays away for long is paused in the end. In closed form, memory is preserved for
 
     t* = β · (C/2 + R)
 
-and let go at once after that, whether somebody waits for it or not. R changes all the time, but for all programs of a
+and given up at once after that, whether somebody waits for it or not. R changes all the time, but for all programs of a
 replica alike: so `hold_s` says β·C/2, and `balance` asks whether that was over β·R seconds ago, on every event. It
-finds the first to go without looking at the others.
+finds the first to pause without looking at the others.
 
 Programs are let in where their claims fit, first come first served by the arrival of the program: InferCept keeps the
 arrival of a request over all its interceptions, and what is a request there is a program here. Claims that grow over
-the capacity go in the order of waste, those first that are nearest to their t*; then the youngest with a turn, at its
-end.
+the capacity are paused in the order of waste, those first that are nearest to their t*; then the youngest with a turn,
+at its end.
 
 β is learned unless `prefill_token_s` says it; the paper takes it from a table that is measured beforehand. Its third
 way, to swap memory out while the engine computes, only an engine has: with it, what is discarded here would be
@@ -82,14 +82,14 @@ class InferCept:
         return FITTING.place(view, program, candidates)
 
     def balance(self, view: View, moment: Moment) -> None:
-        """Let go what is cheaper to compute again or does not fit, and fill what is free."""
+        """Pause what is cheaper to compute again or does not fit, and fill what is free."""
         replicas = worth_a_look(view, moment)
         for replica in replicas:
-            self._let_go(view, replica)
+            self._pause_expired(view, replica)
             FITTING.relieve(view, replica)
         restore_waiting(view, self, replicas)
 
-    def _let_go(self, view: View, replica: ReplicaView) -> None:
+    def _pause_expired(self, view: View, replica: ReplicaView) -> None:
         """Pause those whose t* is over, as much as runs there now."""
         while (program := view.first_expired(replica)) is not None:
             others_s = self._prefill_token_s(view) * replica.account.reasoning_tokens

@@ -1,10 +1,10 @@
-"""`least-area`: who is through for least memory and time goes first, an order of the paused queue.
+"""`least-area`: who is through for least memory and time comes first, an order of the paused queue.
 
 Theory of operation
 ===================
 Where memory is what is short, a program costs its *area*: the tokens that it holds, times the time for which it holds
-them. The mean time of programs is least if those go first that come to their end for least area, as the shortest job
-goes first where a processor is short. Neither how long a program will be is known, nor how large, but both can be
+them. The mean time of programs is least if those come first that come to their end for least area, as the shortest job
+comes first where a processor is short. Neither how long a program will be is known, nor how large, but both can be
 learned while programs end.
 
 **How long.** A life table on a logarithmic scale counts, for each interval of turns, how many programs *ended* in it
@@ -21,15 +21,15 @@ n more turns holds n·(c + g·n/2), in tokens times turns: that a turn takes equ
 which is one over its Gittins index with the area as the cost. Where programs are alike in length, it grows with what a
 program holds and shrinks as it comes near its end; where a few are far longer than the rest, it falls back once it has
 outlived the short ones, as ORBIT's steps do, but at the turns where that is so on this load; and a program that comes
-with a whole book goes behind those that come with a question, as under MARS, but not behind all of them.
+with a whole book comes behind those that come with a question, as under MARS, but not behind all of them.
 
 **Who began.** A program that was let in before and lost its claim counts with `begun_ratio` of its area: what still
 lies in memory of its history need not be computed again, and the longer it waits the more of that is lost.
 
 **The bound.** Who has waited for longer than `bound_ratio` times the median time that programs take in all, as learned,
-goes before everybody else, whoever waits for longest first. So those that come later are let in before it for no longer
-than that. Only then does a rank change while a program waits, whatever is learned meanwhile; whether it is so is looked
-at whenever a turn or a program ends, and so before there is room.
+comes before everybody else, whoever waits for longest first. So those that come later are let in before it for no
+longer than that. Only then does a rank change while a program waits, whatever is learned meanwhile; whether it is so is
+looked at whenever a turn or a program ends, and so before there is room.
 """
 
 from __future__ import annotations

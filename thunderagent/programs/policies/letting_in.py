@@ -1,4 +1,4 @@
-"""Who of those that wait is let in where, and who goes for it: most of `breakeven`, whose theory is told there."""
+"""Who of those that wait is let in where, and who is paused for it: most of `breakeven`, whose theory is told there."""
 
 # compiled: most of an event where memory is short
 
@@ -19,7 +19,7 @@ RESIDENT_RATIO = 0.1
 """A program is resident if so much of its claim is expected to lie in its replica's memory."""
 
 MOST_EXPIRED_COUNT = 64
-"""So many at most go to make room for one."""
+"""So many at most are paused to make room for one."""
 
 
 class LettingIn:
@@ -123,7 +123,7 @@ class LettingIn:
     ) -> Placement:
         """Return where a program could be active: not on the replica reserved for the head of the queue.
 
-        Nor on one that is kept for a program that is bound to it.
+        Nor on one that is kept for a program that is routed to it.
         """
         some_routed = view.routed_count > 0
         if some_routed:
@@ -137,9 +137,9 @@ class LettingIn:
         return self._find(view, program, candidates, home, reserved, make_room=make_room)
 
     def _is_kept(self, view: View, program: ProgramView, replica: ReplicaView) -> bool:
-        """Say whether one waits for that replica alone, goes before a program, and is not to be passed any more."""
-        bound = view.first_routed_before(program, replica)
-        return bound is not None and (not self.pass_count or self._has_waited_long(view, bound))
+        """Say whether one waits for that replica alone, comes before a program, and is not to be passed any more."""
+        routed = view.first_routed_before(program, replica)
+        return routed is not None and (not self.pass_count or self._has_waited_long(view, routed))
 
     def _may_fit(self, view: View, program: ProgramView, rooms: Sequence[tuple[ReplicaView, float, float]]) -> bool:
         """Say whether a program may fit at home or on one of these replicas as it is, or be larger than every one."""
@@ -307,7 +307,7 @@ class LettingIn:
 def _enough(expired: Sequence[ProgramView], tokens: float, grown_tokens: float) -> Sequence[ProgramView]:
     """Return the first of them who leave room for `tokens` together; nobody if all of them do not.
 
-    With each go its claim and what it would grow by.
+    With each is taken its claim and what it would grow by.
     """
     claimed_tokens = 0.0
     for count, program in enumerate(expired, start=1):

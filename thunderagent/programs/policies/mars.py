@@ -16,12 +16,12 @@ until time u, or until the program returns if that is sooner, costs c·E[min(ret
 saves with P(return <= u) to compute c tokens again, which takes β·c seconds of the whole engine, with its memory of C
 tokens: worth C·β·c token-seconds. c falls out: a tool is waited for as long as its rate of return is more than one in
 `warm_ratio`·β·C seconds (`view.tool_hold_s`; β and the times of tools are learned). Beyond that the claim is expired,
-and goes once somebody needs the room: where nobody does, memory costs nothing.
+and is taken once somebody needs the room: where nobody does, memory costs nothing.
 
-**Eviction** goes in the order of priority, the larger footprint first. Room for a program that waits is made by those
+**Eviction** is in the order of priority, the larger footprint first. Room for a program that waits is made by those
 who expired, and then by one whose tool runs, is of a lower level than it, and is large enough. Where programs grew over
-the memory first goes who expired, then the lowest level and the largest of those at their tools, then of those with a
-turn, which are marked, and unmarked if there is room again.
+the memory those are paused who expired, then the lowest level and the largest of those at their tools, then of those
+with a turn, which are marked, and unmarked if there is room again.
 
 What only an engine can do, and no proxy in front of it: to order in each iteration what it computes, by levels that
 fall while a prompt is computed; to shrink the chunk of a prompt that does not fit instead of preempting somebody; and
@@ -57,10 +57,10 @@ if TYPE_CHECKING:
     from thunderagent.programs.model.signals import Signal
 
 PASS_COUNT = 8
-"""So many behind the first that waits may go when that does not fit: they are passed over, not waited for."""
+"""So many behind the first that waits may be restored when that does not fit: they are passed over, not waited for."""
 
 EXPIRED_COUNT = 64
-"""So many at most go to make room for one."""
+"""So many at most are paused to make room for one."""
 
 LEVEL_RANK_TOKENS = 1e9
 """What a level weighs against a footprint in the order of eviction: more than any is."""

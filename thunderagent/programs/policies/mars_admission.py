@@ -17,11 +17,11 @@ Once in each control interval the window W is multiplied by `shrink_ratio` if ei
 processors times the middle of the two marks of the backlog; and W_kv, a soft cap that falls in a line from the largest
 window at the low mark of memory to the smallest at the high one. Nobody who is in is sent away.
 
-Who of those outside goes first (PackQueue) is one of three orders: while tools are under pressure the largest first,
-because they reach their tools later; else, where all outside are long (over `long_tokens`), first fit: as they came,
-and the first that fits; else the smallest first. In every order a program is passed over, and not waited for, that is
-larger than what is left of memory under `kv_high_ratio`. If nobody is in and nobody may go, the one that is there for
-longest does.
+Who of those unadmitted comes first (PackQueue) is one of three orders: while tools are under pressure the largest
+first, because they reach their tools later; else, where all unadmitted are long (over `long_tokens`), first fit: as
+they came, and the first that fits; else the smallest first. In every order a program is passed over, and not waited
+for, that is larger than what is left of memory under `kv_high_ratio`. If nobody is in and nobody may be admitted, the
+one that is there for longest does.
 
 From the paper are the two clamps, the window, both signals, the three orders, first fit and the check against what is
 free. Its defaults, and what its text leaves open, are those of the authors' preview code (Afterglow231/MARS_preview)
@@ -30,9 +30,9 @@ who came first is ours: the paper does not say in which order it looks.
 
 `mars-few-long` is the same window with a packing of our own (`packing="few-long"`): while both pressures are low and
 all would get a place, the order of coming; the largest first while tools are under pressure; else the smallest first,
-and a long program goes only when no shorter one has waited outside for a moment, memory is not under pressure, and
-fewer than `long_count` long programs are in. The authors' code lets its long programs in when no others are to come;
-a proxy cannot know that.
+and a long program is admitted only when no shorter one has waited unadmitted for a moment, memory is not under
+pressure, and fewer than `long_count` long programs are in. The authors' code lets its long programs in when no others
+are to come; a proxy cannot know that.
 
 Ours is this. How long a tool waited a proxy knows where clients post its start; else it is taken from how long it took,
 t, of which t·(1 - processors/running) is waiting while more run than there are processors. Where these are not known
@@ -79,7 +79,7 @@ GUESSED_WINDOW_COUNT = 30
 """For each replica, until the size of programs is known: the pool of the authors' code."""
 
 LONGEST_NEEDLE_WAIT_S = 5.0
-"""For so long no short program is outside before a long one goes, at most; of the authors' code, as is the next."""
+"""For so long no short program waits before a long one is admitted, at most; of the authors' code, as is the next."""
 
 ROUNDING_S = 1e-6
 """A tick that comes after an interval may seem to come so much sooner."""
@@ -166,7 +166,7 @@ class MarsAdmission:
         return self.control_interval_s
 
     def rank(self, program: ProgramView) -> float:
-        """Return the size: the smallest is the first outside."""
+        """Return the size: the smallest is the first."""
         return program.claim_tokens
 
     # --- what is heard ----------------------------------------------------------------------------------------------
@@ -212,7 +212,7 @@ class MarsAdmission:
     # --- the window -------------------------------------------------------------------------------------------------
 
     def next(self, view: View, moment: Moment) -> ProgramView | None:
-        """Return who goes in now, if there is a place."""
+        """Return who is admitted now, if there is a place."""
         memory = Memory.of(view, self.kv_high_ratio)
         self._control(view, memory)
         if self._limit_count(view, memory) - view.admitted_count < 1:
@@ -290,10 +290,10 @@ class MarsAdmission:
             return max(self.window_min_count, GUESSED_WINDOW_COUNT * max(1, len(view.replicas)))
         return max(self.window_min_count, ceil(memory.capacity_tokens * view.active_count / memory.claimed_tokens))
 
-    # --- who goes in ------------------------------------------------------------------------------------------------
+    # --- who is admitted --------------------------------------------------------------------------------------------
 
     def _choose(self, view: View, memory: Memory, first: ProgramView) -> ProgramView | None:
-        """Return the first of PackQueue's order that fits; `first` is the smallest outside."""
+        """Return the first of PackQueue's order that fits; `first` is the smallest unadmitted."""
         if self.packing == FEW_LONG:
             return self._choose_few_long(view, memory, first)
         if self.tools_overloaded:
@@ -318,7 +318,7 @@ class MarsAdmission:
         return first
 
     def _first_fitting(self, view: View, memory: Memory, rank: Callable[[ProgramView], float]) -> ProgramView | None:
-        """Return the first outside that fits; those outside are ranked at most once in a control interval."""
+        """Return the first that fits; the unadmitted are ranked at most once in a control interval."""
         if rank is not self._packed_by or view.now_s - self._packed_s >= self.control_interval_s:
             self._packed_by, self._packed_s = rank, view.now_s
             self._packed = deque(program.program_id for program in sorted(view.unadmitted(), key=rank))
@@ -329,7 +329,7 @@ class MarsAdmission:
         return None
 
     def _may_be_long(self, view: View) -> bool:
-        """Say whether a long program may go, between the short ones."""
+        """Say whether a long program may be admitted, between the short ones."""
         gap_s = LONGEST_NEEDLE_WAIT_S
         if len(self._arrivals_s) > 1:
             gap_s = min(gap_s, (self._arrivals_s[-1] - self._arrivals_s[0]) / (len(self._arrivals_s) - 1))

@@ -10,7 +10,7 @@ first. A turn's level is the higher of two:
   and each level reaches to four times as many tokens as the one before: 2,048, 8,192, 32,768. So a program that comes
   back from its tool to a warm cache is at level 0, however long its history is.
 - by **service**: what engines computed for its program in the last `window_s`, on the same scale times
-  `served_ratio`. Whoever was served much goes behind those who were not.
+  `served_ratio`. Whoever was served much comes behind those who were not.
 
 Who waited is **promoted** by one level for each `promote_s`, so that the wait of the lowest level is bounded. For the
 engine that is the time since the turn arrived. In the order of the paused queue, whose ranks must not change while a

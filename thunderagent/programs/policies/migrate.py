@@ -58,6 +58,6 @@ class Migrate:
 
     def _waiting(self, view: View) -> Iterator[ProgramView]:
         yield from view.first_waiting_few(self.looked_at_count)
-        bound = [replica for replica in view.replicas if view.waiting_count_for(replica)]
-        for replica in bound:
-            yield from view.first_waiting_for(replica, max(1, self.looked_at_count // len(bound)))
+        routed_to = [replica for replica in view.replicas if view.waiting_count_for(replica)]
+        for replica in routed_to:
+            yield from view.first_waiting_for(replica, max(1, self.looked_at_count // len(routed_to)))

@@ -6,11 +6,11 @@ Agents that fail take many turns, agents that succeed take few: on GAIA with Mag
 Served first come first served, a few that are lost hold up the many that would soon be through. ORBIT puts them behind.
 
 - `orbit-step` takes the length of a program for the sign that it fails: its number is ⌊turns / `window_count`⌋, and the
-  lower number goes first.
+  lower number comes first.
 - `orbit-judge` asks (`verdicts.py`): its number is the program's level, high 0 to lowest 3, and that of `orbit-step`
   as long as there is no verdict on the program. So without a judge, or with one that never answers, both are the same.
 
-Of equal numbers the turn goes first that is expected to generate less, by its agent's role (`roles.py`); then the one
+Of equal numbers the turn comes first that is expected to generate less, by its agent's role (`roles.py`); then the one
 that came first. Turns are those of the whole program, over all its branches and sub-agents, granted before this one.
 
 An engine takes one number, and breaks ties by arrival itself: number and expected length are put into one that fits in
@@ -35,7 +35,7 @@ MAX_LEVEL_COUNT = 2**15 - 1
 
 @dataclass(frozen=True, slots=True)
 class OrbitStep:
-    """Programs with fewer turns go first, in steps of `window_count`."""
+    """Programs with fewer turns come first, in steps of `window_count`."""
 
     window_count: int = 10
     name: ClassVar[str] = "orbit-step"
@@ -58,7 +58,7 @@ class OrbitStep:
 
 @dataclass(frozen=True, slots=True)
 class OrbitJudge:
-    """Programs that a judge expects to succeed go first; those without a verdict as by `orbit-step`."""
+    """Programs that a judge expects to succeed come first; those without a verdict as by `orbit-step`."""
 
     window_count: int = 10
     name: ClassVar[str] = "orbit-judge"

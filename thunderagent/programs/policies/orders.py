@@ -10,7 +10,7 @@ from thunderagent.programs.model.views import ProgramView
 
 @dataclass(frozen=True, slots=True)
 class Fcfs:
-    """First come, first served: the program goes first that is there for longest."""
+    """First come, first served: the program comes first that is there for longest."""
 
     name: ClassVar[str] = "fcfs"
 
@@ -21,7 +21,7 @@ class Fcfs:
 
 @dataclass(frozen=True, slots=True)
 class ShortestFirst:
-    """The smallest claim goes first. Large programs may wait for ever; it is here to be compared with."""
+    """The smallest claim comes first. Large programs may wait for ever; it is here to be compared with."""
 
     name: ClassVar[str] = "shortest"
 

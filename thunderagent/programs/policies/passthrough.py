@@ -1,4 +1,4 @@
-"""`passthrough`: what a plain load balancer does. Every turn goes at once to the least loaded replica.
+"""`passthrough`: what a plain load balancer does. Every turn is sent at once to the least loaded replica.
 
 It is the baseline, and the lower bound for every other policy: where memory is not short, nothing may be slower.
 """
@@ -31,7 +31,7 @@ class Passthrough:
         return program.opened_s
 
     def restore_rank(self, program: ProgramView) -> float:
-        """Return the opening time: after an outage, the oldest program goes first."""
+        """Return the opening time: after an outage, the oldest program comes first."""
         return program.opened_s
 
     def hold_s(self, view: View, program: ProgramView) -> float:
@@ -43,6 +43,6 @@ class Passthrough:
         return Placement(least_loaded(candidates), Reason.POLICY)
 
     def balance(self, view: View, moment: Moment) -> None:
-        """Let go whoever waited for a replica to come back."""
+        """Restore whoever waited for a replica to come back."""
         if moment is Moment.REPLICAS_CHANGED:
             restore_waiting(view, self)

@@ -3,7 +3,7 @@
 Theory of operation
 ===================
 Autellix (arXiv 2502.13965, Algorithm 1) ranks a call by the service that its program attained in earlier calls:
-programs that took little so far are likely to be through soon, so letting them go first lowers the mean over
+programs that took little so far are likely to be through soon, so putting them first lowers the mean over
 programs, without knowing how long any of them will be. Service is put into K ranges, the *levels*, and inside a level
 it is first come, first served. A new call begins at the level of its program, not at the first.
 

@@ -38,7 +38,7 @@ class Sticky:
         return program.opened_s
 
     def restore_rank(self, program: ProgramView) -> float:
-        """Return the opening time: after an outage, the oldest program goes first."""
+        """Return the opening time: after an outage, the oldest program comes first."""
         return program.opened_s
 
     def hold_s(self, view: View, program: ProgramView) -> float:
@@ -53,6 +53,6 @@ class Sticky:
         )
 
     def balance(self, view: View, moment: Moment) -> None:
-        """Let go whoever waited for a replica to come back."""
+        """Restore whoever waited for a replica to come back."""
         if moment is Moment.REPLICAS_CHANGED:
             restore_waiting(view, self)

@@ -100,7 +100,7 @@ class ThunderAgent:
         return ClaimRules(half_life_s=self.half_life_s, reserve_tokens=self.reserve_tokens)
 
     def hold_s(self, view: View, program: ProgramView) -> float:
-        """Return infinity: decay takes the place of letting go."""
+        """Return infinity: decay takes the place of pausing."""
         return inf
 
     def pause_rank(self, program: ProgramView) -> float:
@@ -167,8 +167,8 @@ class ThunderAgent:
     def _refill(self, view: View, *, acting_too: bool) -> None:
         """Restore from the queue onto the replica with most room, as long as the first in the queue fits there.
 
-        Where one waits that is bound to the replica and goes before the first in the queue, that one is restored. One
-        that became larger than every replica while it waited will never fit: it goes at once, as in `place`.
+        Where one waits that is routed to the replica and comes before the first in the queue, that one is restored. One
+        that became larger than every replica while it waited will never fit: it is let in at once, as in `place`.
         """
         rooms = [
             (*self._order_of_room(view, replica), index, replica)
@@ -191,12 +191,12 @@ class ThunderAgent:
             heapreplace(rooms, (*self._order_of_room(view, replica), index, replica))
 
     def _next_for(self, view: View, replica: ReplicaView, *, acting_too: bool) -> ProgramView | None:
-        """Return who is to be restored next on a replica: of those that may go anywhere or are bound there."""
+        """Return who is to be restored next on a replica: of those that may go anywhere or are routed there."""
         first = view.first_waiting() or (view.first_paused_acting() if acting_too else None)
         if first is not None:
             return view.first_routed_before(first, replica) or first
-        bound = view.first_waiting_for(replica, 1)
-        return bound[0] if bound else None
+        routed = view.first_waiting_for(replica, 1)
+        return routed[0] if routed else None
 
     def _below_low_watermark(self, view: View, replica: ReplicaView) -> bool:
         capacity_tokens = replica.account.capacity_tokens

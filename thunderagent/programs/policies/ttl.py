@@ -3,12 +3,12 @@
 Theory of operation
 ===================
 When a turn ends its program keeps its claim for `ttl_s` seconds. If its next turn comes sooner, it finds its history;
-if not, the claim goes, and the next turn is placed as one of a new program. This is how an engine that pins the blocks
-of a finished request for a fixed time works (Continuum with one TTL for all tools, arXiv 2511.02230).
+if not, the claim is taken, and the next turn is placed as one of a new program. This is how an engine that pins the
+blocks of a finished request for a fixed time works (Continuum with one TTL for all tools, arXiv 2511.02230).
 
 Programs are let in where their claims fit beside all others, the oldest first. What grew beyond the capacity all the
-same is mended at once: the programs go whose tools have run longest, and then those with a turn in flight, the youngest
-first, at the end of their turns.
+same is mended at once: the programs are paused whose tools have run longest, and then those with a turn in flight, the
+youngest first, at the end of their turns.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Ttl:
 
     @property
     def tick_s(self) -> float:
-        """Return how late a claim may go: a twentieth of the time to live, between 0.1 and 1 s."""
+        """Return how late a claim may be taken: a twentieth of the time to live, between 0.1 and 1 s."""
         return min(1.0, max(0.1, self.ttl_s / 20))
 
     @property
@@ -69,7 +69,7 @@ class Ttl:
         return FITTING.place(view, program, candidates)
 
     def balance(self, view: View, moment: Moment) -> None:
-        """Let go what is held too long or does not fit, and fill what is free."""
+        """Pause who is held too long or does not fit, and fill what is free."""
         replicas = worth_a_look(view, moment)
         for replica in replicas:
             while (program := view.first_expired(replica)) is not None:

@@ -178,7 +178,7 @@ class Limits:
         return opens and programs_count >= self._settings.max_programs_count
 
     def whom_to_forget(self, tenant: str) -> Program | None:
-        """Return who goes for one more program of a tenant: of its own, if it has as many as it may."""
+        """Return who is forgotten for one more program of a tenant: of its own, if it has as many as it may."""
         if self._has_all_it_may(tenant):
             return self.longest_quiet(tenant)
         return self.longest_quiet(self.largest_tenant) or self.longest_quiet(tenant)

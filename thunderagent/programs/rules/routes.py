@@ -165,7 +165,7 @@ class Routing:
     def let_in(self, verbs: Verbs, *, everywhere: bool) -> None:
         """Ask the policy about the first of those that wait for one replica, where there may be room.
 
-        That is where something changed, or `everywhere`. Who goes first of all is asked about first: room may be
+        That is where something changed, or `everywhere`. Who comes first of all is asked about first: room may be
         something that all replicas share, as places are.
         """
         book = self._book

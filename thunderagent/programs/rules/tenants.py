@@ -1,11 +1,11 @@
-"""Fair shares between tenants: who waits goes by what its tenant has had, and inside a tenant by the policy's rank.
+"""Fair shares between tenants: who waits is ordered by what its tenant had, then by the policy's rank.
 
 Theory of operation
 ===================
 What tenants share is memory over time: a tenant's *service* is the sum of its programs' claims in token-seconds, which
 is the cost of the paper (arXiv 2602.13692, section 4.1). Its *level* is the service that it had while anybody waited,
 divided by its weight: memory that nobody waits for takes nothing from others. Where programs of several tenants wait,
-those of the one with the lowest level go first (least attained service); the policy's own order counts among the
+those of the one with the lowest level come first (least attained service); the policy's own order counts among the
 programs of one tenant.
 
 The *least level* is the lowest of those that wait and could be served: it only grows, and stands still while nobody is
@@ -35,7 +35,7 @@ from thunderagent.programs.model.ranked_set import Order, RankedSet
 from thunderagent.programs.rules.verbs import Verbs
 
 REMEMBERED_COUNT = 10_000
-"""So many tenants are remembered that left and had more than others: those first that had least more go."""
+"""So many tenants are remembered that left and had more than others: those first that had least more are forgotten."""
 
 
 _FIELDS = (
@@ -62,7 +62,7 @@ class Tenant:
         self.name = name
         self.weight_ratio = weight_ratio
         self.level_token_s = level_token_s
-        """Service by weight that it is taken to have had: what the order goes by."""
+        """Service by weight that it is taken to have had: what the order is by."""
         self.levelled_s = 0.0
         """Until when that counts, on the clock of waiting."""
         self.claim_tokens = 0
@@ -84,14 +84,14 @@ class Tenant:
         return self.level_token_s + self.claim_tokens * (waited_s - self.levelled_s) / self.weight_ratio
 
     def as_of(self, now_s: float, waited_s: float) -> Tenant:
-        """Return a copy that is settled."""
+        """Return a copy that is up to date."""
         tenant = Tenant(self.name, self.weight_ratio, self.level_token_s)
         for each in _FIELDS:
             setattr(tenant, each, getattr(self, each))
-        tenant.settle(now_s, waited_s)
+        tenant.accrue(now_s, waited_s)
         return tenant
 
-    def settle(self, now_s: float, waited_s: float) -> None:
+    def accrue(self, now_s: float, waited_s: float) -> None:
         """Count what it had until now."""
         self.level_token_s = self.level_at(waited_s)
         self.levelled_s = waited_s
@@ -237,13 +237,13 @@ class Tenants:
             tenant = self._tenants[name] = Tenant(name, self._weight_ratios.get(name, 1.0), self._least_token_s)
             tenant.levelled_s, tenant.updated_s = self._waited_s, self._now_s
         else:
-            tenant.settle(self._now_s, self._waited_s)
+            tenant.accrue(self._now_s, self._waited_s)
             self._ahead.discard(name)
         return tenant
 
     def _raise_to_least(self, tenant: Tenant) -> None:
         """Let a tenant wait at the least level, if it had less."""
-        tenant.settle(self._now_s, self._waited_s)
+        tenant.accrue(self._now_s, self._waited_s)
         tenant.level_token_s = max(tenant.level_token_s, self._least_token_s)
 
 

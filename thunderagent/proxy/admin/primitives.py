@@ -1,7 +1,7 @@
 """The primitives of control as routes: route, set_priority, migrate, kill, provision.
 
-Each is an event of the core (`programs/control.py`), so that a replay shows it. Replicas are started and ended by who
-is configured for that.
+Each is an event of the core (`programs/operations.py`), so that a replay shows it. Replicas are started and ended by
+who is configured for that.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class RouteRequest(_Body):
 
 
 class PriorityRequest(_Body):
-    """A program's priority: lower goes first, 0 is what programs have of whom nothing was said."""
+    """A program's priority: lower comes first, 0 is what programs have of whom nothing was said."""
 
     program_id: Name
     priority: int = Field(ge=-MOST_PRIORITY, le=MOST_PRIORITY)

@@ -35,8 +35,8 @@ class ProgramReport(Report):
     program_class: str
     pool: str = Field(description="its pool, of several; a program may be in more than one. Empty where there is one")
     replica_id: str | None = Field(description="where it is active, or was when it was paused")
-    bound_to: str | None = Field(description="the replica that a route sends it to; null without a route")
-    priority: int = Field(description="as it was told: lower goes first")
+    routed_to: str | None = Field(description="the replica that a route sends it to; null without a route")
+    priority: int = Field(description="as it was told: lower comes first")
     priority_by_replica: dict[str, int] = Field(description="the same for the engine of one replica alone")
     claim_tokens: int
     context_tokens: int
@@ -149,7 +149,7 @@ def program_fields(program: Program, now_s: float, pool: str) -> dict[str, Any]:
         "program_class": program.program_class,
         "pool": pool,
         "replica_id": program.replica_id,
-        "bound_to": program.routed_to,
+        "routed_to": program.routed_to,
         "priority": program.priority,
         "priority_by_replica": program.priority_by_replica or {},
         "claim_tokens": program.claim_tokens,

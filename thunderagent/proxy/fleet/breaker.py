@@ -27,10 +27,10 @@ from enum import StrEnum
 import structlog
 
 from thunderagent.errors import ReplicaError, ReplicaRemovedError, ReplicaTrippedError
+from thunderagent.leases import FleetSource
 from thunderagent.programs.model.decisions import Decision
 from thunderagent.programs.model.events import Event
 from thunderagent.programs.model.fleet_events import ReplicaDown, ReplicaDraining, ReplicaRemoved
-from thunderagent.runtime import Runtime
 
 log = structlog.get_logger("thunderagent.breaker")
 
@@ -77,7 +77,7 @@ class _Breaker:
 class Breakers:
     """The breakers of all replicas that failed a turn lately."""
 
-    def __init__(self, runtime: Runtime, settings: BreakerSettings) -> None:
+    def __init__(self, runtime: FleetSource, settings: BreakerSettings) -> None:
         """Begin with all of them closed."""
         self._runtime = runtime
         self._settings = settings

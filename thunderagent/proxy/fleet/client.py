@@ -25,8 +25,8 @@ from thunderagent.errors import (
 )
 from thunderagent.proxy.wire.exchange import Channel, Sink
 from thunderagent.proxy.wire.http11.answers import Answer, ClosedError, SilentError, TotalError
-from thunderagent.proxy.wire.http11.limits import Pause, Sweep
-from thunderagent.proxy.wire.http11.pool import ConnectLateError, Limits, Pool, UnreachedError
+from thunderagent.proxy.wire.http11.limits import Limits, Pause, Sweep
+from thunderagent.proxy.wire.http11.pool import ConnectLateError, Pool, UnreachedError
 
 Found = TypeVar("Found")
 

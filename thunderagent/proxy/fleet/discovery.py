@@ -222,9 +222,27 @@ class Discovery:
             else:
                 self._stay(replica_id)
                 if replica_id in draining_ids:
-                    self._replicas.drain(replica_id)
+                    self._drain(replica_id)
                 else:
-                    self._replicas.undrain(replica_id)
+                    self._undrain(replica_id)
+
+    def _drain(self, replica_id: str) -> None:
+        """Give a replica nothing new; what is in flight there may end. Once more changes nothing."""
+        known = self._replicas.known[replica_id]
+        if known.draining_since_s is None:
+            known.draining_since_s = self._runtime.now_s()
+            log.info("replica_draining", replica_id=replica_id)
+            if known.is_up:
+                self._runtime.replica_draining(replica_id)
+
+    def _undrain(self, replica_id: str) -> None:
+        """Let a replica get turns again. Once more changes nothing."""
+        known = self._replicas.known[replica_id]
+        if known.draining_since_s is not None:
+            known.draining_since_s = None
+            log.info("replica_undrained", replica_id=replica_id)
+            if known.is_up:
+                self._runtime.replica_up(replica_id)
 
     def _add(self, endpoint: ReplicaEndpoint, sources: Sequence[str]) -> None:
         replica_id, url = endpoint.replica_id, shown_url(endpoint.url)
@@ -244,7 +262,7 @@ class Discovery:
             replica = self._replicas.known[replica_id]
             replica.leaving_since_s = self._runtime.now_s()
             log.info("replica_leaving", replica_id=replica_id, drain_limit_s=self._settings.drain_limit_s)
-            self._replicas.drain(replica_id)
+            self._drain(replica_id)
             self._leaving.set()
 
     def _stay(self, replica_id: str) -> None:

@@ -17,10 +17,10 @@ import structlog
 from thunderagent.backends.base import NOTHING_READ, NamedTurn, ReplicaReading
 from thunderagent.backends.poller import ReplicaEndpoint
 from thunderagent.errors import NoReplicaError, ReplicaRemovedError
+from thunderagent.leases import FleetSource
 from thunderagent.programs.model.decisions import Decision, Release
 from thunderagent.programs.model.events import Event
 from thunderagent.programs.model.fleet_events import (
-    EncodesPolled,
     GrantsContinued,
     GrantsSuspended,
     ReplicaDown,
@@ -30,12 +30,14 @@ from thunderagent.proxy.fleet.breaker import Breakers, BreakerSettings
 from thunderagent.proxy.fleet.client import ReplicaClient
 from thunderagent.proxy.fleet.notices import NoticeSender, TaggedPrograms
 from thunderagent.proxy.fleet.priorities import EnginePriorities
-from thunderagent.proxy.fleet.readings import NOTHING_SINCE, has_totals, since_of
-from thunderagent.runtime import Runtime
 
 log = structlog.get_logger("thunderagent.replicas")
 
 _MAY_PAUSE = frozenset({GrantsSuspended, GrantsContinued, ReplicaUp, ReplicaDown})
+
+
+NOT_POLLED = "not polled yet"
+"""Why a replica is down at first."""
 
 
 class Watcher(Protocol):
@@ -82,7 +84,7 @@ class KnownReplica:
     reading: ReplicaReading = NOTHING_READ
     counted: ReplicaReading = NOTHING_READ
     """The last reading that had totals: others may have failed since then, and what happened meanwhile counts."""
-    why_down: str = "not polled yet"
+    why_down: str = NOT_POLLED
     weight_version: str = ""
     """Of the weights that it was last told to take, or said it has; empty if nobody said."""
     told_count: int = 0
@@ -98,18 +100,16 @@ class KnownReplica:
 
 
 class Replicas:
-    """Listen to the poller, tell the runtime, and say where a replica is.
+    """Say where a replica is, and tell it what its engine wants to hear.
 
-    `capacity_override_tokens` stands in for the capacity that an engine says, or does not say. `tags_programs` has
-    turns tell their program to engines that can give its memory back.
+    `tags_programs` has turns tell their program to engines that can give its memory back.
     """
 
     def __init__(
         self,
-        runtime: Runtime,
+        runtime: FleetSource,
         endpoints: list[ReplicaEndpoint],
         *,
-        capacity_override_tokens: int | None = None,
         breaker_settings: BreakerSettings | None = None,
         tags_programs: bool = False,
         notice_timeout_s: float = 5.0,
@@ -117,7 +117,6 @@ class Replicas:
         """Know `endpoints`, none of them up yet."""
         self.breakers = Breakers(runtime, breaker_settings or BreakerSettings())
         self._runtime = runtime
-        self._capacity_override_tokens = capacity_override_tokens
         self.on_ranks_found: Callable[[str, int], None] = lambda url, ranks_count: None  # noqa: ARG005
         self.on_removed: list[Callable[[str], None]] = []
         """Called with the id of each replica that was removed."""
@@ -186,24 +185,6 @@ class Replicas:
         self._runtime.replica_at(replica_id, endpoint.url)
         return known
 
-    def drain(self, replica_id: str) -> None:
-        """Give a replica nothing new; what is in flight there may end. Once more changes nothing."""
-        known = self.known[replica_id]
-        if known.draining_since_s is None:
-            known.draining_since_s = self._runtime.now_s()
-            log.info("replica_draining", replica_id=replica_id)
-            if known.is_up:
-                self._runtime.replica_draining(replica_id)
-
-    def undrain(self, replica_id: str) -> None:
-        """Let a replica get turns again. Once more changes nothing."""
-        known = self.known[replica_id]
-        if known.draining_since_s is not None:
-            known.draining_since_s = None
-            log.info("replica_undrained", replica_id=replica_id)
-            if known.is_up:
-                self._runtime.replica_up(replica_id)
-
     def in_flight_count(self, replica_id: str) -> int:
         """Return how many turns and other requests have not ended there."""
         requests_count = self._connections.requests_count(replica_id) if self._connections is not None else 0
@@ -226,7 +207,7 @@ class Replicas:
             forget(replica_id)
         await self._connections.remove(replica_id)
 
-    # --- what goes where, and what the poller finds
+    # --- what goes where
 
     def known_id(self, replica_id: str | None) -> str | None:
         """Return the id if there is such a replica, up or not."""
@@ -249,8 +230,8 @@ class Replicas:
             return home_id
         usable_ids = [replica_id for replica_id in self._runtime.replicas.open_ids if replica_id not in avoid]
         if model and self.has_pools:
-            pool, pools = self._runtime.served.pool_for(model), self._runtime.pools
-            usable_ids = [replica_id for replica_id in usable_ids if pools.of_replica(replica_id) is pool]
+            of_model = self._runtime.ids_serving(model)
+            usable_ids = [replica_id for replica_id in usable_ids if replica_id in of_model]
         if not usable_ids:
             raise NoReplicaError("no replica is up")
         chosen_id = min(
@@ -299,59 +280,7 @@ class Replicas:
         known = self.known.get(replica_id)
         return known.endpoint.url if known is not None else None
 
-    def replica_polled(self, replica_id: str, reading: ReplicaReading) -> None:
-        """Take a reading; tell the runtime if it says anything new."""
-        known = self.known[replica_id]
-        if reading.models is not None:
-            refuses_others, asked_s = known.endpoint.backend.refuses_models, self._runtime.now_s() - reading.age_s
-            self._runtime.served.listed(replica_id, reading.models, refuses_others=refuses_others, asked_s=asked_s)
-        before, known.reading = known.reading, reading
-        since, began_anew = NOTHING_SINCE, False
-        if has_totals(reading):
-            since = since_of(known.counted, reading)
-            began_anew = since == NOTHING_SINCE and has_totals(known.counted)
-            known.counted = reading
-        capacity_tokens = self._capacity_override_tokens or reading.capacity_tokens
-        state = self._runtime.replicas.get(replica_id)
-        news = state is None or capacity_tokens != state.capacity_tokens
-        load = reading.kv_used_ratio, reading.waiting_count
-        news = (news and capacity_tokens is not None) or load != (before.kv_used_ratio, before.waiting_count)
-        if since.query_tokens or since.preemption_count or news or began_anew:
-            self._runtime.replica_polled(replica_id, capacity_tokens, *since, *load, age_s=reading.age_s)
-        encodes_count = reading.pending_encode_count
-        if encodes_count is not None and encodes_count != self._runtime.pending_encode_count(replica_id):
-            self._runtime.dispatch(EncodesPolled(self._runtime.now_s(), replica_id, encodes_count))
-
-    def replica_up(self, replica_id: str) -> None:
-        """Let the scheduler use a replica; raise the alarm if nobody knows how large it is."""
-        known = self.known[replica_id]
-        state = self._runtime.replicas.get(replica_id)
-        said_before_tokens = state.capacity_tokens if state is not None else None
-        capacity_tokens = self._capacity_override_tokens or known.reading.capacity_tokens or said_before_tokens
-        log.info("replica_up", replica_id=replica_id, capacity_tokens=capacity_tokens)
-        if capacity_tokens is None:
-            log.warning(
-                "capacity_unknown",
-                replica_id=replica_id,
-                effect="every program is let in there; set --capacity-tokens if the engine cannot say it",
-            )
-        known.why_down = ""
-        known.is_up = True
+    def came_up(self, replica_id: str) -> None:
+        """Begin anew with a replica: another engine may run there now."""
         self._notices.replica_up(replica_id)
         self.priorities.forget(replica_id)
-        if known.draining_since_s is None:
-            self._runtime.replica_up(replica_id, capacity_tokens)
-        self._runtime.served.replica_heard(replica_id)
-
-    def ranks_found(self, url: str, ranks_count: int) -> None:
-        """Pass on how many ranks a URL has: it may make replicas come and go."""
-        self.on_ranks_found(url, ranks_count)
-
-    def replica_down(self, replica_id: str, why: str) -> None:
-        """Take a replica away from the scheduler."""
-        log.warning("replica_down", replica_id=replica_id, why=why)
-        known = self.known[replica_id]
-        known.why_down = why
-        known.is_up = False
-        self._runtime.replica_down(replica_id)
-        self._runtime.served.replica_heard(replica_id)

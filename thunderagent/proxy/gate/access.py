@@ -79,6 +79,7 @@ ROUTES: tuple[tuple[Access, str, str], ...] = (
     (DATA, "POST", "/sessions/batch_delete"),
     (DATA, "DELETE", "/sessions/{}"),
     (DATA, "*", "/leases**"),
+    (DATA, "GET", "/concurrency"),
     # What an operator calls.
     (ADMIN, "GET", "/queue"),
     (ADMIN, "GET", "/tools"),
@@ -91,6 +92,7 @@ ROUTES: tuple[tuple[Access, str, str], ...] = (
     (ADMIN, "*", "/config**"),
     (ADMIN, "*", "/control**"),
     (ADMIN, "*", "/weight_sync/**"),
+    (ADMIN, "GET", "/internal/lease"),  # gateways of ours
     # In the words of other gateways.
     (ADMIN, "*", "/workers**"),
     (ADMIN, "*", "/add_worker"),

@@ -160,13 +160,14 @@ class Guard:
 
         return handle
 
-    async def let_in(self, asked: Asked, *, for_admin: bool) -> KeptBody | None:
-        """Judge a turn that our own server read, and have its body come. Raises like a handler of `before`.
+    def let_in(self, asked: Asked, *, for_admin: bool) -> Awaitable[KeptBody | None] | None:
+        """Judge a turn that our own server read. Raises like a handler of `before`, as what it returns does.
 
         A page of any origin may open a websocket, and then read it; so its origin is looked at, as if it did something.
-        Returns what counts the body, until the turn has ended; None for one that came with its head.
+        What is returned, if it has to wait, has its body come, and returns what counts that until the turn has ended.
+        Nobody counts a body that came with its head.
         """
-        headers = asked.headers
+        headers = asked.head.headers
         REQUEST_ID.set(take_request_id(headers))
         if self._hosts is not None and self._is_judged_by_name(headers, is_operators=for_admin):
             self._hosts.check(headers)
@@ -174,14 +175,19 @@ class Guard:
             self._check_site(asked)
         if (for_admin or asked.head.upgrades) and "Origin" in headers:
             self._check_page(asked)
+        if self._checks_keys_or_rate or not asked.is_whole:
+            return self._let_come(asked, for_admin=for_admin)
+        self._take_whole(asked)
+        return None
+
+    async def _let_come(self, asked: Asked, *, for_admin: bool) -> KeptBody | None:
+        """Check the key and the rate of a turn, and have its body come."""
         if self._checks_keys_or_rate:
             await self._check_key_and_rate(asked, for_admin=for_admin, is_turn=not for_admin)
         if asked.head.upgrades:
             return None
         if asked.is_whole:
-            asked.body = asked.taken()
-            if len(asked.body) > self._settings.max_body_bytes:
-                raise BodyTooLargeError(f"the body is larger than the limit of {self._settings.max_body_bytes} bytes")
+            self._take_whole(asked)
             return None
         kept = KeptBody(self._held)
         try:
@@ -198,6 +204,11 @@ class Guard:
             kept.release()
             raise
         return kept
+
+    def _take_whole(self, asked: Asked) -> None:
+        asked.body = body = asked.taken()
+        if len(body) > self._settings.max_body_bytes:
+            raise BodyTooLargeError(f"the body is larger than the limit of {self._settings.max_body_bytes} bytes")
 
     def _needs(self, request: web.Request, access: Access) -> Access:
         """Return what a request needs on a route of this access. Raises `RequestError` for an odd target."""

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from multidict import istr
+from multidict import CIMultiDictProxy, istr
 
 from thunderagent.errors import InvalidProgramIdError, RequestError
 from thunderagent.programs.model.verdicts import OUTCOMES
@@ -92,13 +92,13 @@ class Words(NamedTuple):
 NO_WORDS = Words()
 
 
-def said_in(headers: Mapping[str, str], more_headers: Sequence[str] = ()) -> Said:
+def said_in(headers: CIMultiDictProxy[str], more_headers: Sequence[str] = ()) -> Said:
     """Return the headers that say something of a turn, and `more_headers` if they are there. Cost: one pass."""
     spelt = _SPELT if not more_headers else {name.lower(): name for name in more_headers} | _SPELT
-    said: dict[str, list[str]] = {}
-    for name, value in headers.items():
-        if (known := spelt.get(name.lower())) is not None:
-            said.setdefault(known, []).append(value)
+    said: dict[str, Sequence[str]] = {}
+    for name in headers:
+        if (known := spelt.get(name.lower())) is not None and known not in said:
+            said[known] = headers.getall(name)
     return said
 
 
@@ -151,12 +151,12 @@ def check_program_id(value: object) -> str:
 
 
 def _check_id(value: object, what: str) -> str:
+    if type(value) is str and 0 < len(value) <= MAX_PROGRAM_ID_BYTES and value.isascii() and value.isprintable():
+        return value
     if isinstance(value, int) and not isinstance(value, bool):
         value = str(value)
     if not isinstance(value, str) or not value:
         raise InvalidProgramIdError(f"a {what} is a text that is not empty")
-    if value.isascii() and value.isprintable() and len(value) <= MAX_PROGRAM_ID_BYTES:
-        return value
     try:
         size_bytes = len(value.encode())
     except UnicodeEncodeError:  # bytes of a header that are no UTF-8

@@ -18,12 +18,14 @@ from msgspec import UNSET, Raw
 from multidict import CIMultiDictProxy
 
 from thunderagent.errors import InvalidProgramIdError
+from thunderagent.leases import TurnHint
 from thunderagent.programs.model.events import PrefixCut
 from thunderagent.proxy.reading.body_fields import (
     OTHERS_FIELDS,
     SIDE_CALL_TOKEN_FIELDS,
     UNREAD,
     BodyFields,
+    hint_in,
     media_in,
     model_named,
     read_fields,
@@ -41,13 +43,13 @@ from thunderagent.proxy.reading.header_words import (
 )
 from thunderagent.proxy.reading.json_splice import has_member, remove_member, set_include_usage, set_value
 from thunderagent.proxy.reading.media import NO_MEDIA, MediaFound
-from thunderagent.proxy.reading.outline import Outline
+from thunderagent.proxy.reading.outline import MIN_BODY_BYTES, Outline
 from thunderagent.proxy.reading.prefix import holds_token_ids, prefix_of
 
 _OPENAI = OpenAI()
 
 
-class TurnRequest(NamedTuple):
+class TurnRequest(msgspec.Struct, frozen=True, gc=False):
     """What a request on a turn's endpoint asks for, and the bytes to forward.
 
     `usage_added` says that usage was asked for on the client's behalf, so its event must be taken out again. `prefix`
@@ -83,6 +85,8 @@ class TurnRequest(NamedTuple):
     """What of the body is no text."""
     model: Raw = Raw()
     """The body's field of that name, as it stands there; see `model_named`."""
+    hint: TurnHint | None = None
+    """What the body says of the program's next turn."""
 
 
 class SideCallRequest(NamedTuple):
@@ -138,27 +142,30 @@ def identify(
     Cost: one pass over the body that builds only the fields above and goes around large lists of token ids, one that
     hashes the prompt. Raises `InvalidProgramIdError`, also for a header that is empty or stands there twice.
     """
-    outline = Outline.of(body, dialect.token_id_fields)
-    fields = read_fields(outline.text)
+    outline = None if len(body) < MIN_BODY_BYTES else Outline.of(body, dialect.token_id_fields)
+    text = body if outline is None else outline.text
+    fields = read_fields(text)
     if fields is None:
         return None
     said = said_in(headers, rules.program_headers)
     header = program_header_of(said, rules.program_headers)
     program_id, source = _program_of(path_id, headers, said, header, fields, rules)
     words = words_in(said, header, program_id)
-    text = _without_ours(outline.text, fields, rules)
-    usage_added = dialect.asks_for_usage and fields.stream is True and _leaves_usage_out(fields.stream_options)
+    streams = fields.stream is True
+    told = _without_ours(text, fields, rules)
+    usage_added = streams and dialect.asks_for_usage and _leaves_usage_out(fields.stream_options)
     if usage_added:
-        text = set_include_usage(text, fields.stream_options)
-    if text is not outline.text:
-        body = outline.filled(text)
-    has_whole_prompt = fields.previous_response_id is None
-    may_be_a_program = program_id is not None or rules.infers_programs
-    media = media_in(outline.text, fields)
-    prefix: tuple[PrefixCut, ...] = ()
-    if may_be_a_program and has_whole_prompt and rules.reads_prefixes:
-        prefix = prefix_of(fields, outline, has_media=bool(media.size_bytes))
+        told = set_include_usage(told, fields.stream_options)
+    if told is not text:
+        body = told if outline is None else outline.filled(told)
     previous_id = fields.previous_response_id
+    media = media_in(text, fields)
+    prefix: tuple[PrefixCut, ...] = ()
+    if previous_id is None and rules.reads_prefixes and (program_id is not None or rules.infers_programs):
+        prefix = prefix_of(fields, outline, has_media=bool(media.size_bytes))
+    hint = None
+    if fields.agent_hint is not None or fields.vllm_xargs is not None or fields.nvext is not None:
+        hint = hint_in(fields.agent_hint, fields.vllm_xargs, fields.nvext)
     return TurnRequest(
         program_id,
         source,
@@ -168,18 +175,19 @@ def identify(
         usage_added,
         prefix,
         words.is_final,
-        has_whole_prompt,
+        previous_id is None,
         words.parent_id,
         words.tenant,
         words.program_class,
-        streams=fields.stream is True,
-        previous_response_id=previous_id if isinstance(previous_id, str) else "",
-        has_token_prompt=bool(fields.prompt) and holds_token_ids(fields.prompt),
-        role=words.role,
-        outcome=outcome_of(headers) if words.is_final else "",
-        parent_branch_id=words.parent_branch_id,
+        streams,
+        previous_id if isinstance(previous_id, str) else "",
+        bool(fields.prompt) and holds_token_ids(fields.prompt),
+        words.role,
+        outcome_of(headers) if words.is_final else "",
+        words.parent_branch_id,
         media=media,
         model=fields.model,
+        hint=hint,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from thunderagent.leases import TurnAsk
+from thunderagent.leases import FAIL_OPEN, TurnAsk
 from thunderagent.log_lines import Line
 from thunderagent.proxy.gate.tenancy import Tenancy
 from thunderagent.proxy.reading.answers import Completions
@@ -13,7 +13,7 @@ from thunderagent.proxy.reading.target import Target
 from thunderagent.proxy.turns.aborts import is_abortable
 from thunderagent.proxy.turns.attempts import Attempt
 from thunderagent.proxy.turns.heartbeat import HeldStream
-from thunderagent.proxy.wire.headers import HOLD_HEADER, REPLICA_HEADER, identity_headers
+from thunderagent.proxy.wire.headers import FAIL_OPEN_HEADER, HOLD_HEADER, REPLICA_HEADER, identity_headers
 
 
 class TurnLine(Line):
@@ -134,6 +134,8 @@ class Record:
         headers[HOLD_HEADER] = str(round(self.held_s * 1000)) if self.held_s else "0"
         if self.replica_id is not None:
             headers[REPLICA_HEADER] = self.replica_id
+            if self.reason == FAIL_OPEN:
+                headers[FAIL_OPEN_HEADER] = "1"
         return headers
 
 
@@ -172,5 +174,5 @@ def ask_for(
         wanted_replica_id=record.maker_id or home_id,
         abortable=is_abortable(record.target.engine_path, has_token_prompt=turn.has_token_prompt),
         model=record.model,
-        hint=attempt.patience.hint,
+        hint=attempt.patience.hint or turn.hint,
     )

@@ -17,7 +17,7 @@ import structlog
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from thunderagent.errors import RequestError, ThunderAgentError
-from thunderagent.proxy.reading.target import Target
+from thunderagent.proxy.reading.target import CACHED_BYTES, Target
 from thunderagent.proxy.wire.errors import answer_of, plain_answer
 from thunderagent.proxy.wire.exchange import Exchange, KeptBody, done
 from thunderagent.proxy.wire.http11.asked import Asked
@@ -55,6 +55,12 @@ class Way(NamedTuple):
     """The replica that its client chose."""
     is_operators: bool = False
     """Whether it is for operators and trainers."""
+    stays: bool = False
+    """Whether every POST for the same target is answered so."""
+
+
+KNOWN_COUNT = 4096
+"""So many targets are known with who answers them."""
 
 
 class Front:
@@ -63,7 +69,7 @@ class Front:
     def __init__(
         self,
         way_of: Callable[[RequestHead, Target], Way | None],
-        let_in: Callable[[Asked, Way], Awaitable[KeptBody | None]],
+        let_in: Callable[[Asked, Way], Awaitable[KeptBody | None] | None],
         answer: Flow,
         converse: Flow,
         decorate: Callable[[Asked, CIMultiDict[str]], None] | None = None,
@@ -73,7 +79,7 @@ class Front:
         """Have what `let_in` lets pass answered by `answer`, or by `converse` if it asks for a websocket.
 
         `way_of` says how, or that a request is none of ours.
-
+        `let_in` returns something to await where a request must wait; that returns what counts its body.
         `decorate` adds to the heads of all answers, and `around` wraps each of those who answer.
         """
         self._way_of = way_of
@@ -83,12 +89,16 @@ class Front:
         self._more = decorate
         self._tracing = tracing
         self._around = around
+        self._known: dict[bytes, Handler] = {}
+        """Who answers, by targets as they are written."""
 
     def handler_of(self, head: RequestHead) -> Handler | None:
         """Return who answers a turn; None for all else, of which a target that is refused is a part.
 
         A turn is a POST, or asks for a websocket, and has nothing after its head then.
         """
+        if (known := self._known.get(head.target)) is not None and head.method == "POST" and not head.upgrades:
+            return known
         if head.method != "POST" if not head.upgrades else head.method != "GET" or head.length:
             return None
         try:
@@ -100,7 +110,13 @@ class Front:
             return None
         answer = self._answer if self._tracing is None else partial(self._traced, self._tracing)
         handler: Handler = partial(answer, self._converse if head.upgrades else self._flow, way)
-        return handler if self._around is None else self._around(handler)
+        if self._around is not None:
+            handler = self._around(handler)
+        if way.stays and head.target[:1] == b"/" and len(head.target) <= CACHED_BYTES:
+            if len(self._known) >= KNOWN_COUNT:
+                self._known.clear()
+            self._known[head.target] = handler
+        return handler
 
     async def _traced(self, tracing: Tracing, flow: Flow, way: Way, asked: Asked) -> None:
         with tracing.request(asked.headers, unquote(way.target.path)) as trace:
@@ -112,7 +128,8 @@ class Front:
         asked.target, asked.decorate = target, self._decorate
         told = None
         try:
-            asked.kept = await self._let_in(asked, way)
+            if (letting_in := self._let_in(asked, way)) is not None:
+                asked.kept = await letting_in
             await flow(asked, way.chosen_id)
         except ConnectionError:
             raise

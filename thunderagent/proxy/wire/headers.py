@@ -37,6 +37,8 @@ PROGRAM_ID_HEADER = "X-Program-ID"
 SOURCE_HEADER = "X-Program-ID-Source"
 REPLICA_HEADER = "X-Replica-ID"
 HOLD_HEADER = "X-Hold-Ms"
+FAIL_OPEN_HEADER = "X-ThunderAgent-Fail-Open"
+"""Of a turn that ran without a scheduler's leave."""
 
 _PORTS = {"http": 80, "https": 443}
 

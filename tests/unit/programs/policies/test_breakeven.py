@@ -56,7 +56,7 @@ def opens(driver: Driver, **tokens: int) -> None:
         driver.passes(1.0)
 
 
-# --- Hold or let go
+# --- Hold or pause
 
 
 def test_when_a_tool_begins_its_program_keeps_its_claim() -> None:
@@ -154,7 +154,7 @@ def test_the_threshold_is_the_time_to_prefill_the_whole_memory() -> None:
 
 
 def test_tools_are_held_by_their_names() -> None:
-    """One that returns after a second is held; one that takes an hour is let go at once."""
+    """One that returns after a second is held; one that takes an hour is paused at once."""
     driver = driver_with(hold_ratio=holds_for(3.0))
     times = driver.scheduler.knowledge.tool_times
     for _ in range(200):

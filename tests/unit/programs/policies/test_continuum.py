@@ -145,7 +145,7 @@ def test_known_tools_are_pinned_by_their_own_times_and_others_by_all() -> None:
 
 
 def test_the_delay_of_who_lost_its_memory_is_worth_holding_for() -> None:
-    """T: a turn whose program was let go waited 8 s for room, so it pays to hold 8 s longer; 0 before."""
+    """T: a turn whose program was paused waited 8 s for room, so it pays to hold 8 s longer; 0 before."""
     policy = Continuum(reserve_tokens=0, prefill_token_s=PREFILL_TOKEN_S, ttl_s=0.0)
     driver = Driver(policy, replicas={"r0": 1000})
     driver.takes_turn("a", 600)
@@ -174,7 +174,7 @@ def test_the_delay_of_who_lost_its_memory_is_worth_holding_for() -> None:
 
 
 def test_programs_are_served_as_they_came_also_by_engines() -> None:
-    """Who waits is restored by age, the youngest is let go first, and the priority is the age."""
+    """Who waits is restored by age, the youngest is paused first, and the priority is the age."""
     driver = Driver(Continuum(ttl_s=100.0, reserve_tokens=0), replicas={"r0": 1000})
     driver.takes_turn("first", 400)
     driver.passes(1.0)

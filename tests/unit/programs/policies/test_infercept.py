@@ -46,7 +46,7 @@ def test_beside_others_it_is_held_longer_and_what_runs_now_counts() -> None:
 
 
 def test_the_crossover_is_where_the_two_wastes_are_equal() -> None:
-    """Whatever runs beside it: preserved a moment before, let go a moment after."""
+    """Whatever runs beside it: preserved a moment before, given up a moment after."""
     for context_tokens, running_tokens in ((100, 1500), (700, 900), (1000, 0)):
         crossover_s = discard_waste_token_s(context_tokens, running_tokens, 0.01) / context_tokens
         assert preserve_waste_token_s(context_tokens, crossover_s) == pytest.approx(

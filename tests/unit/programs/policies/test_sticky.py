@@ -60,7 +60,7 @@ def test_the_hash_is_the_same_in_every_run() -> None:
 
 
 def test_after_an_outage_every_held_turn_is_granted_at_its_place() -> None:
-    """The queue is let go by name as well."""
+    """The queue is restored by name as well."""
     driver = Driver(Sticky(), replicas={})
     turns = {name: driver.arrives(name, 10) for name in PROGRAMS[:20]}
     for replica_id in REPLICAS:

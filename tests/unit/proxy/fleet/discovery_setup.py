@@ -14,6 +14,7 @@ from thunderagent.programs import invariants
 from thunderagent.programs.policies.cap import Cap
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.proxy.fleet.discovery import Discovery, DiscoverySettings
+from thunderagent.proxy.fleet.polls import Polls
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.runtime import Runtime
 
@@ -73,6 +74,7 @@ class Setup:
         self.connections = FakeConnections()
         self.follower = FakeFollower()
         self.replicas = Replicas(self.runtime, [])
+        self.polls = Polls(self.runtime, self.replicas)
         self.replicas.attach(self.connections, self.follower)
         self.discovery = Discovery(
             self.runtime, self.replicas, lambda: backend_of("vllm"), settings or DiscoverySettings()
@@ -83,8 +85,8 @@ class Setup:
 
     def comes_up(self, *replica_ids: str) -> None:
         for replica_id in replica_ids:
-            self.replicas.replica_polled(replica_id, ReplicaReading(capacity_tokens=1000))
-            self.replicas.replica_up(replica_id)
+            self.polls.replica_polled(replica_id, ReplicaReading(capacity_tokens=1000))
+            self.polls.replica_up(replica_id)
 
     @property
     def known(self) -> list[str]:

@@ -111,7 +111,7 @@ async def test_what_the_api_adds_stays_and_what_it_drains_stays_drained() -> Non
         setup.discovery.drain("b:2")
         setup.names("file", B)
         assert setup.open == ["a:1"]
-        setup.replicas.replica_down("b:2", "restart")
+        setup.polls.replica_down("b:2", "restart")
         setup.comes_up("b:2")
         assert setup.open == ["a:1"]
         setup.discovery.undrain("b:2")
@@ -216,13 +216,13 @@ async def test_ranks_are_replicas_of_their_own() -> None:
         setup.discovery.replicas_wanted("file", [Wanted(A), Wanted(B, 2)])
         assert setup.known == ["a:1", "b:2/0", "b:2/1"]
         assert [each.endpoint.finds_ranks for each in setup.replicas.known.values()] == [True, False, False]
-        setup.replicas.ranks_found(A, 3)
+        setup.polls.ranks_found(A, 3)
         await setup.until_known("a:1/0", "a:1/1", "a:1/2", "b:2/0", "b:2/1")
         assert [setup.replicas.known[f"a:1/{rank}"].endpoint.rank_id for rank in range(3)] == [0, 1, 2]
         assert setup.discovery.ids_at(A) == ["a:1/0", "a:1/1", "a:1/2"]
         setup.discovery.remove("a:1/1")
         await setup.until_known("a:1/0", "a:1/2", "b:2/0", "b:2/1")
-        setup.replicas.ranks_found(A, 1)
+        setup.polls.ranks_found(A, 1)
         await setup.until_known("a:1", "b:2/0", "b:2/1")
         setup.discovery.replicas_wanted("file", [])
         await setup.until_known()

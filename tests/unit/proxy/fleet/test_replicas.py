@@ -13,6 +13,7 @@ from thunderagent.programs.model.fleet_events import EncodesPolled, ReplicaPolle
 from thunderagent.programs.policies.cap import Cap
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.proxy.fleet.client import ClientSettings, open_client
+from thunderagent.proxy.fleet.polls import Polls
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.runtime import Runtime
 
@@ -47,9 +48,9 @@ def polled(
 def heard(*readings: ReplicaReading) -> list[Event]:
     """What the core hears of readings, one after another."""
     runtime = Overheard()
-    replicas = Replicas(runtime, [ReplicaEndpoint("r0", "http://r0", backend_of("vllm"))])
+    polls = Polls(runtime, Replicas(runtime, [ReplicaEndpoint("r0", "http://r0", backend_of("vllm"))]))
     for each in readings:
-        replicas.replica_polled("r0", each)
+        polls.replica_polled("r0", each)
     return runtime.events
 
 
@@ -122,12 +123,12 @@ async def test_nothing_is_kept_of_priorities_on_a_replica_that_was_removed() -> 
 def test_images_to_encode_are_told_until_the_core_knows_as_many() -> None:
     """It counts one for each turn until the next poll, so that an unchanged reading may be news."""
     runtime = Overheard()
-    replicas = Replicas(runtime, [ReplicaEndpoint("r0", "http://r0", backend_of("nova"))])
+    polls = Polls(runtime, Replicas(runtime, [ReplicaEndpoint("r0", "http://r0", backend_of("nova"))]))
     four = ReplicaReading(capacity_tokens=1000, pending_encode_count=4)
     for _ in range(3):
-        replicas.replica_polled("r0", four)
+        polls.replica_polled("r0", four)
     runtime.scheduler.ledger.accounts["r0"].turn_granted()
-    replicas.replica_polled("r0", four)
-    replicas.replica_polled("r0", ReplicaReading(capacity_tokens=1000))
+    polls.replica_polled("r0", four)
+    polls.replica_polled("r0", ReplicaReading(capacity_tokens=1000))
     assert [event for event in runtime.events if isinstance(event, EncodesPolled)] == [EncodesPolled(1.0, "r0", 4)] * 2
     assert runtime.scheduler.ledger.accounts["r0"].pending_encode_count == 4

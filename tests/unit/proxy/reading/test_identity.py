@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import msgspec.structs
 import pytest
 from multidict import CIMultiDict, CIMultiDictProxy
 
@@ -236,7 +237,8 @@ def test_an_empty_header_of_somebody_elses_is_none() -> None:
 def test_an_empty_header_of_somebody_elses_names_no_program(name: str) -> None:
     """Clients send it before they have a session; what comes after it in the order may name one."""
     assert identified(headers={name: ""}).source == "anonymous"
-    assert identified(b'{"program_id":"b"}', headers={name: ""})[:2] == ("b", "body")
+    turn = identified(b'{"program_id":"b"}', headers={name: ""})
+    assert (turn.program_id, turn.source) == ("b", "body")
     rules = IdentityRules(program_headers=("X-Rollout",))
     turn = identify(None, CIMultiDictProxy(CIMultiDict({"X-Rollout": "", "X-Session-ID": "s"})), b"{}", rules)
     assert turn is not None
@@ -307,7 +309,7 @@ def test_where_nobody_wants_to_know_no_prefix_is_digested() -> None:
     with_it, without = (identify(None, headers, body, IdentityRules(reads_prefixes=reads)) for reads in (True, False))
     assert with_it is not None
     assert with_it.prefix
-    assert without == with_it._replace(prefix=())
+    assert without == msgspec.structs.replace(with_it, prefix=())
 
 
 def test_a_body_that_goes_on_from_a_response_has_no_prefix_of_its_own() -> None:

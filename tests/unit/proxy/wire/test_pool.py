@@ -12,8 +12,8 @@ import pytest
 from multidict import CIMultiDict
 
 from thunderagent.proxy.wire.http11.answers import ClosedError, SilentError, TotalError
-from thunderagent.proxy.wire.http11.limits import Pause, Sweep
-from thunderagent.proxy.wire.http11.pool import Limits, Pool
+from thunderagent.proxy.wire.http11.limits import Limits, Pause, Sweep
+from thunderagent.proxy.wire.http11.pool import Pool
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable

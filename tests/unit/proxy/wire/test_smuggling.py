@@ -22,7 +22,7 @@ from multidict import CIMultiDict
 from tests.unit.proxy.wire.streams import answer, pieces, requests
 from thunderagent.proxy.wire.http11 import client, server
 from thunderagent.proxy.wire.http11.heads import MAX_HEAD_BYTES, MAX_HEADERS_COUNT
-from thunderagent.proxy.wire.http11.limits import Pause, Sweep
+from thunderagent.proxy.wire.http11.limits import Limits, Pause, Sweep
 
 if TYPE_CHECKING:
     from thunderagent.proxy.wire.http11.asked import Asked
@@ -262,7 +262,7 @@ async def answer_by_us(parts: list[bytes], method: str) -> Reading:
     ended: list[client.Connection] = []
     connection = client.Connection(loop, Sweep(loop), Pause(loop), ended.append, lambda _: None)
     connection.connection_made(pipe)
-    asking = asyncio.create_task(connection.exchange(method, b"", None, 60.0, 60.0, loop.time()))
+    asking = asyncio.create_task(connection.exchange(method, b"", None, Limits(60.0, 60.0, 60.0), loop.time()))
     await asyncio.sleep(0)
     for part in parts:
         if not pipe.is_closed:

@@ -207,7 +207,7 @@ function toldOf(program) {
     ["Class", program.program_class],
     ["Group", program.group_id],
     ["Parent", program.parent_id],
-    ["Routed to", program.bound_to],
+    ["Routed to", program.routed_to],
     ["Priority", priorities.filter(Boolean).join(", ")],
     ["Expected success", program.judged?.level],
   ];

@@ -16,6 +16,7 @@ from typing import Protocol
 from multidict import CIMultiDictProxy
 
 from thunderagent.proxy.wire.exchange import Channel, Sink, Wait
+from thunderagent.proxy.wire.http11.eager import Waiter
 from thunderagent.proxy.wire.http11.heads import AnswerHead
 
 READ_AHEAD_BYTES = 2**20
@@ -68,6 +69,7 @@ class Answer:
         "_connection",
         "_failure",
         "_is_held",
+        "_is_wanted_whole",
         "_pieces",
         "_pieces_bytes",
         "_raised",
@@ -90,10 +92,11 @@ class Answer:
         self._pieces: list[bytes] = []
         self._pieces_bytes = 0
         self._is_held = False
+        self._is_wanted_whole = False
         self._sink: Sink | None = None
         self._wait: Wait = None
         self._raised: Exception | None = None
-        self._waiter: asyncio.Future[None] | None = None
+        self._waiter: Waiter[None] | None = None
         self._failure: Failure | None = None
         self._body: bytes | None = None
 
@@ -108,13 +111,14 @@ class Answer:
     async def read(self) -> bytes:
         """Return the whole body, or what is left of it; once more the same. Raises like `next_piece`."""
         if self._body is None:
-            if not self.is_whole:
-                pieces = []
-                while piece := await self.next_piece():
-                    pieces.append(piece)
-                self._body = b"".join(pieces)
-            else:
-                self._body = self._taken()
+            self._is_wanted_whole = True
+            try:
+                while not self.is_whole:
+                    self.go_on()
+                    await self._change()
+            finally:
+                self._is_wanted_whole = False
+            self._body = self._taken()
         return self._body
 
     async def next_piece(self) -> bytes:
@@ -208,6 +212,8 @@ class Answer:
         else:
             self._pieces.append(piece)
             self._pieces_bytes += len(piece)
+            if self._is_wanted_whole:
+                return
             if self._pieces_bytes > READ_AHEAD_BYTES:
                 self.hold()
             self._tell()
@@ -217,7 +223,11 @@ class Answer:
         self._connection = None
         self.is_whole = failure is None
         self._failure = failure
-        self._tell()
+        waiter = self._waiter
+        if failure is None:
+            self._tell()
+        elif waiter is not None:
+            waiter.set_soon(None)
 
     def _taken(self) -> bytes:
         pieces = self._pieces
@@ -232,12 +242,13 @@ class Answer:
         if self._failure is not None:
             kind, why = self._failure
             raise kind(why)
-        self._waiter = asyncio.get_running_loop().create_future()
+        self._waiter = Waiter(asyncio.get_running_loop())
         try:
             await self._waiter
         finally:
             self._waiter = None
 
     def _tell(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        waiter = self._waiter
+        if waiter is not None:
+            waiter.set(None)

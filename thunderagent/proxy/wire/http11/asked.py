@@ -324,7 +324,7 @@ class Asked:
             headers["Connection"] = "keep-alive"
         if "Date" not in headers:
             headers["Date"] = _date()
-        return written(f"HTTP/1.1 {status} {reason}", headers)
+        return written([f"HTTP/1.1 {status} {reason}"], headers)
 
 
 def _make_date() -> Callable[[], str]:

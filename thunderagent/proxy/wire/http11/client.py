@@ -15,6 +15,7 @@ from typing import cast
 from thunderagent.proxy.wire.exchange import Channel
 from thunderagent.proxy.wire.http11.answers import Answer, ClosedError, Failure, SilentError, StaleError, TotalError
 from thunderagent.proxy.wire.http11.chunks import Chunks
+from thunderagent.proxy.wire.http11.eager import Waiter
 from thunderagent.proxy.wire.http11.heads import (
     CHANGES_PROTOCOL,
     CHUNKED,
@@ -23,7 +24,7 @@ from thunderagent.proxy.wire.http11.heads import (
     end_of_head,
     read_answer,
 )
-from thunderagent.proxy.wire.http11.limits import Pause, Sweep, notice_lost_peers
+from thunderagent.proxy.wire.http11.limits import Limits, Pause, Sweep, notice_lost_peers
 
 JOINED_BYTES = 64 * 1024
 """A larger body is not copied to stand behind its head."""
@@ -61,7 +62,7 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._method = ""
         """Of the request that it carries; empty while it carries none."""
-        self._waiter: asyncio.Future[Answer | None] | None = None
+        self._waiter: Waiter[Answer] | None = None
         self._answer: Answer | None = None
         self._failure: Failure | None = None
         self._buffer = b""
@@ -100,15 +101,14 @@ class Connection(asyncio.Protocol):
         method: str,
         head: bytes,
         body: bytes | None,
-        silence_s: float,
-        total_s: float,
+        limits: Limits,
         begun_s: float,
         *,
         may_change: bool = False,
     ) -> Answer:
         """Send a request and return when the head of its answer is there.
 
-        `total_s` is for all of the answer, from `begun_s` on, by the clock of the pauses. `may_change` says that the
+        All of the answer is limited from `begun_s` on, by the clock of the pauses. `may_change` says that the
         request asks for another protocol, so that the answer may be that this begins. Raises `ClosedError`,
         `SilentError`, `TotalError`, or `StaleError` if the connection was kept and died before a byte came.
         """
@@ -118,7 +118,7 @@ class Connection(asyncio.Protocol):
         self._may_change = may_change
         self._has_heard = False
         self._heard_s = self._loop.time()
-        self._silence_s, self._total_s, self._begun_s = silence_s, total_s, begun_s
+        self._silence_s, self._total_s, self._begun_s = limits.silence_s, limits.total_s, begun_s
         self._set_due(self._heard_s)
         if not body:
             self._transport.write(head)
@@ -128,15 +128,14 @@ class Connection(asyncio.Protocol):
             self._unsent = memoryview(body)[PIECE_BYTES:]
             self._transport.writelines([head, memoryview(body)[:PIECE_BYTES]])
             self._send_more()
-        waiter = self._waiter = self._loop.create_future()
-        answer: Answer | None
+        waiter = self._waiter = Waiter(self._loop)
         try:
             answer = await waiter
         except BaseException:
-            if waiter.cancelled():
+            if waiter.found is not None:
+                waiter.found.close()  # which leaves the connection alone if it carries another request by now
+            elif self._waiter is waiter:
                 self.give_up()
-            elif (answer := waiter.result()) is not None:
-                answer.close()  # which leaves the connection alone if it carries another request by now
             raise
         if answer is None:
             raise self._error()
@@ -294,8 +293,8 @@ class Connection(asyncio.Protocol):
         if buffer or not head.length:
             self._take_body(answer, buffer)
         self._waiter = None
-        if waiter is not None and not waiter.done():
-            waiter.set_result(answer)
+        if waiter is not None:
+            waiter.set(answer)
 
     def _take_body(self, answer: Answer, data: bytes) -> None:
         if self._chunks is not None:
@@ -334,8 +333,8 @@ class Connection(asyncio.Protocol):
         self._ended(self)
         if answer is not None:
             answer.end(failure)
-        if waiter is not None and not waiter.done() and failure is not None:
-            waiter.set_result(None)
+        if waiter is not None and failure is not None:
+            waiter.set_soon(None)
 
     def _fail(self, failure: Failure) -> None:
         if self._method:

@@ -39,7 +39,9 @@ CHANGES_PROTOCOL = 101
 
 _REQUEST_LINE = re.compile(rb"([A-Z][A-Z-]*) ([!-~\x80-\xff]+) HTTP/1\.([01])\r\n")
 _STATUS_LINE = re.compile(rb"HTTP/1\.([01]) ([1-9][0-9][0-9])(?: ([\t -~\x80-\xff]*))?\r\n")
-_HEADER = re.compile(r"([^:\r\n]+):[ \t]*([^\r\n]*)\r\n")
+_HEADER = re.compile(r"([^:]++):[ \t]*+([^\r]*+)\r\n")
+"""Takes lines apart that llhttp let pass; where it did not, the count of lines would tell. Two classes of one character
+each, and nothing to go back for: that is twice as quick as to exclude line feeds, too."""
 _BARE_LINE_FEED = re.compile(rb"(?<!\r)\n")
 _LENGTH = re.compile(r"[0-9]{1,18}")
 _ASCII = bytes(range(0x21, 0x7F)).decode()
@@ -159,8 +161,11 @@ def _headers(
     except httptools.HttpParserError as error:
         raise NotHttpError(str(error) or "it is no HTTP") from None
     pairs = _HEADER.findall(head[start:].decode("utf-8", "surrogateescape"))
-    if len(pairs) > MAX_HEADERS_COUNT:
+    count = len(pairs)
+    if count > MAX_HEADERS_COUNT:
         raise NotHttpError(f"a head has more than {MAX_HEADERS_COUNT} headers")
+    if head.count(b"\n") != count + 2:
+        raise NotHttpError("a line of a head is no header")
     if b" \r\n" in head or b"\t\r\n" in head:
         pairs = [(name, value.rstrip(" \t")) for name, value in pairs]
     return CIMultiDict(pairs)
@@ -189,10 +194,14 @@ def _options(headers: CIMultiDict[str]) -> list[str]:
     return [option.strip(" \t") for option in ",".join(headers.getall("Connection")).lower().split(",")]
 
 
-def written(first_line: str, headers: CIMultiDict[str]) -> bytes:
-    """Return the bytes of a head. Raises `ValueError` for what would end its line itself."""
-    lines = [first_line]
+def written(lines: list[str], headers: CIMultiDict[str], last_line: str = "") -> bytes:
+    """Return the bytes of a head of these lines, headers, and a last line if there is one.
+
+    Raises `ValueError` for what would end its line itself.
+    """
     lines += [f"{name}: {value}" for name, value in headers.items()]
+    if last_line:
+        lines.append(last_line)
     count = len(lines) + 1
     lines.append("\r\n")
     head = "\r\n".join(lines).encode("utf-8", "surrogateescape")

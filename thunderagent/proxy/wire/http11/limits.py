@@ -15,10 +15,20 @@ from __future__ import annotations
 import asyncio
 import socket
 from math import inf
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 LEAST_PAUSE_S = 0.01
 PAUSE_FOR_EACH_S = 20e-6
+
+
+class Limits(NamedTuple):
+    """How long the parts of a request may take."""
+
+    connect_s: float
+    silence_s: float
+    """From the connection to the first byte, and between two bytes. It stands still while the replica is paused."""
+    total_s: float = inf
+    """For all of the answer, from the request on; it stands still, too."""
 
 
 class Watched(Protocol):

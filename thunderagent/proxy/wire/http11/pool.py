@@ -7,7 +7,6 @@ import re
 from base64 import b64encode
 from contextlib import suppress
 from functools import partial
-from math import inf
 from ssl import SSLContext, create_default_context
 from typing import NamedTuple
 from urllib.parse import urlsplit
@@ -18,7 +17,7 @@ from yarl import URL
 from thunderagent.proxy.wire.http11.answers import Answer, ClosedError, StaleError
 from thunderagent.proxy.wire.http11.client import Connection
 from thunderagent.proxy.wire.http11.heads import written
-from thunderagent.proxy.wire.http11.limits import Pause, Sweep
+from thunderagent.proxy.wire.http11.limits import Limits, Pause, Sweep
 
 _BODILESS_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
 """Without a body they have no Content-Length either."""
@@ -43,16 +42,6 @@ class ConnectLateError(TimeoutError):
     """The connection was not made in time."""
 
 
-class Limits(NamedTuple):
-    """How long the parts of a request may take."""
-
-    connect_s: float
-    silence_s: float
-    """From the connection to the first byte, and between two bytes. It stands still while the replica is paused."""
-    total_s: float = inf
-    """For all of the answer, from the request on; it stands still, too."""
-
-
 class _Site(NamedTuple):
     """What a base URL says of every request to it."""
 
@@ -60,7 +49,8 @@ class _Site(NamedTuple):
     port: int
     is_secure: bool
     path: str
-    headers: tuple[tuple[str, str], ...]
+    lines: tuple[str, ...]
+    """Of each head, after its first."""
     idle: list[Connection]
     """The connections to there that carry no request; the newest is last, and is taken first."""
 
@@ -126,19 +116,20 @@ class Pool:
         site = self._sites.get(base_url) or self._site(base_url)
         if not _SENDABLE.fullmatch(path):  # it is sent as it was judged, or not at all
             raise ValueError("the path of a request to a replica begins with / and holds no #, space or control")
-        sent = CIMultiDict(site.headers)
-        sent.extend(headers)
-        if body is not None:
-            sent["Content-Length"] = str(len(body))
-        elif method not in _BODILESS_METHODS:
-            sent["Content-Length"] = "0"
-        head = written(f"{method} {site.path}{path} HTTP/1.1", sent)
+        if "Content-Length" in headers:
+            headers = headers.copy()
+            del headers["Content-Length"]
+        length_bytes = len(body) if body is not None else 0
+        has_length = body is not None or method not in _BODILESS_METHODS
+        lines = [f"{method} {site.path}{path} HTTP/1.1", *site.lines]
+        head = written(lines, headers, f"Content-Length: {length_bytes}" if has_length else "")
         changes = method == "GET" and "Upgrade" in headers
         begun_s, sent_s = self.pause.clock_s(), self._loop.time()
         kept = self._idle_connection(site)
         if kept is not None:
             try:
-                return await self._exchange(kept, method, head, body, limits, begun_s, may_change=changes)
+                self.requests_count += 1  # until the connection says that it ended
+                return await kept.exchange(method, head, body, limits, begun_s, may_change=changes)
             except StaleError:
                 if not (may_repeat or method in _IDEMPOTENT_METHODS) or self._loop.time() - sent_s > STALE_WITHIN_S:
                     raise
@@ -152,22 +143,8 @@ class Pool:
             raise ClosedError(f"it is gone: {error}") from None
         finally:
             self.requests_count -= 1
-        return await self._exchange(connection, method, head, body, limits, begun_s, may_change=changes)
-
-    async def _exchange(
-        self,
-        connection: Connection,
-        method: str,
-        head: bytes,
-        body: bytes | None,
-        limits: Limits,
-        begun_s: float,
-        *,
-        may_change: bool,
-    ) -> Answer:
-        self.requests_count += 1  # until the connection says that it ended
-        silence_s, total_s = limits.silence_s, limits.total_s
-        return await connection.exchange(method, head, body, silence_s, total_s, begun_s, may_change=may_change)
+        self.requests_count += 1
+        return await connection.exchange(method, head, body, limits, begun_s, may_change=changes)
 
     def _idle_connection(self, site: _Site) -> Connection | None:
         """Return the connection that was idle for the shortest time and is still good; None if there is none.
@@ -222,12 +199,12 @@ class Pool:
         url = URL(base_url, encoded=True)
         if url.host is None or url.scheme not in ("http", "https") or url.port is None:
             raise ValueError("the URL of a replica begins with http:// or https:// and names a host")
-        headers = [("Host", url.host_port_subcomponent or "")]
+        lines = [f"Host: {url.host_port_subcomponent or ''}"]
         if url.raw_user or url.raw_password:
             login = f"{url.user or ''}:{url.password or ''}"
-            headers.append(("Authorization", f"Basic {b64encode(login.encode('latin1')).decode()}"))
+            lines.append(f"Authorization: Basic {b64encode(login.encode('latin1')).decode()}")
         where = (url.host, url.port, url.scheme == "https")
-        site = _Site(*where, urlsplit(base_url).path.rstrip("/"), tuple(headers), self._idle.setdefault(where, []))
+        site = _Site(*where, urlsplit(base_url).path.rstrip("/"), tuple(lines), self._idle.setdefault(where, []))
         self._sites[base_url] = site
         return site
 

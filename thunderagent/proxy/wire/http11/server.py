@@ -22,6 +22,7 @@ from typing import cast
 import structlog
 
 from thunderagent.proxy.wire.http11.asked import Asked, refusal
+from thunderagent.proxy.wire.http11.eager import EagerTask
 from thunderagent.proxy.wire.http11.heads import NotHttpError, end_of_head, read_request
 from thunderagent.proxy.wire.http11.lent import Lent
 from thunderagent.proxy.wire.http11.limits import notice_lost_peers
@@ -47,7 +48,7 @@ class Connection(asyncio.Protocol):
         self._looked_at = 0
         """Of the buffer, so much holds no end of a head."""
         self._asked: Asked | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._task: EagerTask | None = None
         self._lent: Lent | None = None
         self.closes = False
         """Whether it ends with the answer that is due."""
@@ -256,7 +257,8 @@ class Connection(asyncio.Protocol):
             data, self._buffer = self._buffer, b""
         if data and not self._feed(asked, data):
             return
-        self._task = self._loop.create_task(self._answer(asked, handler))
+        self._task = task = EagerTask(self._loop, self._answer(asked, handler))
+        task.go_on()
 
     async def _answer(self, asked: Asked, handler: Handler) -> None:
         try:

@@ -1,0 +1,281 @@
+"""Gateways and a scheduler as processes of their own: what is killed is started again, and nothing is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.integration.support import (
+    CHAT,
+    DONE,
+    LAST_CHUNK,
+    USAGE_EVENT,
+    Gate,
+    Wire,
+    ask,
+    chunk,
+    command,
+    engine,
+    events_of,
+    exchange,
+    fake_replica,
+    get,
+    metrics_of,
+    post,
+    stream_head,
+    turn,
+    until,
+    word,
+)
+from thunderagent.config import ServeConfig
+from thunderagent.errors import ConfigurationError
+from thunderagent.proxy.gate.keys import mint_key
+from thunderagent.scaling import check_gateways
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from tests.integration.support import Answer, CommandProcess
+
+pytestmark = pytest.mark.timeout(180)
+
+FAIL_OPEN = "X-ThunderAgent-Fail-Open"
+
+
+@asynccontextmanager
+async def scheduler(*options: str, at: str = "127.0.0.1:0") -> AsyncIterator[CommandProcess]:
+    quick = ("--listen", at, "--poll-interval-s", "0.05", "--gateway-lost-s", "0.5")
+    async with command("scheduler", *quick, *options) as process:
+        yield process
+
+
+@asynccontextmanager
+async def gateway(scheduler_url: str, *options: str) -> AsyncIterator[CommandProcess]:
+    async with command("gateway", "--port", "0", "--schedulers", scheduler_url, *options) as process:
+        await process.ready()
+        yield process
+
+
+async def killed(process: CommandProcess) -> str:
+    """Kill a process, and return the address that it had."""
+    process.process.kill()
+    await process.exit_status()
+    return process.url.removeprefix("http://")
+
+
+async def metric(url: str, name: str, *labels: str) -> float:
+    return (await metrics_of(url))[f"thunderagent_{name}"][labels]
+
+
+async def until_metric(url: str, name: str, value: float, *labels: str) -> None:
+    async with asyncio.timeout(30):
+        while await metric(url, name, *labels) != value:
+            await asyncio.sleep(0.02)
+
+
+async def gateway_ids(served: CommandProcess, count: int) -> list[int]:
+    """Wait until so many gateways run, and return their process ids."""
+    found: list[int] = []
+    async with asyncio.timeout(60):
+        while len(found) != count:
+            await asyncio.sleep(0.05)
+            of_parent = Path(f"/proc/{served.process.pid}/task/{served.process.pid}/children").read_text().split()
+            found = [each for each in map(int, of_parent) if b"gateway" in Path(f"/proc/{each}/cmdline").read_bytes()]
+    return found
+
+
+async def ask_in_stream(url: str, program_id: str) -> Answer:
+    return await ask(url, program_id, stream=True, max_tokens=16, stream_options={"include_usage": True})
+
+
+async def test_streams_go_through_a_restart_of_the_scheduler() -> None:
+    """Not one error, and gateways count what the engine counts, to the token."""
+    async with (
+        engine(kv_tokens=64_000) as behind,
+        scheduler("--backends", behind.url) as first,
+        gateway(first.url) as front,
+        asyncio.TaskGroup() as group,
+    ):
+        answers: list[Answer] = []
+        stop = asyncio.Event()
+
+        async def talk(program_id: str) -> None:
+            while not stop.is_set():
+                answers.append(await ask_in_stream(front.url, program_id))
+
+        for number in range(6):
+            group.create_task(talk(f"p{number}"))
+        await until(lambda: len(answers) >= 30)
+        at = await killed(first)
+        async with scheduler("--backends", behind.url, at=at) as second:
+            before_count = len(answers)
+            await until(lambda: len(answers) >= before_count + 30)
+            stop.set()
+            await until_metric(front.url, "leases_active", 0)
+            await until_metric(front.url, "turns_held", 0)
+            await until_metric(front.url, "gateway_turns_told", 0)
+            assert await metric(second.url, "leases_active") == 0
+            assert await metric(second.url, "turns_held") == 0
+            assert await metric(front.url, "gateway_epoch") == 2
+        assert {answer.status for answer in answers} == {200}
+        assert all(answer.whole and events_of(answer.body)[-1] == "[DONE]" for answer in answers)
+        assert await metric(front.url, "turns_total", "finished") == len(answers)
+        of_engine = await metrics_of(behind.url)
+        for ours, theirs in (("prompt_tokens_total", "prompt"), ("output_tokens_total", "generation")):
+            counted = sum(of_engine[f"vllm:{theirs}_tokens_total"].values())
+            assert await metric(front.url, ours) == counted
+        assert "Traceback" not in front.log
+
+
+async def begin(wire: Wire, program_id: str) -> None:
+    wire.send("POST", CHAT, (), json.dumps(turn(program_id, stream=True)).encode())
+    assert (await wire.head()).status == 200
+    assert await wire.chunk() == word("one")
+
+
+def a_stream() -> Gate:
+    return Gate([stream_head(), chunk(word("one"))], [chunk(USAGE_EVENT), chunk(DONE), LAST_CHUNK])
+
+
+ONE_AT_A_TIME = ("--policy", "cap", "--policy-arg", "n=1")
+
+
+async def test_what_runs_is_counted_and_what_is_held_stays_held() -> None:
+    """A scheduler that starts anew knows both from its gateway, and grants nothing that it would not have."""
+    async with fake_replica(gate := a_stream()) as replica:
+        options = ("--backends", replica.url, *ONE_AT_A_TIME)
+        async with (
+            scheduler(*options) as first,
+            gateway(first.url) as front,
+            Wire.open(front.url) as wire,
+            asyncio.TaskGroup() as group,
+        ):
+            await begin(wire, "running")
+            held = group.create_task(ask(front.url, "held", stream=True))
+            await until_metric(first.url, "turns_held", 1)
+            at = await killed(first)
+            beside = group.create_task(ask(front.url, "beside", stream=True))
+            async with scheduler(*options, at=at) as second:
+                await until_metric(second.url, "turns_held", 2)
+                assert await metric(second.url, "leases_active") == 1
+                assert len(replica.calls) == 1
+                programs = json.loads((await get(front.url, "/programs")).body)["programs"]
+                assert {each["program_id"] for each in programs} == {"running", "held", "beside"}
+                assert {each["turns_in_flight_count"] for each in programs if each["program_id"] == "running"} == {1}
+                gate.open()
+                await wire.chunk()
+                released = await post(front.url, "/programs/release", {"program_id": "running"})
+                assert released.json()["released"]
+                for each in (await held, await post(front.url, "/programs/release", {"program_id": "held"})):
+                    assert each.status == 200
+                assert (await beside).status == 200
+                assert await metric(second.url, "turns_total", "finished") == 3
+                assert await metric(front.url, "fail_open_turns_total") == 0
+
+
+async def test_without_a_scheduler_turns_run_in_the_end() -> None:
+    """They wait as long as they were told to; then they run, marked, and the next scheduler counts them."""
+    async with fake_replica(gate := a_stream()) as replica:
+        options = ("--backends", replica.url, *ONE_AT_A_TIME)
+        limits = ("--scheduler-patience-s", "0.3", "--fail-open-turns-count", "2")
+        async with (
+            scheduler(*options) as first,
+            gateway(first.url, *limits) as front,
+            Wire.open(front.url) as wire,
+            asyncio.TaskGroup() as group,
+        ):
+            await begin(wire, "a")
+            waiting = [group.create_task(ask(front.url, name, stream=True)) for name in ("b", "c")]
+            await until_metric(first.url, "turns_held", 2)
+            at = await killed(first)
+            await replica.call(1)
+            assert await metric(front.url, "fail_open_turns_total") == 1
+            assert await metric(front.url, "turns_held") == 1, "more than two run"
+            assert (await get(front.url, "/ready")).status == 200
+            assert (await get(front.url, "/programs")).error["code"] == "scheduler_unreachable"
+            async with scheduler(*options, at=at) as second:
+                await until_metric(second.url, "leases_active", 2)
+                gate.open()
+                for name in ("a", "b"):
+                    await post(front.url, "/programs/release", {"program_id": name})
+                answers = await asyncio.gather(*waiting)
+                assert [answer.status for answer in answers] == [200, 200]
+                assert sorted(answer.header(FAIL_OPEN) or "" for answer in answers) == ["", "1"]
+                await until_metric(second.url, "turns_total", 3, "finished")
+
+
+async def test_the_turns_of_a_gateway_that_died_are_over() -> None:
+    """Its program's room goes to others, through another gateway."""
+    async with fake_replica(a_stream()) as replica:
+        options = ("--backends", replica.url, *ONE_AT_A_TIME)
+        async with (
+            scheduler(*options, "--idle-limit-s", "0.2") as schedules,
+            gateway(schedules.url) as one,
+            gateway(schedules.url) as other,
+        ):
+            async with Wire.open(one.url) as wire, asyncio.TaskGroup() as group:
+                await begin(wire, "a")
+                waiting = group.create_task(ask(other.url, "b", max_tokens=1))
+                await until_metric(schedules.url, "turns_held", 1)
+                await killed(one)
+                await replica.call(1)
+                replica.calls[1].close()
+                assert not (await waiting).whole, "its replica closed the connection, after the first word"
+            await until_metric(schedules.url, "leases_active", 0)
+            assert "gateway_lost" in schedules.log
+
+
+async def test_one_command_serves_with_several_gateways() -> None:
+    """On one port; one that is killed is started again, and no turn of the others fails."""
+    async with (
+        engine(kv_tokens=64_000) as behind,
+        command("serve", "--port", "0", "--backends", behind.url, "--gateways", "2") as served,
+    ):
+        await served.ready()
+        first, second = await gateway_ids(served, 2)
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: "gateway_ended" in served.log)
+        assert second in await gateway_ids(served, 2)
+        await served.ready()
+        answers = await asyncio.gather(*(ask_in_stream(served.url, f"p{number}") for number in range(20)))
+        assert {answer.status for answer in answers} == {200}
+        programs = json.loads((await get(served.url, "/programs")).body)["programs"]
+        assert len(programs) == 20
+        served.process.terminate()
+        assert await served.exit_status() == 0
+        assert "Traceback" not in served.log
+
+
+async def test_with_keys_the_one_command_has_its_own_for_its_gateways() -> None:
+    """Clients bring theirs, to a gateway as to the scheduler behind it; without one nobody comes in."""
+    key, line = mint_key("me")
+    named = ("--api-keys", line, "--tenant-from-key", "false")
+    async with command("serve", "--port", "0", "--gateways", "1", *named) as served:
+        await served.ready()
+        bearer = ("Authorization", f"Bearer {key}")
+        assert (await post(served.url, CHAT, turn("p"), bearer)).status == 200
+        assert (await post(served.url, CHAT, turn("p"))).status == 401
+        assert (await exchange(served.url, "DELETE", "/programs/p", [bearer])).json()["released"]
+        assert (await exchange(served.url, "DELETE", "/programs/p")).status == 401
+        assert (await exchange(served.url, "GET", "/queue", [bearer])).status == 403
+        internal = await exchange(served.url, "GET", "/internal/lease", [bearer])
+        assert internal.status in (403, 404)
+
+
+def test_what_needs_one_process_is_refused_with_gateways() -> None:
+    """Before anything starts, with the names of the settings."""
+    config = ServeConfig.load(gateways=2, infer_programs=True, judge_url="replicas")
+    with pytest.raises(ConfigurationError, match="infer_programs, judge_url go with no gateways yet"):
+        check_gateways(config)
+    _, line = mint_key("me")
+    with pytest.raises(ConfigurationError, match="tenant_from_key"):
+        check_gateways(ServeConfig.load(gateways=2, api_keys=line))
+    with pytest.raises(ConfigurationError, match="no URL"):
+        ServeConfig.load(schedulers="http://host:port:")

@@ -1,0 +1,104 @@
+"""Frames, and sides of different versions."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import msgspec
+import pytest
+
+from thunderagent.errors import BadFrameError
+from thunderagent.leases import Lease, TurnAsk, TurnEnd
+from thunderagent.scale.messages import Digest, Frame, Hello, Message, Ok, Refusal, decode, encode
+
+FIRST_FIELDS = {
+    "hello": "gateway_id boot_id link_number highest_epoch leader_id version",
+    "turns": "running held cards",
+    "told": "",
+    "acquire": "turn_id program_id branch_id parent_branch_id parent_id tenant group_id program_class role "
+    "prompt_bytes prefix media patience_s waited_s supersedes_id avoid_replica_id pinned_replica_id wanted_replica_id "
+    "abortable hint model",
+    "end": "turn_id program_id generation outcome prompt_tokens output_tokens cached_tokens tool",
+    "abandon": "turn_id",
+    "progress": "turn_id output_tokens unverified",
+    "released": "program_id generation outcome",
+    "replica": "replica_id seen",
+    "lead": "leader_id cell version",
+    "grant": "turn_id program_id generation replica_id url engine_priority reason held_s",
+    "hold": "turn_id",
+    "reject": "turn_id code message retry_after_s",
+    "ok": "turn_ids",
+    "gone": "program_id",
+    "replicas": "changed removed_ids names_models has_pools is_whole",
+}
+"""Of each kind, what the first version had. It stays so: fields are only added, behind these."""
+
+
+def test_fields_are_only_added() -> None:
+    """A field that is moved, renamed or taken away would be read as another by a side of another version."""
+    kinds: dict[str, type[Any]] = {kind.__struct_config__.tag: kind for kind in get_args(Message)}
+    assert set(FIRST_FIELDS) <= set(kinds)
+    for kind, fields in FIRST_FIELDS.items():
+        names = fields.split()
+        assert list(kinds[kind].__struct_fields__[: len(names)]) == names, kind
+        added = kinds[kind].__struct_fields__[len(names) :]
+        optional_count = len(kinds[kind].__struct_defaults__)
+        assert len(added) <= optional_count, f"{kind}: what was added has no default: {added}"
+
+
+def frame(*messages: list[Any], more: tuple[object, ...] = ()) -> bytes:
+    """A frame as another version may write it."""
+    return msgspec.msgpack.encode([1, 0, 3, list(messages), *more])
+
+
+def test_a_frame_comes_back_as_it_was() -> None:
+    ask = TurnAsk(turn_id=3, program_id="a", prefix=((2**63, 2),), media=(("image", 3),), patience_s=1.5)
+    sent = Frame(
+        7,
+        5,
+        2,
+        [Hello("g", 1, 1), ask, Lease(3, "a", 1, "r", "http://r", -3, "fits", 0.5), TurnEnd(3, "a", 1, "finished", 1)],
+    )
+    assert decode(encode(sent)) == (sent, 0)
+
+
+def test_what_an_older_side_does_not_say_is_the_default() -> None:
+    """One that knows the first fields of a message, and no others."""
+    got, _ = decode(frame(["hello", "g", 1, 2], ["acquire", 9], ["end", 9, "a", 1, "finished"]))
+    assert got.messages == [Hello("g", 1, 2), TurnAsk(turn_id=9), TurnEnd(9, "a", 1, "finished")]
+
+
+def test_what_a_newer_side_says_beyond_is_not_read() -> None:
+    """More fields in messages, and in the frame."""
+    end = ["end", 9, "a", 1, "finished", 10, 20, 5, "ls", {"new": True}, [1]]
+    got, dropped_count = decode(frame(end, ["ok", [1, 2], "more"], more=("more",)))
+    assert got.messages == [TurnEnd(9, "a", 1, "finished", 10, 20, 5, "ls"), Ok((1, 2))]
+    assert not dropped_count
+
+
+def test_kinds_that_nobody_knows_are_counted_and_dropped() -> None:
+    """All others of their frame are heard, in their order."""
+    got, dropped_count = decode(frame(["reject", 1, "x", "y"], ["poem", "roses"], ["replica", "r", "failed"], ["x"]))
+    assert got.messages == [Refusal(1, "x", "y"), Digest("r", "failed")]
+    assert dropped_count == 2
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xc1",
+        msgspec.msgpack.encode({"a": 1}),
+        msgspec.msgpack.encode([1, 0, 3]),
+        frame(["end", "nine"]),
+        frame(["acquire"]),
+        frame([]),
+        frame([7, 7]),
+        msgspec.msgpack.encode([1, 0, 3, [["ok", [1]], 5]]),
+        b"\x91" * 100_000,
+    ],
+)
+def test_what_is_no_frame_is_refused(data: bytes) -> None:
+    """A known kind that cannot be read is no message of another version."""
+    with pytest.raises(BadFrameError):
+        decode(data)

@@ -1,0 +1,79 @@
+"""What the poller finds of replicas, told to the runtime where it is news."""
+
+from __future__ import annotations
+
+import structlog
+
+from thunderagent.backends.base import ReplicaReading
+from thunderagent.programs.model.fleet_events import EncodesPolled
+from thunderagent.proxy.fleet.readings import NOTHING_SINCE, has_totals, since_of
+from thunderagent.proxy.fleet.replicas import Replicas
+from thunderagent.runtime import Runtime
+
+log = structlog.get_logger("thunderagent.replicas")
+
+
+class Polls:
+    """Listen to the poller, and tell the runtime."""
+
+    def __init__(self, runtime: Runtime, replicas: Replicas, *, capacity_override_tokens: int | None = None) -> None:
+        """Keep what is read in `replicas`; the override stands in for what an engine says of its capacity, or not."""
+        self._runtime = runtime
+        self._replicas = replicas
+        self._capacity_override_tokens = capacity_override_tokens
+
+    def replica_polled(self, replica_id: str, reading: ReplicaReading) -> None:
+        """Take a reading; tell the runtime if it says anything new."""
+        known = self._replicas.known[replica_id]
+        if reading.models is not None:
+            refuses_others, asked_s = known.endpoint.backend.refuses_models, self._runtime.now_s() - reading.age_s
+            self._runtime.served.listed(replica_id, reading.models, refuses_others=refuses_others, asked_s=asked_s)
+        before, known.reading = known.reading, reading
+        since, began_anew = NOTHING_SINCE, False
+        if has_totals(reading):
+            since = since_of(known.counted, reading)
+            began_anew = since == NOTHING_SINCE and has_totals(known.counted)
+            known.counted = reading
+        capacity_tokens = self._capacity_override_tokens or reading.capacity_tokens
+        state = self._runtime.replicas.get(replica_id)
+        news = state is None or capacity_tokens != state.capacity_tokens
+        load = reading.kv_used_ratio, reading.waiting_count
+        news = (news and capacity_tokens is not None) or load != (before.kv_used_ratio, before.waiting_count)
+        if since.query_tokens or since.preemption_count or news or began_anew:
+            self._runtime.replica_polled(replica_id, capacity_tokens, *since, *load, age_s=reading.age_s)
+        encodes_count = reading.pending_encode_count
+        if encodes_count is not None and encodes_count != self._runtime.pending_encode_count(replica_id):
+            self._runtime.dispatch(EncodesPolled(self._runtime.now_s(), replica_id, encodes_count))
+
+    def replica_up(self, replica_id: str) -> None:
+        """Let the scheduler use a replica; raise the alarm if nobody knows how large it is."""
+        known = self._replicas.known[replica_id]
+        state = self._runtime.replicas.get(replica_id)
+        said_before_tokens = state.capacity_tokens if state is not None else None
+        capacity_tokens = self._capacity_override_tokens or known.reading.capacity_tokens or said_before_tokens
+        log.info("replica_up", replica_id=replica_id, capacity_tokens=capacity_tokens)
+        if capacity_tokens is None:
+            log.warning(
+                "capacity_unknown",
+                replica_id=replica_id,
+                effect="every program is let in there; set --capacity-tokens if the engine cannot say it",
+            )
+        known.why_down = ""
+        known.is_up = True
+        self._replicas.came_up(replica_id)
+        if known.draining_since_s is None:
+            self._runtime.replica_up(replica_id, capacity_tokens)
+        self._runtime.served.replica_heard(replica_id)
+
+    def ranks_found(self, url: str, ranks_count: int) -> None:
+        """Pass on how many ranks a URL has: it may make replicas come and go."""
+        self._replicas.on_ranks_found(url, ranks_count)
+
+    def replica_down(self, replica_id: str, why: str) -> None:
+        """Take a replica away from the scheduler."""
+        log.warning("replica_down", replica_id=replica_id, why=why)
+        known = self._replicas.known[replica_id]
+        known.why_down = why
+        known.is_up = False
+        self._runtime.replica_down(replica_id)
+        self._runtime.served.replica_heard(replica_id)

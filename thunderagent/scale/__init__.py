@@ -1,0 +1,1 @@
+"""Gateways, each a process that carries bytes, and the scheduler that they take leases from, over a batched link."""

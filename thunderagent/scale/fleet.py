@@ -1,0 +1,113 @@
+"""The replicas as a gateway has them: as its scheduler told them last, with events for those who go by events."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from hashlib import blake2b
+
+from thunderagent.errors import UnknownModelError
+from thunderagent.leases import ReplicaMap, TurnAsk
+from thunderagent.programs.model.decisions import Decision, Reason, Release
+from thunderagent.programs.model.events import Event, ProgramReleased
+from thunderagent.programs.model.fleet_events import ReplicaDown, ReplicaDraining, ReplicaRemoved, ReplicaUp
+from thunderagent.scale.messages import RemoteReplica, Replicas
+
+Observer = Callable[[Event, Sequence[Decision]], None]
+
+
+class RemoteFleet:
+    """Takes in what is told of replicas, and says where a turn may run without leave."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """Begin with no replica; `clock` returns monotonic seconds."""
+        self.replicas = ReplicaMap()
+        self.on_replicas: Callable[[Sequence[RemoteReplica], Sequence[str]], None] = lambda _changed, _gone: None
+        """Hears first of replicas that changed, and of those that are gone."""
+        self.tripped_ids: set[str] = set()
+        """Those that fail turn after turn, as seen from here."""
+        self._now_s = clock
+        self._models: dict[str, tuple[str, ...]] = {}
+        self._observers: list[tuple[Observer, frozenset[type]]] = []
+
+    def __repr__(self) -> str:
+        return f"<RemoteFleet: {self.replicas!r}>"
+
+    # --- what is told
+
+    def take(self, message: Replicas) -> None:
+        """Take in what changed; a whole list takes away what it does not name."""
+        removed_ids = message.removed_ids
+        if message.is_whole:
+            said = {each.state.replica_id for each in message.changed}
+            removed_ids = tuple(each for each in self.replicas.states if each not in said)
+        events = [self._event_of(each) for each in message.changed]
+        self.on_replicas(message.changed, removed_ids)
+        self.replicas.names_models, self.replicas.has_pools = message.names_models, message.has_pools
+        for each in message.changed:
+            self._models[each.state.replica_id] = each.models
+        for replica_id in removed_ids:
+            self._models.pop(replica_id, None)
+        self.replicas.push((each.state for each in message.changed), removed_ids)
+        for event in [*events, *(ReplicaRemoved(self._now_s(), each) for each in removed_ids)]:
+            if event is not None:
+                self._observed(event)
+
+    def _event_of(self, replica: RemoteReplica) -> Event | None:
+        """Return what the core would have heard of a replica that is as it is told now."""
+        state, now_s = replica.state, self._now_s()
+        before = self.replicas.get(state.replica_id)
+        if not state.is_up:
+            return ReplicaDown(now_s, state.replica_id) if before is not None and before.is_up else None
+        if before is not None and before.is_open and not state.is_open:
+            return ReplicaDraining(now_s, state.replica_id)
+        return ReplicaUp(now_s, state.replica_id, state.capacity_tokens)
+
+    def program_gone(self, program_id: str, generation: int) -> None:
+        """Tell those who keep something for a program that it ended."""
+        release = Release(program_id, generation, Reason.RELEASED)
+        self._observed(ProgramReleased(self._now_s(), program_id, generation), [release])
+
+    def observe(self, observer: Observer, *about: type) -> Callable[[], None]:
+        """Have `observer` called with what happens to replicas and programs, if it is about that."""
+        entry = observer, frozenset(about)
+        self._observers.append(entry)
+        return lambda: self._observers.remove(entry) if entry in self._observers else None
+
+    def _observed(self, event: Event, decisions: Sequence[Decision] = ()) -> None:
+        kinds = {type(event), *map(type, decisions)}
+        for observer, about in list(self._observers):
+            if not about or about & kinds:
+                observer(event, decisions)
+
+    # --- what is asked
+
+    def serves(self, replica_id: str, model: str) -> bool:
+        """Say whether a replica lists a model."""
+        return model in self._models.get(replica_id, ())
+
+    def ids_serving(self, model: str) -> Collection[str]:
+        """Return the replicas that list a model. Raises `UnknownModelError`."""
+        serving = [replica_id for replica_id in self._models if self.serves(replica_id, model)]
+        if not serving:
+            raise UnknownModelError(f"the model {model[:100]!r} is not served here")
+        return serving
+
+    def where(self, ask: TurnAsk, home_id: str | None, has_room: Callable[[str], bool]) -> str | None:
+        """Return where a turn may run without leave: at home, or where its program's name leads; None if nowhere now.
+
+        A replica that it must not leave, or that it should avoid, counts as where a scheduler grants.
+        """
+        open_ids = set(self.replicas.open_ids)
+        able = open_ids - self.tripped_ids or open_ids
+        if ask.model and self.replicas.has_pools:
+            able = {each for each in able if self.serves(each, ask.model)}
+        able = able - {ask.avoid_replica_id} or able
+        if ask.pinned_replica_id is not None:
+            able &= {ask.pinned_replica_id}
+        elif ask.wanted_replica_id in able:
+            able = {ask.wanted_replica_id}
+        able = {each for each in able if has_room(each)}
+        if home_id in able:
+            return home_id
+        name = ask.program_id or f"\0{ask.turn_id}"
+        return max(able, key=lambda each: blake2b(f"{name}\0{each}".encode(), digest_size=8).digest(), default=None)

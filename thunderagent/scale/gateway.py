@@ -1,0 +1,100 @@
+"""What a scheduler knows of one gateway, and who grants what gateways ask for."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from thunderagent.leases import Lease, TurnAsk, TurnEnd
+from thunderagent.scale.messages import Card, Digest, Message, Progress, Released, Running
+
+LOST_IDS_COUNT = 1000
+"""So many turns without an answer are remembered of a gateway, for the attempt that takes the place of one."""
+
+
+class Grants(Protocol):
+    """Who grants leases. Turns are named by the numbers that it gives."""
+
+    def new_turn_id(self) -> int:
+        """Return a number that no turn had before."""
+
+    def asked(self, turn_id: int, ask: TurnAsk) -> None:
+        """Take in a turn that wants a lease; say of it later `granted`, `refused` or `held`."""
+
+    def adopted(self, turn_id: int, running: Running) -> None:
+        """Take in a turn that runs already."""
+
+    def progressed(self, turn_id: int, progress: Progress) -> None:
+        """Take in how a turn goes."""
+
+    def ended(self, turn_id: int, end: TurnEnd) -> None:
+        """Take in how a turn ended that was granted or adopted."""
+
+    def left(self, turn_id: int) -> None:
+        """Take in that nobody waits for a turn any more."""
+
+    def released(self, word: Released) -> None:
+        """Take in that a program ended."""
+
+    def card(self, card: Card) -> None:
+        """Take in where a program was last."""
+
+    def seen(self, gateway_id: str, digest: Digest) -> None:
+        """Take in what a gateway saw of a replica."""
+
+
+class GatewayTurn:
+    """One turn of a gateway."""
+
+    __slots__ = ("lease", "own_id")
+
+    def __init__(self, own_id: int) -> None:
+        """Begin held."""
+        self.own_id = own_id
+        self.lease: Lease | None = None
+        """As it was told; None while the turn is held."""
+
+
+class Gateway:
+    """One run of a gateway, and what is known of its turns."""
+
+    def __init__(self, gateway_id: str, boot_id: int) -> None:
+        """Begin with no turn and no link."""
+        self.gateway_id = gateway_id
+        self.boot_id = boot_id
+        self.link_number = 0
+        self.is_linked = False
+        self.is_told = False
+        """Whether it told all that it has, on this link."""
+        self.lost_since_s: float | None = None
+        """Since when it has no link."""
+        self.turns: dict[int, GatewayTurn] = {}
+        """By its own numbers."""
+        self.counted: dict[int, int] = {}
+        """Turns whose ends were counted: the frame in which that was acknowledged; 0 while it was not sent."""
+        self.outbox: list[Message] = []
+        self.uncounted_ids: list[int] = []
+        """Turns whose acknowledgement goes out with the next frame."""
+        self.number = 0
+        self.heard = 0
+        self.told_ids: set[int] = set()
+        self._lost_ids: dict[int, int] = {}
+
+    def own_id(self, turn_id: int) -> int | None:
+        """Return the scheduler's number of a turn, also of one that ended a while ago without an answer."""
+        turn = self.turns.get(turn_id)
+        return turn.own_id if turn is not None else self._lost_ids.get(turn_id)
+
+    def lost(self, turn_id: int, own_id: int) -> None:
+        """Remember a turn without an answer."""
+        self._lost_ids[turn_id] = own_id
+        if len(self._lost_ids) > LOST_IDS_COUNT:
+            del self._lost_ids[next(iter(self._lost_ids))]
+
+    def __repr__(self) -> str:
+        where = f"link {self.link_number}" if self.is_linked else "no link"
+        return f"<Gateway {self.gateway_id}: {len(self.turns)} turns, {where}>"
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there is something to send to it."""
+        return self.is_linked and bool(self.outbox or self.uncounted_ids)

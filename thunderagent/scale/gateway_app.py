@@ -1,0 +1,251 @@
+"""The web application of a gateway: turns and what goes beside them here, everything else asked of the scheduler."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator, Callable, Iterator
+
+import aiohttp
+from aiohttp import web
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from thunderagent.errors import RequestError, SchedulerUnreachableError
+from thunderagent.proxy.admin.admin import EXPOSITION_TYPE, HealthReport, NotReadyReport, ReadyReport
+from thunderagent.proxy.app import FRONT, LOOP_LAG, MADE_ANSWERS_COUNT, TurnHandlers, add_routes, front_of
+from thunderagent.proxy.fleet.client import ReplicaClient
+from thunderagent.proxy.fleet.commands import command_of
+from thunderagent.proxy.fleet.made_answers import MadeAnswers
+from thunderagent.proxy.fleet.replicas import Replicas
+from thunderagent.proxy.gate.access import CATCH_ALL, ENGINE, ROUTES, Use, use_of
+from thunderagent.proxy.gate.bodies import report_response
+from thunderagent.proxy.gate.guard import Guard, GuardSettings, Handler
+from thunderagent.proxy.gate.held import HeldTurns
+from thunderagent.proxy.gate.keys import Keyring
+from thunderagent.proxy.gate.login import Logins
+from thunderagent.proxy.gate.tenancy import Tenancy
+from thunderagent.proxy.reading.dialects import TURN_DIALECTS
+from thunderagent.proxy.turns.flow import Turns, TurnSettings
+from thunderagent.proxy.turns.models import Models
+from thunderagent.proxy.turns.side_calls import SideCalls
+from thunderagent.proxy.watch.metrics import exposition
+from thunderagent.proxy.watch.turn_metrics import LoopLag, TurnMetrics
+from thunderagent.proxy.wire.aiohttp_request import target_of
+from thunderagent.proxy.wire.headers import forwarded_request_headers, forwarded_response_headers
+from thunderagent.proxy.wire.stall import STALL_LIMIT_S
+from thunderagent.proxy.wire.websockets import Websockets
+from thunderagent.scale import messages
+from thunderagent.scale.remote import RemoteRuntime
+
+ASKED_HERE = frozenset({"/health", "/ready", "/metrics", messages.PATH})
+"""Paths that a gateway answers itself, or not at all."""
+
+ANSWER_LIMIT_S = 60.0
+"""A scheduler has so long for the head of an answer."""
+
+
+def build_gateway_app(
+    runtime: RemoteRuntime,
+    client: ReplicaClient,
+    replicas: Replicas,
+    scheduler_url: Callable[[], str],
+    *,
+    turn_settings: TurnSettings,
+    guard_settings: GuardSettings,
+    keyring: Keyring,
+    access_log: bool,
+) -> web.Application:
+    """Put a gateway together; `scheduler_url` tells where the scheduler is that it follows."""
+    registry = CollectorRegistry()
+    metrics = TurnMetrics(registry)
+    websockets = Websockets(turn_settings.websocket_limit_s)
+    replicas.on_removed.extend((metrics.replica_removed, websockets.replica_removed))
+    held = HeldTurns(turn_settings.held, registry)
+    tenancy = Tenancy(runtime, from_key=False, client_priority=turn_settings.client_priority)
+    made = MadeAnswers(MADE_ANSWERS_COUNT)
+    flow = Turns(runtime, client, replicas, runtime, metrics, turn_settings, tenancy, held, made, websockets)
+    turns = TurnHandlers(flow)
+    retries_count, identity = turn_settings.retries.retries_count, turn_settings.identity
+    side_calls = SideCalls(
+        client, replicas, runtime, made, retries_count=retries_count, identity=identity, tenancy=tenancy
+    )
+    models = Models(runtime.replicas, client, replicas, identity.model_aliases)
+    registry.register(GatewayCollector(runtime))
+    guard = Guard(guard_settings, keyring, registry, Logins(), held)
+    app = web.Application(client_max_size=guard_settings.max_body_bytes)
+    app[STALL_LIMIT_S] = guard_settings.client_stall_limit_s
+    guard.attach(app)
+    app[FRONT] = front_of(flow, guard, held, None, replicas, None, simulated=False, access_log=access_log)
+    app[LOOP_LAG] = LoopLag(registry)
+    scheduler = Scheduler(scheduler_url)
+    app.cleanup_ctx.append(scheduler.context)
+
+    async def close(_: web.Application) -> None:
+        websockets.close()
+        replicas.breakers.close()
+
+    app.on_shutdown.append(close)
+    routes = [
+        *GatewayHandlers(runtime, registry).routes(),
+        *(web.route(method, path, scheduler.forward) for method, path in _of_scheduler()),
+        *(web.post(path, turns.handle) for path in TURN_DIALECTS),
+        web.get("/v1/models", models.handle),
+        web.route("*", CATCH_ALL, _by_inner_path(turns, side_calls, models, scheduler)),
+    ]
+    add_routes(app, routes, guard, access_log=access_log)
+    return app
+
+
+class Scheduler:
+    """Forwards to the scheduler what is not a gateway's to answer."""
+
+    def __init__(self, url: Callable[[], str]) -> None:
+        """Forward to `url()`."""
+        self._url = url
+        self._http: aiohttp.ClientSession | None = None
+
+    async def context(self, _: web.Application) -> AsyncIterator[None]:
+        """Have a client for as long as the application runs."""
+        async with aiohttp.ClientSession(auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar()) as self._http:
+            yield
+
+    async def forward(self, request: web.Request) -> web.StreamResponse:
+        """Relay a request and its answer, with the caller's own key. Raises `SchedulerUnreachableError`."""
+        assert self._http is not None, "the application runs"
+        headers, body = forwarded_request_headers(request.headers), await request.read()
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=5.0, sock_read=None)
+        asking = self._http.request(
+            request.method,
+            self._url().rstrip("/") + request.raw_path,
+            headers=headers,
+            data=body or None,
+            timeout=timeout,
+            allow_redirects=False,
+        )
+        try:
+            async with asking as answer:
+                kept = forwarded_response_headers(answer.headers, keep_length=True)
+                response = web.StreamResponse(status=answer.status, reason=answer.reason, headers=kept)
+                await response.prepare(request)
+                async for chunk in answer.content.iter_any():
+                    await response.write(chunk)
+                await response.write_eof()
+                return response
+        except aiohttp.ClientConnectionError as error:
+            raise SchedulerUnreachableError(f"the scheduler cannot be asked: {error}") from error
+
+
+class GatewayHandlers:
+    """What a gateway says of itself."""
+
+    def __init__(self, runtime: RemoteRuntime, registry: CollectorRegistry) -> None:
+        """Report on `runtime`, and all that is in `registry`."""
+        self._runtime = runtime
+        self._registry = registry
+
+    def routes(self) -> list[web.RouteDef]:
+        """Return the routes."""
+        return [web.get("/health", self.health), web.get("/ready", self.ready), web.get("/metrics", self.metrics)]
+
+    async def health(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler's signature
+        """Say that the process answers."""
+        return report_response(HealthReport(status="ok", core="interpreted"))
+
+    async def ready(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler's signature
+        """Say whether a turn would be served: 200, or 503 with the reason."""
+        runtime, up_count = self._runtime, len(self._runtime.replicas.open_ids)
+        why = ""
+        if runtime.closing:
+            why = "shutting down"
+        elif not runtime.turns.is_led and not runtime.fails_open:
+            why = "there is no link to a scheduler"
+        elif not up_count:
+            why = "no replica is up"
+        if why:
+            return report_response(NotReadyReport(ready=False, why=why), status=503)
+        return report_response(ReadyReport(ready=True, replicas_up_count=up_count))
+
+    async def metrics(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler's signature
+        """Return the Prometheus exposition."""
+        return web.Response(body=exposition(self._registry), headers={"Content-Type": EXPOSITION_TYPE})
+
+
+class GatewayCollector:
+    """Gauges and counters of what a gateway carried, read off when somebody asks."""
+
+    def __init__(self, runtime: RemoteRuntime) -> None:
+        """Report on it."""
+        self._runtime = runtime
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every family."""
+        runtime, turns = self._runtime, self._runtime.turns
+        yield GaugeMetricFamily("thunderagent_turns_held", "Turns that wait for a lease.", runtime.held_count)
+        yield GaugeMetricFamily(
+            "thunderagent_leases_active", "Turns that hold a lease and were not ended.", runtime.leases_count
+        )
+        outcomes = CounterMetricFamily(
+            "thunderagent_turns",
+            "Leases and refusals of them by how they ended; a retried turn counts once for each try.",
+            labels=["outcome"],
+        )
+        for outcome in ("finished", "refused", "failed", "abandoned", "rejected"):
+            outcomes.add_metric([outcome], runtime.outcome_counts[outcome])
+        yield outcomes
+        for name, tokens in (
+            ("prompt", runtime.prompt_tokens_total),
+            ("output", runtime.output_tokens_total),
+            ("cached", runtime.cached_tokens_total),
+        ):
+            yield CounterMetricFamily(
+                f"thunderagent_{name}_tokens", f"The {name} tokens of finished turns, where usage was said.", tokens
+            )
+        yield GaugeMetricFamily(
+            "thunderagent_gateway_led", "Whether there is a link to a scheduler that leads.", int(turns.is_led)
+        )
+        yield GaugeMetricFamily("thunderagent_gateway_epoch", "The highest epoch that was heard of.", turns.epoch)
+        yield CounterMetricFamily("thunderagent_gateway_links", "Links to schedulers that began.", turns.link_number)
+        yield CounterMetricFamily(
+            "thunderagent_gateway_stale_frames", "Frames of epochs that were over.", turns.stale_frames_count
+        )
+        yield GaugeMetricFamily(
+            "thunderagent_gateway_turns_told",
+            "Turns that are held, run, or ended and were not acknowledged.",
+            len(turns.rows),
+        )
+        yield CounterMetricFamily(
+            "thunderagent_gateway_unheard_turns", "Turns that ended and no scheduler will hear of.", turns.unheard_count
+        )
+        yield CounterMetricFamily(
+            "thunderagent_fail_open_turns", "Turns that ran without leave of a scheduler.", runtime.fail_open_count
+        )
+
+
+def _of_scheduler() -> list[tuple[str, str]]:
+    """Return method and path of all that is asked of the scheduler."""
+    found: list[tuple[str, str]] = []
+    for access, methods, pattern in ROUTES:
+        if access is not ENGINE and pattern not in ASKED_HERE:
+            path = re.sub(r"\{\}", "{part:.+}", pattern, count=1).replace("{}", "{more:.+}")
+            paths = [path] if not path.endswith("**") else [path[:-2], path[:-2].rstrip("/") + "/{tail:.*}"]
+            found.extend((method, each) for method in methods.split() for each in paths if each)
+    return found
+
+
+def _by_inner_path(turns: TurnHandlers, side_calls: SideCalls, models: Models, scheduler: Scheduler) -> Handler:
+    """Return the handler of paths that name a program, and of the engine's own paths, however they are spelt."""
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        target = target_of(request)
+        if target.climbs:
+            raise RequestError("the path of a request holds no . and .. segments, escaped ones neither")
+        use = use_of(target, request.method)
+        if use is Use.TURN:
+            return await turns.handle(request)
+        if request.method == "GET" and target.spelt == "/v1/models":
+            return await models.handle(request)
+        if command_of(target.spelt) is not None or use is Use.CONTROL:
+            return await scheduler.forward(request)
+        return await (turns.handle_other(request) if use is Use.GENERATE else side_calls.handle(request))
+
+    return handle

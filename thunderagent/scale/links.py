@@ -1,0 +1,338 @@
+"""A scheduler's links to its gateways: websockets, and the runtime that grants what comes by them.
+
+Theory of operation
+===================
+What gateways say is heard by `Gateways`, which calls the methods here that `Grants` has; a turn that is held is a task
+that waits in `Runtime.lease`, as a handler of HTTP would. What they are to be told is sent by a task for each link, one
+frame at a time: what comes together while a frame goes out is in the next.
+
+A scheduler that starts anew knows nothing. So it lets no gateway in before its replicas were polled once, and grants
+nothing for `RESYNC_S` after the first gateway came that has seen another scheduler: until then all of them have told
+what runs, and that is counted first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Sequence
+from contextlib import suppress
+from types import TracebackType
+
+import structlog
+from aiohttp import WSMsgType, web
+from msgspec.structs import replace
+
+from thunderagent.errors import BadFrameError, ShuttingDownError, ThunderAgentError
+from thunderagent.leases import ReplicaState, TurnAsk, TurnEnd
+from thunderagent.programs.model.decisions import Decision, Release
+from thunderagent.programs.model.events import Event, ProgramOpened
+from thunderagent.programs.model.fleet_events import ResidencyReported
+from thunderagent.proxy.fleet.replicas import NOT_POLLED, Replicas, Watcher
+from thunderagent.runtime import Runtime
+from thunderagent.scale import messages
+from thunderagent.scale.gateway import Gateway
+from thunderagent.scale.gateways import Gateways
+from thunderagent.scale.messages import Card, Digest, Hello, Progress, Released, RemoteReplica, Running
+
+log = structlog.get_logger("thunderagent.scale")
+
+HEARTBEAT_S = 2.0
+"""The other side of a link is pinged so often; one that does not answer within half of it is gone."""
+
+MAX_FRAME_BYTES = 64 * 2**20
+HELLO_LIMIT_S = 5.0
+POLLED_LIMIT_S = 3.0
+"""A gateway is let in by then, whether all replicas were polled once or not."""
+
+RESYNC_S = 1.0
+LOOK_S = 0.25
+"""So often it is looked for gateways that are lost, and for turns that can be counted by now."""
+
+
+class Links:
+    """The gateways of a scheduler. All methods belong to one event loop."""
+
+    def __init__(self, runtime: Runtime, replicas: Replicas, watcher: Watcher, *, gateway_lost_s: float) -> None:
+        """Grant by `runtime`; a gateway without a link for `gateway_lost_s` is lost, and what it had is over."""
+        self.gateways = Gateways(self, secrets.randbits(53), self._has_news)
+        self._runtime = runtime
+        self._replicas = replicas
+        self._watcher = watcher
+        self._gateway_lost_s = gateway_lost_s
+        self._links: dict[str, _Link] = {}
+        self._waits: dict[int, asyncio.Task[None]] = {}
+        self._uncounted: dict[int, Running] = {}
+        """Turns that run where nothing can be counted now."""
+        self._open = asyncio.Event()
+        self._told: dict[str, RemoteReplica] = {}
+        self._flags = (False, False)
+        self._closing = False
+        self._tripped_by: dict[str, set[str]] = {}
+        self.dropped_count = 0
+        """Messages of kinds that nobody here knows."""
+        runtime.replicas.on_push = self._pushed
+        runtime.observe(self._program_ended, Release)
+
+    def __repr__(self) -> str:
+        return f"<Links: {len(self._links)}, {self.gateways!r}>"
+
+    @property
+    def linked_count(self) -> int:
+        """Gateways that have a link."""
+        return len(self._links)
+
+    def routes(self) -> list[web.RouteDef]:
+        """Return where gateways come."""
+        return [web.get(messages.PATH, self.handle)]
+
+    async def run(self) -> None:
+        """Look for gateways that are lost until cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            for gateway in self.gateways.lose_silent(self._runtime.now_s(), self._gateway_lost_s):
+                log.warning("gateway_lost", gateway_id=gateway.gateway_id)
+            for turn_id, running in list(self._uncounted.items()):
+                if self._runtime.adopt(replace(running.ask, turn_id=turn_id), running.lease.replica_id):
+                    del self._uncounted[turn_id]
+
+    async def close(self) -> None:
+        """End all links, and take no more; gateways keep what they have for the next scheduler."""
+        self._closing = True
+        self._runtime.replicas.on_push = None
+        for task in self._waits.values():
+            task.cancel()
+        for link in list(self._links.values()):
+            await link.socket.close()
+        for gateway in self.gateways.all.values():
+            self.gateways.lose(gateway)
+
+    # --- links
+
+    async def handle(self, request: web.Request) -> web.WebSocketResponse:
+        """Speak with one gateway for as long as its link holds."""
+        await self._until_polled()
+        if self._closing:
+            raise ShuttingDownError("this scheduler is shutting down")
+        socket = web.WebSocketResponse(
+            protocols=(messages.PROTOCOL,), heartbeat=HEARTBEAT_S, max_msg_size=MAX_FRAME_BYTES, compress=False
+        )
+        await socket.prepare(request)
+        try:
+            async with asyncio.timeout(HELLO_LIMIT_S):
+                frame, _ = messages.decode(await socket.receive_bytes())
+            hello = frame.messages[0] if frame.messages else None
+            if not isinstance(hello, Hello):
+                raise BadFrameError("a link begins with a hello")  # noqa: TRY301 - told as what cannot be read
+            gateway = self.gateways.linked(hello)
+        except (TypeError, TimeoutError, BadFrameError) as error:
+            log.warning("link_refused", why=str(error), peer=request.remote)
+            await socket.close(code=1002)
+            return socket
+        link = _Link(socket, gateway)
+        before = self._links.get(gateway.gateway_id)
+        self._links[gateway.gateway_id] = link
+        if before is not None:
+            before.sender.cancel()
+        log.info("gateway_linked", gateway_id=gateway.gateway_id, epoch=self.gateways.epoch, version=hello.version)
+        if not self._open.is_set():
+            self._open_soon(hello)
+        link.sender = asyncio.create_task(self._send(link))
+        self._say_replicas(gateway)
+        try:
+            self.gateways.take(gateway, frame)
+            async for message in socket:
+                if message.type is not WSMsgType.BINARY or link.number != gateway.link_number:
+                    break
+                frame, dropped_count = messages.decode(message.data)
+                self.dropped_count += dropped_count
+                self.gateways.take(gateway, frame)
+        except BadFrameError as error:
+            log.warning("link_given_up", gateway_id=gateway.gateway_id, why=error.message)
+        finally:
+            link.sender.cancel()
+            self.gateways.unlinked(gateway, link.number, self._runtime.now_s())
+            if self._links.get(gateway.gateway_id) is link:
+                del self._links[gateway.gateway_id]
+            log.info("gateway_unlinked", gateway_id=gateway.gateway_id, turns_count=len(gateway.turns))
+        await socket.close()
+        return socket
+
+    async def _until_polled(self) -> None:
+        """Wait until it is known of every replica whether it is up, so that turns which run there can be counted."""
+        deadline_s = self._runtime.now_s() + POLLED_LIMIT_S
+        while any(known.why_down == NOT_POLLED for known in self._replicas.known.values()):
+            if self._runtime.now_s() >= deadline_s:
+                return
+            await asyncio.sleep(0.02)  # a replica that is down from the first is told by no event
+
+    def _open_soon(self, hello: Hello) -> None:
+        """Grant from now on, or once all other gateways had time to come, if there were any."""
+        if not hello.highest_epoch:
+            self._open.set()
+        else:
+            asyncio.get_running_loop().call_later(RESYNC_S, self._open.set)
+
+    def _has_news(self, gateway: Gateway) -> None:
+        link = self._links.get(gateway.gateway_id)
+        if link is not None:
+            link.news.set()
+
+    async def _send(self, link: _Link) -> None:
+        """Send what there is to say by a link, until it ends."""
+        with suppress(ConnectionError):
+            while not link.socket.closed:
+                await link.news.wait()
+                link.news.clear()
+                if link.gateway.has_news and link.number == link.gateway.link_number:
+                    await link.socket.send_bytes(messages.encode(self.gateways.frame(link.gateway)))
+
+    # --- what gateways say; see `Grants`
+
+    def new_turn_id(self) -> int:
+        """Return the runtime's next number."""
+        return self._runtime.new_turn_id()
+
+    def asked(self, turn_id: int, ask: TurnAsk) -> None:
+        """Wait for a lease, in a task."""
+        self._waits[turn_id] = asyncio.create_task(self._lease(turn_id, ask))
+
+    async def _lease(self, turn_id: int, ask: TurnAsk) -> None:
+        try:
+            if not self._open.is_set():
+                self.gateways.held(turn_id)
+                await self._open.wait()
+            lease = await self._runtime.lease(ask, _Held(self.gateways, turn_id))
+        except ThunderAgentError as error:
+            if not isinstance(error, ShuttingDownError):  # its gateway keeps it for the next scheduler
+                self.gateways.refused(turn_id, error.code, error.message, error.retry_after_s)
+        else:
+            if not self.gateways.granted(turn_id, lease.granted):
+                lease.abandoned()
+        finally:
+            self._waits.pop(turn_id, None)
+
+    def adopted(self, turn_id: int, running: Running) -> None:
+        """Count a turn that runs already, now or as soon as that can be."""
+        if not self._runtime.adopt(replace(running.ask, turn_id=turn_id), running.lease.replica_id):
+            self._uncounted[turn_id] = running
+            return
+        if running.unverified:
+            self._runtime.unverified(turn_id)
+        if running.started:
+            self._runtime.started(turn_id)
+        if running.output_tokens:
+            self._runtime.progressed(turn_id, running.output_tokens)
+
+    def progressed(self, turn_id: int, progress: Progress) -> None:
+        """Tell the runtime."""
+        if progress.unverified:
+            self._runtime.unverified(turn_id)
+        elif progress.output_tokens:
+            self._runtime.progressed(turn_id, progress.output_tokens)
+        else:
+            self._runtime.started(turn_id)
+
+    def ended(self, turn_id: int, end: TurnEnd) -> None:
+        """Give its lease back, or count what it used if it had none here."""
+        if self._uncounted.pop(turn_id, None) is not None:
+            self._runtime.count_end(end)
+        else:
+            self._runtime.ended(replace(end, turn_id=turn_id))
+
+    def left(self, turn_id: int) -> None:
+        """Take a turn out of the queue."""
+        task = self._waits.pop(turn_id, None)
+        if task is not None:
+            task.cancel()
+
+    def released(self, word: Released) -> None:
+        """End a program."""
+        self._runtime.release(word.program_id, word.generation, word.outcome)
+
+    def card(self, card: Card) -> None:
+        """Know a program that another scheduler knew, and where its cache is."""
+        runtime = self._runtime
+        if card.program_id in runtime.programs:
+            return
+        opened = (card.program_id, card.group_id, card.parent_id, card.tenant, card.program_class)
+        runtime.dispatch(ProgramOpened(runtime.now_s(), *opened))
+        if runtime.replicas.is_up(card.replica_id):
+            resident = ((card.program_id, card.tokens),)
+            runtime.dispatch(ResidencyReported(runtime.now_s(), card.replica_id, resident))
+
+    def seen(self, gateway_id: str, digest: Digest) -> None:
+        """Have a replica looked at; it is tripped once two gateways say so, or the only one."""
+        replica_id, by = digest.replica_id, self._tripped_by.setdefault(digest.replica_id, set())
+        if digest.seen == "refused":
+            self._watcher.refused(replica_id)
+        elif digest.seen == "failed":
+            self._watcher.suspect(replica_id)
+        elif digest.seen == "tripped":
+            by.add(gateway_id)
+            if len(by) == min(2, max(1, len(self._links))):
+                self._runtime.replica_tripped(replica_id, tripped=True)
+        elif digest.seen == "tried":
+            by.discard(gateway_id)
+            if not by:
+                self._runtime.replica_tripped(replica_id, tripped=False)
+
+    # --- what gateways are told beside that
+
+    def _program_ended(self, event: Event, decisions: Sequence[Decision]) -> None:  # noqa: ARG002 - an observer's signature
+        for decision in decisions:
+            if type(decision) is Release:
+                self.gateways.program_ended(decision.program_id)
+
+    def _pushed(self, states: Sequence[ReplicaState], removed_ids: Sequence[str]) -> None:
+        """Tell all gateways what changed of the replicas."""
+        remote = [self._remote(state) for state in states]
+        changed = tuple(each for each in remote if self._told.get(each.state.replica_id) != each)
+        self._told.update((each.state.replica_id, each) for each in changed)
+        gone = tuple(replica_id for replica_id in removed_ids if self._told.pop(replica_id, None) is not None)
+        flags = self._runtime.replicas.names_models, self._runtime.replicas.has_pools
+        if changed or gone or flags != self._flags:
+            self._flags = flags
+            self.gateways.say_to_all(messages.Replicas(changed, gone, *flags))
+
+    def _say_replicas(self, gateway: Gateway) -> None:
+        runtime = self._runtime
+        everything = [self._remote(state) for state in runtime.replicas.states.values()]
+        self._told.update((each.state.replica_id, each) for each in everything)
+        flags = runtime.replicas.names_models, runtime.replicas.has_pools
+        self.gateways.say(gateway, messages.Replicas(tuple(everything), (), *flags, is_whole=True))
+
+    def _remote(self, state: ReplicaState) -> RemoteReplica:
+        known = self._replicas.known.get(state.replica_id)
+        models = self._runtime.pools.listing_of(state.replica_id) or () if self._runtime.pools.several else ()
+        if known is None:
+            return RemoteReplica(state, models=models)
+        return RemoteReplica(state, known.endpoint.backend.kind, known.endpoint.rank_id, models)
+
+
+class _Link:
+    """One websocket, and who sends by it."""
+
+    def __init__(self, socket: web.WebSocketResponse, gateway: Gateway) -> None:
+        self.socket = socket
+        self.gateway = gateway
+        self.number = gateway.link_number
+        self.news = asyncio.Event()
+        self.news.set()
+        self.sender: asyncio.Task[None]
+
+
+class _Held:
+    """Tells a turn's gateway that it is held."""
+
+    def __init__(self, gateways: Gateways, turn_id: int) -> None:
+        self._gateways = gateways
+        self._turn_id = turn_id
+
+    def __enter__(self) -> None:
+        self._gateways.held(self._turn_id)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Say nothing: a grant or a refusal follows, or nobody waits any more."""

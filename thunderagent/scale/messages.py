@@ -1,0 +1,236 @@
+"""What gateways and schedulers say to each other, and how it is written: frames of msgpack.
+
+Theory of operation
+===================
+A frame is what one side had to say since its last one: `[number, heard, epoch, [message, ...]]`. Frames of a link are
+numbered from 1, so that one that is missing or comes twice is seen; `heard` is the number of the last frame that came
+from the other side. A scheduler's frames bear its epoch, and a gateway does not hear frames of an epoch that is over.
+
+A message is an array, its kind first. Both sides may be of different versions: **fields are only added**, at the end,
+with a default. What an older side does not send is the default; what a newer one sends beyond is not read; a kind that
+is not known is counted and dropped. `TurnAsk`, `TurnEnd` and `Lease` are the very structs that are passed by reference
+where both sides are one process (`leases.py`). Times are lengths, because two processes share no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, get_args
+
+import msgspec
+from msgspec import Raw, Struct
+
+from thunderagent.errors import BadFrameError
+from thunderagent.leases import Lease, ReplicaState, TurnAsk, TurnEnd
+
+VERSION = 1
+PATH = "/internal/lease"
+PROTOCOL = "thunderagent.lease.v1"
+"""The websocket's subprotocol."""
+
+CHUNK_COUNT = 1000
+"""So many turns are told again in one message at most."""
+
+
+# --- from a gateway
+
+
+class Hello(Struct, frozen=True, array_like=True, tag="hello"):
+    """The first message of a link. The gateway's turns follow in `Turns`, then a `Told`."""
+
+    gateway_id: str
+    boot_id: int
+    """Of this run of the gateway: its turns are numbered anew with each."""
+    link_number: int
+    """Which link of this run it is: with a later one, all earlier ones are over."""
+    highest_epoch: int = 0
+    leader_id: int = 0
+    """Who led it in that epoch, as `Lead` said."""
+    version: int = VERSION
+
+
+class Running(Struct, frozen=True, array_like=True):
+    """A turn that runs, or ran: as it was asked for, and where it runs."""
+
+    ask: TurnAsk
+    lease: Lease
+    started: bool = False
+    output_tokens: int = 0
+    end: TurnEnd | None = None
+    """How it ended, which nobody acknowledged yet."""
+    unverified: bool = False
+
+
+class Card(Struct, frozen=True, array_like=True):
+    """A program that a gateway carried turns of, none of which is with it now: where its cache is, how large."""
+
+    program_id: str
+    replica_id: str
+    tokens: int
+    tenant: str = ""
+    group_id: str = ""
+    parent_id: str = ""
+    program_class: str = ""
+
+
+class Turns(Struct, frozen=True, array_like=True, tag="turns"):
+    """What a gateway has at the beginning of a link, in as many messages as it takes: those that ended first."""
+
+    running: tuple[Running, ...] = ()
+    held: tuple[TurnAsk, ...] = ()
+    cards: tuple[Card, ...] = ()
+
+
+class Told(Struct, frozen=True, array_like=True, tag="told"):
+    """All of a gateway's turns were told: others that it had are over."""
+
+
+class Left(Struct, frozen=True, array_like=True, tag="abandon", gc=False):
+    """The client of a held turn left."""
+
+    turn_id: int
+
+
+class Progress(Struct, frozen=True, array_like=True, tag="progress", gc=False):
+    """How a turn with a lease goes: its first byte came, or about so many tokens were generated so far."""
+
+    turn_id: int
+    output_tokens: int = 0
+    unverified: bool = False
+
+
+class Released(Struct, frozen=True, array_like=True, tag="released", gc=False):
+    """A client's word that its program ended; answered with `Gone`."""
+
+    program_id: str
+    generation: int | None = None
+    outcome: str = ""
+
+
+class Digest(Struct, frozen=True, array_like=True, tag="replica", gc=False):
+    """What a gateway saw of a replica: it `refused` a connection, `failed` a turn, is `tripped`, or may be `tried`."""
+
+    replica_id: str
+    seen: str
+
+
+# --- from a scheduler
+
+
+class Lead(Struct, frozen=True, array_like=True, tag="lead", gc=False):
+    """This scheduler grants leases from now on, in the epoch of the frame."""
+
+    leader_id: int
+    """Of this run of it."""
+    cell: str = ""
+    version: int = VERSION
+
+
+class Hold(Struct, frozen=True, array_like=True, tag="hold", gc=False):
+    """A turn is held."""
+
+    turn_id: int
+
+
+class Refusal(Struct, frozen=True, array_like=True, tag="reject", gc=False):
+    """There will be no lease for a turn: `code` is of an error of `ThunderAgentError`'s tree."""
+
+    turn_id: int
+    code: str
+    message: str
+    retry_after_s: int | None = None
+
+
+class Ok(Struct, frozen=True, array_like=True, tag="ok", gc=False):
+    """The ends of these turns are counted."""
+
+    turn_ids: tuple[int, ...]
+
+
+class Gone(Struct, frozen=True, array_like=True, tag="gone", gc=False):
+    """There is no program of that id, or not any more."""
+
+    program_id: str
+
+
+class RemoteReplica(Struct, frozen=True, array_like=True):
+    """A replica, as whoever carries bytes has to know it."""
+
+    state: ReplicaState
+    kind: str = "auto"
+    """Of its engine: how it is told of priorities, and of clients that left."""
+    rank_id: int | None = None
+    models: tuple[str, ...] = ()
+    """That it lists, where there are several pools."""
+
+
+class Replicas(Struct, frozen=True, array_like=True, tag="replicas"):
+    """What changed of the replicas; the first one of a link says all of them, and ids that it does not are gone."""
+
+    changed: tuple[RemoteReplica, ...]
+    removed_ids: tuple[str, ...] = ()
+    names_models: bool = False
+    has_pools: bool = False
+    is_whole: bool = False
+
+
+FromGateway = Hello | Turns | Told | TurnAsk | TurnEnd | Left | Progress | Released | Digest
+FromScheduler = Lead | Lease | Hold | Refusal | Ok | Gone | Replicas
+Message = FromGateway | FromScheduler
+
+_KINDS = frozenset(kind.__struct_config__.tag for kind in get_args(Message))
+
+
+class Frame(Struct, frozen=True, array_like=True):
+    """What one side had to say since its last frame."""
+
+    number: int
+    heard: int
+    epoch: int
+    messages: Sequence[Message]
+
+
+class _RawFrame(Struct, frozen=True, array_like=True):
+    number: int
+    heard: int
+    epoch: int
+    messages: list[Raw]
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Frame).decode
+_decode_raw = msgspec.msgpack.Decoder(_RawFrame).decode
+_decode_message: Any = msgspec.msgpack.Decoder(Message).decode
+_decode_any = msgspec.msgpack.Decoder(list[Any]).decode
+
+
+def encode(frame: Frame) -> bytes:
+    """Return a frame as it is sent."""
+    return _encode(frame)
+
+
+def decode(data: bytes) -> tuple[Frame, int]:
+    """Return a frame that came, and how many messages in it were of kinds that nobody here knows.
+
+    Raises `BadFrameError`.
+    """
+    try:
+        return _decode(data), 0
+    except (msgspec.DecodeError, RecursionError):
+        return _decode_known(data)
+
+
+def _decode_known(data: bytes) -> tuple[Frame, int]:
+    try:
+        raw = _decode_raw(data)
+        known: list[Message] = []
+        for each in raw.messages:
+            try:
+                known.append(_decode_message(each))
+            except msgspec.ValidationError:
+                kind = _decode_any(each)[:1]
+                if not kind or kind[0] in _KINDS or not isinstance(kind[0], str):
+                    raise
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise BadFrameError(f"what came is no frame: {error}") from error
+    return Frame(raw.number, raw.heard, raw.epoch, known), len(raw.messages) - len(known)

@@ -1,0 +1,383 @@
+"""Leases of a scheduler elsewhere: what a gateway has in place of a runtime.
+
+Theory of operation
+===================
+`RemoteRuntime` is to the proxy what `Runtime` is where both are one process: it gives leases, hears how turns go, and
+has the replicas as they were pushed last. What it is asked it answers by what it carried itself; what happens to
+replicas and programs elsewhere it tells its observers as the events that the core would have heard.
+
+Turns that wait while there is no scheduler go on waiting. Once there has been none for `patience_s` they *fail open*:
+each runs on the replica where its program was last, or one that follows from its name, as long as fewer than
+`fail_open_turns_count` run there from here. When a scheduler is back it is told of them, as of all that runs.
+
+The socket is `dialling.py`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import count
+from time import monotonic
+
+import structlog
+
+from thunderagent.errors import ShuttingDownError
+from thunderagent.leases import FAIL_OPEN, UNBOUNDED, Lease, OpenLease, TurnAsk, TurnEnd
+from thunderagent.scale.carried import CarriedTurns
+from thunderagent.scale.fleet import RemoteFleet
+from thunderagent.scale.known import KnownProgram, KnownPrograms
+from thunderagent.scale.messages import (
+    Digest,
+    Frame,
+    Gone,
+    Hold,
+    Lead,
+    Message,
+    Refusal,
+    Replicas,
+)
+from thunderagent.scale.refusals import error_of
+
+log = structlog.get_logger("thunderagent.scale")
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteSettings:
+    """How a gateway does without a scheduler."""
+
+    patience_s: float = 30.0
+    """For so long turns wait for a scheduler to come back."""
+    fail_open_turns_count: int = 64
+    """Then so many run on each replica."""
+    grace_s: float = 30.0
+    """How long a shutdown waits for turns in flight."""
+
+
+Answer = Lease | None
+"""None is a turn that is held."""
+
+
+class RemoteRuntime:
+    """Asks a scheduler elsewhere. All methods belong to one event loop."""
+
+    def __init__(
+        self,
+        turns: CarriedTurns,
+        settings: RemoteSettings,
+        *,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        """Carry `turns`."""
+        self.turns = turns
+        self.settings = settings
+        self.fleet = RemoteFleet(clock)
+        self.replicas = self.fleet.replicas
+        self.observe = self.fleet.observe
+        self.ids_serving = self.fleet.ids_serving
+        self.now_s = clock
+        self.all_told = asyncio.Event()
+        """Set while there is no turn of which the scheduler of the link has something to hear, or no link."""
+        self.all_told.set()
+        self.news = asyncio.Event()
+        """Set when there is something to send."""
+        self.outcome_counts: Counter[str] = Counter()
+        """Turns by how they ended."""
+        self.prompt_tokens_total = self.output_tokens_total = self.cached_tokens_total = 0
+        """Of finished turns, as far as engines said their usage."""
+        self.fail_open_count = 0
+        self.leases_count = 0
+        self.closing = False
+        self._turn_ids = count(1)
+        self._waiters: dict[int, asyncio.Future[Answer]] = {}
+        self._refusals: dict[int, Refusal] = {}
+        self._held: dict[int, TurnAsk] = {}
+        """Turns that are known to be held, in their order."""
+        self._known = KnownPrograms()
+        self._counts: Counter[str] = Counter()
+        """Turns in flight from here, by replica."""
+        self._coming: Counter[str] = Counter()
+        """Those that fail open, until whoever waits for them goes on."""
+        self._alone_since_s: float | None = clock()
+        self._no_lease_left = asyncio.Event()
+        self._no_lease_left.set()
+
+    def __repr__(self) -> str:
+        return f"<RemoteRuntime: {self.leases_count} leases, {self.held_count} held, {self.turns!r}>"
+
+    @property
+    def held_count(self) -> int:
+        """Turns that wait for a lease."""
+        return len(self._waiters)
+
+    @property
+    def fails_open(self) -> bool:
+        """Whether there has been no scheduler for so long that turns run without."""
+        since_s = self._alone_since_s
+        return since_s is not None and self.now_s() - since_s >= self.settings.patience_s
+
+    def new_turn_id(self) -> int:
+        """Return an id that no turn of this gateway had before."""
+        return next(self._turn_ids)
+
+    # --- leases
+
+    async def lease(self, ask: TurnAsk, while_held: AbstractContextManager[object] = UNBOUNDED) -> OpenLease:
+        """Wait for leave to run one turn; see `LeaseSource`."""
+        if self.closing:
+            raise ShuttingDownError("the proxy is shutting down")
+        turn_id = ask.turn_id
+        self.all_told.clear()
+        self.turns.asked(ask, self.now_s())
+        self.news.set()
+        try:
+            lease = await self._answer(turn_id) if self.turns.is_led else None
+            if lease is None:
+                lease = await self._wait(ask, while_held)
+        except BaseException as error:
+            self._give_up(turn_id, error)
+            raise
+        finally:
+            self._waiters.pop(turn_id, None)
+            self._refusals.pop(turn_id, None)
+        self._begins(ask, lease)
+        return OpenLease(self, lease)
+
+    async def _answer(self, turn_id: int) -> Answer:
+        waiter: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._waiters[turn_id] = waiter
+        return await waiter
+
+    async def _wait(self, ask: TurnAsk, while_held: AbstractContextManager[object]) -> Lease:
+        """Wait as one that is held: for the scheduler, for another one, or for leave to run without."""
+        row = self.turns.rows[ask.turn_id]
+        self._held[ask.turn_id] = ask
+        try:
+            with while_held:
+                self._fail_open()
+                while row.lease is None:
+                    if (refusal := self._refusals.get(ask.turn_id)) is not None:
+                        raise error_of(refusal)
+                    await self._answer(ask.turn_id)
+                return row.lease
+        finally:
+            self._held.pop(ask.turn_id, None)
+
+    def _give_up(self, turn_id: int, error: BaseException) -> None:
+        """Say that nobody waits for a turn any more; its lease may have come in the same moment."""
+        self.outcome_counts["abandoned" if isinstance(error, asyncio.CancelledError) else "rejected"] += 1
+        row = self.turns.rows.get(turn_id)
+        if row is not None and row.lease is not None:
+            if row.lease.reason == FAIL_OPEN:
+                self._coming[row.lease.replica_id] -= 1
+            self.turns.ended(TurnEnd(turn_id, row.ask.program_id, row.lease.generation, "abandoned"))
+        else:
+            self.turns.left(turn_id)
+        self.news.set()
+
+    def _begins(self, ask: TurnAsk, lease: Lease) -> None:
+        self.leases_count += 1
+        self._no_lease_left.clear()
+        if lease.reason == FAIL_OPEN:
+            self._coming[lease.replica_id] -= 1
+        self._counts[lease.replica_id] += 1
+        if ask.program_id is not None:
+            self._known.note(ask.program_id, KnownProgram(lease.replica_id, ask.tenant, lease.generation))
+
+    # --- without a scheduler
+
+    def look(self) -> None:
+        """Let turns run without a scheduler, if there has been none for long; call it now and then."""
+        self._fail_open()
+
+    def _fail_open(self) -> None:
+        if not self._held or not self.fails_open:
+            return
+        for turn_id, ask in list(self._held.items()):
+            row = self.turns.rows.get(turn_id)
+            if row is None or row.lease is not None:
+                continue
+            replica_id = self.fleet.where(ask, self.home_of(ask.program_id or ""), self._has_room)
+            if replica_id is None:
+                continue
+            state = self.replicas.states[replica_id]
+            known = self._known.get(ask.program_id)
+            generation = known.generation if known is not None else 0
+            held_s = self.now_s() - row.asked_s
+            lease = Lease(turn_id, ask.program_id, generation, replica_id, state.url, None, FAIL_OPEN, held_s)
+            self.turns.granted_here(turn_id, lease)
+            self.fail_open_count += 1
+            self._coming[replica_id] += 1
+            self._tell(turn_id, lease)
+
+    def _has_room(self, replica_id: str) -> bool:
+        """Say whether one more turn may run there without leave."""
+        there_count = self._counts[replica_id] + self._coming[replica_id]
+        return there_count < self.settings.fail_open_turns_count
+
+    # --- links
+
+    def linked(self) -> None:
+        """Begin a link, with all that is to be told."""
+        self.turns.linked(self.now_s())
+        if self.turns.rows:
+            self.all_told.clear()
+        self.news.set()
+
+    def unlinked(self) -> None:
+        """End a link: whoever waits for an answer is held."""
+        if self._alone_since_s is None:
+            self._alone_since_s = self.now_s()
+        self.turns.unlinked()
+        self.all_told.set()
+        for waiter in self._waiters.values():
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def take(self, frame: Frame) -> None:
+        """Take in what came by the link. Raises `BadFrameError`."""
+        for message in self.turns.take(frame):
+            self._take(message)
+        if not self.turns.rows:
+            self.all_told.set()
+        if self.turns.has_news:
+            self.news.set()
+
+    def _take(self, message: Message) -> None:
+        match message:
+            case Lease():
+                self._tell(message.turn_id, message)
+            case Hold():
+                self._tell(message.turn_id, None)
+            case Refusal():
+                waiter = self._waiters.get(message.turn_id)
+                if waiter is not None and not waiter.done():
+                    waiter.set_exception(error_of(message))
+                elif waiter is not None:  # it hears just now that it is held
+                    self._refusals[message.turn_id] = message
+            case Lead():
+                if self._alone_since_s is not None:
+                    log.info("scheduler_leads", epoch=self.turns.epoch, alone_s=self.now_s() - self._alone_since_s)
+                self._alone_since_s = None
+            case Replicas():
+                self.fleet.take(message)
+            case Gone():
+                self._program_gone(message.program_id)
+            case _:
+                pass  # acknowledgements are the table's
+
+    def _tell(self, turn_id: int, answer: Answer) -> None:
+        waiter = self._waiters.get(turn_id)
+        if waiter is not None and not waiter.done():
+            waiter.set_result(answer)
+
+    def _program_gone(self, program_id: str) -> None:
+        known = self._known.gone(program_id)
+        if known is not None:
+            self.fleet.program_gone(program_id, known.generation)
+
+    # --- what the proxy asks; see `FleetSource`
+
+    def home_of(self, program_id: str, model: str = "") -> str | None:
+        """Return the replica that a program was on when this gateway carried its last turn, if that is up."""
+        known = self._known.get(program_id)
+        if known is None or (model and self.replicas.has_pools and not self.fleet.serves(known.replica_id, model)):
+            return None
+        return known.replica_id if self.replicas.is_up(known.replica_id) else None
+
+    def tenant_of(self, program_id: str) -> str | None:
+        """Return whose a program is that this gateway carried turns of."""
+        known = self._known.get(program_id)
+        return known.tenant if known is not None else None
+
+    def lives(self, program_id: str, generation: int) -> bool:
+        """Say whether nothing was heard of the end of this incarnation of a program."""
+        known = self._known.get(program_id)
+        return known is not None and known.generation == generation
+
+    def turns_count(self, replica_id: str) -> int:
+        """Return how many turns have leases on a replica, from here."""
+        return self._counts[replica_id]
+
+    def release(self, program_id: str, generation: int | None = None, outcome: str = "") -> bool:
+        """Have the scheduler end a program; False if this gateway carried no turn of it."""
+        known = self._known.get(program_id) is not None
+        self.turns.released(program_id, generation, outcome)
+        self.news.set()
+        return known
+
+    def replica_at(self, replica_id: str, url: str) -> None:
+        """Hear what it was told itself."""
+
+    def replica_removed(self, replica_id: str) -> None:
+        """Hear that a replica is gone, of which it was told itself."""
+        self.fleet.tripped_ids.discard(replica_id)
+
+    def replica_tripped(self, replica_id: str, *, tripped: bool) -> None:
+        """Tell the scheduler that a replica fails turn after turn, or may be tried again."""
+        (self.fleet.tripped_ids.add if tripped else self.fleet.tripped_ids.discard)(replica_id)
+        self._seen(replica_id, "tripped" if tripped else "tried")
+
+    def suspect(self, replica_id: str) -> None:
+        """Have the scheduler look at a replica, because a request just failed there."""
+        self._seen(replica_id, "failed")
+
+    def refused(self, replica_id: str) -> None:
+        """Have the scheduler take a replica for down, because it refused a connection."""
+        self._seen(replica_id, "refused")
+
+    def _seen(self, replica_id: str, what: str) -> None:
+        self.turns.seen(Digest(replica_id, what))
+        self.news.set()
+
+    # --- what becomes of a turn with a lease; see `LeaseKeeper`
+
+    def unverified(self, turn_id: int) -> None:
+        """Hear that only a stranger will tell how a turn goes."""
+        self.turns.progressed(turn_id, unverified=True)
+        self.news.set()
+
+    def started(self, turn_id: int) -> None:
+        """Hear that the first byte of an answer came."""
+        self.turns.progressed(turn_id)
+        self.news.set()
+
+    def progressed(self, turn_id: int, output_tokens: int) -> None:
+        """Hear about how many tokens were generated so far."""
+        self.turns.progressed(turn_id, output_tokens)
+        self.news.set()
+
+    def ended(self, end: TurnEnd) -> None:
+        """Take a lease back, and tell the scheduler."""
+        row = self.turns.rows.get(end.turn_id)
+        assert row is not None, f"turn {end.turn_id} ends that was not asked for"
+        assert row.lease is not None, f"turn {end.turn_id} ends without a lease"
+        replica_id = row.lease.replica_id
+        self._counts[replica_id] -= 1
+        self.leases_count -= 1
+        self.outcome_counts[end.outcome] += 1
+        if end.outcome == "finished":
+            self.prompt_tokens_total += end.prompt_tokens or 0
+            self.output_tokens_total += end.output_tokens or 0
+            self.cached_tokens_total += end.cached_tokens or 0
+        self.turns.ended(end)
+        self.news.set()
+        if not self.leases_count:
+            self._no_lease_left.set()
+        self._fail_open()
+
+    async def close(self) -> None:
+        """Ask for nothing more, refuse who waits, let turns in flight end up to the grace period."""
+        self.closing = True
+        for waiter in self._waiters.values():
+            if not waiter.done():
+                waiter.set_exception(ShuttingDownError("the proxy is shutting down; the turn was not forwarded"))
+        await asyncio.sleep(0)
+        try:
+            async with asyncio.timeout(self.settings.grace_s):
+                await self._no_lease_left.wait()
+        except TimeoutError:
+            log.warning("grace_period_over", leases_count=self.leases_count, grace_s=self.settings.grace_s)

@@ -1,0 +1,341 @@
+"""Wire up what several processes share: a scheduler, gateways, and both by one command."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from typing import Any
+
+import structlog
+
+from thunderagent.backends import backend_of
+from thunderagent.backends.poller import Poller, ReplicaEndpoint
+from thunderagent.config import ENVIRONMENT_PREFIX, ServeConfig
+from thunderagent.errors import ConfigurationError
+from thunderagent.policy_loader import load_policy
+from thunderagent.proxy.app import LOOP_LAG
+from thunderagent.proxy.fleet.breaker import BreakerSettings
+from thunderagent.proxy.fleet.client import open_client
+from thunderagent.proxy.fleet.replicas import Replicas
+from thunderagent.proxy.gate.keys import KEY_HEADER, mint_key
+from thunderagent.proxy.reading.identity import IdentityRules
+from thunderagent.scale.carried import CarriedTurns
+from thunderagent.scale.dialling import Dialling
+from thunderagent.scale.gateway_app import build_gateway_app
+from thunderagent.scale.links import Links
+from thunderagent.scale.messages import RemoteReplica
+from thunderagent.scale.remote import RemoteRuntime, RemoteSettings
+from thunderagent.security import ServerTls, backend_ssl_context, build_keyring, check_security, guard_settings
+from thunderagent.serving import (
+    CLOSE_S,
+    background,
+    build_runtime,
+    calm_garbage_collector,
+    client_settings_of,
+    collect_garbage,
+    embedded_engines,
+    keep_freed_memory,
+    listening,
+    policy_settings_of,
+    proxy,
+    raise_file_limit,
+    turn_settings_of,
+)
+
+log = structlog.get_logger("thunderagent")
+
+NOT_WITH_GATEWAYS = (
+    "admin_port",
+    "bearer_programs",
+    "infer_programs",
+    "judge_url",
+    "keys_file",
+    "otlp_endpoint",
+    "sandboxes",
+)
+"""Settings that need whoever carries the bytes and whoever schedules to be one process."""
+
+RESTARTS_COUNT, RESTARTS_WITHIN_S = 5, 60.0
+"""Gateways that end are started again, all together so often within that time; then all of it ends."""
+
+READY_S = 30.0
+
+
+def check_gateways(config: ServeConfig) -> None:
+    """Raise `ConfigurationError` for what does not go with gateways."""
+    given = [name for name in NOT_WITH_GATEWAYS if getattr(config, name)]
+    if given:
+        raise ConfigurationError(f"{', '.join(given)} {'goes' if len(given) == 1 else 'go'} with no gateways yet")
+    if config.has_keys and config.keys_name_tenants:
+        raise ConfigurationError("tenant_from_key: keys name no tenants with gateways yet; set it to false")
+
+
+async def serve_scheduler(config: ServeConfig, *, ready: Callable[[str, str], None]) -> None:
+    """Schedule for gateways, and serve as `serve` does, until SIGTERM or SIGINT. Raises as that does."""
+    check_gateways(config)
+    async with _scheduler(config) as (url, name, stop):
+        ready(url, name)
+        await stop.wait()
+        log.info("shutting_down")
+
+
+@asynccontextmanager
+async def _scheduler(config: ServeConfig) -> AsyncIterator[tuple[str, str, asyncio.Event]]:
+    """Run a scheduler; yield its URL, its policy's name, and what a signal sets."""
+    stop = _begin_process()
+    check_security(config)
+    runtime, event_log = build_runtime(config)
+    links: list[Links] = []
+
+    def beside(replicas: Replicas, poller: Poller) -> Links:
+        links.append(Links(runtime, replicas, poller, gateway_lost_s=config.gateway_lost_s))
+        return links[0]
+
+    async with AsyncExitStack() as stack:
+        if event_log is not None:
+            stack.callback(event_log.close)
+        urls = config.backends
+        if config.simulates_engines:
+            urls = await stack.enter_async_context(embedded_engines(config))
+        url = await stack.enter_async_context(
+            proxy(config, runtime, urls, simulated=config.simulates_engines, beside=beside)
+        )
+        calm_garbage_collector()
+        yield url, runtime.scheduler.policy.name, stop
+        await links[0].close()
+        await runtime.close()
+
+
+async def serve_gateway(config: ServeConfig, *, ready: Callable[[str, str], None], ends_with_stdin: bool) -> None:
+    """Carry turns for the scheduler at one of `schedulers` until SIGTERM or SIGINT, or the end of standard input."""
+    check_gateways(config)
+    if not config.schedulers:
+        raise ConfigurationError("schedulers: a gateway needs the base URL of its scheduler")
+    stop = _begin_process()
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it would end it; a gateway reads nothing again
+    async with gateway(config) as (url, runtime, dialling):
+        calm_garbage_collector()
+        ready(url, f"gateway {runtime.turns.gateway_id}")
+        if ends_with_stdin:
+            await asyncio.get_running_loop().connect_read_pipe(partial(_Ends, stop), sys.stdin)
+        await stop.wait()
+        log.info("shutting_down", leases_count=runtime.leases_count, grace_s=config.grace_s)
+        await runtime.close()
+        await dialling.last_words()
+
+
+@asynccontextmanager
+async def gateway(config: ServeConfig) -> AsyncIterator[tuple[str, RemoteRuntime, Dialling]]:
+    """Run a gateway for the length of the block; yield its URL, and what it works with."""
+    keyring, tls = build_keyring(config), ServerTls.of(config)
+    boot_id = secrets.randbits(53)
+    runtime = RemoteRuntime(
+        CarriedTurns(f"{socket.gethostname()}-{boot_id:x}", boot_id),
+        RemoteSettings(config.scheduler_patience_s, config.fail_open_turns_count, config.grace_s),
+    )
+    key = config.scheduler_key.get_secret_value() if config.scheduler_key is not None else ""
+    headers = {KEY_HEADER: key} if key else {}
+    dialling = Dialling(runtime, config.schedulers, headers=headers, ssl_context=backend_ssl_context(config))
+    replicas = Replicas(
+        runtime,
+        [],
+        breaker_settings=BreakerSettings(config.breaker_failure_count, config.breaker_backoff_s),
+        tags_programs=config.engine_tags,
+        notice_timeout_s=config.notice_timeout_s,
+    )
+    policy = load_policy(config.policy, policy_settings_of(config))
+    identity = IdentityRules(
+        config.program_headers,
+        user_names_program=config.user_names_program,
+        reads_prefixes=policy.claim_rules.share_prefixes or config.event_log is not None,
+        model_aliases=config.model_aliases,
+    )
+    async with open_client(client_settings_of(config, keyring)) as client, asyncio.TaskGroup() as group:
+        replicas.attach(client)
+        runtime.fleet.on_replicas = _Fleet(replicas, group).take
+        app = build_gateway_app(
+            runtime,
+            client,
+            replicas,
+            lambda: dialling.url,
+            turn_settings=turn_settings_of(config, identity),
+            guard_settings=guard_settings(config),
+            keyring=keyring,
+            access_log=config.access_log,
+        )
+        loops: list[Callable[[], Coroutine[Any, Any, None]]] = [
+            dialling.run,
+            app[LOOP_LAG].run,
+            partial(replicas.run, client),
+            collect_garbage,
+        ]
+        async with background(*loops), listening(app, config, tls, shares_port=True) as url:
+            yield url, runtime, dialling
+
+
+class _Fleet:
+    """Keeps a gateway's replicas as its scheduler tells them."""
+
+    def __init__(self, replicas: Replicas, group: asyncio.TaskGroup) -> None:
+        self._replicas = replicas
+        self._group = group
+
+    def take(self, changed: Sequence[RemoteReplica], removed_ids: Sequence[str]) -> None:
+        """Add, remove, and begin anew with what came up."""
+        for each in changed:
+            state = each.state
+            endpoint = ReplicaEndpoint(state.replica_id, state.url, backend_of(each.kind), each.rank_id)
+            known = self._replicas.known.get(state.replica_id)
+            if known is None:
+                known = self._replicas.add(endpoint)
+            elif known.endpoint.backend.kind != each.kind:
+                known.endpoint = endpoint
+            if state.is_up and not known.is_up:
+                self._replicas.came_up(state.replica_id)
+            known.is_up, known.why_down = state.is_up, "" if state.is_up else "its scheduler says so"
+        for replica_id in removed_ids:
+            self._group.create_task(self._replicas.remove(replica_id))
+
+
+class _Ends(asyncio.Protocol):
+    """Sets an event at the end of a pipe."""
+
+    def __init__(self, stop: asyncio.Event) -> None:
+        self._stop = stop
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - the protocol's signature
+        self._stop.set()
+
+
+def _begin_process() -> asyncio.Event:
+    """Prepare a process that serves; return what a signal sets."""
+    raise_file_limit()
+    keep_freed_memory()
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    return stop
+
+
+# --- one command
+
+
+async def serve_with_gateways(
+    config: ServeConfig, options: Sequence[str], *, ready: Callable[[str, str], None]
+) -> None:
+    """Run a scheduler, and `config.gateways` gateways on one port, each a process given `options`.
+
+    A gateway that ends is started again, within a bound; past that all of it ends. Raises as `serve` does.
+    """
+    check_gateways(config)
+    build_keyring(config)
+    with _port_of(config) as port:
+        own: dict[str, Any] = {"host": "127.0.0.1", "port": 0, "tls_cert": None, "tls_key": None}
+        environment = dict(os.environ)
+        if config.admin_keys or config.has_keys:
+            key, line = mint_key("gateways")
+            own["admin_keys"] = (*config.admin_keys, line)
+            environment[f"{ENVIRONMENT_PREFIX}SCHEDULER_KEY"] = key
+        async with _scheduler(config.model_copy(update=own)) as (url, name, stop):
+            more = ("--schedulers", url, "--host", config.host, "--port", str(port), "--gateways", "0")
+            command = (sys.executable, "-m", "thunderagent", "gateway", *options, *more, "--end-with-stdin")
+            async with asyncio.TaskGroup() as group:
+                gateways = _Gateways(command, environment, config.gateways, config.grace_s)
+                running = group.create_task(gateways.run())
+                stopping = group.create_task(stop.wait())
+                await asyncio.wait(
+                    {group.create_task(gateways.ready.wait()), running, stopping}, return_when=asyncio.FIRST_COMPLETED
+                )
+                if gateways.ready.is_set():
+                    host = f"[{config.host}]" if ":" in config.host else config.host
+                    scheme = "http" if config.tls_cert is None else "https"
+                    ready(f"{scheme}://{host}:{port}", f"{name}, {config.gateways} gateways, scheduler {url}")
+                await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
+                gateways.ready.set()
+                if running.done():
+                    stopping.cancel()
+                else:
+                    await gateways.end()
+                    running.cancel()
+
+
+@contextlib.contextmanager
+def _port_of(config: ServeConfig) -> Any:
+    """Keep a port for the gateways: they share it, and nobody else gets it while they start."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    with socket.socket(family) as kept:
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        kept.bind((config.host, config.port))
+        yield kept.getsockname()[1]
+
+
+class _Gateways:
+    """Starts gateways, and starts again those that end."""
+
+    def __init__(self, command: Sequence[str], environment: dict[str, str], count: int, grace_s: float) -> None:
+        self._command = command
+        self._environment = environment
+        self._count = count
+        self._grace_s = grace_s
+        self._processes: set[Process] = set()
+        self._ready_count = 0
+        self._ended_s: deque[float] = deque(maxlen=RESTARTS_COUNT)
+        self._ending = False
+        self.ready = asyncio.Event()
+        """Set once all were ready for the first time."""
+
+    async def run(self) -> None:
+        """Keep all of them running, until they end too often. Raises `ConfigurationError` then."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                for number in range(self._count):
+                    group.create_task(self._keep(number))
+        finally:
+            for process in self._processes:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+
+    async def _keep(self, number: int) -> None:
+        is_first, loop = True, asyncio.get_running_loop()
+        while not self._ending:
+            process = await asyncio.create_subprocess_exec(
+                *self._command, stdin=PIPE, stdout=PIPE, env=self._environment, start_new_session=True
+            )
+            self._processes.add(process)
+            assert process.stdout is not None
+            line = await process.stdout.readline()
+            if line and is_first:
+                is_first = False
+                self._ready_count += 1
+                if self._ready_count == self._count:
+                    self.ready.set()
+            status = await process.wait()
+            self._processes.discard(process)
+            if self._ending:
+                return
+            log.error("gateway_ended", number=number, pid=process.pid, exit_status=status)
+            now_s = loop.time()
+            if len(self._ended_s) == RESTARTS_COUNT and now_s - self._ended_s[0] < RESTARTS_WITHIN_S:
+                raise ConfigurationError(f"gateways ended {RESTARTS_COUNT + 1} times within {RESTARTS_WITHIN_S:g} s")
+            self._ended_s.append(now_s)
+
+    async def end(self) -> None:
+        """Have all end after their turns; those that take too long are killed."""
+        self._ending = True
+        processes = list(self._processes)
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                process.terminate()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._grace_s + 2 * CLOSE_S):
+                await asyncio.gather(*(process.wait() for process in processes))
