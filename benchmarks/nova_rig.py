@@ -153,6 +153,8 @@ class Told:
 
     arrived_s: float
     tokens_s: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    """Their ids."""
 
 
 @dataclass(slots=True)
@@ -179,6 +181,7 @@ class Run:
             "ttft_s": statistics.fmean(first), "tbt_s": statistics.fmean(gaps),
             "widest_gap_s": statistics.fmean(widest), "requests_per_s": len(latency) / span_s,
             "decode_batch": statistics.fmean(batches), "requests": len(latency),
+            "tokens": hashlib.sha256(repr([told.tokens for told in self.turns]).encode()).hexdigest()[:16],
             "latency_s": [round(seconds, 4) for seconds in by_turn],  # paired: turn by turn the same for each policy
             "stage_mean_s": {
                 stage: statistics.fmean([done.end_s - done.begin_s for done in self.passes if done.stage == stage])
@@ -205,8 +208,9 @@ async def serve(engine: Engine, scheduler: Scheduling, turns: Turns, passes: lis
     async def one(index: int) -> None:
         await asyncio.sleep(begin_s + turns.arrivals_s[index] - time.monotonic())
         request = Request(f"{tag}-{index}", turns.prompts[index], turns.max_tokens[index])
-        async for _token in engine.submit(request):
+        async for token in engine.submit(request):
             told[index].tokens_s.append(time.monotonic() - begin_s)
+            told[index].tokens.append(token.token_id)
 
     await asyncio.gather(*(one(index) for index in range(len(told))))
     return Run(told, list(passes), begin_s)

@@ -235,6 +235,15 @@ def percentile(values: list[float], ratio: float) -> float:
     return sorted(values)[min(len(values) - 1, int(ratio * len(values)))]
 
 
+def least(runs: list[dict[Any, Any]]) -> dict[Any, Any]:
+    """Return the least of each figure over several runs: what else a shared machine does only adds to it."""
+    found: dict[Any, Any] = {}
+    for name, value in runs[0].items():
+        values = [run[name] for run in runs]
+        found[name] = least(values) if isinstance(value, dict) else None if value is None else min(values)
+    return found
+
+
 # --- all of it
 
 
@@ -269,14 +278,18 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=20_000)
     parser.add_argument("--pending", type=int, default=100_000)
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--runs", type=int, default=3, help="of what is measured by a clock, the least is kept")
     args = parser.parse_args()
     if "calls" in args.parts:
-        figures = {**pending_costs(args.pending), **call_costs(args.calls)}
+        pending = pending_costs(args.pending)  # once: what it frees would be taken for free by the next
+        runs = [call_costs(args.calls) for _ in range(args.runs)]
+        figures = pending | least(runs)
         for name, value in figures.items():
             print(f"{name:24} {value:.2f}")
-        save_results("workflows-calls", {"arguments": vars(args), "figures": figures})
+        save_results("workflows-calls", {"arguments": vars(args), "figures": figures, "runs": runs})
     if "scale" in args.parts:
-        save_results("workflows-scale", {"arguments": vars(args), **measure_scale()})
+        runs = [measure_scale() for _ in range(args.runs)]
+        save_results("workflows-scale", {"arguments": vars(args), **least(runs), "runs": runs})
     if "cases" in args.parts:
         results = {name: compare(case, args.seeds) for name, case in CASES.items()}
         save_results("workflows-cases", {"arguments": vars(args), "cases": results})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import secrets
 import signal
 import socket
@@ -19,14 +20,14 @@ import structlog
 
 from thunderagent.backends import backend_of
 from thunderagent.backends.poller import Poller, ReplicaEndpoint
-from thunderagent.config import ServeConfig
+from thunderagent.config import ENVIRONMENT_PREFIX, ServeConfig
 from thunderagent.errors import ConfigurationError
 from thunderagent.policy_loader import load_policy
 from thunderagent.proxy.app import LOOP_LAG
 from thunderagent.proxy.fleet.breaker import BreakerSettings
-from thunderagent.proxy.fleet.client import open_client
+from thunderagent.proxy.fleet.client import ReplicaClient
 from thunderagent.proxy.fleet.replicas import Replicas
-from thunderagent.proxy.gate.keys import KEY_HEADER
+from thunderagent.proxy.gate.keys import KEY_HEADER, mint_key
 from thunderagent.proxy.reading.identity import IdentityRules
 from thunderagent.scale.carried import CarriedTurns
 from thunderagent.scale.dialling import Dialling
@@ -121,6 +122,7 @@ async def serve_gateway(config: ServeConfig, *, ready: Callable[[str, str], None
     if not config.schedulers:
         raise ConfigurationError("schedulers: a gateway needs the base URL of its scheduler")
     stop = _begin_process()
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it would end it; a gateway reads nothing again
     async with gateway(config) as (url, runtime, dialling):
         calm_garbage_collector()
         ready(url, f"gateway {runtime.turns.gateway_id}")
@@ -158,7 +160,7 @@ async def gateway(config: ServeConfig) -> AsyncIterator[tuple[str, RemoteRuntime
         reads_prefixes=policy.claim_rules.share_prefixes or config.event_log is not None,
         model_aliases=config.model_aliases,
     )
-    async with open_client(client_settings_of(config, keyring)) as client, asyncio.TaskGroup() as group:
+    async with ReplicaClient(client_settings_of(config, keyring)) as client, asyncio.TaskGroup() as group:
         replicas.attach(client)
         runtime.fleet.on_replicas = _Fleet(replicas, group).take
         app = build_gateway_app(
@@ -238,12 +240,17 @@ async def serve_with_gateways(
     check_gateways(config)
     build_keyring(config)
     with _port_of(config) as port:
-        own = config.model_copy(update={"host": "127.0.0.1", "port": 0})
-        async with _scheduler(own) as (url, name, stop):
+        own: dict[str, Any] = {"host": "127.0.0.1", "port": 0, "tls_cert": None, "tls_key": None}
+        environment = dict(os.environ)
+        if config.admin_keys or config.has_keys:
+            key, line = mint_key("gateways")
+            own["admin_keys"] = (*config.admin_keys, line)
+            environment[f"{ENVIRONMENT_PREFIX}SCHEDULER_KEY"] = key
+        async with _scheduler(config.model_copy(update=own)) as (url, name, stop):
             more = ("--schedulers", url, "--host", config.host, "--port", str(port), "--gateways", "0")
             command = (sys.executable, "-m", "thunderagent", "gateway", *options, *more, "--end-with-stdin")
             async with asyncio.TaskGroup() as group:
-                gateways = _Gateways(command, config.gateways, config.grace_s)
+                gateways = _Gateways(command, environment, config.gateways, config.grace_s)
                 running = group.create_task(gateways.run())
                 stopping = group.create_task(stop.wait())
                 await asyncio.wait(
@@ -275,8 +282,9 @@ def _port_of(config: ServeConfig) -> Any:
 class _Gateways:
     """Starts gateways, and starts again those that end."""
 
-    def __init__(self, command: Sequence[str], count: int, grace_s: float) -> None:
+    def __init__(self, command: Sequence[str], environment: dict[str, str], count: int, grace_s: float) -> None:
         self._command = command
+        self._environment = environment
         self._count = count
         self._grace_s = grace_s
         self._processes: set[Process] = set()
@@ -301,7 +309,7 @@ class _Gateways:
         is_first, loop = True, asyncio.get_running_loop()
         while not self._ending:
             process = await asyncio.create_subprocess_exec(
-                *self._command, stdin=PIPE, stdout=PIPE, start_new_session=True
+                *self._command, stdin=PIPE, stdout=PIPE, env=self._environment, start_new_session=True
             )
             self._processes.add(process)
             assert process.stdout is not None

@@ -19,6 +19,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from tests.doubles.sglang.server import SglangServer
 from tests.integration.support import ask, get, running_proxy
 from thunderagent.cli import build_parser, main
 from thunderagent.doctor import proxies
@@ -28,7 +29,7 @@ from thunderagent.doctor.findings import Finding, Level, exit_status
 from thunderagent.proxy.gate.keys import mint_key
 from thunderagent.simulator.options import ServerConfig
 from thunderagent.simulator.records import EngineConfig
-from thunderagent.simulator.server import running
+from thunderagent.simulator.server import Build, EngineServer, running
 from thunderagent.simulator.timing import profile_from
 
 if TYPE_CHECKING:
@@ -92,10 +93,10 @@ async def relay(*urls: str, bend: Callable[[Bent], None] = lambda _: None, drops
 
 
 @asynccontextmanager
-async def engine(kind: str = "vllm", model: str = "simulated") -> AsyncIterator[str]:
+async def engine(build: Build = EngineServer, model: str = "simulated") -> AsyncIterator[str]:
     """Run a simulated engine that takes no time, in this process."""
     config = EngineConfig.of(profile_from("instant"), kv_tokens=16_000)
-    async with running(ServerConfig(config, kind=kind, model=model, port=0, grace_s=0.0)) as url:  # type: ignore[arg-type]
+    async with running(ServerConfig(config, model=model, port=0, grace_s=0.0), build) as url:
         yield url
 
 
@@ -119,10 +120,10 @@ async def engine_here() -> AsyncIterator[str]:
 # --- all is well
 
 
-@pytest.mark.parametrize("kind", ["vllm", "sglang"])
-async def test_sound_engines_have_no_fault(kind: str) -> None:
+@pytest.mark.parametrize("build", [EngineServer, SglangServer])
+async def test_sound_engines_have_no_fault(build: Build) -> None:
     """Both turns are counted as the program's, on one engine, and the second hits; what is said names all of it."""
-    async with engine(kind) as first, engine(kind) as second:
+    async with engine(build) as first, engine(build) as second:
         found = await examine(options("--backends", f"{first},{second}"))
     assert [finding for finding in found if finding.level is not Level.OK] == []
     assert exit_status(found) == 0
@@ -266,7 +267,7 @@ async def test_what_to_do_is_said_in_the_words_of_the_engine(
     bend: Callable[[Bent], None], check: str, remedy: str
 ) -> None:
     """SGLang has other options than vLLM."""
-    async with engine("sglang") as behind, relay(behind, bend=bend) as url:
+    async with engine(SglangServer) as behind, relay(behind, bend=bend) as url:
         found = await faults("--backends", url)
     assert found[check].remedy == remedy
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -26,6 +27,27 @@ async def test_a_hint_with_a_turn_counts_from_its_end() -> None:
         metrics = await metrics_of(proxy.url)
         assert metrics["thunderagent_hints_total"]["unsaid",] == 1.0
         assert metrics["thunderagent_hints_measured_total"]["early",] == 1.0
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"agent_hint": {"cache_control": {"type": "ephemeral", "ttl": 300}}},
+        {"vllm_xargs": {"agentic_context": '{"keep": "retain"}'}},
+        {"nvext": {"agent_hints": {"speculative_prefill": True}}},
+    ],
+)
+async def test_a_hint_in_a_body_counts_as_one_in_the_header(field: dict[str, Any]) -> None:
+    """The engine gets it as it came; our own header goes before it; a turn of nobody says nothing by it."""
+    async with fake_replica() as replica, running_proxy(replica.url) as proxy:
+        body = {**turn(), **field}
+        assert (await post(proxy.url, CHAT, body)).status == 200
+        for headers in ((), (("X-Program-Hint", "keep=offload"),)):
+            await post(proxy.url, CHAT, body, ("X-Program-ID", "a"), *headers)
+            hinted = (await get(proxy.url, "/programs/a")).json()["hinted"]
+            assert hinted["keep"] == ("offload" if headers else "retain")
+        assert all(call.json() == body for call in replica.calls)
+        assert (await metrics_of(proxy.url))["thunderagent_hints_total"]["retain",] == 1.0
 
 
 async def test_a_hint_between_turns_takes_the_place_of_the_one_before() -> None:

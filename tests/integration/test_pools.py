@@ -306,6 +306,20 @@ async def test_the_first_turns_wait_until_it_is_known_who_serves_what() -> None:
             assert {answer.header("X-Replica-ID") for answer in answers} == {other.replica_id}
 
 
+async def test_each_pool_says_how_many_programs_are_of_use() -> None:
+    """With one pool no model need be named; how many more than there are is of those of all clients."""
+    async with two_models() as proxy:
+        assert (await get(proxy.url, "/concurrency")).error["code"] == "model_not_found"
+        for number in range(2):
+            await ask(proxy.url, f"p{number}", model="b")
+        for model, more_count in (("a", 4), ("b", 2)):
+            said = (await get(proxy.url, f"/concurrency?model={model}")).json()
+            assert said.pop("why") in ("step", "sizes")
+            assert said == {"useful_count": 4, "more_count": more_count, "pool": model}
+    async with engine("a") as url, running_proxy(url) as proxy:
+        assert (await get(proxy.url, "/concurrency")).json()["pool"] == ""
+
+
 async def test_a_restart_keeps_what_each_pool_learned(tmp_path: Path) -> None:
     """Under the next proxy on the same engines; its log replays with what it began with."""
     path = tmp_path / "state"

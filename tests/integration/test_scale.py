@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -21,6 +24,7 @@ from tests.integration.support import (
     command,
     engine,
     events_of,
+    exchange,
     fake_replica,
     get,
     metrics_of,
@@ -30,6 +34,10 @@ from tests.integration.support import (
     until,
     word,
 )
+from thunderagent.config import ServeConfig
+from thunderagent.errors import ConfigurationError
+from thunderagent.proxy.gate.keys import mint_key
+from thunderagent.scaling import check_gateways
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -70,6 +78,17 @@ async def until_metric(url: str, name: str, value: float, *labels: str) -> None:
     async with asyncio.timeout(30):
         while await metric(url, name, *labels) != value:
             await asyncio.sleep(0.02)
+
+
+async def gateway_ids(served: CommandProcess, count: int) -> list[int]:
+    """Wait until so many gateways run, and return their process ids."""
+    found: list[int] = []
+    async with asyncio.timeout(60):
+        while len(found) != count:
+            await asyncio.sleep(0.05)
+            of_parent = Path(f"/proc/{served.process.pid}/task/{served.process.pid}/children").read_text().split()
+            found = [each for each in map(int, of_parent) if b"gateway" in Path(f"/proc/{each}/cmdline").read_bytes()]
+    return found
 
 
 async def ask_in_stream(url: str, program_id: str) -> Answer:
@@ -214,11 +233,16 @@ async def test_the_turns_of_a_gateway_that_died_are_over() -> None:
 
 
 async def test_one_command_serves_with_several_gateways() -> None:
-    """On one port; one that is killed is started again."""
+    """On one port; one that is killed is started again, and no turn of the others fails."""
     async with (
         engine(kv_tokens=64_000) as behind,
         command("serve", "--port", "0", "--backends", behind.url, "--gateways", "2") as served,
     ):
+        await served.ready()
+        first, second = await gateway_ids(served, 2)
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: "gateway_ended" in served.log)
+        assert second in await gateway_ids(served, 2)
         await served.ready()
         answers = await asyncio.gather(*(ask_in_stream(served.url, f"p{number}") for number in range(20)))
         assert {answer.status for answer in answers} == {200}
@@ -227,3 +251,31 @@ async def test_one_command_serves_with_several_gateways() -> None:
         served.process.terminate()
         assert await served.exit_status() == 0
         assert "Traceback" not in served.log
+
+
+async def test_with_keys_the_one_command_has_its_own_for_its_gateways() -> None:
+    """Clients bring theirs, to a gateway as to the scheduler behind it; without one nobody comes in."""
+    key, line = mint_key("me")
+    named = ("--api-keys", line, "--tenant-from-key", "false")
+    async with command("serve", "--port", "0", "--gateways", "1", *named) as served:
+        await served.ready()
+        bearer = ("Authorization", f"Bearer {key}")
+        assert (await post(served.url, CHAT, turn("p"), bearer)).status == 200
+        assert (await post(served.url, CHAT, turn("p"))).status == 401
+        assert (await exchange(served.url, "DELETE", "/programs/p", [bearer])).json()["released"]
+        assert (await exchange(served.url, "DELETE", "/programs/p")).status == 401
+        assert (await exchange(served.url, "GET", "/queue", [bearer])).status == 403
+        internal = await exchange(served.url, "GET", "/internal/lease", [bearer])
+        assert internal.status in (403, 404)
+
+
+def test_what_needs_one_process_is_refused_with_gateways() -> None:
+    """Before anything starts, with the names of the settings."""
+    config = ServeConfig.load(gateways=2, infer_programs=True, judge_url="replicas")
+    with pytest.raises(ConfigurationError, match="infer_programs, judge_url go with no gateways yet"):
+        check_gateways(config)
+    _, line = mint_key("me")
+    with pytest.raises(ConfigurationError, match="tenant_from_key"):
+        check_gateways(ServeConfig.load(gateways=2, api_keys=line))
+    with pytest.raises(ConfigurationError, match="no URL"):
+        ServeConfig.load(schedulers="http://host:port:")

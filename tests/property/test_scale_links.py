@@ -238,8 +238,10 @@ class Client:
             self.send(self.link, "up", encode(self.turns.frame()))
 
     def send(self, link: Link, way: str, data: bytes) -> None:
-        """Put a frame on its way: sometimes twice, sometimes not at all."""
+        """Put a frame on its way: sometimes twice, sometimes not at all; then its connection does not last."""
         chance = self.world.random.random()
+        if chance < 0.005:
+            self.world.time.after(self.world.random.uniform(0, 6), lambda: self.cut() if self.link is link else None)
         for _ in range(0 if chance < 0.005 else 2 if chance < 0.02 else 1):
             arrives_s = max(link.last_s.get(way, 0.0), self.world.time.now_s + self.world.random.expovariate(50.0))
             link.last_s[way] = arrives_s

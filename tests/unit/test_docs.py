@@ -58,6 +58,9 @@ from thunderagent.proxy.watch.metrics import StateCollector
 from thunderagent.proxy.watch.turn_metrics import LoopLag, TurnMetrics
 from thunderagent.runtime import Runtime
 from thunderagent.sandboxes import build_manager
+from thunderagent.scale.carried import CarriedTurns
+from thunderagent.scale.gateway_app import GatewayCollector
+from thunderagent.scale.remote import RemoteRuntime, RemoteSettings
 from thunderagent.simulator.timing import load_profiles
 from thunderagent.tools.template import Template
 
@@ -92,7 +95,7 @@ HOSTS = {
 ENDPOINTS = {
     *("v1", "p", "sessions", "programs", "finish_session", "replicas", "queue", "health", "ready", "metrics"),
     *("sandboxes", "work", "NAMESPACE", "tools", "summary", "history", "events", "dashboard"),
-    *("control", "deployment", "statefulset", "keys", "config"),
+    *("control", "deployment", "statefulset", "keys", "config", "concurrency"),
     *("tokenize", "detokenize", "version", "reset_prefix_cache", "generate", "inference", "skyrl"),
     *("openapi", "docs", "dashboard"),
     *("pause", "resume", "pause_generation", "continue_generation", "flush_cache", "is_paused", "is_sleeping"),
@@ -157,7 +160,9 @@ def metric_names() -> set[str]:
     manager.failure_counts["x"] = 1
     registry.register(SandboxCollector(manager, registry))
     registry.register(JudgeCollector(Judge(runtime, lambda: nullcontext(NoAsker()))))
-    return {family.name + ("_total" if family.type == "counter" else "") for family in registry.collect()}
+    of_gateways = GatewayCollector(RemoteRuntime(CarriedTurns("g", 1), RemoteSettings())).collect()
+    families = [*registry.collect(), *of_gateways]
+    return {family.name + ("_total" if family.type == "counter" else "") for family in families}
 
 
 class NoAsker:

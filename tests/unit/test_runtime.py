@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 import structlog.testing
+from msgspec.structs import replace
 
 from tests.builders import asked
 from thunderagent.errors import NoReplicaError, ProgramReleasedError, ShuttingDownError
 from thunderagent.event_log import EventLogWriter, read_events
-from thunderagent.leases import OpenLease
+from thunderagent.leases import OpenLease, TurnEnd
 from thunderagent.programs.invariants import check
 from thunderagent.programs.model.decisions import Grant, Hold, Reason, Release, Restore
 from thunderagent.programs.model.events import TurnArrived, TurnFinished
@@ -67,6 +68,24 @@ async def held_lease(runtime: Runtime, program_id: str | None, **more: int) -> a
 
 
 # --- Granted
+
+
+async def test_a_turn_that_runs_already_is_counted_where_it_runs() -> None:
+    """Room or not; its end is as that of any other. Where nothing is granted it is not counted, only what it used."""
+    async with running(replicas=("r0", "r1")) as (runtime, _):
+        with await runtime.lease(asked(runtime, "a")) as lease:
+            other_id = "r1" if lease.granted.replica_id == "r0" else "r0"
+            for program_id in ("b", "c"):  # one more than the policy lets in
+                ask = asked(runtime, program_id, prompt_bytes=4000)
+                assert runtime.adopt(ask, other_id)
+                assert not runtime.adopt(replace(ask, turn_id=runtime.new_turn_id()), "r9")
+                assert runtime.turns_count(other_id) == 1
+                runtime.ended(TurnEnd(ask.turn_id, program_id, 1, "finished", 100, 10))
+                assert runtime.home_of(program_id) == other_id
+            assert runtime.leases_count == 1
+        runtime.count_end(TurnEnd(runtime.new_turn_id(), "d", 1, "finished", 5, 2))
+        assert (runtime.prompt_tokens_total, runtime.output_tokens_total) == (205, 22)
+        assert runtime.outcome_counts == {"finished": 3, "abandoned": 1}
 
 
 async def test_a_lease_that_fits_is_granted_without_a_single_await() -> None:

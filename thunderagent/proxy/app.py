@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Protocol
 from urllib.parse import unquote
 
 import structlog
 from aiohttp import hdrs, web
-from multidict import CIMultiDict
+from multidict import CIMultiDict, CIMultiDictProxy
 from prometheus_client import CollectorRegistry
 
 from thunderagent.errors import (
@@ -27,6 +28,7 @@ from thunderagent.proxy.admin.openapi import OpenApi
 from thunderagent.proxy.admin.primitives import Primitives, Provisioner
 from thunderagent.proxy.admin.replica_routes import ReplicaHandlers, SourceCollector
 from thunderagent.proxy.admin.sandboxes import SandboxCollector, Sandboxes, SandboxHandlers
+from thunderagent.proxy.control.concurrency import ConcurrencySignal
 from thunderagent.proxy.control.control import Control, ControlSettings
 from thunderagent.proxy.control.facade import Facade, is_of_one_replica, turn_on
 from thunderagent.proxy.control.leases import Leases
@@ -62,8 +64,7 @@ from thunderagent.proxy.wire.aiohttp_errors import answering_errors
 from thunderagent.proxy.wire.aiohttp_exchange import AiohttpExchange
 from thunderagent.proxy.wire.aiohttp_request import target_of, told_path
 from thunderagent.proxy.wire.exchange import Exchange
-from thunderagent.proxy.wire.front import Front, Way
-from thunderagent.proxy.wire.front import Tracing as FrontTracing
+from thunderagent.proxy.wire.front import Front, Trace, Way
 from thunderagent.proxy.wire.http11.asked import Asked
 from thunderagent.proxy.wire.http11.heads import RequestHead
 from thunderagent.proxy.wire.stall import STALL_LIMIT_S
@@ -93,8 +94,11 @@ FRONT = web.AppKey("front", Front)
 """Where the application keeps what answers turns that do not come by aiohttp."""
 
 
-class Tracing(FrontTracing, Protocol):
+class Tracing(Protocol):
     """What makes spans of requests."""
+
+    def request(self, headers: CIMultiDictProxy[str], path: str) -> AbstractContextManager[Trace]:
+        """Have a turn that is asked for in the block be known as this request's."""
 
     def around(self, handler: Handler) -> Handler:
         """Wrap the handler of a route."""
@@ -184,6 +188,7 @@ def build_app(
         *control.routes(),
         *Facade(runtime, replicas, control, turns.handle_on, side_calls.forward_to).routes(),
         *weight_sync.routes(),
+        *ConcurrencySignal(runtime).routes(),
         *leases.routes(),
         *SandboxHandlers(sandboxes, tenancy).routes(),
         *BetweenTurns(runtime, tenancy).routes(),

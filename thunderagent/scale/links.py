@@ -67,6 +67,7 @@ class Links:
         self._open = asyncio.Event()
         self._told: dict[str, RemoteReplica] = {}
         self._flags = (False, False)
+        self._closing = False
         self._tripped_by: dict[str, set[str]] = {}
         self.dropped_count = 0
         """Messages of kinds that nobody here knows."""
@@ -96,7 +97,8 @@ class Links:
                     del self._uncounted[turn_id]
 
     async def close(self) -> None:
-        """End all links; gateways keep what they have for the next scheduler."""
+        """End all links, and take no more; gateways keep what they have for the next scheduler."""
+        self._closing = True
         self._runtime.replicas.on_push = None
         for task in self._waits.values():
             task.cancel()
@@ -110,6 +112,8 @@ class Links:
     async def handle(self, request: web.Request) -> web.WebSocketResponse:
         """Speak with one gateway for as long as its link holds."""
         await self._until_polled()
+        if self._closing:
+            raise ShuttingDownError("this scheduler is shutting down")
         socket = web.WebSocketResponse(
             protocols=(messages.PROTOCOL,), heartbeat=HEARTBEAT_S, max_msg_size=MAX_FRAME_BYTES, compress=False
         )

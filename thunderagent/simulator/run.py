@@ -57,6 +57,9 @@ from thunderagent.simulator.tools import ToolHost
 FAILURE_PAUSE_S = 1.0
 """Between a program that fails and the next one in its place; without it a run of refused programs would never end."""
 
+FOLLOWING_PERIOD_S = 5.0
+"""A trainer asks so often how many programs are of use."""
+
 PROGRESS_PERIOD_S = 1.0
 """The scheduler hears so often how far a turn is, as from the proxy."""
 
@@ -74,13 +77,15 @@ class Simulation:
         foresight: dict[str, float] | None = None,
         agenda: Agenda | None = None,
         turn_ids_from: int = 0,
+        wanted_count: Callable[[Scheduler], int] | None = None,
     ) -> None:
         """Prepare a run. Raises ConfigurationError if it would not fit in memory.
 
         `foresight` is for a clairvoyant policy, which the caller made with the same dictionary: from the arrival of a
         program's turn on it says for how many seconds the tool after that turn will run; `inf` for the last one.
         `agenda` is shared with other runs (`together.py`), whose turns have other numbers than those from
-        `turn_ids_from` on.
+        `turn_ids_from` on. `wanted_count` says how many programs a closed loop keeps going, at most the scenario's: it
+        is asked every `FOLLOWING_PERIOD_S`, and when one ends.
         """
         check_memory(estimate_bytes(scenario, workload), available_bytes())
         self.scheduler = Scheduler(policy, scenario.scheduler)
@@ -109,6 +114,7 @@ class Simulation:
         self._by_program_id: dict[str, RunningProgram] = {}
         self._turn_count, self._poll_count = turn_ids_from, 0
         self._live_count = 0
+        self._wanted_count = wanted_count
 
     def __repr__(self) -> str:
         return f"<Simulation at {self._agenda.now_s:.1f} s: {self._live_count} programs, {self.scheduler!r}>"
@@ -168,6 +174,8 @@ class Simulation:
         self._sample()
         if scenario.loop == "open":
             self._expect_arrival()
+        elif self._wanted_count is not None:
+            self._follow()
         else:
             for _ in range(scenario.programs_count):
                 self._start_next()
@@ -177,6 +185,17 @@ class Simulation:
         if supplied is not None:
             self._live_count += 1
             self._start(supplied)
+
+    def _follow(self) -> None:
+        self._fill()
+        self._agenda.after(FOLLOWING_PERIOD_S, self._follow)
+
+    def _fill(self) -> None:
+        """Start programs until as many are there as are wanted; none is ended where there are more."""
+        assert self._wanted_count is not None
+        wanted_count = min(self._scenario.programs_count, max(1, self._wanted_count(self.scheduler)))
+        for _ in range(wanted_count - self._live_count):
+            self._start_next()
 
     def _expect_arrival(self) -> None:
         supplied = self._supply.next()
@@ -355,9 +374,11 @@ class Simulation:
 
     def _replace_program(self) -> None:
         """In a closed loop start the next program in the place of one that ended, which counted until now."""
-        if self._scenario.loop == "closed":
+        if self._scenario.loop == "closed" and self._wanted_count is None:
             self._start_next()
         self._live_count -= 1
+        if self._wanted_count is not None:
+            self._fill()
 
     # --- the scheduler ------------------------------------------------------------------------------------------------
 

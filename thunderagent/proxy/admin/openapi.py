@@ -51,6 +51,7 @@ from thunderagent.proxy.admin.replica_routes import AddRequest, ReplicaRemovedRe
 from thunderagent.proxy.admin.reports import SORTS, ProgramPage, QueueReport, ToolsReport
 from thunderagent.proxy.admin.sandboxes import ProgramSandboxesReport, ReclaimedReport, SandboxBody, SandboxesReport
 from thunderagent.proxy.admin.story import ProgramStoryReport
+from thunderagent.proxy.control.concurrency import ConcurrencyReport
 from thunderagent.proxy.control.leases import (
     LeaseEnd,
     LeaseEndedReport,
@@ -219,6 +220,12 @@ OPERATIONS: tuple[Operation, ...] = (
         query={"program_id": PROGRAM_ID, "kinds": {**TEXT, "description": "with commas between them"}},
         headers={"Last-Event-ID": {**TEXT, "description": "go on after that message"}},
         answer_type=EVENTS_TYPE,
+    ),
+    Operation(
+        "GET",
+        "/concurrency",
+        (ConcurrencyReport,),
+        query={"model": {**TEXT, "description": "of which model, where there are several pools"}},
     ),
     Operation("POST", "/leases", (LeaseReport,), body=(LeaseRequest,)),
     Operation("POST", "/leases/{lease_id}/progress", (LeaseHeldReport,), body=(ProgressReport,)),

@@ -79,6 +79,7 @@ ROUTES: tuple[tuple[Access, str, str], ...] = (
     (DATA, "POST", "/sessions/batch_delete"),
     (DATA, "DELETE", "/sessions/{}"),
     (DATA, "*", "/leases**"),
+    (DATA, "GET", "/concurrency"),
     # What an operator calls.
     (ADMIN, "GET", "/queue"),
     (ADMIN, "GET", "/tools"),

@@ -1,14 +1,19 @@
 """The few fields of a request's body that are looked at: read in one pass, whatever else the body holds."""
 
+# interpreted: msgspec reads the types of its structs, which a compiled class does not keep
+
 from __future__ import annotations
 
 import json
 import re
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, TypeGuard
 
 import msgspec
 from msgspec import UNSET, Raw
 
+from thunderagent.leases import TurnHint
+from thunderagent.programs.model.hints import MAX_NEXT_TURN_S, OFFLOAD, RETAIN
 from thunderagent.proxy.reading.media import NO_MEDIA, MediaFound, media_of
 from thunderagent.proxy.reading.prefix import PromptFields, begins_with
 
@@ -23,6 +28,7 @@ class BodyFields(PromptFields):
     metadata: Any = None
     vllm_xargs: Any = None
     nvext: Any = None
+    agent_hint: Any = None
     conversation_params: Any = None
     prompt_cache_key: Any = None
     user: Any = None
@@ -56,6 +62,7 @@ _BUILT_FIELDS = (
     "previous_response_id",
     "user",
     "priority",
+    "agent_hint",
     *dict.fromkeys(way[0] for way in OTHERS_FIELDS),
 )
 UNREAD = BodyFields()
@@ -178,3 +185,70 @@ def media_in(body: bytes, fields: PromptFields) -> MediaFound:
         return media_of(body, fields.model)
     others = [message for message in messages if not _TEXT_MESSAGE.match(message)]
     return media_of(b"".join(others), fields.model) if others else NO_MEDIA
+
+
+# --- What bodies say of the next turn, in the words of engines and gateways
+
+# None of these is settled: `agent_hint` is proposed for vLLM (RFC 52113: `cache_control` with a `ttl`, and
+# `context_management` with `edits`), `vllm_xargs.agentic_context` is where clients put the same for engines that refuse
+# unknown fields, as an object or as its text, and `nvext.agent_hints` is Dynamo's. So they are read for what can be
+# meant, what is something else is passed over and no error, and the body goes on as it is: an engine may know more.
+
+MAX_TEXT_CHARS = 4096
+"""A longer text is no hint."""
+
+MAX_EDITS_COUNT = 16
+"""So many edits are looked at."""
+
+_GIVES_AWAY = frozenset({"offload", "evict"})
+
+
+def hint_in(agent_hint: object, vllm_xargs: object, nvext: object) -> TurnHint | None:
+    """Return what these fields of a body say of its program's next turn; the first that says something counts."""
+    for said in _said(agent_hint, vllm_xargs, nvext):
+        hint = _of_next_turn(said) or _of_memory(said)
+        if hint is not None:
+            return hint
+    return None
+
+
+def _said(agent_hint: object, vllm_xargs: object, nvext: object) -> Iterator[dict[Any, Any]]:
+    in_xargs = vllm_xargs.get("agentic_context") if isinstance(vllm_xargs, dict) else None
+    if isinstance(in_xargs, str) and len(in_xargs) <= MAX_TEXT_CHARS:
+        try:
+            in_xargs = msgspec.json.decode(in_xargs)
+        except (msgspec.DecodeError, RecursionError):
+            in_xargs = None
+    in_nvext = nvext.get("agent_hints") if isinstance(nvext, dict) else None
+    for said in (agent_hint, in_xargs, in_nvext):
+        if isinstance(said, dict):
+            yield said
+
+
+def _of_next_turn(said: dict[Any, Any]) -> TurnHint | None:
+    """Read our own words, as in `X-Program-Hint`."""
+    next_turn_in_s, confidence_ratio = said.get("next_turn_in_s"), said.get("confidence", 1.0)
+    if not _is_number(next_turn_in_s, MAX_NEXT_TURN_S) or not _is_number(confidence_ratio, 1.0):
+        return None
+    keep = said.get("keep")
+    return TurnHint(next_turn_in_s, confidence_ratio, keep if keep in (RETAIN, OFFLOAD) else "")
+
+
+def _of_memory(said: dict[Any, Any]) -> TurnHint | None:
+    """Read what is wanted of the memory until then: of the whole context, for parts of one we do not know."""
+    management = said.get("context_management")
+    edits = management.get("edits") if isinstance(management, dict) else None
+    for edit in edits[:MAX_EDITS_COUNT] if isinstance(edits, list) else ():
+        of_all = isinstance(edit, dict) and edit.get("block_start") is None and edit.get("block_end") is None
+        if of_all and isinstance(edit.get("type"), str) and edit["type"] in _GIVES_AWAY:
+            return TurnHint(keep=OFFLOAD)
+    control = said.get("cache_control")
+    if isinstance(control, dict) and control.get("block_offset") is None:
+        return TurnHint(keep=OFFLOAD if control.get("ttl") == 0 else RETAIN)
+    if said.get("keep") in (RETAIN, OFFLOAD):
+        return TurnHint(keep=said["keep"])
+    return TurnHint(keep=RETAIN) if said.get("speculative_prefill") is True else None
+
+
+def _is_number(value: object, most: float) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= most

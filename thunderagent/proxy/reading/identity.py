@@ -6,6 +6,8 @@ defined, `program_id`, is taken out of the body, and only its bytes: whatever el
 it was. What others call a request, a trace or a correlation never names a program: it changes with each turn.
 """
 
+# compiled: it is asked of each turn
+
 from __future__ import annotations
 
 import json
@@ -18,12 +20,14 @@ from msgspec import UNSET, Raw
 from multidict import CIMultiDictProxy
 
 from thunderagent.errors import InvalidProgramIdError
+from thunderagent.leases import TurnHint
 from thunderagent.programs.model.events import PrefixCut
 from thunderagent.proxy.reading.body_fields import (
     OTHERS_FIELDS,
     SIDE_CALL_TOKEN_FIELDS,
     UNREAD,
     BodyFields,
+    hint_in,
     media_in,
     model_named,
     read_fields,
@@ -83,6 +87,8 @@ class TurnRequest(msgspec.Struct, frozen=True, gc=False):
     """What of the body is no text."""
     model: Raw = Raw()
     """The body's field of that name, as it stands there; see `model_named`."""
+    hint: TurnHint | None = None
+    """What the body says of the program's next turn."""
 
 
 class SideCallRequest(NamedTuple):
@@ -159,6 +165,9 @@ def identify(
     prefix: tuple[PrefixCut, ...] = ()
     if previous_id is None and rules.reads_prefixes and (program_id is not None or rules.infers_programs):
         prefix = prefix_of(fields, outline, has_media=bool(media.size_bytes))
+    hint = None
+    if fields.agent_hint is not None or fields.vllm_xargs is not None or fields.nvext is not None:
+        hint = hint_in(fields.agent_hint, fields.vllm_xargs, fields.nvext)
     return TurnRequest(
         program_id,
         source,
@@ -180,6 +189,7 @@ def identify(
         words.parent_branch_id,
         media=media,
         model=fields.model,
+        hint=hint,
     )
 
 

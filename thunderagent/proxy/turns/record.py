@@ -1,5 +1,7 @@
 """What is known of one turn: for the lease that it asks for, for its canonical line, for the headers of its answer."""
 
+# interpreted: msgspec reads the types of its structs, which a compiled class does not keep
+
 from __future__ import annotations
 
 from datetime import UTC, datetime
@@ -154,5 +156,5 @@ def ask_for(
         wanted_replica_id=record.maker_id or home_id,
         abortable=is_abortable(record.target.engine_path, has_token_prompt=turn.has_token_prompt),
         model=record.model,
-        hint=attempt.patience.hint,
+        hint=attempt.patience.hint or turn.hint,
     )

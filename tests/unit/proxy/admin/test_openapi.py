@@ -23,6 +23,7 @@ from thunderagent.proxy.admin.primitives import Primitives
 from thunderagent.proxy.admin.replica_routes import ReplicaHandlers
 from thunderagent.proxy.admin.sandboxes import SandboxHandlers
 from thunderagent.proxy.app import build_app
+from thunderagent.proxy.control.concurrency import ConcurrencySignal
 from thunderagent.proxy.control.control import ControlSettings
 from thunderagent.proxy.control.leases import Leases
 from thunderagent.proxy.control.weight_sync import WeightSync
@@ -105,6 +106,7 @@ def handlers() -> dict[tuple[str, str], object]:
     routes = [
         *Admin(runtime, replicas, registry, tenancy).routes(),
         *BetweenTurns(runtime, tenancy).routes(),
+        *ConcurrencySignal(runtime).routes(),
         *Dashboard().routes(),
         *Leases(runtime, replicas, tenancy, HeldTurns(NO_LIMITS, registry), limit_s=1.0).routes(),
         *KeyHandlers(Keyring(), None, Quotas(registry, lambda _: False, lambda _: 1)).routes(),

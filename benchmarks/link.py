@@ -1,0 +1,137 @@
+"""What a lease costs that comes by a link: a scheduler with the real core as one process, a gateway's half as another.
+
+No turn goes to an engine. Times are from the ask to the lease, as whoever carries the bytes sees them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import perf_counter, process_time
+from typing import Any
+
+import uvloop
+
+from benchmarks.machine import save_results
+from benchmarks.processes import thunderagent
+from thunderagent.leases import TurnAsk
+from thunderagent.scale.carried import CarriedTurns
+from thunderagent.scale.dialling import Dialling
+from thunderagent.scale.remote import RemoteRuntime, RemoteSettings
+
+PROMPT_BYTES = 4_000
+PROMPT_TOKENS, OUTPUT_TOKENS = 1_000, 100
+
+
+async def turn(runtime: RemoteRuntime, program_id: str) -> float:
+    """Take a lease and end it; return how long it took to come, in seconds."""
+    asked_s = perf_counter()
+    with await runtime.lease(
+        TurnAsk(turn_id=runtime.new_turn_id(), program_id=program_id, prompt_bytes=PROMPT_BYTES)
+    ) as lease:
+        took_s = perf_counter() - asked_s
+        lease.finished(PROMPT_TOKENS, OUTPUT_TOKENS, 0)
+    return took_s
+
+
+async def alone(runtime: RemoteRuntime, count: int) -> list[float]:
+    """Return the times of turns one after another."""
+    return [await turn(runtime, "alone") for _ in range(count)]
+
+
+async def deep(runtime: RemoteRuntime, programs_count: int, for_s: float) -> list[float]:
+    """Return the times of the turns of programs that each begin the next one at once."""
+    until_s, times_s = perf_counter() + for_s, list[float]()
+
+    async def program(name: str) -> None:
+        while perf_counter() < until_s:
+            times_s.append(await turn(runtime, name))
+
+    await asyncio.gather(*(program(f"p{number}") for number in range(programs_count)))
+    return times_s
+
+
+async def paced(runtime: RemoteRuntime, programs_count: int, turns_per_s: float, for_s: float) -> list[float]:
+    """Return the times of turns that come at random, so many in a second."""
+    rng, until_s, times_s = random.Random(1), perf_counter() + for_s, list[float]()
+    running: set[asyncio.Task[None]] = set()
+
+    async def one(name: str) -> None:
+        times_s.append(await turn(runtime, name))
+
+    next_s = perf_counter()
+    while next_s < until_s:
+        next_s += rng.expovariate(turns_per_s)
+        if (wait_s := next_s - perf_counter()) > 0:
+            await asyncio.sleep(wait_s)
+        task = asyncio.create_task(one(f"p{rng.randrange(programs_count)}"))
+        running.add(task)
+        task.add_done_callback(running.discard)
+    await asyncio.gather(*running)
+    return times_s
+
+
+def figures(times_s: Sequence[float]) -> dict[str, float]:
+    """Return how many there were, and their quantiles in microseconds."""
+    ranked = sorted(times_s)
+    return {
+        "count": len(ranked),
+        **{f"p{part}_us": round(1e6 * ranked[min(len(ranked) - 1, len(ranked) * part // 100)], 1) for part in (50, 99)},
+    }
+
+
+def cpu_s(pid: int) -> float:
+    """Return the processor time that a process has taken."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def measure(for_s: float, programs_count: int) -> dict[str, Any]:
+    """Return all figures."""
+    with TemporaryDirectory() as folder:
+        options = ("--listen", "127.0.0.1:0", "--embedded-engines", "1", "--capacity-tokens", "100000000")
+        async with thunderagent("scheduler", *options, log_path=Path(folder, "log")) as server:
+            runtime = RemoteRuntime(CarriedTurns("bench", 1), RemoteSettings(patience_s=1e9))
+            dialling = asyncio.create_task(Dialling(runtime, (server.url,), headers={}, ssl_context=None).run())
+            while not runtime.replicas.open_ids:
+                await asyncio.sleep(0.05)
+            await alone(runtime, 200)
+            found: dict[str, Any] = {"one_after_another": figures(await alone(runtime, 2000))}
+            before_s, own_before_s, began_s = cpu_s(server.process.pid), process_time(), perf_counter()
+            times_s = await deep(runtime, programs_count, for_s)
+            elapsed_s, count = perf_counter() - began_s, len(times_s)
+            found["as_many_as_go"] = {
+                "programs": programs_count,
+                "turns_per_s": round(count / elapsed_s),
+                "scheduler_cpu_us_per_turn": round(1e6 * (cpu_s(server.process.pid) - before_s) / count, 1),
+                "gateway_cpu_us_per_turn": round(1e6 * (process_time() - own_before_s) / count, 1),
+                **figures(times_s),
+            }
+            half = count / elapsed_s / 2
+            times_s = await paced(runtime, programs_count, half, for_s)
+            found["at_half_of_that"] = {"turns_per_s": round(half), **figures(times_s)}
+            dialling.cancel()
+            return found
+
+
+def main() -> None:
+    """Measure, print, keep."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--for-s", type=float, default=10.0, metavar="SECONDS", help="of each part (default: 10)")
+    parser.add_argument("--programs", type=int, default=64, metavar="N", help="with turns at once (default: 64)")
+    parser.add_argument("--keep", action="store_true", help="keep the figures in benchmarks/results")
+    args = parser.parse_args()
+    found = uvloop.run(measure(args.for_s, args.programs))
+    for name, values in found.items():
+        print(f"{name.replace('_', ' ')}: {', '.join(f'{key} {value}' for key, value in values.items())}")
+    if args.keep:
+        print(save_results("link", found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""How many programs are of use: what bounds it, and that it is said steadily."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from random import Random
+
+import pytest
+
+from tests.builders import Driver
+from thunderagent.programs.concurrency import DEAD_RATIO, FIRST_COUNT, SteadyCount, Why, concurrency
+from thunderagent.programs.policies.breakeven import BreakEven
+
+
+def driver_of(capacity_tokens: int | None = 10_000) -> Driver:
+    return Driver(BreakEven(), replicas={"r0": capacity_tokens})
+
+
+def learns_sizes(driver: Driver, tokens: int) -> None:
+    """Five programs come, become so large, and end."""
+    for number in range(5):
+        for prompt_tokens in (tokens // 2, tokens):
+            driver.finishes(driver.arrives(f"before-{number}", prompt_tokens), prompt_tokens, 10, 0)
+        driver.releases(f"before-{number}")
+
+
+def test_at_first_some_for_each_replica() -> None:
+    now = concurrency(driver_of().scheduler)
+    assert (now.useful_count, now.programs_count, now.why) == (FIRST_COUNT, 0, Why.STEP)
+
+
+def test_what_fits_with_its_growth_and_half_as_many_again() -> None:
+    """Once it is known how large programs become."""
+    driver = driver_of()
+    learns_sizes(driver, 1000)
+    for number in range(6):
+        driver.finishes(driver.arrives(f"p{number}", 1000), 1000, 10, 0)
+    now = concurrency(driver.scheduler)
+    assert now.programs_count == 6
+    account = driver.scheduler.replicas["r0"].account
+    fitting_count = account.limit_tokens * 6 / (account.demand_tokens + account.growth_tokens)
+    assert now.why is Why.MEMORY
+    assert fitting_count * 1.5 <= now.useful_count < fitting_count * 1.5 + 1
+
+
+def test_until_sizes_are_known_half_of_what_seems_to_fit() -> None:
+    driver = driver_of(100_000)
+    for number in range(6):
+        driver.finishes(driver.arrives(f"p{number}", 1000), 1000, 10, 0)
+    now = concurrency(driver.scheduler)
+    assert now.why is Why.SIZES
+    assert now.useful_count <= 2 * 6
+
+
+def test_who_waits_and_who_is_at_a_tool_without_a_claim_is_there() -> None:
+    driver = driver_of(3000)
+    learns_sizes(driver, 1000)
+    for number in range(8):
+        driver.arrives(f"p{number}", 1000)
+    now = concurrency(driver.scheduler)
+    assert driver.scheduler.queue.waiting_count
+    assert now.programs_count == 8
+    assert now.useful_count < 8
+
+
+@pytest.mark.parametrize(("waiting_count", "why"), [(0, Why.MEMORY), (10, Why.ENGINE)])
+def test_an_engine_with_turns_in_its_own_queue_needs_no_more(waiting_count: int, why: Why) -> None:
+    driver = driver_of()
+    learns_sizes(driver, 1000)
+    for number in range(7):
+        driver.arrives(f"p{number}", 1000)
+    driver.scheduler.replicas["r0"].account.engine_waiting_count = waiting_count
+    now = concurrency(driver.scheduler)
+    assert now.why is why
+    assert (now.useful_count > now.programs_count) is (why is Why.MEMORY)
+
+
+def test_no_more_than_there_are_where_it_cannot_be_known() -> None:
+    """A replica of unknown size; none that grants."""
+    driver = driver_of(None)
+    driver.arrives("p", 1000)
+    assert concurrency(driver.scheduler).why is Why.CAPACITY_UNKNOWN
+    driver.goes_down("r0")
+    now = concurrency(driver.scheduler)
+    assert (now.useful_count, now.why) == (now.programs_count, Why.NO_REPLICA)
+
+
+def test_noise_changes_nothing_that_is_said() -> None:
+    """Counted every five seconds, a fifth off either way: in nearly three hours it settles, and stays."""
+    steady, random = SteadyCount(), Random(0)
+    said = [steady.update(20 * random.uniform(0.8, 1.2), 5.0 * number) for number in range(2000)]
+    assert sum(before != now for before, now in pairwise(said)) <= 2
+
+
+def test_what_lasts_is_said_within_minutes() -> None:
+    """Whoever asks seldom hears it at once."""
+    steady = SteadyCount()
+    assert steady.update(20, 0.0) == 20
+    said = [steady.update(10, 5.0 * number) for number in range(1, 49)]
+    assert said[0] > 10
+    assert abs(said[-1] - 10) <= 1 + DEAD_RATIO * 10
+    assert steady.update(30, 10_000.0) in (29, 30)
+
+
+def test_one_is_always_of_use() -> None:
+    assert SteadyCount().update(0.0, 0.0) == 1

@@ -1,0 +1,87 @@
+"""The replicas of a gateway: what it is told of them, and where turns run without leave."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from thunderagent.errors import NoReplicaError, ThunderAgentError, UnknownModelError
+from thunderagent.leases import ReplicaState, TurnAsk
+from thunderagent.programs.model.decisions import Decision, Release
+from thunderagent.programs.model.events import Event
+from thunderagent.programs.model.fleet_events import ReplicaDown, ReplicaDraining, ReplicaRemoved, ReplicaUp
+from thunderagent.scale.fleet import RemoteFleet
+from thunderagent.scale.messages import Refusal, RemoteReplica, Replicas
+from thunderagent.scale.refusals import error_of
+
+
+def replica(name: str, *, up: bool = True, is_open: bool = True, models: tuple[str, ...] = ()) -> RemoteReplica:
+    return RemoteReplica(ReplicaState(name, f"http://{name}", up, up and is_open), "vllm", None, models)
+
+
+def fleet_of(*replicas: RemoteReplica, has_pools: bool = False) -> RemoteFleet:
+    fleet = RemoteFleet(lambda: 1.0)
+    fleet.take(Replicas(replicas, has_pools=has_pools, is_whole=True))
+    return fleet
+
+
+def test_what_happens_to_replicas_is_told_as_the_events_that_the_core_hears() -> None:
+    """To those who are about it; a whole list takes away what it does not name."""
+    fleet, heard = fleet_of(replica("a"), replica("b")), list[type]()
+
+    def observer(event: Event, decisions: Sequence[Decision]) -> None:
+        heard.extend(map(type, [event, *decisions]))
+
+    stop = fleet.observe(observer, ReplicaUp, ReplicaDown, ReplicaDraining, ReplicaRemoved, Release)
+    fleet.take(Replicas((replica("a", up=False),)))
+    fleet.take(Replicas((replica("b", is_open=False),)))
+    fleet.take(Replicas((replica("a", up=False), replica("c")), is_whole=True))
+    fleet.program_gone("p", 3)
+    stop()
+    fleet.take(Replicas((), ("c",)))
+    assert [kind.__name__ for kind in heard] == [
+        "ReplicaDown",
+        "ReplicaDraining",
+        "ReplicaUp",
+        "ReplicaRemoved",
+        "ProgramReleased",
+        "Release",
+    ]
+    assert list(fleet.replicas.states) == ["a"]
+
+
+def test_without_leave_a_turn_runs_where_its_program_was_else_where_its_name_leads() -> None:
+    """The same name leads to the same replica, and names are spread."""
+    fleet = fleet_of(*map(replica, "abc"))
+    ask = TurnAsk(turn_id=1, program_id="p")
+    assert fleet.where(ask, "b", lambda _: True) == "b"
+    chosen = [fleet.where(TurnAsk(turn_id=1, program_id=f"p{n}"), None, lambda _: True) for n in range(60)]
+    assert chosen == [fleet.where(TurnAsk(turn_id=2, program_id=f"p{n}"), None, lambda _: True) for n in range(60)]
+    assert all(chosen.count(name) > 8 for name in "abc")
+    assert fleet.where(ask, "b", lambda each: each != "b") in ("a", "c")
+    assert fleet.where(ask, "b", lambda _: False) is None
+
+
+def test_without_leave_a_turn_avoids_what_it_must() -> None:
+    """What just failed it, what is tripped, what is down, and what does not serve its model."""
+    fleet = fleet_of(
+        replica("a", models=("m",)), replica("b", models=("n",)), replica("c", up=False, models=("m",)), has_pools=True
+    )
+    assert fleet.where(TurnAsk(turn_id=1, model="m"), "b", lambda _: True) == "a"
+    assert fleet.where(TurnAsk(turn_id=1, avoid_replica_id="a"), "a", lambda _: True) == "b"
+    assert fleet.where(TurnAsk(turn_id=1, pinned_replica_id="c"), None, lambda _: True) is None
+    assert fleet.where(TurnAsk(turn_id=1, wanted_replica_id="a"), "b", lambda _: True) == "a"
+    fleet.tripped_ids.add("a")
+    assert fleet.where(TurnAsk(turn_id=1), "a", lambda _: True) == "b"
+    assert list(fleet.ids_serving("n")) == ["b"]
+    with pytest.raises(UnknownModelError):
+        fleet.ids_serving("o")
+
+
+def test_a_refusal_is_the_error_that_it_was() -> None:
+    """With its status, and when to try again; of a code that nobody here knows the tree's root."""
+    error = error_of(Refusal(1, "no_replica", "none is up", 7))
+    assert isinstance(error, NoReplicaError)
+    assert (error.status, error.message, error.retry_after_s) == (503, "none is up", 7)
+    assert type(error_of(Refusal(1, "of_tomorrow", "x"))) is ThunderAgentError
