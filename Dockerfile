@@ -5,7 +5,7 @@
 #
 # It needs no BuildKit. BASE_IMAGE is any image with Python 3.11 or newer as `python3`. BUILD_IMAGE, by default the
 # same, has that Python, its venv module, and what pip needs to find packages; nothing of it is in the result. For the
-# core that is compiled ahead of time it needs Python's headers, too, and a C compiler, which is installed where there
+# parts that are compiled ahead of time it needs Python's headers, too, and a C compiler, which is installed where there
 # is none; without them: --build-arg COMPILE=0.
 ARG BASE_IMAGE=python:3.11-slim
 ARG BUILD_IMAGE

@@ -1,7 +1,7 @@
-"""Build thunderagent; with THUNDERAGENT_COMPILE=1 in the environment its core is compiled ahead of time, by mypyc.
+"""Build thunderagent; with THUNDERAGENT_COMPILE=1 in the environment what is hot is compiled ahead of time, by mypyc.
 
 All else is in pyproject.toml. A compiled build needs a C compiler and Python's headers, and takes a minute. What is
-compiled, `thunderagent/core_build.py` says; the version of mypy is the one that pyproject.toml pins for development.
+compiled, `thunderagent/compilation.py` says; the version of mypy is the one that pyproject.toml pins for development.
 """
 
 import importlib.util
@@ -18,9 +18,9 @@ from setuptools.command.build_ext import build_ext
 PACKAGE = Path("thunderagent")
 
 
-def _load_core_build() -> Any:
+def _load_compilation() -> Any:
     """Load that module without the package, whose dependencies are not there while it is built."""
-    spec = importlib.util.spec_from_file_location("core_build", PACKAGE / "core_build.py")
+    spec = importlib.util.spec_from_file_location("compilation", PACKAGE / "compilation.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -28,16 +28,28 @@ def _load_core_build() -> Any:
     return module
 
 
-core_build = _load_core_build()
+compilation = _load_compilation()
 
 
-class BuildCore(build_ext):
+TYPES = """
+[mypy]
+ignore_missing_imports = True
+
+[mypy-aiohttp.*,httptools.*,msgspec.*,multidict.*,prometheus_client.*,pydantic.*,structlog.*,uvloop.*,yarl.*]
+follow_imports = skip
+"""
+"""Nothing is known of what others' packages hold: so a build is the same whether they are there or not."""
+
+
+class BuildCompiled(build_ext):
     """Compiles, and leaves the digest of what was compiled in the package."""
 
     def run(self) -> None:
         """Do it."""
         super().run()
-        (Path(self.build_lib) / PACKAGE / core_build.DIGEST_FILE).write_text(core_build.sources_digest(PACKAGE) + "\n")
+        (Path(self.build_lib) / PACKAGE / compilation.DIGEST_FILE).write_text(
+            compilation.sources_digest(PACKAGE) + "\n"
+        )
 
 
 def _compiled() -> dict[str, Any]:
@@ -50,10 +62,12 @@ def _compiled() -> dict[str, Any]:
         from mypyc.build import mypycify  # noqa: PLC0415 - only here is it sure to be there
 
         made_in = tempfile.mkdtemp(prefix="thunderagent-build-")
-        files = [str(path) for path in core_build.core_sources(PACKAGE)]
+        types = Path(made_in, "mypy.ini")
+        types.write_text(TYPES)
+        files = [str(path) for path in compilation.compiled_sources(PACKAGE)]
         arguments |= {
-            "ext_modules": mypycify(["--config-file=", *files], group_name="thunderagent", target_dir=made_in),
-            "cmdclass": {"build_ext": BuildCore},
+            "ext_modules": mypycify([f"--config-file={types}", *files], group_name="thunderagent", target_dir=made_in),
+            "cmdclass": {"build_ext": BuildCompiled},
             "options": {"build": {"build_base": made_in}},
         }
     return arguments

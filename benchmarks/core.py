@@ -11,7 +11,7 @@ from statistics import fmean, median
 from time import perf_counter
 
 from benchmarks.machine import save_results
-from thunderagent.core_build import core_kind
+from thunderagent.compilation import build_kind
 from thunderagent.policy_loader import load_policy
 from thunderagent.programs.model.decisions import Grant, Pause
 from thunderagent.programs.model.events import (
@@ -176,10 +176,10 @@ def main() -> None:
         "plain_turn_p50_ms": percentile(turns, 0.5) * 1e3,
         "live_programs": len(load.scheduler.programs),
     }
-    print(f"the core runs {core_kind()}")
+    print(f"the build is {build_kind()}")
     for name, value in figures.items():
         print(f"{name:24} {value:.4f}")
-    save_results("core", {"arguments": vars(args), "core": core_kind(), "figures": figures})
+    save_results("core", {"arguments": vars(args), "build": build_kind(), "figures": figures})
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import pytest
 import structlog
 from hypothesis import HealthCheck, settings
 
-from thunderagent.core_build import STALE, core_kind
+from thunderagent.compilation import STALE, build_kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -24,14 +24,14 @@ settings.load_profile("any_machine")
 
 
 def pytest_report_header() -> str:
-    """Say on which core the tests run, and on how many processors; not on a core that is not what its sources say."""
-    kind, wanted = core_kind(), os.environ.get("WANTED_CORE")
+    """Say on which build the tests run, and on how many processors; not on one that is not what its sources say."""
+    kind, wanted = build_kind(), os.environ.get("WANTED_BUILD")
     if kind == "stale":
         pytest.exit(STALE, returncode=4)
     if wanted and kind != wanted:
-        pytest.exit(f"the core is {kind}, and WANTED_CORE={wanted}", returncode=4)
+        pytest.exit(f"the build is {kind}, and WANTED_BUILD={wanted}", returncode=4)
     usable_count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"core: {kind}; may use {usable_count} of the machine's {os.cpu_count()} processors"
+    return f"build: {kind}; may use {usable_count} of the machine's {os.cpu_count()} processors"
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -22,7 +22,7 @@ from types import UnionType
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from thunderagent import __version__
-from thunderagent.core_build import STALE, core_kind
+from thunderagent.compilation import STALE, build_kind
 from thunderagent.errors import ConfigurationError, ThunderAgentError
 
 SERVE_HELP = """\
@@ -83,7 +83,7 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return the exit status: 0, 1 if it failed, 2 if it was asked wrongly."""
     args = build_parser().parse_args(argv)
-    if core_kind() == "stale":
+    if build_kind() == "stale":
         print(f"thunderagent: error: {STALE}", file=sys.stderr)
         return 2
     try:
@@ -103,7 +103,7 @@ def build_parser() -> argparse.ArgumentParser:
         description="A program-aware reverse proxy for LLM agents in front of many vLLM and SGLang replicas.",
         epilog="Try `thunderagent serve` without options: it starts simulated engines.",
     )
-    parser.add_argument("--version", action="version", version=f"thunderagent {__version__} (core: {core_kind()})")
+    parser.add_argument("--version", action="version", version=f"thunderagent {__version__} ({build_kind()})")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
     for name, help_text, add_options in (

@@ -12,6 +12,8 @@ Beside that, who carries bytes has a `ReplicaMap`, which is pushed to it and whi
 each of which a link to a scheduler elsewhere can answer too (`LeaseSource`). It never reads the scheduler's tables.
 """
 
+# interpreted: msgspec reads the types of its structs, which a compiled class does not keep
+
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence

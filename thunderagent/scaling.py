@@ -25,7 +25,7 @@ from thunderagent.errors import ConfigurationError
 from thunderagent.policy_loader import load_policy
 from thunderagent.proxy.app import LOOP_LAG
 from thunderagent.proxy.fleet.breaker import BreakerSettings
-from thunderagent.proxy.fleet.client import open_client
+from thunderagent.proxy.fleet.client import ReplicaClient
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.gate.keys import KEY_HEADER, mint_key
 from thunderagent.proxy.reading.identity import IdentityRules
@@ -160,7 +160,7 @@ async def gateway(config: ServeConfig) -> AsyncIterator[tuple[str, RemoteRuntime
         reads_prefixes=policy.claim_rules.share_prefixes or config.event_log is not None,
         model_aliases=config.model_aliases,
     )
-    async with open_client(client_settings_of(config, keyring)) as client, asyncio.TaskGroup() as group:
+    async with ReplicaClient(client_settings_of(config, keyring)) as client, asyncio.TaskGroup() as group:
         replicas.attach(client)
         runtime.fleet.on_replicas = _Fleet(replicas, group).take
         app = build_gateway_app(

@@ -33,7 +33,7 @@ from thunderagent.provisioning import build_provisioning
 from thunderagent.proxy.app import FRONT, HISTORY, LOOP_LAG, build_app
 from thunderagent.proxy.control.control import ControlSettings
 from thunderagent.proxy.fleet.breaker import BreakerSettings
-from thunderagent.proxy.fleet.client import ClientSettings, ReplicaClient, open_client
+from thunderagent.proxy.fleet.client import ClientSettings, ReplicaClient
 from thunderagent.proxy.fleet.discovery import Discovery, DiscoverySettings
 from thunderagent.proxy.fleet.observer import Observer
 from thunderagent.proxy.fleet.polls import Polls
@@ -337,7 +337,7 @@ async def proxy(
         if tracing is not None:
             stack.push_async_callback(asyncio.to_thread, tracing.close)
             runtime.observe(tracing.observe)
-        client = await stack.enter_async_context(open_client(client_settings))
+        client = await stack.enter_async_context(ReplicaClient(client_settings))
         replicas.attach(client, poller, *kv_followers)
         discovery.replicas_wanted("static", static_of(urls))
         judge = _judge(config, runtime, client)

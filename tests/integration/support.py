@@ -734,7 +734,8 @@ async def running_proxy(
 
             async with proxy(settings, runtime, settings.backends, further_sources=sources, load=read_again) as url:
                 running = RunningProxy(url, runtime)
-                await running.up(len(urls) if up is None else up)
+                if up != 0:  # else it goes on at once: some may have come up by now
+                    await running.up(len(urls) if up is None else up)
                 yield running
                 await running.nothing_left()
         await until(lambda: sockets_count() <= sockets_before)

@@ -81,7 +81,7 @@ async def test_the_openai_client_understands_our_errors(engine_url: str) -> None
                 model="simulated", messages=MESSAGES, extra_body={"program_id": "x" * 300}
             )
         assert caught.value.code == "invalid_program_id"
-        with pytest.raises(openai.NotFoundError, match="does not exist"):
+        with pytest.raises(openai.NotFoundError, match="is not served here"):
             await client.chat.completions.create(model="other", messages=MESSAGES)
 
 

@@ -19,7 +19,7 @@ from packaging.metadata import Metadata
 from packaging.utils import parse_wheel_filename
 
 import thunderagent
-from thunderagent.core_build import DIGEST_FILE, sources_digest
+from thunderagent.compilation import DIGEST_FILE, sources_digest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -172,7 +172,7 @@ def run_the_readmes_example(built: Path, proxy_wheel: Path, python: str, tmp_pat
 def test_the_readmes_example_runs_in_an_empty_environment(built: Path, tmp_path: Path, minor: int) -> None:
     """On every Python that is there."""
     said = run_the_readmes_example(built, wheel(built, "thunderagent"), python_of(minor), tmp_path)
-    assert said == f"thunderagent {thunderagent.__version__} (core: interpreted)\n"
+    assert said == f"thunderagent {thunderagent.__version__} (interpreted)\n"
 
 
 def test_the_readmes_example_runs_on_the_compiled_wheel(built: Path, compiled: Path, tmp_path: Path) -> None:
@@ -181,4 +181,4 @@ def test_the_readmes_example_runs_on_the_compiled_wheel(built: Path, compiled: P
     assert tag.interpreter == f"cp{sys.version_info.major}{sys.version_info.minor}"
     assert names(wheel(built, "thunderagent")) <= names(compiled)
     said = run_the_readmes_example(built, compiled, sys.executable, tmp_path)
-    assert said == f"thunderagent {thunderagent.__version__} (core: compiled)\n"
+    assert said == f"thunderagent {thunderagent.__version__} (compiled)\n"

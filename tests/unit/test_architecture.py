@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import thunderagent
-from thunderagent.core_build import core_sources
+from thunderagent.compilation import compiled_sources
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -105,12 +105,12 @@ ARROWS: dict[str, frozenset[str]] = {
     "served_models": frozenset({"errors", "programs", "leases"}),
     "runtime": frozenset({"errors", "programs", "event_log", "leases", "served_models"}),
     "learned_state": frozenset({"errors", "programs", "runtime"}),
-    "proxy": frozenset({"errors", "programs", "leases", "runtime", "backends", "faults", "core_build", "log_lines"}),
+    "proxy": frozenset({"errors", "programs", "leases", "runtime", "backends", "faults", "compilation", "log_lines"}),
     # The link between gateways and a scheduler: both of its ends, and the proxy that a gateway is.
-    "scale": frozenset({"errors", "programs", "leases", "runtime", "proxy"}),
+    "scale": frozenset({"errors", "programs", "leases", "runtime", "proxy", "compilation"}),
     "client": frozenset(),
     # Which of its own files are compiled: setup.py loads it alone.
-    "core_build": frozenset(),
+    "compilation": frozenset(),
     "lookups": frozenset(),
     "log_lines": frozenset(),
     # A client of the admin API: it knows the proxy by its answers alone.
@@ -149,7 +149,7 @@ ARROWS: dict[str, frozenset[str]] = {
         "scaling",
         "status",
         "calibrate",
-        "core_build",
+        "compilation",
         "doctor",
         "key_command",
         "log_lines",
@@ -644,7 +644,7 @@ def core() -> list[Module]:
 def compiled_names() -> frozenset[str]:
     return frozenset(
         ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
-        for path in core_sources(PACKAGE)
+        for path in compiled_sources(PACKAGE)
     )
 
 

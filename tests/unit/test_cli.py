@@ -11,8 +11,8 @@ from structlog.testing import capture_logs
 
 from thunderagent import __version__
 from thunderagent.cli import FILE_FIELDS, LIST_FIELDS, build_parser, main
+from thunderagent.compilation import build_kind
 from thunderagent.config import ServeConfig
-from thunderagent.core_build import core_kind
 from thunderagent.serving import build_runtime
 from thunderagent.simulator.traces import load_recorded
 
@@ -130,7 +130,7 @@ def test_a_part_that_does_nothing_is_warned_of(policy: str) -> None:
 def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
     """What a bug report begins with."""
     assert exit_status("--version") == 0
-    assert capsys.readouterr().out == f"thunderagent {__version__} (core: {core_kind()})\n"
+    assert capsys.readouterr().out == f"thunderagent {__version__} ({build_kind()})\n"
 
 
 def test_status_of_a_proxy_that_is_not_there_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:

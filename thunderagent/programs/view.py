@@ -164,7 +164,7 @@ class SchedulerView:
         """See `View`."""
         own = self._own(program) if self._book.prefixes.tree.cuts else None
         shared_tokens = 0 if own is None else self._book.prefixes.tokens_on(own, replica.replica_id)
-        return program.claim_tokens - min(program.claim_tokens, shared_tokens)
+        return max(0, program.claim_tokens - shared_tokens) if shared_tokens else program.claim_tokens
 
     def resident_tokens(self, program: ProgramView, replica: ReplicaView) -> int:
         """See `View`."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Protocol
 from urllib.parse import unquote
 
 import structlog
 from aiohttp import hdrs, web
-from multidict import CIMultiDict
+from multidict import CIMultiDict, CIMultiDictProxy
 from prometheus_client import CollectorRegistry
 
 from thunderagent.errors import (
@@ -63,8 +64,7 @@ from thunderagent.proxy.wire.aiohttp_errors import answering_errors
 from thunderagent.proxy.wire.aiohttp_exchange import AiohttpExchange
 from thunderagent.proxy.wire.aiohttp_request import target_of, told_path
 from thunderagent.proxy.wire.exchange import Exchange
-from thunderagent.proxy.wire.front import Front, Way
-from thunderagent.proxy.wire.front import Tracing as FrontTracing
+from thunderagent.proxy.wire.front import Front, Trace, Way
 from thunderagent.proxy.wire.http11.asked import Asked
 from thunderagent.proxy.wire.http11.heads import RequestHead
 from thunderagent.proxy.wire.stall import STALL_LIMIT_S
@@ -94,8 +94,11 @@ FRONT = web.AppKey("front", Front)
 """Where the application keeps what answers turns that do not come by aiohttp."""
 
 
-class Tracing(FrontTracing, Protocol):
+class Tracing(Protocol):
     """What makes spans of requests."""
+
+    def request(self, headers: CIMultiDictProxy[str], path: str) -> AbstractContextManager[Trace]:
+        """Have a turn that is asked for in the block be known as this request's."""
 
     def around(self, handler: Handler) -> Handler:
         """Wrap the handler of a route."""

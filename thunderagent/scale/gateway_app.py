@@ -10,6 +10,7 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from thunderagent.compilation import build_kind
 from thunderagent.errors import RequestError, SchedulerUnreachableError
 from thunderagent.proxy.admin.admin import EXPOSITION_TYPE, HealthReport, NotReadyReport, ReadyReport
 from thunderagent.proxy.app import FRONT, LOOP_LAG, MADE_ANSWERS_COUNT, TurnHandlers, add_routes, front_of
@@ -149,7 +150,9 @@ class GatewayHandlers:
 
     async def health(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler's signature
         """Say that the process answers."""
-        return report_response(HealthReport(status="ok", core="interpreted"))
+        return report_response(
+            HealthReport(status="ok", build="compiled" if build_kind() == "compiled" else "interpreted")
+        )
 
     async def ready(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler's signature
         """Say whether a turn would be served: 200, or 503 with the reason."""

@@ -7,7 +7,7 @@ from itertools import count, groupby
 import pytest
 
 from tests.builders import Driver
-from thunderagent.core_build import core_kind
+from thunderagent.compilation import build_kind
 from thunderagent.policy_loader import load_policy
 from thunderagent.programs.model.events import ProgramReleased, TurnArrived
 from thunderagent.programs.model.program import Program
@@ -234,7 +234,7 @@ def lookups_of(tenants: Tenants) -> Lookups:
         lookups.count += 1
         return look_up(name)
 
-    if core_kind() == "interpreted":
+    if build_kind() == "interpreted":
         tenants.level_token_s = counted  # type: ignore[method-assign]
     return lookups
 

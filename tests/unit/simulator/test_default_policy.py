@@ -11,7 +11,7 @@ from thunderagent.config import ServeConfig
 from thunderagent.simulator.comparison import ComparisonPlan, compare
 from thunderagent.simulator.records import EngineConfig
 from thunderagent.simulator.scenario import Scenario
-from thunderagent.simulator.timing import TimingProfile, profile
+from thunderagent.simulator.timing import profile
 from thunderagent.simulator.workloads import workload
 
 DEFAULT = ServeConfig().policy
@@ -40,15 +40,3 @@ def test_the_default_beats_passing_through_where_memory_is_short_and_harms_nowhe
     result = compare(plan)
     through, default = (result.runs_of(policy, programs_count)[0].result.turns_per_min_count for policy in contestants)
     assert default / through >= at_least
-
-
-def test_the_default_soon_makes_up_for_its_caution_on_an_engine_whose_iterations_are_slow() -> None:
-    """As those of an SGLang without a GPU: more at a time is worth more there than what is computed twice.
-
-    Until programs ended the default lets in as many as it guesses that there is room for when they have grown.
-    """
-    slow = TimingProfile("slow", base_s=0.2, prefill_token_s=2e-4, decode_request_s=5e-3)
-    scenario = Scenario(EngineConfig(16_000, block_size=32, timing=slow), horizon_s=300.0, warmup_s=10.0)
-    plan = ComparisonPlan(scenario, workload("standard"), ("passthrough", DEFAULT), (16,), (0, 1), process_count=1)
-    through, default = (row.turns_per_min.mean for row in compare(plan).rows())
-    assert default / through >= 1.0

@@ -31,7 +31,7 @@ client may have made its usage up, or filled its bodies up with what is no promp
 LEARNING_RATIO = 0.05
 """Weight of the newest turn in the learned tokens per byte of programs that are seen for the first time."""
 
-UNKNOWN_GROWTH_RATIO = 1.0
+UNKNOWN_GROWTH_RATIO = 3.0
 """Until some programs ended, one is expected to become larger than its first prompt by so much of it."""
 
 LEAST_IDLE_LIMIT_S = 300.0

@@ -129,10 +129,13 @@ class RankedSet(Generic[T]):
         The heap is walked from its root, and stays as it is. Cost: O(k log k) for k = as many as are returned, and a
         few of the dead among them.
         """
-        heap, entry_of = self._whole_heap() if self._new else self._heap, self._entry_of
+        first = self.first()
+        if first is None or (wanted is not None and not wanted(first)):
+            return []
+        heap, entry_of = self._heap, self._entry_of
         dead_count, size = 0, len(heap)
         found: list[T] = []
-        ahead: list[Any] = [(heap[0], 0)] if heap else []
+        ahead: list[Any] = [(heap[0], 0)]
         while ahead and len(found) < count:
             entry, index = heappop(ahead)
             member: T = entry[2]

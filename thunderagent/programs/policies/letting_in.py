@@ -94,13 +94,12 @@ class LettingIn:
 
         Mostly no room is enough for anybody, which is found out first.
         """
-        followers = []
-        for program in view.first_waiting_few(self.pass_count + 1)[1:]:
-            home = view.replica(program.replica_id)
-            for replica in replicas if home is None else (home, *replicas):
-                if self._may_fit(view, program, replica):
-                    followers.append(program)
-                    break
+        rooms = [(replica, *self._room_of(replica)) for replica in replicas]
+        followers = [
+            program
+            for program in view.first_waiting_few(self.pass_count + 1)[1:]
+            if self._may_fit(view, program, rooms)
+        ]
         if not followers:
             return
         if self.resident_first:
@@ -142,12 +141,19 @@ class LettingIn:
         routed = view.first_routed_before(program, replica)
         return routed is not None and (not self.pass_count or self._has_waited_long(view, routed))
 
-    def _may_fit(self, view: View, program: ProgramView, replica: ReplicaView) -> bool:
-        """Say whether a program may fit on a replica as it is, or may be larger than every one."""
+    def _may_fit(self, view: View, program: ProgramView, rooms: Sequence[tuple[ReplicaView, float, float]]) -> bool:
+        """Say whether a program may fit at home or on one of these replicas as it is, or be larger than every one."""
+        claim_tokens, home = program.claim_tokens, view.replica(program.replica_id)
+        for replica, free_tokens, most_tokens in rooms if home is None else ((home, *self._room_of(home)), *rooms):
+            if claim_tokens > most_tokens or view.claim_tokens_on(program, replica) <= free_tokens:
+                return True
+        return False
+
+    def _room_of(self, replica: ReplicaView) -> tuple[float, float]:
+        """Return how much is free on a replica as it is, infinite if nobody is there, and what is larger than it."""
         account = replica.account
-        if view.claim_tokens_on(program, replica) <= self._free_tokens(account, 0):
-            return True
-        return not account.active_count or program.claim_tokens > self.low_ratio * (account.capacity_tokens or inf)
+        free_tokens = self._free_tokens(account, 0) if account.active_count else inf
+        return free_tokens, self.low_ratio * (account.capacity_tokens or inf)
 
     def _is_resident(self, view: View, program: ProgramView) -> bool:
         home = view.replica(program.replica_id)
@@ -219,6 +225,8 @@ class LettingIn:
         if not make_room or view.first_routed_before(program, replica) is not None:
             return False
         expired = view.first_expired_few(replica, MOST_EXPIRED_COUNT)
+        if not expired:
+            return False
         going = _enough(expired, missing_tokens, grown_tokens)
         if not going and len(expired) == account.active_count:
             going = expired  # it would be alone

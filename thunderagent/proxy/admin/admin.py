@@ -9,7 +9,7 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
-from thunderagent.core_build import core_kind
+from thunderagent.compilation import build_kind
 from thunderagent.errors import NotFoundError, RequestError, ThunderAgentError
 from thunderagent.programs.model.places import Phase, Status
 from thunderagent.proxy.admin.reports import (
@@ -70,7 +70,7 @@ class HealthReport(Report):
     """The process answers."""
 
     status: Literal["ok"]
-    core: Literal["compiled", "interpreted"]
+    build: Literal["compiled", "interpreted"]
 
 
 class ReadyReport(Report):
@@ -159,9 +159,9 @@ class Admin:
         ]
 
     async def health(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler's signature
-        """Say that the process answers, and how its core runs."""
+        """Say that the process answers, and whether what is hot in it is compiled."""
         return report_response(
-            HealthReport(status="ok", core="compiled" if core_kind() == "compiled" else "interpreted")
+            HealthReport(status="ok", build="compiled" if build_kind() == "compiled" else "interpreted")
         )
 
     async def ready(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler's signature

@@ -1,14 +1,15 @@
 """The HTTP client of the data plane: one request to one replica, bytes as they are, errors of our own."""
 
+# compiled: each turn passes here
+
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable
 from dataclasses import dataclass
 from math import inf
 from ssl import SSLContext
-from typing import Protocol, TypeVar
+from typing import Protocol, Self, TypeVar
 
 from multidict import CIMultiDict
 
@@ -24,9 +25,10 @@ from thunderagent.errors import (
     TotalTimeoutError,
 )
 from thunderagent.proxy.wire.exchange import Channel, Sink
-from thunderagent.proxy.wire.http11.answers import Answer, ClosedError, SilentError, TotalError
+from thunderagent.proxy.wire.failures import ClosedError, ConnectLateError, SilentError, TotalError, UnreachedError
+from thunderagent.proxy.wire.http11.answers import Answer
 from thunderagent.proxy.wire.http11.limits import Limits, Pause, Sweep
-from thunderagent.proxy.wire.http11.pool import ConnectLateError, Pool, UnreachedError
+from thunderagent.proxy.wire.http11.pool import Pool
 
 Found = TypeVar("Found")
 
@@ -68,7 +70,7 @@ class ClientSettings:
 
 
 class ReplicaClient:
-    """Send requests to replicas over kept-alive connections, a pool for each. Make it with `open_client`."""
+    """Send requests to replicas over kept-alive connections, a pool for each, for the length of a block."""
 
     def __init__(self, settings: ClientSettings) -> None:
         """Know no replica yet."""
@@ -80,6 +82,12 @@ class ReplicaClient:
             settings.first_byte_timeout_s or settings.silence_timeout_s,
             inf if settings.total_timeout_s is None else settings.total_timeout_s,
         )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
 
     def add(self, endpoint: ReplicaEndpoint) -> None:
         """Let requests be sent to a replica. No connection is made yet."""
@@ -226,13 +234,3 @@ def _unreached(replica_id: str, error: UnreachedError | ConnectLateError) -> Rep
     elif error.is_refused:
         kind = ReplicaRefusedError
     return kind(f"replica {replica_id} cannot be reached: {error}", replica_id=replica_id)
-
-
-@asynccontextmanager
-async def open_client(settings: ClientSettings) -> AsyncIterator[ReplicaClient]:
-    """Open a client for the length of the block."""
-    client = ReplicaClient(settings)
-    try:
-        yield client
-    finally:
-        await client.close()

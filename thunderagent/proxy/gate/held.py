@@ -11,6 +11,8 @@ bound of their own, for all and for each key, which is checked before a turn ask
 of which may keep its lease for an hour.
 """
 
+# compiled: each turn is counted
+
 from __future__ import annotations
 
 from collections import Counter

@@ -5,6 +5,8 @@ the event of that is taken out where only we asked for it. What was said is only
 by it, at the beginning of its next prompt.
 """
 
+# interpreted: msgspec reads the types of its structs, which a compiled class does not keep
+
 from __future__ import annotations
 
 import zlib

@@ -1,5 +1,7 @@
 """The few fields of a request's body that are looked at: read in one pass, whatever else the body holds."""
 
+# interpreted: msgspec reads the types of its structs, which a compiled class does not keep
+
 from __future__ import annotations
 
 import json

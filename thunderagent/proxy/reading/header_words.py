@@ -3,6 +3,8 @@
 Which header names the program is looked at first; beside it most requests say nothing more, and then no more is asked.
 """
 
+# compiled: it is asked of each turn
+
 from __future__ import annotations
 
 import re

@@ -6,6 +6,8 @@ defined, `program_id`, is taken out of the body, and only its bytes: whatever el
 it was. What others call a request, a trace or a correlation never names a program: it changes with each turn.
 """
 
+# compiled: it is asked of each turn
+
 from __future__ import annotations
 
 import json

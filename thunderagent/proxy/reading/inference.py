@@ -18,6 +18,8 @@ remembered is looked at and changed on the event loop alone, by `named` when a t
 before the end of its answer is handed on: nobody can send the next turn before that.
 """
 
+# interpreted: it is off unless an operator wants it, and the time is that of digests
+
 from __future__ import annotations
 
 from collections import OrderedDict, deque

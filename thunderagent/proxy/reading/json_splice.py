@@ -4,6 +4,8 @@ The scanner jumps from one structural character or string to the next by a regul
 bodies that were checked to be JSON, and only when there is something to change.
 """
 
+# interpreted: few bodies are changed, and the time is that of searches
+
 from __future__ import annotations
 
 import re

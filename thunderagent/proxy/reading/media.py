@@ -8,6 +8,8 @@ A mark is a member of an object, as `"url": "data:image/png;base64,`: inside a t
 text cannot hold one. After a mark the search goes on behind its data, so that it looks at each byte once.
 """
 
+# compiled: it is asked of each turn
+
 from __future__ import annotations
 
 import re
@@ -56,7 +58,7 @@ class MediaFound(NamedTuple):
 NO_MEDIA = MediaFound(0, ())
 
 
-def media_of(body: bytes, model: bytes = b"") -> MediaFound:
+def media_of(body: bytes, model: bytes | memoryview = b"") -> MediaFound:
     """Return what in a body is neither text nor token ids, by classes: of a model, a kind and a size within a factor 2.
 
     Cost: a search for each of a few words where there is nothing; else one look at each byte.

@@ -8,6 +8,8 @@ end is where it seems to be. That its numbers are numbers the engine shall judge
 What takes long to read all the same is read on a thread, so that other turns go on meanwhile.
 """
 
+# compiled: it is asked of each turn
+
 from __future__ import annotations
 
 import asyncio
@@ -59,8 +61,8 @@ class Outline(NamedTuple):
         before, _, after = text.partition(_PLACEHOLDER)
         return b"".join((before, self.token_ids, after))
 
-    def is_placeholder(self, value: bytes) -> bool:
-        """Say whether a value of the outline stands for the list."""
+    def is_placeholder(self, value: bytes | memoryview) -> bool:
+        """Say whether a value of the outline, which may be a `Raw`, stands for the list."""
         return bool(self.token_ids) and bytes(value) == _PLACEHOLDER
 
 

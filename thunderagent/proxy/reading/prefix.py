@@ -7,6 +7,8 @@ is, and what two prompts share is known to at least two thirds. What lies betwee
 they were sent.
 """
 
+# interpreted: msgspec reads the types of its structs, which a compiled class does not keep
+
 from __future__ import annotations
 
 import hashlib

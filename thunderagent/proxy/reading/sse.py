@@ -1,5 +1,7 @@
 """Server-sent events: cut a stream into them, read the data of one, write one."""
 
+# compiled: each event of a stream passes here
+
 from __future__ import annotations
 
 import re

@@ -15,6 +15,8 @@ All other escapes reach the engine as they came.
 trailing slashes. They are for judging alone. What only looks like a word of the table is judged as if it were one.
 """
 
+# compiled: it is asked of each turn
+
 from __future__ import annotations
 
 import re

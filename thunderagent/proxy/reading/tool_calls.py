@@ -6,6 +6,8 @@ Responses API; agents without tool calls write one fenced shell block into their
 SGLang's own API. What cannot be read calls nothing: a key is a hint, and the bytes of the answer are never touched.
 """
 
+# interpreted: msgspec reads the types of its structs, which a compiled class does not keep
+
 from __future__ import annotations
 
 import json

@@ -1,5 +1,7 @@
 """What is known of one turn: for the lease that it asks for, for its canonical line, for the headers of its answer."""
 
+# interpreted: msgspec reads the types of its structs, which a compiled class does not keep
+
 from __future__ import annotations
 
 from thunderagent.leases import FAIL_OPEN, TurnAsk

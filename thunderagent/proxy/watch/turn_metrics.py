@@ -3,6 +3,8 @@
 All of it belongs to one event loop and takes no lock. A turn pays for three or four values, each found by bisection.
 """
 
+# compiled: each turn is counted
+
 from __future__ import annotations
 
 import asyncio

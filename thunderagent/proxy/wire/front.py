@@ -4,6 +4,8 @@ For aiohttp's requests wrappers of handlers do the same (`proxy/app.py`). What i
 is said in one place for both.
 """
 
+# compiled: each turn passes here
+
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable

@@ -1,5 +1,7 @@
 """Which headers travel end to end, and what an answer says of its request in headers of ours."""
 
+# compiled: both heads of each turn pass here
+
 from __future__ import annotations
 
 from collections.abc import Mapping

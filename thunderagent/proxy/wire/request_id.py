@@ -1,5 +1,7 @@
 """The id of a request: the client's `X-Request-Id`, or a new one; the engine, the answer and the log have it."""
 
+# compiled: each turn has an id
+
 from __future__ import annotations
 
 import re

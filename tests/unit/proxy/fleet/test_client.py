@@ -14,7 +14,7 @@ from tests.loopback import on_loopback
 from thunderagent.backends import backend_of
 from thunderagent.backends.poller import ReplicaEndpoint
 from thunderagent.errors import ReplicaClosedEarlyError, ReplicaRefusedError, ReplicaRemovedError
-from thunderagent.proxy.fleet.client import ClientSettings, ReplicaClient, open_client
+from thunderagent.proxy.fleet.client import ClientSettings, ReplicaClient
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -45,7 +45,7 @@ async def serving(rank_id: int | None = None) -> AsyncIterator[tuple[Server, Rep
     app.router.add_get("/{path:.*}", server.handle)
     async with on_loopback(app, shutdown_timeout=0) as url:
         try:
-            async with open_client(ClientSettings()) as client:
+            async with ReplicaClient(ClientSettings()) as client:
                 client.add(ReplicaEndpoint("r", url, backend_of("vllm"), rank_id))
                 yield server, client, url
         finally:

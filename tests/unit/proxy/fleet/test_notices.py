@@ -17,7 +17,7 @@ from thunderagent.backends.base import Notice
 from thunderagent.backends.poller import ReplicaEndpoint
 from thunderagent.programs.model.decisions import Hold, Reason, Release
 from thunderagent.programs.model.events import Tick
-from thunderagent.proxy.fleet.client import ClientSettings, open_client
+from thunderagent.proxy.fleet.client import ClientSettings, ReplicaClient
 from thunderagent.proxy.fleet.notices import SENDERS_COUNT, NoticeSender, TaggedPrograms
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ async def sending(timeout_s: float = 5.0, max_waiting_count: int = 100) -> Async
     engine = Engine()
     app = web.Application()
     app.router.add_post("/{path:.*}", engine.answer)
-    async with on_loopback(app, shutdown_timeout=0) as engine_url, open_client(ClientSettings()) as client:
+    async with on_loopback(app, shutdown_timeout=0) as engine_url, ReplicaClient(ClientSettings()) as client:
         urls = {"a": engine_url, "b": "http://127.0.0.1:9"}
         sender = NoticeSender(urls.get, timeout_s, max_waiting_count=max_waiting_count)
         for replica_id, url in urls.items():

@@ -7,27 +7,22 @@ import pytest
 from thunderagent.backends import backend_of
 from thunderagent.backends.base import ReplicaReading
 from thunderagent.backends.poller import ReplicaEndpoint
-from thunderagent.programs.model.decisions import Decision
 from thunderagent.programs.model.events import Event
 from thunderagent.programs.model.fleet_events import EncodesPolled, ReplicaPolled
 from thunderagent.programs.policies.cap import Cap
 from thunderagent.programs.scheduler import Scheduler
-from thunderagent.proxy.fleet.client import ClientSettings, open_client
+from thunderagent.proxy.fleet.client import ClientSettings, ReplicaClient
 from thunderagent.proxy.fleet.polls import Polls
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.runtime import Runtime
 
 
-class Overheard(Runtime):
-    """A runtime that keeps the events."""
-
-    def __init__(self) -> None:
-        super().__init__(Scheduler(Cap(n=1)), clock=lambda: 1.0)
-        self.events: list[Event] = []
-
-    def dispatch(self, event: Event) -> list[Decision]:
-        self.events.append(event)
-        return super().dispatch(event)
+def overheard() -> tuple[Runtime, list[Event]]:
+    """Return a runtime, and the events that it has heard."""
+    runtime = Runtime(Scheduler(Cap(n=1)), clock=lambda: 1.0)
+    events: list[Event] = []
+    runtime.observe(lambda event, _: events.append(event))
+    return runtime, events
 
 
 def reading(queries: float | None, hits: float | None, preemptions: float | None = None) -> ReplicaReading:
@@ -47,11 +42,11 @@ def polled(
 
 def heard(*readings: ReplicaReading) -> list[Event]:
     """What the core hears of readings, one after another."""
-    runtime = Overheard()
+    runtime, events = overheard()
     polls = Polls(runtime, Replicas(runtime, [ReplicaEndpoint("r0", "http://r0", backend_of("vllm"))]))
     for each in readings:
         polls.replica_polled("r0", each)
-    return runtime.events
+    return events
 
 
 def test_the_load_of_an_engine_is_told_when_it_changes() -> None:
@@ -111,8 +106,8 @@ def test_what_an_engine_does_not_say_stays_unknown() -> None:
 
 async def test_nothing_is_kept_of_priorities_on_a_replica_that_was_removed() -> None:
     """Pods come and go, each under an address of its own."""
-    replicas = Replicas(Overheard(), [])
-    async with open_client(ClientSettings()) as client:
+    replicas = Replicas(overheard()[0], [])
+    async with ReplicaClient(ClientSettings()) as client:
         replicas.attach(client)
         replicas.add(ReplicaEndpoint("r0", "http://r0", backend_of("vllm")))
         assert replicas.priorities.for_engine("r0", 7) is not None
@@ -122,7 +117,7 @@ async def test_nothing_is_kept_of_priorities_on_a_replica_that_was_removed() -> 
 
 def test_images_to_encode_are_told_until_the_core_knows_as_many() -> None:
     """It counts one for each turn until the next poll, so that an unchanged reading may be news."""
-    runtime = Overheard()
+    runtime, events = overheard()
     polls = Polls(runtime, Replicas(runtime, [ReplicaEndpoint("r0", "http://r0", backend_of("nova"))]))
     four = ReplicaReading(capacity_tokens=1000, pending_encode_count=4)
     for _ in range(3):
@@ -130,5 +125,5 @@ def test_images_to_encode_are_told_until_the_core_knows_as_many() -> None:
     runtime.scheduler.ledger.accounts["r0"].turn_granted()
     polls.replica_polled("r0", four)
     polls.replica_polled("r0", ReplicaReading(capacity_tokens=1000))
-    assert [event for event in runtime.events if isinstance(event, EncodesPolled)] == [EncodesPolled(1.0, "r0", 4)] * 2
+    assert [event for event in events if isinstance(event, EncodesPolled)] == [EncodesPolled(1.0, "r0", 4)] * 2
     assert runtime.scheduler.ledger.accounts["r0"].pending_encode_count == 4

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 from multidict import CIMultiDict
 
-from thunderagent.proxy.wire.http11.answers import ClosedError, SilentError, TotalError
+from thunderagent.proxy.wire.failures import ClosedError, SilentError, TotalError
 from thunderagent.proxy.wire.http11.limits import Limits, Pause, Sweep
 from thunderagent.proxy.wire.http11.pool import Pool
 

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from multidict import CIMultiDict
 
+from thunderagent.proxy.wire.failures import NotHttpError
 from thunderagent.proxy.wire.http11.asked import EARLY_BYTES
-from thunderagent.proxy.wire.http11.heads import CHUNKED, MAX_HEAD_BYTES, NotHttpError, end_of_head, read_request
+from thunderagent.proxy.wire.http11.heads import CHUNKED, MAX_HEAD_BYTES, end_of_head, read_request
 from thunderagent.proxy.wire.http11.limits import Sweep
 from thunderagent.proxy.wire.http11.line import Settings
 from thunderagent.proxy.wire.http11.server import AHEAD_BYTES, Connection

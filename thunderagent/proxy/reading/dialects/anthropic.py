@@ -4,6 +4,8 @@ Its `input_tokens` leave out what came from the cache, which has counts of its o
 stream the first event counts the prompt, the last one the output, and with vLLM the prompt again, better.
 """
 
+# interpreted: msgspec reads the types of its structs, which a compiled class does not keep
+
 from __future__ import annotations
 
 from typing import Any

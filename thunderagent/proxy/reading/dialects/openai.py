@@ -3,6 +3,8 @@
 Usage comes in `usage`, in a stream in an event of its own that has no choices, if it was asked for.
 """
 
+# interpreted: msgspec reads the types of its structs, which a compiled class does not keep
+
 from __future__ import annotations
 
 from typing import Any

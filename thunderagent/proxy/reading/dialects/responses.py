@@ -4,6 +4,8 @@ Usage comes with the whole response, which in a stream is in its last event. A r
 ask for it again; the replica that made it alone knows it.
 """
 
+# interpreted: msgspec reads the types of its structs, which a compiled class does not keep
+
 from __future__ import annotations
 
 import re

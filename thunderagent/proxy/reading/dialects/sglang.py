@@ -4,6 +4,8 @@ Usage comes in `meta_info`, in every event of a stream: each says all that is kn
 samples of one, are answered by a list, in a stream by events that have an `index`; their usage is summed.
 """
 
+# interpreted: msgspec reads the types of its structs, which a compiled class does not keep
+
 from __future__ import annotations
 
 import re

@@ -5,6 +5,8 @@ SkyRL (0.3) has an endpoint of its own beside it, for answers with the routed ex
 Its answers have `choices` and `usage` as the chat API has, and its streams are asked for usage in the same way.
 """
 
+# interpreted: msgspec reads the types of its structs, which a compiled class does not keep
+
 from __future__ import annotations
 
 from thunderagent.proxy.reading.dialects.openai import OpenAI

@@ -7,6 +7,8 @@ An answer that breaks off fails whoever reads it, each time with an error of its
 the frames that it passed, and they the answer, until a garbage collection.
 """
 
+# compiled: each turn passes here, on both sides
+
 from __future__ import annotations
 
 import asyncio
@@ -16,30 +18,12 @@ from typing import Protocol
 from multidict import CIMultiDictProxy
 
 from thunderagent.proxy.wire.exchange import Channel, Sink, Wait
+from thunderagent.proxy.wire.failures import Failure
 from thunderagent.proxy.wire.http11.eager import Waiter
 from thunderagent.proxy.wire.http11.heads import AnswerHead
 
 READ_AHEAD_BYTES = 2**20
 """Of an answer that nobody takes, so much is read ahead before the server must wait."""
-
-
-class ClosedError(ConnectionError):
-    """The server closed the connection, or sent what is no HTTP."""
-
-
-class StaleError(ClosedError):
-    """A connection that had carried other requests ended before a byte of this one's answer came."""
-
-
-class SilentError(TimeoutError):
-    """Nothing came for too long."""
-
-
-class TotalError(TimeoutError):
-    """The answer took too long in all."""
-
-
-Failure = tuple[type[ClosedError] | type[SilentError] | type[TotalError], str]
 
 
 class Carrier(Protocol):

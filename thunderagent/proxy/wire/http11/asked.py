@@ -5,6 +5,8 @@ the transport's mark there is something to await before the next piece. An answe
 written, and the connection is free for the next request then.
 """
 
+# compiled: each turn passes here, on both sides
+
 from __future__ import annotations
 
 import asyncio
@@ -17,16 +19,16 @@ from multidict import CIMultiDict, CIMultiDictProxy
 
 from thunderagent.proxy.reading.target import Target
 from thunderagent.proxy.wire.exchange import KeptBody, Wait
+from thunderagent.proxy.wire.failures import LeftError, NotHttpError
 from thunderagent.proxy.wire.http11.chunks import Chunks
 from thunderagent.proxy.wire.http11.heads import (
     BODILESS_STATUSES,
     CHANGES_PROTOCOL,
     CHUNKED,
-    NotHttpError,
     RequestHead,
     written,
 )
-from thunderagent.proxy.wire.http11.line import LeftError, Line, Room
+from thunderagent.proxy.wire.http11.line import Line, Room
 
 JOINED_BYTES = 64 * 1024
 """A larger body is not copied to stand behind its head."""

@@ -5,13 +5,15 @@ else has no say in it. Extensions and trailers are dropped, as a recipient may (
 headers would be headers that nobody judged.
 """
 
+# compiled: each turn passes here, on both sides
+
 from __future__ import annotations
 
 from typing import Any
 
 import httptools
 
-from thunderagent.proxy.wire.http11.heads import NotHttpError
+from thunderagent.proxy.wire.failures import NotHttpError
 
 FRAMING_BYTES = 16 * 1024
 FRAMING_RATIO = 16

@@ -5,6 +5,8 @@ to the answer. The connection is free for the next request in the moment in whic
 something is wrong, or left, carries no other.
 """
 
+# compiled: each turn passes here, on both sides
+
 from __future__ import annotations
 
 import asyncio
@@ -13,14 +15,21 @@ from math import inf
 from typing import cast
 
 from thunderagent.proxy.wire.exchange import Channel
-from thunderagent.proxy.wire.http11.answers import Answer, ClosedError, Failure, SilentError, StaleError, TotalError
+from thunderagent.proxy.wire.failures import (
+    ClosedError,
+    Failure,
+    NotHttpError,
+    SilentError,
+    StaleError,
+    TotalError,
+)
+from thunderagent.proxy.wire.http11.answers import Answer
 from thunderagent.proxy.wire.http11.chunks import Chunks
 from thunderagent.proxy.wire.http11.eager import Waiter
 from thunderagent.proxy.wire.http11.heads import (
     CHANGES_PROTOCOL,
     CHUNKED,
     TO_THE_END,
-    NotHttpError,
     end_of_head,
     read_answer,
 )
@@ -42,8 +51,8 @@ ROUNDING_S = 1e-6
 """What is left of a limit that has just passed, by the error of sums of seconds, is less."""
 
 
-class Connection(asyncio.Protocol):
-    """One connection to a server."""
+class Connection:
+    """One connection to a server; a protocol of asyncio's by what it has, as a client's connection is."""
 
     def __init__(
         self,

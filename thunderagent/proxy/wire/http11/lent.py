@@ -6,14 +6,17 @@ of that only once. Where the request ends was read before. A borrower that read 
 some: it gets nothing of the next request. Only a connection that changes its protocol is never given back.
 """
 
+# interpreted: it is made from asyncio's transport, and carries no turn
+
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
 from typing import Any, Protocol
 
+from thunderagent.proxy.wire.failures import NotHttpError
 from thunderagent.proxy.wire.http11.chunks import Chunks
-from thunderagent.proxy.wire.http11.heads import CHUNKED, NotHttpError, RequestHead
+from thunderagent.proxy.wire.http11.heads import CHUNKED, RequestHead
 
 
 class Borrower(Protocol):

@@ -10,6 +10,8 @@ knows says when such a time begins and ends. Of silence the limit counts anew fr
 of the whole answer that time is not counted.
 """
 
+# compiled: each turn passes here, on both sides
+
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,7 @@
 """A client's connection as others see it: the request that came on it, and the server that made it."""
 
+# compiled: each turn passes here, on both sides
+
 from __future__ import annotations
 
 import asyncio
@@ -16,10 +18,6 @@ if TYPE_CHECKING:
     from thunderagent.proxy.wire.http11.server import Connection
 
 Handler = Callable[["Asked"], Awaitable[None]]
-
-
-class LeftError(ConnectionResetError):
-    """The client left, or was cut off."""
 
 
 class Line(Protocol):

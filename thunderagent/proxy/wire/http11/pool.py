@@ -1,5 +1,7 @@
 """The connections to one replica: each carries one request at a time, and is kept for the next."""
 
+# compiled: each turn passes here, on both sides
+
 from __future__ import annotations
 
 import asyncio
@@ -8,13 +10,14 @@ from base64 import b64encode
 from contextlib import suppress
 from functools import partial
 from ssl import SSLContext, create_default_context
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from multidict import CIMultiDict
 from yarl import URL
 
-from thunderagent.proxy.wire.http11.answers import Answer, ClosedError, StaleError
+from thunderagent.proxy.wire.failures import ClosedError, ConnectLateError, StaleError, UnreachedError
+from thunderagent.proxy.wire.http11.answers import Answer
 from thunderagent.proxy.wire.http11.client import Connection
 from thunderagent.proxy.wire.http11.heads import written
 from thunderagent.proxy.wire.http11.limits import Limits, Pause, Sweep
@@ -30,16 +33,6 @@ STALE_WITHIN_S = 1.0
 
 _SENDABLE = re.compile(r"/[!\"$-~]*")
 """Printable ASCII without `#`: nobody can end such a path sooner than we do."""
-
-
-class UnreachedError(OSError):
-    """No connection could be made; `is_refused` if nobody listens there."""
-
-    is_refused = False
-
-
-class ConnectLateError(TimeoutError):
-    """The connection was not made in time."""
 
 
 class _Site(NamedTuple):
@@ -162,12 +155,12 @@ class Pool:
     async def _connect(self, site: _Site, connect_s: float) -> Connection:
         if self._is_closed:
             raise UnreachedError("the pool is closed")
-        make = partial(
-            Connection, self._loop, self._sweep, self.pause, partial(self._ended, site), partial(self._closed, site)
-        )
+        ended, closed = partial(self._ended, site), partial(self._closed, site)
+        make: Any = partial(Connection, self._loop, self._sweep, self.pause, ended, closed)
         context = (self._ssl_context or _trusting_the_system()) if site.is_secure else None
         try:
             async with asyncio.timeout(connect_s):
+                connection: Connection
                 _, connection = await self._loop.create_connection(make, site.host, site.port, ssl=context)
         except TimeoutError:
             raise ConnectLateError("the connection was not made in time") from None

@@ -8,6 +8,8 @@ may one follow a head; from then on the client is known by what it takes. So is 
 nothing more is read of it.
 """
 
+# compiled: each turn passes here, on both sides
+
 from __future__ import annotations
 
 import asyncio

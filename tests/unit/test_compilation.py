@@ -9,7 +9,7 @@ import pytest
 
 import thunderagent
 from thunderagent.cli import main
-from thunderagent.core_build import DIGEST_FILE, STALE, core_sources, kind_of, sources_digest
+from thunderagent.compilation import DIGEST_FILE, STALE, compiled_sources, kind_of, sources_digest
 
 PACKAGE = Path(thunderagent.__file__).parent
 
@@ -23,51 +23,55 @@ def package(tmp_path: Path) -> Path:
         "programs/model/events.py": '"""Events."""\n\n# interpreted: its types are read\n',
         "programs/policies/cap.py": "N = 8\n",
         "programs/policies/helpers.py": '"""Helpers."""\n\n# compiled: every turn asks\n',
-        "runtime.py": "",
+        "runtime.py": '"""Runtime."""\n\n# compiled: every turn asks\n',
+        "proxy/wire/heads.py": '"""Heads."""\n\n# compiled: every turn has two\n',
+        "proxy/app.py": "",
+        "tools/manager.py": "# compiled: nothing says so here\n",
     }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     return tmp_path
 
 
-def compile_core(package: Path) -> None:
+def compile_all(package: Path) -> None:
     """Leave what a compiled build leaves."""
-    for source in core_sources(package):
+    for source in compiled_sources(package):
         source.with_name(source.stem + EXTENSION_SUFFIXES[0]).touch()
     (package / DIGEST_FILE).write_text(sources_digest(package) + "\n")
 
 
-def test_the_core_is_all_but_the_policies_and_what_says_it_is_interpreted(package: Path) -> None:
-    """Wherever the modules lie."""
-    names = [path.relative_to(package / "programs").as_posix() for path in core_sources(package)]
-    assert names == ["book/costs.py", "policies/helpers.py", "scheduler.py"]
+def test_compiled_is_the_core_but_what_says_it_is_interpreted_and_of_the_shell_what_says_so(package: Path) -> None:
+    """Wherever the modules lie; policies are as the shell is."""
+    names = [path.relative_to(package).as_posix() for path in compiled_sources(package)]
+    core = ["programs/book/costs.py", "programs/policies/helpers.py", "programs/scheduler.py"]
+    assert names == [*core, "proxy/wire/heads.py", "runtime.py"]
 
 
-def test_of_this_package_the_scheduler_is_compiled_and_the_events_are_not() -> None:
+def test_of_this_package_the_scheduler_and_the_wire_are_compiled_and_the_events_are_not() -> None:
     """The event log reads the types of events' fields, and who makes a policy those of its settings."""
-    names = {path.name for path in core_sources(PACKAGE)}
-    assert {"scheduler.py", "letting_in.py"} <= names
+    names = {path.name for path in compiled_sources(PACKAGE)}
+    assert {"scheduler.py", "letting_in.py", "heads.py", "server.py", "identity.py"} <= names
     assert not {"events.py", "breakeven.py"} & names
 
 
 def test_sources_alone_are_interpreted_and_compiled_ones_say_so(package: Path) -> None:
     assert kind_of(package) == "interpreted"
-    compile_core(package)
+    compile_all(package)
     assert kind_of(package) == "compiled"
 
 
-@pytest.mark.parametrize("name", ["programs/policies/cap.py", "runtime.py", "programs/model/events.py"])
+@pytest.mark.parametrize("name", ["programs/policies/cap.py", "proxy/app.py", "programs/model/events.py"])
 def test_what_is_interpreted_may_change(package: Path, name: str) -> None:
-    compile_core(package)
+    compile_all(package)
     with (package / name).open("a") as source:
         source.write("CHANGED = 1\n")
     assert kind_of(package) == "compiled"
 
 
-@pytest.mark.parametrize("change", ["edited", "added", "removed", "no digest", "a module less"])
+@pytest.mark.parametrize("change", ["edited", "added", "removed", "no digest", "a module less", "a module more"])
 def test_other_sources_than_were_compiled_are_noticed(package: Path, change: str) -> None:
     """Python would run what was compiled without a word."""
-    compile_core(package)
+    compile_all(package)
     source = package / "programs" / "scheduler.py"
     match change:
         case "edited":
@@ -78,6 +82,8 @@ def test_other_sources_than_were_compiled_are_noticed(package: Path, change: str
             source.unlink()
         case "no digest":
             (package / DIGEST_FILE).unlink()
+        case "a module more":
+            source.with_name("left" + EXTENSION_SUFFIXES[0]).touch()
         case _:
             source.with_name("scheduler" + EXTENSION_SUFFIXES[0]).unlink()
     assert kind_of(package) == "stale"
@@ -85,6 +91,6 @@ def test_other_sources_than_were_compiled_are_noticed(package: Path, change: str
 
 def test_no_command_runs_on_a_stale_core(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Not even a simulation: its figures would be of code that nobody sees."""
-    monkeypatch.setattr("thunderagent.cli.core_kind", lambda: "stale")
+    monkeypatch.setattr("thunderagent.cli.build_kind", lambda: "stale")
     assert main(["simulate", "--minutes", "1"]) == 2
     assert capsys.readouterr().err == f"thunderagent: error: {STALE}\n"
