@@ -51,7 +51,7 @@ from thunderagent.proxy.reading.prefix import holds_token_ids, prefix_of
 _OPENAI = OpenAI()
 
 
-class TurnRequest(msgspec.Struct, frozen=True, gc=False):
+class TurnRequest(NamedTuple):
     """What a request on a turn's endpoint asks for, and the bytes to forward.
 
     `usage_added` says that usage was asked for on the client's behalf, so its event must be taken out again. `prefix`

@@ -153,7 +153,7 @@ class Inference:
             if row.waiting_ids:
                 row.last_id = row.waiting_ids.popleft()
             program_id = row.last_id
-        return msgspec.structs.replace(turn, program_id=program_id, source=SOURCE)
+        return turn._replace(program_id=program_id, source=SOURCE)
 
     def answered(self, program_id: str, chain: Chain, choices: Sequence[Completion]) -> None:
         """Remember a program's prompt with each of the answers to it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from msgspec.structs import replace
 from multidict import CIMultiDictProxy
 
 from thunderagent.proxy.gate.tenancy import Tenancy
@@ -24,7 +23,7 @@ def read_turn(
     """
     turn, prompt = _read(exchange.target, exchange.headers, exchange.body, rules, tenancy)
     if chosen_id is not None:
-        return replace(turn, program_id=None, source="anonymous", is_final=False, told_id=""), None
+        return turn._replace(program_id=None, source="anonymous", is_final=False, told_id=""), None
     return turn, prompt
 
 
@@ -39,12 +38,12 @@ def _read(
     if dialect is None or turn is None:
         turn = _unread(target, headers, body, rules)
         if tenancy is not None:
-            turn = replace(turn, tenant=tenancy.named(""))
+            turn = turn._replace(tenant=tenancy.named(""))
         if tenancy is not None and not tenancy.may_touch(turn.told_id or None):
-            turn = replace(turn, told_id="")
+            turn = turn._replace(told_id="")
         return turn, None
     if tenancy is not None and (tenant := tenancy.named(turn.tenant)) != turn.tenant:
-        turn = replace(turn, tenant=tenant)
+        turn = turn._replace(tenant=tenant)
     infers = rules.infers_programs and turn.program_id is None and turn.has_whole_prompt
     return turn, prompt_of(body, dialect, turn.tenant) if infers else None
 
