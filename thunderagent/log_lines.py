@@ -14,7 +14,7 @@ from __future__ import annotations
 import atexit
 from collections.abc import Callable
 from datetime import UTC, datetime
-from threading import Condition, Event, Thread
+from threading import Condition, Event, RLock, Thread
 from typing import BinaryIO
 
 import msgspec
@@ -59,7 +59,8 @@ class LineLogger:
         self._lines: list[bytes | Line] = []
         self._waiting_bytes = 0
         self._lost_count = 0
-        self._changed = Condition()
+        self._lock = RLock()
+        self._changed = Condition(self._lock)
         self._is_urgent = Event()
         self._is_writing = False
         self._thread: Thread | None = None
@@ -71,7 +72,7 @@ class LineLogger:
     def info(self, line: bytes | Line) -> None:
         """Take a line that may wait for others."""
         size_bytes = len(line) if isinstance(line, bytes) else STRUCT_BYTES
-        with self._changed:
+        with self._lock:
             if self._waiting_bytes + size_bytes > self._max_waiting_bytes:
                 self._lost_count += 1
                 return

@@ -222,12 +222,12 @@ class Turns:
                 if exchange.kept is not None:
                     exchange.kept.release()  # how many run is the scheduler's matter
                 granted = lease.granted
-                self._metrics.observe_hold(granted.held_s)
-                self._metrics.observe_added(monotonic() - record.arrived_s - record.held_s)
-                authorization = headers.get("Authorization")
-                names = forwarding.names(granted.replica_id)
-                named = await forwarding.named(record, granted.replica_id, authorization) if names else None
-                body = record.turn.body if named is None else named.body
+                self._metrics.turn_granted(granted.held_s, monotonic() - record.arrived_s - record.held_s)
+                named, body, authorization = None, record.turn.body, None
+                if forwarding.names(granted.replica_id):
+                    authorization = headers.get("Authorization")
+                    named = await forwarding.named(record, granted.replica_id, authorization)
+                    body = named.body
                 try:
                     try:
                         upstream = await forwarding.send(exchange, record, granted, headers, body)

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+
 from thunderagent.leases import FAIL_OPEN, TurnAsk
 from thunderagent.log_lines import Line
 from thunderagent.proxy.gate.tenancy import Tenancy
@@ -39,31 +41,27 @@ class TurnLine(Line):
 class Record:
     """One turn: what it is, where it ran, and what came of it. Unless it ends otherwise, its client left."""
 
-    __slots__ = (
-        "arrived_s",
-        "chain",
-        "chosen_id",
-        "completions",
-        "dialect",
-        "generation",
-        "held_bytes",
-        "held_s",
-        "held_stream",
-        "maker_id",
-        "method",
-        "model",
-        "outcome",
-        "prompt_bytes",
-        "reason",
-        "replica_id",
-        "status",
-        "target",
-        "tenancy",
-        "tool",
-        "tries_count",
-        "turn",
-        "usage",
-    )
+    maker_id: str | None = None
+    """The replica that made the response which it goes on from, if that is known: no other has it."""
+    held_stream: HeldStream | None = None
+    """What a held stream shows; its head may have been sent."""
+    chain: Chain | None = None
+    tenancy: Tenancy | None = None
+    """Who says what of others' it may touch; None where it may touch all, as everybody may."""
+    completions: Completions | None = None
+    """What is answered, where the program was inferred: its next prompt begins so."""
+    model = ""
+    """The model that it is for, as far as that matters."""
+    generation = 0
+    """Of its program, as its last lease said."""
+    outcome = "abandoned"
+    status: int | None = None
+    replica_id: str | None = None
+    reason: str | None = None
+    held_s = 0.0
+    tries_count = 0
+    usage = NO_USAGE
+    tool = ""
 
     def __init__(
         self,
@@ -87,33 +85,15 @@ class Record:
         """What is kept of it until it has run: the body as it came, and as it is forwarded."""
         self.chosen_id = chosen_id
         """The replica that it must run on, and on no other."""
-        self.maker_id: str | None = None
-        """The replica that made the response which it goes on from, if that is known: no other has it."""
-        self.held_stream: HeldStream | None = None
-        """What a held stream shows; its head may have been sent."""
-        self.chain: Chain | None = prompt.chain() if prompt is not None else None
-        self.tenancy: Tenancy | None = None
-        """Who says what of others' it may touch; None where it may touch all, as everybody may."""
-        self.completions = Completions(dialect) if prompt is not None else None
-        """What is answered, where the program was inferred: its next prompt begins so."""
-        self.model = ""
-        """The model that it is for, as far as that matters."""
-        self.generation = 0
-        """Of its program, as its last lease said."""
-        self.outcome = "abandoned"
-        self.status: int | None = None
-        self.replica_id: str | None = None
-        self.reason: str | None = None
-        self.held_s = 0.0
-        self.tries_count = 0
-        self.usage = NO_USAGE
-        self.tool = ""
+        if prompt is not None:
+            self.chain, self.completions = prompt.chain(), Completions(dialect)
 
     def line(self, duration_s: float, request_id: str) -> TurnLine:
         """Return its canonical line, once it has ended."""
         prompt_tokens, output_tokens, cached_tokens = self.usage
         return TurnLine(
             event="turn",
+            timestamp=datetime.now(UTC),
             program_id=self.turn.program_id,
             replica_id=self.replica_id,
             outcome=self.outcome,

@@ -10,7 +10,7 @@ import asyncio
 from functools import partial
 from time import monotonic
 
-from multidict import CIMultiDict
+from multidict import CIMultiDict, istr
 
 from thunderagent.errors import ReplicaError
 from thunderagent.leases import OpenLease
@@ -29,6 +29,8 @@ from thunderagent.proxy.wire.headers import forwarded_response_headers, lead_bac
 from thunderagent.proxy.wire.http11.answers import Answer
 from thunderagent.proxy.wire.http11.heads import CHANGES_PROTOCOL
 from thunderagent.proxy.wire.websockets import Websockets
+
+CONTENT_ENCODING = istr("Content-Encoding")
 
 PROGRESS_PERIOD_S = 1.0
 """The scheduler hears at most so often how far a stream has come."""
@@ -67,7 +69,7 @@ class Relay:
         if streams and not (exchange.begun and upstream.status >= 400):
             await self._stream(exchange, record, lease, upstream, headers)
             return
-        body = await self._read(lease, upstream)
+        body = upstream.whole() if upstream.is_whole else await self._read(lease, upstream)
         if len(body) > LARGE_BODY_BYTES:
             await asyncio.to_thread(self._look_into, record, lease, upstream, body)
         if record.held_stream is not None and exchange.begun:
@@ -96,7 +98,7 @@ class Relay:
     def _look_into(self, record: Record, lease: OpenLease, upstream: Answer, body: bytes) -> None:
         """Read the usage of a whole answer, and which tool it calls; and what it says if that is wanted."""
         if upstream.status < 400:
-            encoding = upstream.headers.get("Content-Encoding")
+            encoding = upstream.headers.get(CONTENT_ENCODING)
             if record.completions is not None:
                 record.completions.read_answer(body, encoding)
             keep_id = self.keep_id(lease.granted.replica_id)
@@ -186,7 +188,7 @@ class _Streamed:
         self._exchange = exchange
         self._record = record
         self._lease = lease
-        encoding = upstream.headers.get("Content-Encoding")
+        encoding = upstream.headers.get(CONTENT_ENCODING)
         self._promised = "identity" if exchange.begun else encoding or "identity"
         self._progress_at_s = self._first_s = self._last_s = 0.0
         self.tool_calls = StreamToolCalls()

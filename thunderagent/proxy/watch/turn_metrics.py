@@ -152,8 +152,12 @@ class TurnMetrics:
         for outcome in ("made", "over_budget"):
             self._retries.labels(outcome)
         self._hold = hold.of()
-        self.observe_hold = self._hold.observe
-        self.observe_added = added.of().observe
+        self._added = added.of()
+
+    def turn_granted(self, held_s: float, added_s: float) -> None:
+        """Count how long a turn waited for its lease, and what else was added to its way."""
+        self._hold.observe(held_s)
+        self._added.observe(added_s)
 
     def turn_streamed(self, replica_id: str, status: int, first_s: float, between_s: float | None) -> None:
         """Count a stream by when its first bytes came and by the mean time between its events, if it had two."""

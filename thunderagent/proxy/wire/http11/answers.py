@@ -102,6 +102,11 @@ class Answer:
                     await self._change()
             finally:
                 self._is_wanted_whole = False
+        return self.whole()
+
+    def whole(self) -> bytes:
+        """Return the body of an answer that is whole, or what is left of it; once more the same."""
+        if self._body is None:
             self._body = self._taken()
         return self._body
 

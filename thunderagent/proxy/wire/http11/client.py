@@ -75,27 +75,19 @@ class Connection:
         self._answer: Answer | None = None
         self._failure: Failure | None = None
         self._buffer = b""
-        self._left_bytes = 0
+        self._left_bytes = self._queued_bytes = 0
         self._chunks: Chunks | None = None
         self._unsent = memoryview(b"")
-        self._keeps_alive = False
-        self._may_change = False
+        self._keeps_alive = self._may_change = False
         self._client: Channel | None = None
         """Who says more after the request."""
         self._stall_s = inf
         """A server that takes nothing of that for so long has failed."""
         self._taken_s = inf
         """When it was last seen to take some of what waits for it; never while nothing waits."""
-        self._is_full = False
-        self._is_paused = False
-        self._is_reused = False
-        self._has_heard = False
-        self._heard_s = 0.0
-        self._queued_bytes = 0
-        self._silence_s = inf
-        self._total_s = inf
-        self._begun_s = 0.0
-        self.due_s = inf
+        self._is_full = self._is_paused = self._is_reused = self._has_heard = False
+        self._heard_s = self._begun_s = 0.0
+        self._silence_s = self._total_s = self.due_s = inf
 
     def __repr__(self) -> str:
         return f"<Connection, {'open' if self.is_open else 'closed'}, {self._method or 'idle'}>"
@@ -106,14 +98,7 @@ class Connection:
         return self._transport is not None and not self._transport.is_closing()
 
     async def exchange(
-        self,
-        method: str,
-        head: bytes,
-        body: bytes | None,
-        limits: Limits,
-        begun_s: float,
-        *,
-        may_change: bool = False,
+        self, method: str, head: bytes, body: bytes | None, limits: Limits, begun_s: float, *, may_change: bool = False
     ) -> Answer:
         """Send a request and return when the head of its answer is there.
 
@@ -147,12 +132,9 @@ class Connection:
                 self.give_up()
             raise
         if answer is None:
-            raise self._error()
+            kind, why = self._failure or (ClosedError, "it was closed")
+            raise kind(why)
         return answer
-
-    def _error(self) -> Exception:
-        kind, why = self._failure or (ClosedError, "it was closed")
-        return kind(why)
 
     def converse(self, client: Channel, stall_s: float) -> None:
         """Send what a client says from now on, as fast as the server takes it; the protocol has changed.

@@ -142,7 +142,7 @@ class EagerTask:
             waited = self._run(coroutine.send, None) if error is None else self._run(coroutine.throw, error)
         except BaseException as raised:
             self._coroutine = None
-            if not isinstance(raised, StopIteration):
+            if not isinstance(raised, StopIteration | asyncio.CancelledError):  # the latter before it began
                 raise
         else:
             self._waited = waited

@@ -9,6 +9,7 @@ import re
 from base64 import b64encode
 from contextlib import suppress
 from functools import partial
+from math import inf
 from ssl import SSLContext, create_default_context
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -117,7 +118,8 @@ class Pool:
         lines = [f"{method} {site.path}{path} HTTP/1.1", *site.lines]
         head = written(lines, headers, f"Content-Length: {length_bytes}" if has_length else "")
         changes = method == "GET" and "Upgrade" in headers
-        begun_s, sent_s = self.pause.clock_s(), self._loop.time()
+        begun_s = self.pause.clock_s() if limits.total_s < inf else 0.0
+        sent_s = self._loop.time()
         kept = self._idle_connection(site)
         if kept is not None:
             try:

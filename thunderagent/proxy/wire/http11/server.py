@@ -52,6 +52,7 @@ class Connection:
         """Of the buffer, so much holds no end of a head."""
         self._asked: Asked | None = None
         self._task: EagerTask | None = None
+        self._earlier: EagerTask | None = None  # what answered before, and may have something to do still
         self._lent: Lent | None = None
         self.closes = False
         """Whether it ends with the answer that is due."""
@@ -199,7 +200,7 @@ class Connection:
 
     def answered(self) -> None:
         """Go on with the next request, or end."""
-        asked, self._asked, self._task = self._asked, None, None
+        asked, self._asked, self._earlier, self._task = self._asked, None, self._task, None
         if self.transport is None or self._waiting is None:
             return
         self._is_ahead = False
@@ -261,7 +262,10 @@ class Connection:
         if data and not self._feed(asked, data):
             return
         self._task = task = EagerTask(self._loop, self._answer(asked, handler))
-        task.go_on()
+        if self._earlier is None or self._earlier.done():
+            task.go_on()
+        else:
+            self._loop.call_soon(task.go_on)  # after the one before, which asked for that first
 
     async def _answer(self, asked: Asked, handler: Handler) -> None:
         try:
