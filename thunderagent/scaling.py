@@ -238,7 +238,7 @@ async def serve_with_gateways(
     A gateway that ends is started again, within a bound; past that all of it ends. Raises as `serve` does.
     """
     check_gateways(config)
-    build_keyring(config)
+    check_security(config)  # the scheduler is on loopback, where more is allowed
     with _port_of(config) as port:
         own: dict[str, Any] = {"host": "127.0.0.1", "port": 0, "tls_cert": None, "tls_key": None}
         environment = dict(os.environ)

@@ -37,7 +37,7 @@ from tests.integration.support import (
 from thunderagent.config import ServeConfig
 from thunderagent.errors import ConfigurationError
 from thunderagent.proxy.gate.keys import mint_key
-from thunderagent.scaling import check_gateways
+from thunderagent.scaling import check_gateways, serve_with_gateways
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -279,3 +279,10 @@ def test_what_needs_one_process_is_refused_with_gateways() -> None:
         check_gateways(ServeConfig.load(gateways=2, api_keys=line))
     with pytest.raises(ConfigurationError, match="no URL"):
         ServeConfig.load(schedulers="http://host:port:")
+
+
+async def test_gateways_answer_no_network_with_simulated_engines() -> None:
+    """What `serve` refuses, it refuses with gateways: that its scheduler is on loopback makes no difference."""
+    config = ServeConfig.load(host="0.0.0.0", port=0, allow_open=True, gateways=1)
+    with pytest.raises(ConfigurationError, match="backends: nobody named any"):
+        await serve_with_gateways(config, (), ready=lambda _url, _name: pytest.fail("it serves"))
