@@ -145,7 +145,8 @@ async def gateway(config: ServeConfig) -> AsyncIterator[tuple[str, RemoteRuntime
     )
     key = config.scheduler_key.get_secret_value() if config.scheduler_key is not None else ""
     headers = {KEY_HEADER: key} if key else {}
-    dialling = Dialling(runtime, config.schedulers, headers=headers, ssl_context=backend_ssl_context(config))
+    ssl_context = backend_ssl_context(config)
+    dialling = Dialling(runtime, config.schedulers, headers=headers, ssl_context=ssl_context)
     replicas = Replicas(
         runtime,
         [],
@@ -172,6 +173,7 @@ async def gateway(config: ServeConfig) -> AsyncIterator[tuple[str, RemoteRuntime
             guard_settings=guard_settings(config),
             keyring=keyring,
             access_log=config.access_log,
+            ssl_context=ssl_context,
         )
         loops: list[Callable[[], Coroutine[Any, Any, None]]] = [
             dialling.run,
