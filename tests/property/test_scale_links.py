@@ -337,4 +337,5 @@ def check(client: Client, ledgers: list[Ledger]) -> None:
     assert client.epochs == sorted(client.epochs), "an epoch fell"
     for turn_id in client.finished:
         counts = [ledger.counted[f"{client.turns.gateway_id}-{turn_id}"] for ledger in ledgers]
-        assert max(counts) == 1 or (turn_id in client.untold and not any(counts)), f"turn {turn_id} of {client!r} was counted {counts}"
+        is_counted = max(counts) == 1 or (turn_id in client.untold and not any(counts))
+        assert is_counted, f"turn {turn_id} of {client!r} was counted {counts}"
