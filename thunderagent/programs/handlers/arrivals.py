@@ -277,9 +277,8 @@ class Arrivals:
         program = book.programs.get(program_id) if program_id is not None else None
         is_elsewhere = False
         if program is not None:
-            wanted = self._core.placing.wanted_by(program)
-            home_id = program.replica_id if program.place.active else wanted.replica_id if wanted else replica.replica_id
-            is_elsewhere = home_id != replica.replica_id
+            home = book.replicas[program.replica_id or ""] if program.place.active else None
+            is_elsewhere = (home or self._core.placing.wanted_by(program) or replica) is not replica
         may_open = program is not None or (program_id not in lives.hopeless_ids and lives.has_place(arrived.tenant))
         if program_id is None or is_elsewhere or not may_open:
             self._place_anonymous(self._anonymous(arrived), [replica])
