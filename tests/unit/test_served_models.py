@@ -38,11 +38,11 @@ class World:
     def lists(self, *models: str, refuses_others: bool = True) -> None:
         self.served.listed("r", models, refuses_others=refuses_others, asked_s=self.now_s)
 
-    async def find(self, model: str) -> None:
-        await self.served.find_pool(TurnAsk(turn_id=1, model=model), nullcontext())
+    async def find(self, model: str, patience_s: float | None = None) -> None:
+        await self.served.find_pool(TurnAsk(turn_id=1, model=model, patience_s=patience_s), nullcontext())
 
-    def finding(self, model: str) -> asyncio.Task[None]:
-        return asyncio.create_task(self.find(model))
+    def finding(self, model: str, patience_s: float | None = None) -> asyncio.Task[None]:
+        return asyncio.create_task(self.find(model, patience_s))
 
 
 async def test_a_model_that_is_listed_and_none_need_no_look() -> None:
@@ -75,6 +75,36 @@ async def test_an_unknown_model_waits_for_one_answer_of_each_replica() -> None:
     assert world.asked == ["r", "r"]
     world.lists("a", "b")
     await again
+
+
+async def test_what_was_loaded_just_after_all_were_asked_is_found() -> None:
+    """A turn that comes too soon to ask again waits until that may be."""
+    world = World()
+    before = world.finding("b")
+    await asyncio.sleep(0)
+    world.lists("a")
+    with pytest.raises(UnknownModelError):
+        await before
+    world.now_s += 0.99 * ASK_EVERY_S
+    finding = world.finding("b")
+    await asyncio.sleep(0)
+    assert world.asked == ["r"]
+    world.now_s += 0.01 * ASK_EVERY_S
+    async with asyncio.timeout(10):
+        while len(world.asked) < 2:
+            assert not finding.done()
+            await asyncio.sleep(0.001)
+    world.lists("a", "b")
+    await finding
+
+
+async def test_a_client_without_patience_waits_for_no_answer() -> None:
+    """With one that never came up, too, which others wait for."""
+    world = World()
+    world.served.listed("q", ("c",))
+    world.served.replica_known("s")
+    with pytest.raises(UnknownModelError):
+        await asyncio.wait_for(world.find("b", patience_s=0.0), 5)
 
 
 async def test_a_replica_that_is_removed_is_not_waited_for() -> None:
