@@ -214,10 +214,7 @@ class Runtime:
     async def lease(self, ask: TurnAsk, while_held: AbstractContextManager[object] = UNBOUNDED) -> OpenLease:
         """Wait for leave to run one turn; see `LeaseSource`."""
         if self.replicas.names_models and not self.served.is_plain(ask.model):
-            asked_s = self.now_s()
-            await self.served.find_pool(ask, while_held)
-            if ask.patience_s:
-                ask = replace(ask, patience_s=max(0.0, ask.patience_s - (self.now_s() - asked_s)))
+            ask = await self._with_pool(ask, while_held)
         if self._closing:
             raise ShuttingDownError("the proxy is shutting down")
         turn_id = ask.turn_id
@@ -257,6 +254,14 @@ class Runtime:
                 timer.cancel()
             del waiter  # or a refusal in it, whose traceback holds this frame, would wait for a collection
         return self._begin(grant, self.now_s() - arrived_s)
+
+    async def _with_pool(self, ask: TurnAsk, while_held: AbstractContextManager[object]) -> TurnAsk:
+        """Find the pool that a turn is for; return the turn with what that leaves of its client's patience."""
+        asked_s = self.now_s()
+        await self.served.find_pool(ask, while_held)
+        if ask.patience_s is None:
+            return ask
+        return replace(ask, patience_s=max(0.0, ask.patience_s - (self.now_s() - asked_s)))
 
     @property
     def programs(self) -> Mapping[str, Program]:

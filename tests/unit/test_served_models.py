@@ -18,13 +18,13 @@ from thunderagent.served_models import ASK_EVERY_S, ServedModels
 class World:
     """A replica `r` that lists the model `a`, a clock that stands, and who was asked anew."""
 
-    def __init__(self, *, refuses_others: bool = True) -> None:
+    def __init__(self, *, refuses_others: bool = True, pools: bool = True) -> None:
         self.now_s = 100.0
         self.asked: list[str] = []
         replicas = ReplicaMap()
         replicas.push([ReplicaState("r", is_up=True)])
         self.served = ServedModels(
-            Pools(Scheduler(Passthrough()), lambda: Scheduler(Passthrough())),
+            Pools(Scheduler(Passthrough()), (lambda: Scheduler(Passthrough())) if pools else None),
             replicas,
             state_of=ReplicaState,
             clock=lambda: self.now_s,
@@ -124,8 +124,10 @@ async def test_where_nobody_asks_it_is_refused_at_once() -> None:
         await world.find("b")
 
 
-async def test_an_engine_that_takes_any_name_is_asked_nothing() -> None:
-    world = World(refuses_others=False)
+@pytest.mark.parametrize(("refuses_others", "pools"), [(False, True), (True, False)])
+async def test_an_engine_that_takes_any_name_is_asked_nothing(*, refuses_others: bool, pools: bool) -> None:
+    """By its kind; or because an operator says so of one that loads adapters when they are named."""
+    world = World(refuses_others=refuses_others, pools=pools)
     await world.find("b")
     assert world.asked == []
 
