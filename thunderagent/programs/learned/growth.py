@@ -106,11 +106,11 @@ class Growth:
 
     def adopt(self, record: GrowthRecord) -> None:
         """Hold what another one held. Raises ValueError if that has other edges, or cannot be."""
-        check_range("programs", record.program_count, 0, inf)
-        check_range("turns", record.turn_count, 0.0, inf)
-        check_range("whole tokens", record.whole_tokens, 0.0, record.turn_count * MOST_TOKENS)
-        check_range("grown tokens", record.grown_tokens, 0.0, inf)
-        check_range("cycles", record.cycle_s, 0.0, inf)
+        check_range("programs", record.program_count, (0, inf))
+        check_range("turns", record.turn_count, (0.0, inf))
+        check_range("whole tokens", record.whole_tokens, (0.0, record.turn_count * MOST_TOKENS))
+        check_range("grown tokens", record.grown_tokens, (0.0, inf))
+        check_range("cycles", record.cycle_s, (0.0, inf))
         self._growths.adopt(record.growths)
         self._outputs.adopt(record.outputs)
         self._program_count, self._turn_count = record.program_count, record.turn_count
@@ -151,7 +151,7 @@ class PrefillSpeed:
 
     def adopt(self, record: PriceRecord) -> None:
         """Hold what another one held. Raises ValueError if that has other edges, or cannot be."""
-        check_range("prefill", record.prefill_token_s or 0.0, 0.0, TOKEN_S_EDGES[-1])
+        check_range("prefill", record.prefill_token_s or 0.0, (0.0, TOKEN_S_EDGES[-1]))
         self._prefill_s.adopt(record.prefill)
         self._decode_s.adopt(record.prefill_decode)
         self.learned_token_s = record.prefill_token_s

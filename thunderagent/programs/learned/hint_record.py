@@ -49,8 +49,8 @@ class HintRecord:
         """Believe tenants as another one did; what was counted stays its own. Raises ValueError for what cannot be."""
         kept = deque(tenants, maxlen=MAX_TENANTS_COUNT)
         for _, right, weight in kept:
-            check_range("hints", weight, 0.0, 1 / (1 - FORGETTING_RATIO) + SLACK)
-            check_range("right hints", right, 0.0, weight)
+            check_range("hints", weight, (0.0, 1 / (1 - FORGETTING_RATIO) + SLACK))
+            check_range("right hints", right, (0.0, weight))
         self._of_tenant = OrderedDict((tenant, (right, weight)) for tenant, right, weight in kept)
 
     def confidence_ratio(self, program: Program, said_ratio: float) -> float:

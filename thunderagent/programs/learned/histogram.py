@@ -63,7 +63,7 @@ class LogHistogram:
     def adopt(self, record: HistogramRecord) -> None:
         """Hold what another one held. Raises ValueError if that has other edges, or cannot be."""
         check_counts(record.counts, len(self._counts))
-        check_range("values", record.total - sum(record.counts), -SLACK, SLACK)
+        check_range("values", record.total - sum(record.counts), (-SLACK, SLACK))
         self._counts, self.total = list(record.counts), record.total
         self._quantiles.clear()
 
@@ -98,8 +98,9 @@ def check_counts(counts: Sequence[float], bins_count: int) -> None:
         raise ValueError(f"not {bins_count} counts")
 
 
-def check_range(what: str, value: float, least: float, most: float) -> None:
-    """Raise ValueError if this is not between these; `most` itself is, and no value is infinite."""
+def check_range(what: str, value: float, bounds: tuple[float, float]) -> None:
+    """Raise ValueError if a value is infinite, or not within these bounds; both are."""
+    least, most = bounds
     if not (least <= value <= most and value < inf):
         raise ValueError(f"{what}: {value} is not from {least} to {most}")
 

@@ -147,8 +147,8 @@ class Knowledge:
     def adopt(self, learned: LearnedRecord) -> None:
         """Know what another one knew, in place of what was learned here. Raises ValueError for what cannot be."""
         ratio = learned.prices.tokens_per_byte_ratio
-        check_range("mean time of tools", learned.mean_tool_s, 0.0, inf)
-        check_range("tokens a byte", ratio, LEAST_TOKENS_PER_BYTE_RATIO, MOST_TOKENS_PER_BYTE_RATIO)
+        check_range("mean time of tools", learned.mean_tool_s, (0.0, inf))
+        check_range("tokens a byte", ratio, (LEAST_TOKENS_PER_BYTE_RATIO, MOST_TOKENS_PER_BYTE_RATIO))
         self.tool_times.adopt(learned.all_tools, learned.tools)
         self.mean_tool_s = learned.mean_tool_s
         self.growth.adopt(learned.growth)

@@ -39,7 +39,7 @@ class MediaSizes:
         """Know what another one knew. Raises ValueError for what cannot be."""
         kept = deque(factors, maxlen=CLASSES_COUNT)
         for name, factor in kept:
-            check_range(name, factor, 1 / LARGEST_FACTOR, LARGEST_FACTOR)
+            check_range(name, factor, (1 / LARGEST_FACTOR, LARGEST_FACTOR))
         self._factors = OrderedDict(kept)
 
     def tokens(self, media: Media) -> int:

@@ -44,7 +44,7 @@ class RestorePace:
     def adopt(self, restores: tuple[float, float]) -> None:
         """Know what another one knew. Raises ValueError for what cannot be."""
         for each in restores:
-            check_range("restores", each, 0.0, inf)
+            check_range("restores", each, (0.0, inf))
         self._restore_count, self._waited_s = restores
 
     def accrue(self, now_s: float, *, waiting: bool) -> None:

@@ -43,8 +43,8 @@ class RoleOutputs:
         """Know what another one knew. Raises ValueError for what cannot be."""
         kept = deque(roles, maxlen=MAX_ROLES_COUNT)
         for weight, tokens in (all_roles, *((weight, tokens) for _, weight, tokens in kept)):
-            check_range("turns of a role", weight, 0.0, 1 / (1 - FORGETTING_RATIO) + SLACK)
-            check_range("tokens of a role", tokens, 0.0, weight * MOST_TOKENS)
+            check_range("turns of a role", weight, (0.0, 1 / (1 - FORGETTING_RATIO) + SLACK))
+            check_range("tokens of a role", tokens, (0.0, weight * MOST_TOKENS))
         self._all = all_roles
         self._of_role = OrderedDict((role, (weight, tokens)) for role, weight, tokens in kept)
 

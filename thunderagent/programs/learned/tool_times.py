@@ -93,11 +93,11 @@ class _LifeTable:
             raise ValueError(f"not {len(_STARTS_S)} intervals")
         check_counts(record.returned, len(_STARTS_S))
         for each in record.away:  # who came back later may leave less than none
-            check_range("away", each, -REMEMBERED_COUNT, inf)
+            check_range("away", each, (-REMEMBERED_COUNT, inf))
         for each in record.rates:
-            check_range("rate", each, 0.0, inf)
-        check_range("count", record.count, 0.0, REMEMBERED_COUNT)
-        check_range("refreshed at", record.refresh_at_count, 0.0, record.count + _pause_count(record.count))
+            check_range("rate", each, (0.0, inf))
+        check_range("count", record.count, (0.0, REMEMBERED_COUNT))
+        check_range("refreshed at", record.refresh_at_count, (0.0, record.count + _pause_count(record.count)))
         self.returned, self.away, self.count = list(record.returned), list(record.away), record.count
         self.refresh_at_count = record.refresh_at_count
         self.set_rates(list(record.rates))
