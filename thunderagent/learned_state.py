@@ -6,7 +6,7 @@ A file is one line of JSON that says format, version, length and checksum, and a
 too. It is written beside its place and moved there once it is on the disk, off the event loop, so whoever reads finds
 either the old one or the new one. One that cannot be taken in - torn, of another version, not ours - is moved out of
 the way and said so in the log: a proxy that has to learn anew is slower for a minute, one that does not start serves
-nobody.
+nobody. One that cannot be read may be a good one: it stays as it is, and nothing is written over it.
 
 Which record is whose is known once replicas say what they serve: a pool that has learned nothing takes that of the
 models that it serves, by an event like any other, so that a log replays. Records of models that nobody serves at the
@@ -27,7 +27,7 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from thunderagent.errors import StateError
+from thunderagent.errors import ConfigurationError, StateError
 from thunderagent.programs.learned.knowledge import Knowledge
 from thunderagent.programs.model.fleet_events import KnowledgeLoaded
 from thunderagent.programs.model.learned import LearnedRecord
@@ -98,15 +98,13 @@ def decode_state(content: bytes) -> list[PoolRecord]:
 
 
 def read_state(path: Path) -> list[PoolRecord]:
-    """Return what a file holds, nothing if there is none. Raises `StateError` if it cannot be read or taken in."""
+    """Return what a file holds, nothing if there is none. Raises `StateError` if that cannot be taken in, OSError."""
     try:
         if path.stat().st_size > MAX_STATE_BYTES:
             raise StateError(f"it has more than {MAX_STATE_BYTES:,} bytes")
         return decode_state(path.read_bytes())
     except FileNotFoundError:
         return []
-    except OSError as error:
-        raise StateError(f"it cannot be read: {error.strerror}") from error
 
 
 def write_state(path: Path, records: Sequence[PoolRecord]) -> None:
@@ -131,13 +129,18 @@ class LearnedState:
     """Gives pools what was learned before, and keeps what they learn."""
 
     def __init__(self, path: Path, runtime: Runtime, *, every_s: float = SAVE_EVERY_S) -> None:
-        """Read the file; one that cannot be taken in is moved to `FILE.refused`."""
+        """Read the file; one that cannot be taken in is moved to `FILE.refused`.
+
+        Raises `ConfigurationError` for a folder.
+        """
         self._path = path
         self._every_s = every_s
         self._runtime = runtime
         self._writing = asyncio.Lock()
         self._saved_count = -1
         self._fails = False
+        self._is_unread = False
+        """Whether there is a file that nobody knows the content of: it is not written over."""
         self._unplaced: deque[PoolRecord] = deque(maxlen=MAX_RECORDS_COUNT)
         """Of models that nobody has listed yet."""
         try:
@@ -147,6 +150,11 @@ class LearnedState:
             with suppress(OSError):
                 path.replace(kept)
             log.warning("state_refused", file=str(path), why=error.message, moved_to=str(kept))
+        except IsADirectoryError as error:
+            raise ConfigurationError(f"the file of what was learned is a folder: {path}") from error
+        except OSError as error:
+            self._is_unread = True
+            log.warning("state_not_read", file=str(path), why=error.strerror or str(error))
         else:
             log.info("state_read", file=str(path), models=[each.models for each in self._unplaced])
         runtime.served.on_listed = self.place
@@ -182,10 +190,16 @@ class LearnedState:
             await self.save()
 
     async def save(self) -> None:
-        """Write it now, if a turn ended since it was written; a disk that fails is said once."""
+        """Write it now, if a turn ended since it was written; a disk that fails is said once.
+
+        Who is cancelled leaves the write to its end, and the next waits for that: two at once would tear it.
+        """
+        await asyncio.shield(self._save())
+
+    async def _save(self) -> None:
         async with self._writing:
             turns_count = self._runtime.outcome_counts.total()
-            if turns_count == self._saved_count or self._runtime.has_crashed:
+            if turns_count == self._saved_count or self._runtime.has_crashed or self._is_unread:
                 return
             try:
                 await asyncio.to_thread(write_state, self._path, self.records())

@@ -27,6 +27,7 @@ from time import monotonic
 from typing import get_args
 
 import structlog
+from msgspec.structs import replace
 
 from thunderagent.errors import (
     ControlRefusedError,
@@ -213,7 +214,7 @@ class Runtime:
     async def lease(self, ask: TurnAsk, while_held: AbstractContextManager[object] = UNBOUNDED) -> OpenLease:
         """Wait for leave to run one turn; see `LeaseSource`."""
         if self.replicas.names_models and not self.served.is_plain(ask.model):
-            await self.served.find_pool(ask, while_held)
+            ask = await self._with_pool(ask, while_held)
         if self._closing:
             raise ShuttingDownError("the proxy is shutting down")
         turn_id = ask.turn_id
@@ -221,8 +222,9 @@ class Runtime:
             self._superseded_ids.add(ask.supersedes_id)
         arrived_s = self.now_s()
         decisions = self.dispatch(_arrival(ask, arrived_s))
-        if ask.hint is not None and ask.program_id is not None:
-            self.hint(ask.program_id, ask.hint)
+        if ask.hint is not None and ask.program_id is not None and ask.program_id in self.programs:
+            hinted = _hinting(ask.program_id, ask.hint, "", self.now_s())
+            decisions = [*decisions, *self.dispatch(hinted)]  # that may be what lets this turn in
         for decision in reversed(decisions):
             if type(decision) is Grant and decision.turn_id == turn_id:
                 return self._begin(decision, 0.0)
@@ -252,6 +254,14 @@ class Runtime:
                 timer.cancel()
             del waiter  # or a refusal in it, whose traceback holds this frame, would wait for a collection
         return self._begin(grant, self.now_s() - arrived_s)
+
+    async def _with_pool(self, ask: TurnAsk, while_held: AbstractContextManager[object]) -> TurnAsk:
+        """Find the pool that a turn is for; return the turn with what that leaves of its client's patience."""
+        asked_s = self.now_s()
+        await self.served.find_pool(ask, while_held)
+        if ask.patience_s is None:
+            return ask
+        return replace(ask, patience_s=max(0.0, ask.patience_s - (self.now_s() - asked_s)))
 
     @property
     def programs(self) -> Mapping[str, Program]:
@@ -468,8 +478,7 @@ class Runtime:
         """Say what a client says of a program's next turn; False if there is no such program."""
         known = program_id in self.programs
         if known:
-            said = (hint.next_turn_in_s, hint.confidence_ratio, hint.keep)
-            self.dispatch(ProgramHinted(self.now_s(), program_id, *said, branch_id))
+            self.dispatch(_hinting(program_id, hint, branch_id, self.now_s()))
         return known
 
     def replica_polled(
@@ -784,6 +793,11 @@ def _arrived(ask: TurnAsk, now_s: float) -> TurnArrived:
         ask.parent_branch_id,
         ask.media,
     )
+
+
+def _hinting(program_id: str, hint: TurnHint, branch_id: str, now_s: float) -> ProgramHinted:
+    """Return what the scheduler hears of a client's word."""
+    return ProgramHinted(now_s, program_id, hint.next_turn_in_s, hint.confidence_ratio, hint.keep, branch_id)
 
 
 def _ending(end: TurnEnd, now_s: float) -> TurnFinished | TurnFailed | TurnAbandoned:

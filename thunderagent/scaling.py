@@ -145,7 +145,8 @@ async def gateway(config: ServeConfig) -> AsyncIterator[tuple[str, RemoteRuntime
     )
     key = config.scheduler_key.get_secret_value() if config.scheduler_key is not None else ""
     headers = {KEY_HEADER: key} if key else {}
-    dialling = Dialling(runtime, config.schedulers, headers=headers, ssl_context=backend_ssl_context(config))
+    ssl_context = backend_ssl_context(config)
+    dialling = Dialling(runtime, config.schedulers, headers=headers, ssl_context=ssl_context)
     replicas = Replicas(
         runtime,
         [],
@@ -172,6 +173,7 @@ async def gateway(config: ServeConfig) -> AsyncIterator[tuple[str, RemoteRuntime
             guard_settings=guard_settings(config),
             keyring=keyring,
             access_log=config.access_log,
+            ssl_context=ssl_context,
         )
         loops: list[Callable[[], Coroutine[Any, Any, None]]] = [
             dialling.run,
@@ -238,7 +240,7 @@ async def serve_with_gateways(
     A gateway that ends is started again, within a bound; past that all of it ends. Raises as `serve` does.
     """
     check_gateways(config)
-    build_keyring(config)
+    check_security(config)  # the scheduler is on loopback, where more is allowed
     with _port_of(config) as port:
         own: dict[str, Any] = {"host": "127.0.0.1", "port": 0, "tls_cert": None, "tls_key": None}
         environment = dict(os.environ)

@@ -2,8 +2,8 @@
 
 In the first moments nobody has said yet what it serves: turns wait until every replica was asked once, or answered
 nothing. Later a turn for a model that nobody lists has the replicas asked anew, for an adapter may just have been
-loaded, and waits for their answers, and for replicas that never came up, no longer than turns wait for any replica.
-Then it is refused.
+loaded, as soon as they may be asked again, and waits for their answers, and for replicas that never came up, no longer
+than turns wait for any replica. Then it is refused.
 
 With one pool that is so only where each engine refuses what it does not list: a turn that would be refused once it
 comes to its engine need not wait for room first. Where one takes any name, lists nothing, or never came up, all pass.
@@ -175,17 +175,17 @@ class ServedModels:
 
         Raises `UnknownModelError`, where some never came up once turns would have waited for a replica for too long.
         """
-        ends_s = self._now_s() + min(self._no_replica_limit_s, ask.patience_s or inf)
-        answers_by_s: float | None = None
+        came_s = self._now_s()
+        ends_s = came_s + min(self._no_replica_limit_s, inf if ask.patience_s is None else ask.patience_s)
         while True:
             try:
                 return self._pool_of(ask)
             except UnknownModelError:
                 now_s = self._now_s()
-                if answers_by_s is None:
-                    self._ask_anew(now_s)
-                    answers_by_s = self._asked_s + ANSWER_LIMIT_S
-                until_s = ends_s if self._unlisted_ids else min(ends_s, answers_by_s if self._to_answer else -inf)
+                until_s = self._answers_until_s(came_s, now_s)
+                if self._unlisted_ids and until_s <= now_s:
+                    until_s = ends_s
+                until_s = min(until_s, ends_s)
                 if now_s >= until_s:
                     raise
             with suppress(TimeoutError), while_held:
@@ -194,13 +194,20 @@ class ServedModels:
             if self._closing:
                 raise ShuttingDownError("the proxy is shutting down")
 
-    def _ask_anew(self, now_s: float) -> None:
-        """Have all replicas that are up asked which models they serve, if they were not just now."""
-        if self.ask_anew is None or now_s - self._asked_s < ASK_EVERY_S:
-            return
-        self._asked_s = now_s
-        self._to_answer = {state.replica_id for state in self._replicas.states.values() if state.is_up}
-        self.ask_anew(sorted(self._to_answer))
+    def _answers_until_s(self, came_s: float, now_s: float) -> float:
+        """Return until when there is an answer to wait for that knows what was loaded when a turn came.
+
+        Have all replicas that are up asked, unless they were since then; no sooner than they may be again.
+        """
+        if self.ask_anew is None:
+            return -inf
+        if came_s > self._asked_s and now_s < self._asked_s + ASK_EVERY_S:
+            return self._asked_s + ASK_EVERY_S
+        if came_s > self._asked_s:
+            self._asked_s = now_s
+            self._to_answer = {state.replica_id for state in self._replicas.states.values() if state.is_up}
+            self.ask_anew(sorted(self._to_answer))
+        return self._asked_s + ANSWER_LIMIT_S if self._to_answer else -inf
 
     def _pool_of(self, ask: TurnAsk) -> Pool:
         """Return the pool that a turn is for. Raises `UnknownModelError`."""

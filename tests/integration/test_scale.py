@@ -6,11 +6,15 @@ import asyncio
 import json
 import os
 import signal
-from contextlib import asynccontextmanager
+import ssl
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import trustme
+from aiohttp import web
+from aiohttp.test_utils import TestServer, make_mocked_request
 
 from tests.integration.support import (
     CHAT,
@@ -35,9 +39,12 @@ from tests.integration.support import (
     word,
 )
 from thunderagent.config import ServeConfig
-from thunderagent.errors import ConfigurationError
+from thunderagent.errors import ConfigurationError, SchedulerUnreachableError
 from thunderagent.proxy.gate.keys import mint_key
-from thunderagent.scaling import check_gateways
+from thunderagent.proxy.reading.target import Target
+from thunderagent.proxy.wire.aiohttp_request import keep_target
+from thunderagent.scale.gateway_app import Scheduler
+from thunderagent.scaling import check_gateways, serve_with_gateways
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -279,3 +286,63 @@ def test_what_needs_one_process_is_refused_with_gateways() -> None:
         check_gateways(ServeConfig.load(gateways=2, api_keys=line))
     with pytest.raises(ConfigurationError, match="no URL"):
         ServeConfig.load(schedulers="http://host:port:")
+
+
+async def test_gateways_answer_no_network_with_simulated_engines() -> None:
+    """What `serve` refuses, it refuses with gateways: that its scheduler is on loopback makes no difference."""
+    config = ServeConfig.load(host="0.0.0.0", port=0, allow_open=True, gateways=1)
+    with pytest.raises(ConfigurationError, match="backends: nobody named any"):
+        await serve_with_gateways(config, (), ready=lambda _url, _name: pytest.fail("it serves"))
+
+
+async def forwarded(method: str, target: str, to: Scheduler) -> int:
+    """Forward what a gateway is asked; return the status of the answer."""
+    request = make_mocked_request(method, target)
+    keep_target(request, Target.parse(target, "gateway"))
+    async with asynccontextmanager(to.context)(web.Application()):
+        return (await to.forward(request)).status
+
+
+async def test_what_is_asked_through_a_gateway_is_asked_of_its_scheduler() -> None:
+    """A target in absolute form is a path there like any other; who vouches for replicas does so for the scheduler."""
+    heard: list[str] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        heard.append(request.raw_path)
+        return web.Response()
+
+    app, authority = web.Application(), trustme.CA()
+    app.router.add_get("/{tail:.*}", answer)
+    of_server, of_gateway = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH), ssl.create_default_context()
+    authority.issue_cert("127.0.0.1").configure_cert(of_server)
+    authority.configure_trust(of_gateway)
+    async with AsyncExitStack() as stack:
+        server = TestServer(app, host="127.0.0.1")
+        await server.start_server(ssl=of_server)
+        stack.push_async_callback(server.close)
+        to = Scheduler(lambda: str(server.make_url("/")), of_gateway)
+        assert await forwarded("GET", "/programs/a%2Fb?pool=m", to) == 200
+        assert await forwarded("GET", "http://gateway/queue?x=1", to) == 200
+    assert heard == ["/programs/a%2Fb?pool=m", "/queue?x=1"]
+
+
+async def test_a_scheduler_that_hangs_is_waited_for_no_longer_than_it_may_take() -> None:
+    """A question is given up; a lease, or what it is told to do, takes as long as it takes."""
+    asked, go_on = asyncio.Event(), asyncio.Event()
+
+    async def answer(request: web.Request) -> web.Response:
+        asked.set()
+        await go_on.wait()
+        return web.Response(status=201 if request.method == "POST" else 200)
+
+    app = web.Application()
+    app.router.add_route("*", "/{tail:.*}", answer)
+    async with TestServer(app, host="127.0.0.1") as server, asyncio.TaskGroup() as group:
+        url = str(server.make_url("/"))
+        with pytest.raises(SchedulerUnreachableError, match="did not answer in 0"):
+            await forwarded("GET", "/queue", Scheduler(lambda: url, answer_limit_s=0.05))
+        asked.clear()
+        waiting = group.create_task(forwarded("POST", "/leases", Scheduler(lambda: url, answer_limit_s=0.0)))
+        await asked.wait()
+        go_on.set()
+        assert await waiting == 201

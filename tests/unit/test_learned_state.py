@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import stat
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from threading import Event
 from typing import TYPE_CHECKING
 
 import pytest
 from structlog.testing import capture_logs
 
-from thunderagent.errors import StateError
+from thunderagent.errors import ConfigurationError, StateError
 from thunderagent.learned_state import (
     LearnedState,
     PoolRecord,
@@ -20,7 +23,10 @@ from thunderagent.learned_state import (
     write_state,
 )
 from thunderagent.leases import TurnAsk
+from thunderagent.programs.learned.hint_record import MAX_TENANTS_COUNT
 from thunderagent.programs.learned.knowledge import Knowledge
+from thunderagent.programs.learned.media_sizes import CLASSES_COUNT
+from thunderagent.programs.learned.roles import MAX_ROLES_COUNT
 from thunderagent.programs.policies.breakeven import BreakEven
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.runtime import Runtime
@@ -103,6 +109,58 @@ def test_records_with_other_intervals_are_refused() -> None:
             decode_state(encode_state([changed]))
 
 
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("mean_tool_s",), -1.0),
+        (("all_tools", "refresh_at_count"), 1e9),
+        (("all_tools", "count"), -1.0),
+        (("growth", "whole_tokens"), -1.0),
+        (("growth", "whole_tokens"), 1e300),
+        (("growth", "cycle_s"), -1.0),
+        (("growth", "program_count"), -1),
+        (("growth", "outputs", "total"), 1e6),
+        (("prices", "prefill_token_s"), -0.1),
+        (("prices", "prefill_token_s"), 1e6),
+        (("prices", "decode_token_s"), -0.1),
+        (("prices", "decode_refreshed_count"), -(2**40)),
+        (("prices", "tokens_per_byte_ratio"), -1.0),
+        (("all_roles",), [1.0, -5.0]),
+        (("roles",), [["role", 1e-300, 1e300]]),
+        (("media_factors",), [["image", -1.0]]),
+        (("hints",), [["tenant", 5.0, 1.0]]),
+        (("hints",), [["tenant", 1e9, 1e9]]),
+        (("restores",), [-1.0, 1.0]),
+    ],
+)
+def test_records_with_values_that_cannot_be_are_refused(place: tuple[str, ...], value: object) -> None:
+    """A negative size or time, or one beyond all measure, would steer the scheduler for hours."""
+    (record,) = json.loads(encode_state([learned_tool("bash", "m")]).partition(b"\n")[2])
+    part = record["learned"]
+    for name in place[:-1]:
+        part = part[name]
+    part[place[-1]] = value
+    with pytest.raises(StateError, match="cannot be"):
+        decode_state(encode_state([record]))
+
+
+def test_of_more_names_than_are_remembered_the_last_heard_of_are_taken_in() -> None:
+    """As if they had been heard here."""
+    many = [(f"name-{number}", 1.0, 1.0) for number in range(3000)]
+    learned = replace(
+        learned_tool("bash", "m").learned,
+        roles=tuple(many),
+        hints=tuple(many),
+        media_factors=tuple((name, 1.0) for name, _, _ in many),
+    )
+    knowledge = Knowledge()
+    knowledge.adopt(learned)
+    kept = knowledge.export()
+    assert kept.roles == tuple(many[-MAX_ROLES_COUNT:])
+    assert kept.hints == tuple(many[-MAX_TENANTS_COUNT:])
+    assert kept.media_factors == learned.media_factors[-CLASSES_COUNT:]
+
+
 def test_a_file_is_replaced_at_once_and_its_owners_alone(tmp_path: Path) -> None:
     """What a writer left that was killed does not matter."""
     path = tmp_path / "state"
@@ -114,10 +172,12 @@ def test_a_file_is_replaced_at_once_and_its_owners_alone(tmp_path: Path) -> None
     assert [each.name for each in tmp_path.iterdir()] == ["state"]
 
 
-def test_no_file_is_no_error_and_a_folder_is_one(tmp_path: Path) -> None:
+async def test_no_file_is_no_error_and_a_folder_is_one(tmp_path: Path) -> None:
+    """It stays where it is."""
     assert read_state(tmp_path / "none") == []
-    with pytest.raises(StateError, match="cannot be read"):
-        read_state(tmp_path)
+    with pytest.raises(ConfigurationError, match="is a folder"):
+        LearnedState(tmp_path, runtime_of())
+    assert tmp_path.is_dir()
 
 
 # --- whose it is
@@ -228,6 +288,49 @@ async def test_a_refused_file_is_said_and_moved_out_of_the_way(tmp_path: Path) -
     assert not path.exists()
     up(runtime, "r0", "m")
     assert not knows(runtime, "m", "bash")
+
+
+async def test_a_file_that_cannot_be_read_is_left_as_it_is(tmp_path: Path) -> None:
+    """It may be a good one; nothing is put in its place either. (A link to itself: who runs this may be root.)"""
+    path = tmp_path / "state"
+    path.symlink_to(path)
+    runtime = runtime_of(pools=False)
+    up(runtime, "r0", "m")
+    with capture_logs() as logs:
+        state = LearnedState(path, runtime)
+    assert [line["event"] for line in logs if line["log_level"] == "warning"] == ["state_not_read"]
+    await take_turn(runtime, "m")
+    await state.save()
+    assert path.is_symlink()
+    assert [each.name for each in tmp_path.iterdir()] == ["state"]
+
+
+async def test_a_write_that_began_comes_to_its_end_though_its_writer_is_cancelled(tmp_path: Path) -> None:
+    """As at a shutdown: the last one waits for it, instead of writing beside it."""
+    path = tmp_path / "state"
+    runtime = runtime_of(pools=False)
+    up(runtime, "r0", "m")
+    state = LearnedState(path, runtime)
+    await take_turn(runtime, "m")
+    loop, goes_on = asyncio.get_running_loop(), Event()
+    with ThreadPoolExecutor(1) as threads:
+        loop.set_default_executor(threads)
+        threads.submit(goes_on.wait)
+        try:
+            saving = asyncio.create_task(state.save())
+            for _ in range(10):
+                await asyncio.sleep(0)
+            saving.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await saving
+        finally:
+            goes_on.set()
+        async with asyncio.timeout(10):
+            await asyncio.to_thread(bool)  # one thread: the next after that
+            assert read_state(path)
+            path.unlink()
+            await state.save()
+    assert not path.exists()
 
 
 async def test_a_disk_that_fails_is_said_once(tmp_path: Path) -> None:

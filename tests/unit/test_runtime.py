@@ -16,10 +16,10 @@ from msgspec.structs import replace
 from tests.builders import asked
 from thunderagent.errors import NoReplicaError, ProgramReleasedError, ShuttingDownError
 from thunderagent.event_log import EventLogWriter, read_events
-from thunderagent.leases import OpenLease, TurnEnd
+from thunderagent.leases import OpenLease, TurnEnd, TurnHint
 from thunderagent.programs.invariants import check
-from thunderagent.programs.model.decisions import Grant, Hold, Reason, Release, Restore
-from thunderagent.programs.model.events import TurnArrived, TurnFinished
+from thunderagent.programs.model.decisions import Decision, Grant, Hold, Reason, Release, Restore
+from thunderagent.programs.model.events import Event, TurnArrived, TurnFinished
 from thunderagent.programs.model.fleet_events import ReplicaPolled
 from thunderagent.programs.model.policy import Placement, Policy
 from thunderagent.programs.model.settings import SchedulerSettings
@@ -127,6 +127,43 @@ async def test_a_held_lease_is_granted_by_the_event_that_makes_room() -> None:
         lease = await waiting
         assert lease.granted.held_s == pytest.approx(7.0)
         lease.finished()
+
+
+async def test_a_turn_that_is_let_in_when_its_own_hint_is_said_hears_of_it() -> None:
+    """That is right after it arrived: by then its client may be near giving up."""
+    async with running() as (runtime, clock):
+        first = await runtime.lease(asked(runtime, "a"))
+
+        def passes(_event: Event, _decisions: Sequence[Decision]) -> None:
+            clock.now_s += 5.0
+
+        runtime.observe(passes, TurnArrived)
+        async with asyncio.timeout(5):
+            (await runtime.lease(asked(runtime, "b", patience_s=6.0, hint=TurnHint(4.0)))).finished()
+        first.finished()
+
+
+async def test_a_turn_that_waited_for_its_pool_has_so_much_less_patience() -> None:
+    """Until replicas say which models they serve."""
+    clock = Clock()
+    runtime = Runtime(Scheduler(Cap(n=1)), clock=clock, make_scheduler=lambda: Scheduler(Cap(n=1)))
+    runtime.replica_at("r0", "http://r0")
+    arrived: list[float] = []
+
+    def hears(event: Event, _decisions: Sequence[Decision]) -> None:
+        assert isinstance(event, TurnArrived)
+        arrived.append(event.deadline_s - event.now_s)
+
+    runtime.observe(hears, TurnArrived)
+    leasing = asyncio.ensure_future(runtime.lease(asked(runtime, "a", patience_s=60.0, model="m")))
+    await asyncio.sleep(0)
+    assert not arrived
+    clock.now_s += 4.0
+    runtime.served.listed("r0", ("m",))
+    runtime.replica_up("r0", 1000)
+    runtime.served.replica_heard("r0")
+    (await leasing).finished()
+    assert arrived == [56.0]
 
 
 async def test_a_lease_is_ended_exactly_once_by_the_first_word() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import AsyncIterator, Callable, Iterator
+from ssl import SSLContext
 
 import aiohttp
 from aiohttp import web
@@ -20,7 +22,7 @@ from thunderagent.proxy.fleet.made_answers import MadeAnswers
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.gate.access import CATCH_ALL, ENGINE, ROUTES, Use, use_of
 from thunderagent.proxy.gate.bodies import report_response
-from thunderagent.proxy.gate.guard import Guard, GuardSettings, Handler
+from thunderagent.proxy.gate.guard import SAFE_METHODS, Guard, GuardSettings, Handler
 from thunderagent.proxy.gate.held import HeldTurns
 from thunderagent.proxy.gate.keys import Keyring
 from thunderagent.proxy.gate.login import Logins
@@ -42,7 +44,7 @@ ASKED_HERE = frozenset({"/health", "/ready", "/metrics", messages.PATH})
 """Paths that a gateway answers itself, or not at all."""
 
 ANSWER_LIMIT_S = 60.0
-"""A scheduler has so long for the head of an answer."""
+"""A scheduler has so long for the head of the answer to a GET. What it is told to do may take longer, or a lease."""
 
 
 def build_gateway_app(
@@ -55,8 +57,9 @@ def build_gateway_app(
     guard_settings: GuardSettings,
     keyring: Keyring,
     access_log: bool,
+    ssl_context: SSLContext | None,
 ) -> web.Application:
-    """Put a gateway together; `scheduler_url` tells where the scheduler is that it follows."""
+    """Put a gateway together; `scheduler_url` tells where its scheduler is, `ssl_context` whom it trusts there."""
     registry = CollectorRegistry()
     metrics = TurnMetrics(registry)
     websockets = Websockets(turn_settings.websocket_limit_s)
@@ -78,7 +81,7 @@ def build_gateway_app(
     guard.attach(app)
     app[FRONT] = front_of(flow, guard, held, None, replicas, None, simulated=False, access_log=access_log)
     app[LOOP_LAG] = LoopLag(registry)
-    scheduler = Scheduler(scheduler_url)
+    scheduler = Scheduler(scheduler_url, ssl_context)
     app.cleanup_ctx.append(scheduler.context)
 
     async def close(_: web.Application) -> None:
@@ -100,9 +103,13 @@ def build_gateway_app(
 class Scheduler:
     """Forwards to the scheduler what is not a gateway's to answer."""
 
-    def __init__(self, url: Callable[[], str]) -> None:
-        """Forward to `url()`."""
+    def __init__(
+        self, url: Callable[[], str], ssl_context: SSLContext | None = None, *, answer_limit_s: float = ANSWER_LIMIT_S
+    ) -> None:
+        """Forward to `url()`, trusting whom `ssl_context` says; None is whom the system trusts."""
         self._url = url
+        self._ssl_context = ssl_context
+        self._answer_limit_s = answer_limit_s
         self._http: aiohttp.ClientSession | None = None
 
     async def context(self, _: web.Application) -> AsyncIterator[None]:
@@ -113,18 +120,21 @@ class Scheduler:
     async def forward(self, request: web.Request) -> web.StreamResponse:
         """Relay a request and its answer, with the caller's own key. Raises `SchedulerUnreachableError`."""
         assert self._http is not None, "the application runs"
-        headers, body = forwarded_request_headers(request.headers), await request.read()
+        target, headers, body = target_of(request), forwarded_request_headers(request.headers), await request.read()
+        asks = request.method in SAFE_METHODS and command_of(target.spelt) is None
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=5.0, sock_read=None)
         asking = self._http.request(
             request.method,
-            self._url().rstrip("/") + request.raw_path,
+            self._url().rstrip("/") + target.path + target.query,
             headers=headers,
             data=body or None,
             timeout=timeout,
             allow_redirects=False,
+            ssl=self._ssl_context or True,
         )
         try:
-            async with asking as answer:
+            async with asyncio.timeout(self._answer_limit_s if asks else None) as limit, asking as answer:
+                limit.reschedule(None)
                 kept = forwarded_response_headers(answer.headers, keep_length=True)
                 response = web.StreamResponse(status=answer.status, reason=answer.reason, headers=kept)
                 await response.prepare(request)
@@ -134,6 +144,8 @@ class Scheduler:
                 return response
         except aiohttp.ClientConnectionError as error:
             raise SchedulerUnreachableError(f"the scheduler cannot be asked: {error}") from error
+        except TimeoutError as error:
+            raise SchedulerUnreachableError(f"the scheduler did not answer in {self._answer_limit_s:g} s") from error
 
 
 class GatewayHandlers:

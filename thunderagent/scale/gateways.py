@@ -265,11 +265,14 @@ class Gateways:
         elif turn_id in gateway.turns or running is not None:
             if running is not None:
                 self._runs(gateway, running)
-            own_id = gateway.turns[turn_id].own_id
+            own_id, lease = gateway.turns[turn_id].own_id, gateway.turns[turn_id].lease
             self._drop(gateway, turn_id)
             if end.outcome != "finished":
                 gateway.lost(turn_id, own_id)
-            self._grants.ended(own_id, end)
+            if lease is None:  # it ran by no leave that was heard of
+                self._grants.left(own_id)
+            else:
+                self._grants.ended(own_id, end)
         gateway.counted[turn_id] = 0
         gateway.uncounted_ids.append(turn_id)
         self._on_news(gateway)

@@ -153,18 +153,23 @@ class RemoteRuntime:
 
     async def _wait(self, ask: TurnAsk, while_held: AbstractContextManager[object]) -> Lease:
         """Wait as one that is held: for the scheduler, for another one, or for leave to run without."""
+        self._check_refusal(ask.turn_id)
         row = self.turns.rows[ask.turn_id]
         self._held[ask.turn_id] = ask
         try:
             with while_held:
                 self._fail_open()
                 while row.lease is None:
-                    if (refusal := self._refusals.get(ask.turn_id)) is not None:
-                        raise error_of(refusal)
                     await self._answer(ask.turn_id)
+                    self._check_refusal(ask.turn_id)
                 return row.lease
         finally:
             self._held.pop(ask.turn_id, None)
+
+    def _check_refusal(self, turn_id: int) -> None:
+        """Raise what a refusal says that came together with the word that its turn is held: it took the row."""
+        if (refusal := self._refusals.get(turn_id)) is not None:
+            raise error_of(refusal)
 
     def _give_up(self, turn_id: int, error: BaseException) -> None:
         """Say that nobody waits for a turn any more; its lease may have come in the same moment."""
@@ -194,8 +199,8 @@ class RemoteRuntime:
         self._fail_open()
 
     def _fail_open(self) -> None:
-        if not self._held or not self.fails_open:
-            return
+        if not self._held or self.turns.is_linked or not self.fails_open:
+            return  # a scheduler that has a link was told that they are held
         for turn_id, ask in list(self._held.items()):
             row = self.turns.rows.get(turn_id)
             if row is None or row.lease is not None:
@@ -236,6 +241,7 @@ class RemoteRuntime:
         for waiter in self._waiters.values():
             if not waiter.done():
                 waiter.set_result(None)
+        self._fail_open()
 
     def take(self, frame: Frame) -> None:
         """Take in what came by the link. Raises `BadFrameError`."""

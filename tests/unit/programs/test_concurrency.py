@@ -45,11 +45,13 @@ def test_what_fits_with_its_growth_and_half_as_many_again() -> None:
 
 def test_until_sizes_are_known_half_of_what_seems_to_fit() -> None:
     driver = driver_of(100_000)
-    for number in range(6):
+    for number in range(8):
         driver.finishes(driver.arrives(f"p{number}", 1000), 1000, 10, 0)
     now = concurrency(driver.scheduler)
+    account = driver.scheduler.replicas["r0"].account
+    fitting_count = account.limit_tokens * 8 / (account.demand_tokens + account.growth_tokens)
     assert now.why is Why.SIZES
-    assert now.useful_count <= 2 * 6
+    assert now.useful_count == fitting_count / 2 < 2 * 8
 
 
 def test_who_waits_and_who_is_at_a_tool_without_a_claim_is_there() -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from thunderagent.programs.learned.growth import TOKEN_S_EDGES
-from thunderagent.programs.learned.histogram import LogHistogram
+from thunderagent.programs.learned.histogram import LogHistogram, check_range
 from thunderagent.programs.model.learned import HistogramRecord, PriceRecord
 
 ALPHA_RATIOS = (1.0, 2.0, 3.0)
@@ -66,6 +66,8 @@ class Goodput:
 
     def adopt(self, record: PriceRecord) -> None:
         """Know what another one knew of the speed; what it judged stays its own. Raises ValueError."""
+        check_range("decode", record.decode_token_s, (0.0, TOKEN_S_EDGES[-1]))
+        check_range("turns since", record.decode_refreshed_count, (0, REFRESH_COUNT))
         self._decode_s.adopt(record.decode)
         self._decode_token_s, self._since_refresh = record.decode_token_s, record.decode_refreshed_count
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import inf
 
-from thunderagent.programs.learned.histogram import LogHistogram, geometric_edges
+from thunderagent.programs.learned.histogram import MOST_TOKENS, LogHistogram, check_range, geometric_edges
 from thunderagent.programs.model.learned import GrowthRecord, HistogramRecord, PriceRecord
 
 TOKEN_EDGES = geometric_edges(8.0, 2**0.5, 36)
@@ -105,7 +105,12 @@ class Growth:
         )
 
     def adopt(self, record: GrowthRecord) -> None:
-        """Hold what another one held. Raises ValueError if that has other edges."""
+        """Hold what another one held. Raises ValueError if that has other edges, or cannot be."""
+        check_range("programs", record.program_count, (0, inf))
+        check_range("turns", record.turn_count, (0.0, inf))
+        check_range("whole tokens", record.whole_tokens, (0.0, record.turn_count * MOST_TOKENS))
+        check_range("grown tokens", record.grown_tokens, (0.0, inf))
+        check_range("cycles", record.cycle_s, (0.0, inf))
         self._growths.adopt(record.growths)
         self._outputs.adopt(record.outputs)
         self._program_count, self._turn_count = record.program_count, record.turn_count
@@ -145,7 +150,8 @@ class PrefillSpeed:
         """The same; None until a turn told it."""
 
     def adopt(self, record: PriceRecord) -> None:
-        """Hold what another one held. Raises ValueError if that has other edges."""
+        """Hold what another one held. Raises ValueError if that has other edges, or cannot be."""
+        check_range("prefill", record.prefill_token_s or 0.0, (0.0, TOKEN_S_EDGES[-1]))
         self._prefill_s.adopt(record.prefill)
         self._decode_s.adopt(record.prefill_decode)
         self.learned_token_s = record.prefill_token_s

@@ -7,9 +7,10 @@ particular are no tenant: one stranger's wrong word would be held against all th
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable
 
+from thunderagent.programs.learned.histogram import SLACK, check_range
 from thunderagent.programs.model.program import Program
 
 MAX_TENANTS_COUNT = 1024
@@ -45,8 +46,12 @@ class HintRecord:
         return tuple((tenant, *score) for tenant, score in self._of_tenant.items())
 
     def adopt(self, tenants: Iterable[tuple[str, float, float]]) -> None:
-        """Believe tenants as another one did; what was counted stays its own."""
-        self._of_tenant = OrderedDict((tenant, (right, weight)) for tenant, right, weight in tenants)
+        """Believe tenants as another one did; what was counted stays its own. Raises ValueError for what cannot be."""
+        kept = deque(tenants, maxlen=MAX_TENANTS_COUNT)
+        for _, right, weight in kept:
+            check_range("hints", weight, (0.0, 1 / (1 - FORGETTING_RATIO) + SLACK))
+            check_range("right hints", right, (0.0, weight))
+        self._of_tenant = OrderedDict((tenant, (right, weight)) for tenant, right, weight in kept)
 
     def confidence_ratio(self, program: Program, said_ratio: float) -> float:
         """Return how far a hint on a program is believed whose client is so sure of it. Cost: O(1)."""

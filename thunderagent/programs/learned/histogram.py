@@ -11,6 +11,12 @@ from thunderagent.programs.model.learned import HistogramRecord
 REMEMBERED_COUNT = 2000.0
 """Values that count: beyond, all counts are halved, so that the newest half weighs as much as all before."""
 
+SLACK = 1e-3
+"""By so much sums of counts may differ that were added in another order."""
+
+MOST_TOKENS = 1e9
+"""A mean of more tokens is none."""
+
 
 class _Quantile:
     """Where a quantile lies: its bin, and how many values are below that. It moves a bin or two as values come."""
@@ -57,6 +63,7 @@ class LogHistogram:
     def adopt(self, record: HistogramRecord) -> None:
         """Hold what another one held. Raises ValueError if that has other edges, or cannot be."""
         check_counts(record.counts, len(self._counts))
+        check_range("values", record.total - sum(record.counts), (-SLACK, SLACK))
         self._counts, self.total = list(record.counts), record.total
         self._quantiles.clear()
 
@@ -89,6 +96,13 @@ def check_counts(counts: Sequence[float], bins_count: int) -> None:
     """Raise ValueError if these are not so many counts."""
     if len(counts) != bins_count or not all(0 <= each < inf for each in counts):
         raise ValueError(f"not {bins_count} counts")
+
+
+def check_range(what: str, value: float, bounds: tuple[float, float]) -> None:
+    """Raise ValueError if a value is infinite, or not within these bounds; both are."""
+    least, most = bounds
+    if not (least <= value <= most and value < inf):
+        raise ValueError(f"{what}: {value} is not from {least} to {most}")
 
 
 def geometric_edges(first: float, step_ratio: float, count: int) -> tuple[float, ...]:

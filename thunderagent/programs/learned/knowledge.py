@@ -9,7 +9,7 @@ from thunderagent.programs.learned.capacity import CapacityCorrection
 from thunderagent.programs.learned.goodput import Goodput
 from thunderagent.programs.learned.growth import RESIDENCE_EDGES_S, Growth, PrefillSpeed
 from thunderagent.programs.learned.hint_record import HintRecord
-from thunderagent.programs.learned.histogram import LogHistogram
+from thunderagent.programs.learned.histogram import LogHistogram, check_range
 from thunderagent.programs.learned.judge_record import JudgeRecord
 from thunderagent.programs.learned.media_sizes import MediaSizes
 from thunderagent.programs.learned.restore_pace import RestorePace
@@ -146,12 +146,15 @@ class Knowledge:
 
     def adopt(self, learned: LearnedRecord) -> None:
         """Know what another one knew, in place of what was learned here. Raises ValueError for what cannot be."""
+        ratio = learned.prices.tokens_per_byte_ratio
+        check_range("mean time of tools", learned.mean_tool_s, (0.0, inf))
+        check_range("tokens a byte", ratio, (LEAST_TOKENS_PER_BYTE_RATIO, MOST_TOKENS_PER_BYTE_RATIO))
         self.tool_times.adopt(learned.all_tools, learned.tools)
         self.mean_tool_s = learned.mean_tool_s
         self.growth.adopt(learned.growth)
         self.prefill_speed.adopt(learned.prices)
         self.goodput.adopt(learned.prices)
-        self.tokens_per_byte_ratio = learned.prices.tokens_per_byte_ratio
+        self.tokens_per_byte_ratio = ratio
         self._residences_s.adopt(learned.residences_s)
         self.role_outputs.adopt(learned.all_roles, learned.roles)
         self.media_sizes.adopt(learned.media_factors)

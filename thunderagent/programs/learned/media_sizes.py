@@ -6,9 +6,10 @@ what they are expected to be, and each class remembers by how much its guess was
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable
 
+from thunderagent.programs.learned.histogram import check_range
 from thunderagent.programs.model.events import Media
 
 LEARNING_RATIO = 0.25
@@ -35,8 +36,11 @@ class MediaSizes:
         return tuple(self._factors.items())
 
     def adopt(self, factors: Iterable[tuple[str, float]]) -> None:
-        """Know what another one knew."""
-        self._factors = OrderedDict(factors)
+        """Know what another one knew. Raises ValueError for what cannot be."""
+        kept = deque(factors, maxlen=CLASSES_COUNT)
+        for name, factor in kept:
+            check_range(name, factor, (1 / LARGEST_FACTOR, LARGEST_FACTOR))
+        self._factors = OrderedDict(kept)
 
     def tokens(self, media: Media) -> int:
         """Return how many tokens all of these are expected to be."""

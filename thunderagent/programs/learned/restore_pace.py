@@ -6,6 +6,10 @@ restores and the time are forgotten at the same pace: what is left of them, divi
 
 from __future__ import annotations
 
+from math import inf
+
+from thunderagent.programs.learned.histogram import check_range
+
 HALF_LIFE_S = 120.0
 """Waiting time after which a restore counts half: a few turns of every program."""
 
@@ -38,7 +42,9 @@ class RestorePace:
         return self._restore_count, self._waited_s
 
     def adopt(self, restores: tuple[float, float]) -> None:
-        """Know what another one knew."""
+        """Know what another one knew. Raises ValueError for what cannot be."""
+        for each in restores:
+            check_range("restores", each, (0.0, inf))
         self._restore_count, self._waited_s = restores
 
     def accrue(self, now_s: float, *, waiting: bool) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable
+
+from thunderagent.programs.learned.histogram import MOST_TOKENS, SLACK, check_range
 
 MAX_ROLES_COUNT = 1024
 """Clients may name every turn's role anew: of the roles, the one longest not heard of is forgotten first."""
@@ -38,9 +40,13 @@ class RoleOutputs:
         return self._all, tuple((role, *sums) for role, sums in self._of_role.items())
 
     def adopt(self, all_roles: tuple[float, float], roles: Iterable[tuple[str, float, float]]) -> None:
-        """Know what another one knew."""
+        """Know what another one knew. Raises ValueError for what cannot be."""
+        kept = deque(roles, maxlen=MAX_ROLES_COUNT)
+        for weight, tokens in (all_roles, *((weight, tokens) for _, weight, tokens in kept)):
+            check_range("turns of a role", weight, (0.0, 1 / (1 - FORGETTING_RATIO) + SLACK))
+            check_range("tokens of a role", tokens, (0.0, weight * MOST_TOKENS))
         self._all = all_roles
-        self._of_role = OrderedDict((role, (weight, tokens)) for role, weight, tokens in roles)
+        self._of_role = OrderedDict((role, (weight, tokens)) for role, weight, tokens in kept)
 
     def expected_tokens(self, role: str) -> int:
         """Return what a turn of that role is expected to generate: 0 before any turn was seen."""

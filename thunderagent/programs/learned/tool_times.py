@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from math import inf
 
-from thunderagent.programs.learned.histogram import geometric_edges
+from thunderagent.programs.learned.histogram import check_counts, check_range, geometric_edges
 from thunderagent.programs.model.learned import ToolRecord
 
 EDGES_S = geometric_edges(0.05, 2**0.5, 34)
@@ -88,9 +88,16 @@ class _LifeTable:
         return ToolRecord(name, tuple(self.returned), tuple(self.away), self.count, rates, self.refresh_at_count)
 
     def adopt(self, record: ToolRecord) -> None:
-        """Hold what another one held. Raises ValueError if that has other intervals."""
+        """Hold what another one held. Raises ValueError if that has other intervals, or cannot be."""
         if {len(record.returned), len(record.away)} != {len(_STARTS_S)} or len(record.rates) not in (0, len(_STARTS_S)):
             raise ValueError(f"not {len(_STARTS_S)} intervals")
+        check_counts(record.returned, len(_STARTS_S))
+        for each in record.away:  # who came back later may leave less than none
+            check_range("away", each, (-REMEMBERED_COUNT, inf))
+        for each in record.rates:
+            check_range("rate", each, (0.0, inf))
+        check_range("count", record.count, (0.0, REMEMBERED_COUNT))
+        check_range("refreshed at", record.refresh_at_count, (0.0, record.count + _pause_count(record.count)))
         self.returned, self.away, self.count = list(record.returned), list(record.away), record.count
         self.refresh_at_count = record.refresh_at_count
         self.set_rates(list(record.rates))
@@ -201,9 +208,13 @@ class ToolTimes:
             if table is not self._all:
                 ratios = table.return_ratios(ratios, ALL_TOOLS_WEIGHT)
             table.set_rates(_return_rates(ratios))
-            pause_count = min(1 + table.count / 4, max(REFRESH_AFTER_COUNT, table.count / 8))
-            table.refresh_at_count = table.count + pause_count
+            table.refresh_at_count = table.count + _pause_count(table.count)
         return table
+
+
+def _pause_count(count: float) -> float:
+    """Return after how many more observations rates are computed anew."""
+    return min(1 + count / 4, max(REFRESH_AFTER_COUNT, count / 8))
 
 
 def _return_rates(ratios: list[float]) -> list[float]:

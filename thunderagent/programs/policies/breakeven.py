@@ -34,7 +34,7 @@ long as to compute the history again would take (times `home_wait_ratio`), and t
 where most room is.
 
 Where memory is not short none of this does anything: every turn is granted at once. A program that is larger than every
-replica is let in at once, too, and so does one that would be alone on a replica: what the engine can do with it is the
+replica is let in at once, too, and so is one that would be alone on a replica: what the engine can do with it is the
 engine's to say. A replica whose capacity is not known has room for everyone.
 """
 

@@ -1,0 +1,89 @@
+"""A gateway's leases: what it makes of what its scheduler says, in the order in which that comes."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import nullcontext
+
+import pytest
+
+from thunderagent.errors import NoReplicaError
+from thunderagent.leases import FAIL_OPEN, Lease, OpenLease, ReplicaState, TurnAsk
+from thunderagent.scale.carried import CarriedTurns
+from thunderagent.scale.messages import Frame, Hold, Lead, Message, Refusal, RemoteReplica, Replicas
+from thunderagent.scale.remote import RemoteRuntime, RemoteSettings
+
+PATIENCE_S = 30.0
+
+
+class Link:
+    """A gateway's runtime, and what a scheduler says to it."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.runtime = RemoteRuntime(CarriedTurns("g", 1), RemoteSettings(PATIENCE_S), clock=lambda: self.now_s)
+        self._number = 0
+
+    def begin(self) -> None:
+        self.runtime.linked()
+        self._number = 0
+
+    def say(self, *messages: Message) -> None:
+        self._number += 1
+        self.runtime.take(Frame(self._number, 0, 1, messages))
+
+    def lead(self) -> None:
+        self.begin()
+        self.say(Lead(1), Replicas((RemoteReplica(ReplicaState("a", "http://a", True, True)),), is_whole=True))
+
+    async def asked(self) -> asyncio.Task[OpenLease]:
+        """Have a turn wait for its lease: the first one of this gateway."""
+        waiting = asyncio.create_task(self.runtime.lease(TurnAsk(turn_id=1, program_id="p"), nullcontext()))
+        await asyncio.sleep(0)
+        return waiting
+
+
+@pytest.mark.parametrize("is_held_before", [False, True])
+async def test_a_turn_that_is_held_and_refused_at_once_hears_of_the_refusal(is_held_before: bool) -> None:
+    """Both words come in one frame, before whoever waits for them goes on."""
+    link = Link()
+    link.lead()
+    waiting = await link.asked()
+    if is_held_before:
+        link.say(Hold(1))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    link.say(Hold(1), Refusal(1, "no_replica", "none is up", 7))
+    with pytest.raises(NoReplicaError, match="none is up"):
+        await waiting
+    assert not link.runtime.held_count
+    assert not link.runtime.turns.rows
+
+
+async def test_no_turn_runs_without_leave_while_there_is_a_link() -> None:
+    """A scheduler was told that it is held; until it says that it leads, nobody else lets it run."""
+    link = Link()
+    link.lead()
+    link.runtime.unlinked()
+    waiting = await link.asked()
+    link.begin()
+    link.now_s = PATIENCE_S
+    link.runtime.look()
+    assert not link.runtime.fail_open_count
+    link.say(Lead(1), Lease(1, "p", 1, "a", "http://a", None, "fits", 0.0))
+    assert (await waiting).granted.reason == "fits"
+
+
+async def test_a_turn_runs_without_leave_once_a_link_ends_that_nobody_led() -> None:
+    """It waited as long as it should; a link that comes and goes begins that time anew only if it was led."""
+    link = Link()
+    link.lead()
+    link.runtime.unlinked()
+    waiting = await link.asked()
+    link.begin()
+    link.now_s = PATIENCE_S
+    link.runtime.unlinked()
+    lease = await waiting
+    assert lease.granted.reason == FAIL_OPEN
+    lease.finished()
+    assert not link.runtime.leases_count
