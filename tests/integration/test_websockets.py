@@ -45,6 +45,9 @@ class Engine:
             elif message.data == "die":
                 assert request.transport is not None
                 request.transport.abort()
+            elif message.data == "half":
+                assert request.transport is not None
+                request.transport.write(b"\x82\x7e\x01\x00" + b"x" * 3)  # 3 of 256 bytes
             else:
                 await socket.send_bytes(message.data)
         self.closed_count += 1
@@ -217,6 +220,17 @@ async def test_a_websocket_is_open_for_so_long_and_no_longer() -> None:
             await _went_away(socket, "it was open for 0.3 s, and none may be for longer")
         await proxy.nothing_left()
         await until(lambda: behind.closed_count == 1)
+
+
+async def test_a_websocket_that_is_too_old_in_the_midst_of_a_frame_is_no_failure_of_its_replica() -> None:
+    async with engine() as behind, running_proxy(behind.url, websocket_limit_s=0.3) as proxy:
+        async with talking(proxy.url) as socket:
+            await socket.send_str("half")
+            assert (await socket.receive()).type is aiohttp.WSMsgType.CLOSED
+            assert socket.close_code == aiohttp.WSCloseCode.ABNORMAL_CLOSURE
+        await proxy.nothing_left()
+        metrics = (await get(proxy.url, "/metrics")).body.decode()
+        assert 'thunderagent_turns_total{outcome="failed"} 0.0' in metrics or 'outcome="failed"' not in metrics
 
 
 async def test_so_many_websockets_are_open_and_no_more() -> None:

@@ -20,7 +20,7 @@ from thunderagent.programs.model.decisions import (
     Release,
     Restore,
 )
-from thunderagent.programs.model.events import Tick, TurnAbandoned, TurnArrived
+from thunderagent.programs.model.events import Tick, TurnAbandoned, TurnAdopted, TurnArrived
 from thunderagent.programs.model.fleet_events import ReplicaPolled, ReplicaUp
 from thunderagent.programs.model.places import Phase, Status
 from thunderagent.programs.model.policy import ClaimRules, Moment, Placement, Policy
@@ -813,3 +813,17 @@ def test_failed_turns_of_ever_new_branches_do_not_grow_a_program() -> None:
     for number in range(40):
         driver.fails(driver.arrives("a", 100, branch=f"b{number}"))
     assert len(driver.program("a").branches) < 20
+
+
+def test_a_turn_that_runs_where_its_program_must_not_go_is_nobodys() -> None:
+    """A held turn of the program goes on from what another replica alone has: that is where the program goes."""
+    driver = Driver(Cap(1), replicas={"r0": 1000, "r1": 1000})
+    for replica_id in ("r0", "r1"):
+        driver.arrives(f"first on {replica_id}", 100, wanted=replica_id)
+    held = driver.arrives("a", 100, wanted="r1")
+    assert driver.held(held)
+    arrived = TurnArrived(driver.now_s, 7000, "a", "sub", 40)
+    driver.send(TurnAdopted(driver.now_s, 7000, "r0", arrived))
+    turn = driver.scheduler.turns[7000]
+    assert (turn.account_id, turn.program) == ("r0", None)
+    assert driver.held(held)

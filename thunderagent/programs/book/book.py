@@ -159,17 +159,18 @@ class Book:
             return ()
         self.changes(replica)
         gone = acting.take_until(most_tokens, least_count, now_s, self.prefixes)
-        resting = [each for each in gone if each.destination is None and each.routed_to is None]
-        destined = [] if len(resting) == len(gone) else [each for each in gone if each not in resting]
-        for place, programs in ((self.queue.resting, resting), (self.destined, destined)):
-            place.enter_all(programs, now_s)
-            for program in programs:
-                program.place = place
+        resting: list[Program] = []
+        destined: list[Program] = []
         for program in gone:
+            is_resting = program.destination is None and program.routed_to is None
+            program.place = self.queue.resting if is_resting else self.destined
+            (resting if is_resting else destined).append(program)
             program.note(now_s, "pause", why, replica.replica_id)
             del replica.programs[program.program_id]
             if self._shares is not None:
                 self._shares.claims(program.tenant, -program.claim_tokens)
+        self.queue.resting.enter_all(resting, now_s)
+        self.destined.enter_all(destined, now_s)
         self.active_count -= len(gone)
         replica.let_in.difference_update(gone)
         self.decisions += [Pause(program.program_id, replica.replica_id, why) for program in gone]

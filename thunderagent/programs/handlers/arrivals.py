@@ -269,13 +269,16 @@ class Arrivals:
     # --- turns that run already -------------------------------------------------------------------------------------
 
     def _turn_adopted(self, event: TurnAdopted) -> None:
-        """Count a turn where it runs; as nobody's, if its program is elsewhere by now, or may not be opened."""
+        """Count a turn where it runs; as nobody's, if its program is or has to be elsewhere, or may not be opened."""
         book, lives, arrived = self._core.book, self._lives, event.arrived
         replica, program_id = book.replicas.get(event.replica_id), arrived.program_id
         if event.turn_id in book.turns or replica is None or not replica.grants:
             return
         program = book.programs.get(program_id) if program_id is not None else None
-        is_elsewhere = program is not None and program.place.active and program.replica_id != event.replica_id
+        is_elsewhere = False
+        if program is not None:
+            home = book.replicas[program.replica_id or ""] if program.place.active else None
+            is_elsewhere = (home or self._core.placing.wanted_by(program) or replica) is not replica
         may_open = program is not None or (program_id not in lives.hopeless_ids and lives.has_place(arrived.tenant))
         if program_id is None or is_elsewhere or not may_open:
             self._place_anonymous(self._anonymous(arrived), [replica])
@@ -289,6 +292,7 @@ class Arrivals:
             self._grant_beside(program, turn)
             return
         self._core.limits.turn_came(program)
+        turn.wanted_replica_id = None  # it has what it wanted
         if place.active:
             program.in_flight[turn.turn_id] = turn
             self._grant_at_home(program, turn, replica, Reason.HOME, resized=True)

@@ -93,6 +93,11 @@ class _Conversation:
         self.was_ended = False
         """Whether it ended for that."""
 
+    @property
+    def is_in_frame(self) -> bool:
+        """Whether a frame of the engine's has begun and not ended."""
+        return not self._frames.is_between
+
     def take(self, piece: bytes) -> Wait:
         """Take what the engine says."""
         gap_at = self._frames.feed(piece)
@@ -112,12 +117,15 @@ class _Conversation:
             self._end()
         else:
             self.over()
-            self._timer = asyncio.get_running_loop().call_later(FRAME_LIMIT_S, self._upstream.close)
+            self._timer = asyncio.get_running_loop().call_later(FRAME_LIMIT_S, self._break_off)
 
     def _end(self) -> None:
-        self.was_ended = True
         if not self._frames.is_closed:
             self._exchange.write(close_frame(GOING_AWAY, self.why))
+        self._break_off()
+
+    def _break_off(self) -> None:
+        self.was_ended = True
         self._upstream.close()
 
     def due_in(self, limit_s: float) -> None:
@@ -158,7 +166,10 @@ class Websockets:
             if not conversation.was_ended:
                 exchange.cut()
                 raise
-            await done(exchange.end())
+            if conversation.is_in_frame:  # nobody can be told in the midst of one
+                exchange.cut()
+            else:
+                await done(exchange.end())
         else:
             exchange.cut()
         finally:

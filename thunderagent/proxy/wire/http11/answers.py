@@ -19,7 +19,6 @@ from multidict import CIMultiDictProxy
 
 from thunderagent.proxy.wire.exchange import Channel, Sink, Wait
 from thunderagent.proxy.wire.failures import Failure
-from thunderagent.proxy.wire.http11.eager import Waiter
 from thunderagent.proxy.wire.http11.heads import AnswerHead
 
 READ_AHEAD_BYTES = 2**20
@@ -80,7 +79,7 @@ class Answer:
         self._sink: Sink | None = None
         self._wait: Wait = None
         self._raised: Exception | None = None
-        self._waiter: Waiter[None] | None = None
+        self._waiter: asyncio.Future[None] | None = None
         self._failure: Failure | None = None
         self._body: bytes | None = None
 
@@ -212,11 +211,7 @@ class Answer:
         self._connection = None
         self.is_whole = failure is None
         self._failure = failure
-        waiter = self._waiter
-        if failure is None:
-            self._tell()
-        elif waiter is not None:
-            waiter.set_soon(None)
+        self._tell()
 
     def _taken(self) -> bytes:
         pieces = self._pieces
@@ -231,7 +226,7 @@ class Answer:
         if self._failure is not None:
             kind, why = self._failure
             raise kind(why)
-        self._waiter = Waiter(asyncio.get_running_loop())
+        self._waiter = asyncio.get_running_loop().create_future()
         try:
             await self._waiter
         finally:
@@ -239,5 +234,5 @@ class Answer:
 
     def _tell(self) -> None:
         waiter = self._waiter
-        if waiter is not None:
-            waiter.set(None)
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)

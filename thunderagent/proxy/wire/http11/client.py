@@ -25,7 +25,6 @@ from thunderagent.proxy.wire.failures import (
 )
 from thunderagent.proxy.wire.http11.answers import Answer
 from thunderagent.proxy.wire.http11.chunks import Chunks
-from thunderagent.proxy.wire.http11.eager import Waiter
 from thunderagent.proxy.wire.http11.heads import (
     CHANGES_PROTOCOL,
     CHUNKED,
@@ -71,7 +70,7 @@ class Connection:
         self._transport: asyncio.Transport | None = None
         self._method = ""
         """Of the request that it carries; empty while it carries none."""
-        self._waiter: Waiter[Answer] | None = None
+        self._waiter: asyncio.Future[Answer | None] | None = None
         self._answer: Answer | None = None
         self._failure: Failure | None = None
         self._buffer = b""
@@ -122,14 +121,15 @@ class Connection:
             self._unsent = memoryview(body)[PIECE_BYTES:]
             self._transport.writelines([head, memoryview(body)[:PIECE_BYTES]])
             self._send_more()
-        waiter = self._waiter = Waiter(self._loop)
+        waiter = self._waiter = self._loop.create_future()
+        answer: Answer | None
         try:
             answer = await waiter
         except BaseException:
-            if waiter.found is not None:
-                waiter.found.close()  # which leaves the connection alone if it carries another request by now
-            elif self._waiter is waiter:
+            if waiter.cancelled():
                 self.give_up()
+            elif (answer := waiter.result()) is not None:
+                answer.close()  # which leaves the connection alone if it carries another request by now
             raise
         if answer is None:
             kind, why = self._failure or (ClosedError, "it was closed")
@@ -284,8 +284,8 @@ class Connection:
         if buffer or not head.length:
             self._take_body(answer, buffer)
         self._waiter = None
-        if waiter is not None:
-            waiter.set(answer)
+        if waiter is not None and not waiter.done():
+            waiter.set_result(answer)
 
     def _take_body(self, answer: Answer, data: bytes) -> None:
         if self._chunks is not None:
@@ -324,8 +324,8 @@ class Connection:
         self._ended(self)
         if answer is not None:
             answer.end(failure)
-        if waiter is not None and failure is not None:
-            waiter.set_soon(None)
+        if waiter is not None and not waiter.done() and failure is not None:
+            waiter.set_result(None)
 
     def _fail(self, failure: Failure) -> None:
         if self._method:

@@ -25,7 +25,6 @@ import structlog
 
 from thunderagent.proxy.wire.failures import LeftError, NotHttpError
 from thunderagent.proxy.wire.http11.asked import Asked, refusal
-from thunderagent.proxy.wire.http11.eager import EagerTask
 from thunderagent.proxy.wire.http11.heads import end_of_head, read_request
 from thunderagent.proxy.wire.http11.lent import Lent
 from thunderagent.proxy.wire.http11.limits import notice_lost_peers
@@ -51,8 +50,7 @@ class Connection:
         self._looked_at = 0
         """Of the buffer, so much holds no end of a head."""
         self._asked: Asked | None = None
-        self._task: EagerTask | None = None
-        self._earlier: EagerTask | None = None  # what answered before, and may have something to do still
+        self._task: asyncio.Task[None] | None = None
         self._lent: Lent | None = None
         self.closes = False
         """Whether it ends with the answer that is due."""
@@ -200,7 +198,7 @@ class Connection:
 
     def answered(self) -> None:
         """Go on with the next request, or end."""
-        asked, self._asked, self._earlier, self._task = self._asked, None, self._task, None
+        asked, self._asked, self._task = self._asked, None, None
         if self.transport is None or self._waiting is None:
             return
         self._is_ahead = False
@@ -261,11 +259,7 @@ class Connection:
             data, self._buffer = self._buffer, b""
         if data and not self._feed(asked, data):
             return
-        self._task = task = EagerTask(self._loop, self._answer(asked, handler))
-        if self._earlier is None or self._earlier.done():
-            task.go_on()
-        else:
-            self._loop.call_soon(task.go_on)  # after the one before, which asked for that first
+        self._task = self._loop.create_task(self._answer(asked, handler))
 
     async def _answer(self, asked: Asked, handler: Handler) -> None:
         try:
