@@ -55,6 +55,7 @@ class Ledger:
         self.in_flight: set[int] = set()
         self.usage: Counter[str] = Counter()
         self.counted: Counter[str] = Counter()
+        self.tripped_ids: set[str] = set()
 
     def new_turn_id(self) -> int:
         return next(self.ids)
@@ -102,8 +103,11 @@ class Ledger:
     def card(self, card: Card) -> None:
         pass
 
-    def seen(self, gateway_id: str, digest: Digest) -> None:
+    def seen(self, digest: Digest) -> None:
         pass
+
+    def tripped(self, replica_id: str, *, tripped: bool) -> None:
+        (self.tripped_ids.add if tripped else self.tripped_ids.discard)(replica_id)
 
 
 @dataclass
@@ -240,7 +244,7 @@ class Client:
         self.world.time.after(self.world.random.choice([0.01, 0.5, 8.0]), self.connect)
 
     def flush(self) -> None:
-        if self.link is not None and self.turns.has_news:
+        while self.link is not None and self.turns.has_news:
             self.send(self.link, "up", encode(self.turns.frame()))
 
     def send(self, link: Link, way: str, data: bytes) -> None:

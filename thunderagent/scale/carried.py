@@ -12,15 +12,16 @@ nothing is kept back for being sent again while there is no link: the rows are t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from itertools import islice
+from collections.abc import Collection, Iterable, Iterator
 from typing import TypeVar
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from thunderagent.errors import BadFrameError
 from thunderagent.leases import Lease, TurnAsk, TurnEnd
 from thunderagent.scale.messages import (
+    CHUNK_BYTES,
     CHUNK_COUNT,
     Card,
     Digest,
@@ -38,15 +39,19 @@ from thunderagent.scale.messages import (
     Running,
     Told,
     Turns,
+    bytes_of,
 )
 
-T = TypeVar("T")
+T = TypeVar("T", bound=Struct)
 
 CARDS_COUNT = 100_000
 """So many programs are remembered that have no turn here, the last that had one."""
 
 UNHEARD_COUNT = 100_000
-"""So many turns that ended are kept for a scheduler to hear of, while there is none."""
+"""So many turns that ended are kept for a scheduler to hear of, while there is none, and so many ends of programs."""
+
+FRAME_COUNT = 1000
+"""So many messages go out in a frame at most."""
 
 
 class Row:
@@ -139,6 +144,8 @@ class CarriedTurns:
         """Take in a client's word that its program ended."""
         self.cards.pop(program_id, None)
         self._released[program_id] = word = Released(program_id, generation, outcome)
+        if len(self._released) > UNHEARD_COUNT:
+            del self._released[next(iter(self._released))]
         self._say(word)
 
     def seen(self, digest: Digest) -> None:
@@ -169,13 +176,13 @@ class CarriedTurns:
 
     # --- links
 
-    def linked(self, now_s: float) -> None:
-        """Begin a link: say who this is, and tell all that it has."""
+    def linked(self, now_s: float, tripped_ids: Collection[str] = ()) -> None:
+        """Begin a link: say who this is, and tell all that it has; `tripped_ids` are the replicas that fail it."""
         self.is_linked, self.is_led = True, False
         self.link_number += 1
         self._number = self._heard = 0
         hello = Hello(self.gateway_id, self.boot_id, self.link_number, self.epoch, self._leader_id)
-        self._outbox = [hello, *self._all_turns(now_s), *self._released.values(), Told()]
+        self._outbox = [hello, *self._all_turns(now_s), *self._released.values(), Told(tuple(tripped_ids))]
 
     def unlinked(self) -> None:
         """End a link; what was not sent is told at the beginning of the next."""
@@ -202,8 +209,12 @@ class CarriedTurns:
         return bool(self._outbox)
 
     def frame(self) -> Frame:
-        """Return what is to be sent now."""
-        messages, self._outbox = self._outbox, []
+        """Return what is to be sent now; there is more as long as there `has_news`.
+
+        Turns that are told again end a frame, so that no frame is too large, however much there is to tell.
+        """
+        count = next((n for n, each in enumerate(self._outbox, 1) if n == FRAME_COUNT or type(each) is Turns), None)
+        messages, self._outbox = self._outbox[:count], [] if count is None else self._outbox[count:]
         self._number += 1
         return Frame(self._number, self._heard, self.epoch, messages)
 
@@ -250,7 +261,8 @@ class CarriedTurns:
 
 def _running(row: Row) -> Running:
     assert row.lease is not None, "it has a lease"
-    return Running(row.ask, row.lease, row.started, row.output_tokens, row.end, row.unverified)
+    ask = row.ask if row.end is None else replace(row.ask, prefix=(), media=())
+    return Running(ask, row.lease, row.started, row.output_tokens, row.end, row.unverified)
 
 
 def _aged(row: Row, now_s: float) -> TurnAsk:
@@ -261,6 +273,14 @@ def _aged(row: Row, now_s: float) -> TurnAsk:
 
 
 def _chunks(each: Iterable[T]) -> Iterator[tuple[T, ...]]:
-    iterator = iter(each)
-    while chunk := tuple(islice(iterator, CHUNK_COUNT)):
-        yield chunk
+    chunk: list[T] = []
+    chunk_bytes = 0
+    for one in each:
+        one_bytes = bytes_of(one)
+        if chunk and (len(chunk) == CHUNK_COUNT or chunk_bytes + one_bytes > CHUNK_BYTES):
+            yield tuple(chunk)
+            chunk, chunk_bytes = [], 0
+        chunk.append(one)
+        chunk_bytes += one_bytes
+    if chunk:
+        yield tuple(chunk)

@@ -86,12 +86,17 @@ class Dialling:
 
     async def _send(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         turns, news = self._runtime.turns, self._runtime.news
-        with suppress(ConnectionError):
+        try:
             while not socket.closed:
                 await news.wait()
                 news.clear()
-                if turns.has_news:
+                while turns.has_news:
                     await socket.send_bytes(messages.encode(turns.frame()))
+        except ConnectionError:
+            pass
+        except Exception:
+            log.exception("link_sender_failed", url=self.url)
+        await socket.close()  # a link by which nothing can be said is none
 
     async def _look(self) -> None:
         while True:

@@ -47,6 +47,8 @@ class RemoteFleet:
             self._models[each.state.replica_id] = each.models
         for replica_id in removed_ids:
             self._models.pop(replica_id, None)
+        self.tripped_ids.difference_update(removed_ids)
+        self.tripped_ids.difference_update(each.state.replica_id for each in message.changed if not each.state.is_up)
         self.replicas.push((each.state for each in message.changed), removed_ids)
         for event in [*events, *(ReplicaRemoved(self._now_s(), each) for each in removed_ids)]:
             if event is not None:

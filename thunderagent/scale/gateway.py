@@ -38,8 +38,11 @@ class Grants(Protocol):
     def card(self, card: Card) -> None:
         """Take in where a program was last."""
 
-    def seen(self, gateway_id: str, digest: Digest) -> None:
-        """Take in what a gateway saw of a replica."""
+    def seen(self, digest: Digest) -> None:
+        """Take in that a replica refused a gateway's connection, or failed its turn."""
+
+    def tripped(self, replica_id: str, *, tripped: bool) -> None:
+        """Take in that a replica fails turn after turn, or may be tried; it may be said again."""
 
 
 class GatewayTurn:
@@ -77,6 +80,8 @@ class Gateway:
         self.number = 0
         self.heard = 0
         self.told_ids: set[int] = set()
+        self.tripped_ids: set[str] = set()
+        """Replicas that fail it turn after turn."""
         self._lost_ids: dict[int, int] = {}
 
     def own_id(self, turn_id: int) -> int | None:

@@ -23,7 +23,7 @@ one more than the highest that any of them has seen of another leader.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from msgspec.structs import replace
 
@@ -113,10 +113,12 @@ class Gateways:
         """End a link; the gateway's turns stay until it is lost. One that has a later link is not concerned."""
         if gateway.link_number == link_number:
             gateway.is_linked, gateway.lost_since_s = False, now_s
+            self._trip({replica_id for each in self.all.values() for replica_id in each.tripped_ids})
 
     def lose_silent(self, now_s: float, limit_s: float) -> list[Gateway]:
         """Take the turns of gateways for over that have had no link for `limit_s`; return which."""
-        lost = [each for each in self.all.values() if each.lost_since_s is not None and each.turns]
+        lost = [each for each in self.all.values() if each.lost_since_s is not None]
+        lost = [each for each in lost if each.turns or each.tripped_ids]
         lost = [each for each in lost if now_s - (each.lost_since_s or 0.0) >= limit_s]
         for gateway in lost:
             self.lose(gateway)
@@ -129,6 +131,33 @@ class Gateways:
         """Take all turns of a gateway for over; should it come again, it tells them."""
         for turn_id in list(gateway.turns):
             self._over(gateway, turn_id)
+        self._has_tripped(gateway, ())
+
+    def begins_anew(self, replica_ids: Iterable[str]) -> None:
+        """Forget who took replicas for tripped: they went down or came up, and did not fail since."""
+        for gateway in self.all.values():
+            gateway.tripped_ids.difference_update(replica_ids)
+
+    def _has_tripped(self, gateway: Gateway, replica_ids: Iterable[str]) -> None:
+        """Have these be the replicas that a gateway takes for tripped."""
+        before, gateway.tripped_ids = gateway.tripped_ids, set(replica_ids)
+        self._trip(before | gateway.tripped_ids)
+
+    def _saw(self, gateway: Gateway, digest: Digest) -> None:
+        if digest.seen == "tripped":
+            self._has_tripped(gateway, gateway.tripped_ids | {digest.replica_id})
+        elif digest.seen == "tried":
+            self._has_tripped(gateway, gateway.tripped_ids - {digest.replica_id})
+        else:
+            self._grants.seen(digest)
+
+    def _trip(self, replica_ids: Iterable[str]) -> None:
+        """Say of replicas that two gateways take them for tripped, or the only one; or that none does any more."""
+        enough_count = min(2, max(1, sum(each.is_linked for each in self.all.values())))
+        for replica_id in sorted(replica_ids):
+            count = sum(replica_id in each.tripped_ids for each in self.all.values())
+            if not count or count >= enough_count:
+                self._grants.tripped(replica_id, tripped=bool(count))
 
     def _over(self, gateway: Gateway, turn_id: int) -> None:
         """End a turn of which its gateway will say nothing more; what others get for it may have ended it by now."""
@@ -200,11 +229,12 @@ class Gateways:
                 self._grants.released(self._of_ours(message))
                 self.say(gateway, Gone(message.program_id))
             case Digest():
-                self._grants.seen(gateway.gateway_id, message)
+                self._saw(gateway, message)
             case Turns():
                 self._told(gateway, message)
             case Told():
                 self._all_told(gateway)
+                self._has_tripped(gateway, message.tripped_ids)
             case Hello():
                 pass  # the first message of the link, which is heard before
             case _:
@@ -273,6 +303,7 @@ class Gateways:
             gateway.told_ids.add(ask.turn_id)
             self._asked(gateway, ask)
         for card in turns.cards:
+            self._served.setdefault(card.program_id, set()).add(gateway.gateway_id)
             self._grants.card(card)
 
     def _all_told(self, gateway: Gateway) -> None:

@@ -7,8 +7,8 @@ that waits in `Runtime.lease`, as a handler of HTTP would. What they are to be t
 frame at a time: what comes together while a frame goes out is in the next.
 
 A scheduler that starts anew knows nothing. So it lets no gateway in before its replicas were polled once, and grants
-nothing for `RESYNC_S` after the first gateway came that has seen another scheduler: until then all of them have told
-what runs, and that is counted first.
+nothing for `RESYNC_S` after the first gateway came, and until those that came have told what runs: that is counted
+first. A gateway that never ran anything may well be the first of several.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Sequence
-from contextlib import suppress
 from types import TracebackType
 
 import structlog
@@ -46,6 +45,9 @@ POLLED_LIMIT_S = 3.0
 """A gateway is let in by then, whether all replicas were polled once or not."""
 
 RESYNC_S = 1.0
+TOLD_LIMIT_S = 10.0
+"""Nor is it waited longer than so long for gateways that have come and not told all yet."""
+
 LOOK_S = 0.25
 """So often it is looked for gateways that are lost, and for turns that can be counted by now."""
 
@@ -65,10 +67,10 @@ class Links:
         self._uncounted: dict[int, Running] = {}
         """Turns that run where nothing can be counted now."""
         self._open = asyncio.Event()
+        self._first_link_s: float | None = None
         self._told: dict[str, RemoteReplica] = {}
         self._flags = (False, False)
         self._closing = False
-        self._tripped_by: dict[str, set[str]] = {}
         self.dropped_count = 0
         """Messages of kinds that nobody here knows."""
         runtime.replicas.on_push = self._pushed
@@ -90,11 +92,19 @@ class Links:
         """Look for gateways that are lost until cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
-            for gateway in self.gateways.lose_silent(self._runtime.now_s(), self._gateway_lost_s):
-                log.warning("gateway_lost", gateway_id=gateway.gateway_id)
-            for turn_id, running in list(self._uncounted.items()):
-                if self._runtime.adopt(replace(running.ask, turn_id=turn_id), running.lease.replica_id):
-                    del self._uncounted[turn_id]
+            self.look()
+
+    def look(self) -> None:
+        """Look for gateways that are lost, for turns that can be counted by now, and whether to grant."""
+        now_s = self._runtime.now_s()
+        for gateway in self.gateways.lose_silent(now_s, self._gateway_lost_s):
+            log.warning("gateway_lost", gateway_id=gateway.gateway_id)
+        for turn_id, running in list(self._uncounted.items()):
+            self.adopted(turn_id, running)
+        if not self._open.is_set() and self._first_link_s is not None and now_s - self._first_link_s >= RESYNC_S:
+            all_told = all(link.gateway.is_told for link in self._links.values())
+            if all_told or now_s - self._first_link_s >= TOLD_LIMIT_S:
+                self._open.set()
 
     async def close(self) -> None:
         """End all links, and take no more; gateways keep what they have for the next scheduler."""
@@ -135,8 +145,8 @@ class Links:
         if before is not None:
             before.sender.cancel()
         log.info("gateway_linked", gateway_id=gateway.gateway_id, epoch=self.gateways.epoch, version=hello.version)
-        if not self._open.is_set():
-            self._open_soon(hello)
+        if self._first_link_s is None:
+            self._first_link_s = self._runtime.now_s()
         link.sender = asyncio.create_task(self._send(link))
         self._say_replicas(gateway)
         try:
@@ -147,6 +157,8 @@ class Links:
                 frame, dropped_count = messages.decode(message.data)
                 self.dropped_count += dropped_count
                 self.gateways.take(gateway, frame)
+                if not gateway.is_told:
+                    await asyncio.sleep(0)  # a frame that has come already is received without giving way to others
         except BadFrameError as error:
             log.warning("link_given_up", gateway_id=gateway.gateway_id, why=error.message)
         finally:
@@ -166,13 +178,6 @@ class Links:
                 return
             await asyncio.sleep(0.02)  # a replica that is down from the first is told by no event
 
-    def _open_soon(self, hello: Hello) -> None:
-        """Grant from now on, or once all other gateways had time to come, if there were any."""
-        if not hello.highest_epoch:
-            self._open.set()
-        else:
-            asyncio.get_running_loop().call_later(RESYNC_S, self._open.set)
-
     def _has_news(self, gateway: Gateway) -> None:
         link = self._links.get(gateway.gateway_id)
         if link is not None:
@@ -180,12 +185,17 @@ class Links:
 
     async def _send(self, link: _Link) -> None:
         """Send what there is to say by a link, until it ends."""
-        with suppress(ConnectionError):
+        try:
             while not link.socket.closed:
                 await link.news.wait()
                 link.news.clear()
                 if link.gateway.has_news and link.number == link.gateway.link_number:
                     await link.socket.send_bytes(messages.encode(self.gateways.frame(link.gateway)))
+        except ConnectionError:
+            pass
+        except Exception:
+            log.exception("link_sender_failed", gateway_id=link.gateway.gateway_id)
+        await link.socket.close()  # a link by which nothing can be said is none
 
     # --- what gateways say; see `Grants`
 
@@ -214,9 +224,13 @@ class Links:
 
     def adopted(self, turn_id: int, running: Running) -> None:
         """Count a turn that runs already, now or as soon as that can be."""
-        if not self._runtime.adopt(replace(running.ask, turn_id=turn_id), running.lease.replica_id):
+        ask, replica_id = replace(running.ask, turn_id=turn_id), running.lease.replica_id
+        state = self._runtime.replicas.get(replica_id)
+        grants = state is not None and state.is_open and not state.suspended_for
+        if not grants or not self._runtime.adopt(ask, replica_id):
             self._uncounted[turn_id] = running
             return
+        self._uncounted.pop(turn_id, None)
         if running.unverified:
             self._runtime.unverified(turn_id)
         if running.started:
@@ -225,8 +239,15 @@ class Links:
             self._runtime.progressed(turn_id, running.output_tokens)
 
     def progressed(self, turn_id: int, progress: Progress) -> None:
-        """Tell the runtime."""
-        if progress.unverified:
+        """Tell the runtime, now or when the turn is counted."""
+        if (running := self._uncounted.get(turn_id)) is not None:
+            unverified = running.unverified or progress.unverified
+            output_tokens = max(running.output_tokens, progress.output_tokens)
+            started = running.started or not progress.unverified
+            self._uncounted[turn_id] = replace(
+                running, unverified=unverified, started=started, output_tokens=output_tokens
+            )
+        elif progress.unverified:
             self._runtime.unverified(turn_id)
         elif progress.output_tokens:
             self._runtime.progressed(turn_id, progress.output_tokens)
@@ -261,21 +282,17 @@ class Links:
             resident = ((card.program_id, card.tokens),)
             runtime.dispatch(ResidencyReported(runtime.now_s(), card.replica_id, resident))
 
-    def seen(self, gateway_id: str, digest: Digest) -> None:
-        """Have a replica looked at; it is tripped once two gateways say so, or the only one."""
-        replica_id, by = digest.replica_id, self._tripped_by.setdefault(digest.replica_id, set())
+    def seen(self, digest: Digest) -> None:
+        """Have a replica looked at."""
         if digest.seen == "refused":
-            self._watcher.refused(replica_id)
+            self._watcher.refused(digest.replica_id)
         elif digest.seen == "failed":
-            self._watcher.suspect(replica_id)
-        elif digest.seen == "tripped":
-            by.add(gateway_id)
-            if len(by) == min(2, max(1, len(self._links))):
-                self._runtime.replica_tripped(replica_id, tripped=True)
-        elif digest.seen == "tried":
-            by.discard(gateway_id)
-            if not by:
-                self._runtime.replica_tripped(replica_id, tripped=False)
+            self._watcher.suspect(digest.replica_id)
+
+    def tripped(self, replica_id: str, *, tripped: bool) -> None:
+        """Tell the runtime."""
+        if not self._closing:
+            self._runtime.replica_tripped(replica_id, tripped=tripped)
 
     # --- what gateways are told beside that
 
@@ -286,6 +303,8 @@ class Links:
 
     def _pushed(self, states: Sequence[ReplicaState], removed_ids: Sequence[str]) -> None:
         """Tell all gateways what changed of the replicas."""
+        stayed_ids = {each.replica_id for each in states if each.is_up and self._was_up(each.replica_id)}
+        self.gateways.begins_anew([*({each.replica_id for each in states} - stayed_ids), *removed_ids])
         remote = [self._remote(state) for state in states]
         changed = tuple(each for each in remote if self._told.get(each.state.replica_id) != each)
         self._told.update((each.state.replica_id, each) for each in changed)
@@ -294,6 +313,10 @@ class Links:
         if changed or gone or flags != self._flags:
             self._flags = flags
             self.gateways.say_to_all(messages.Replicas(changed, gone, *flags))
+
+    def _was_up(self, replica_id: str) -> bool:
+        told = self._told.get(replica_id)
+        return told is not None and told.state.is_up
 
     def _say_replicas(self, gateway: Gateway) -> None:
         runtime = self._runtime

@@ -15,10 +15,10 @@ where both sides are one process (`leases.py`). Times are lengths, because two p
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Annotated, Any, get_args
 
 import msgspec
-from msgspec import Raw, Struct
+from msgspec import Meta, Raw, Struct
 
 from thunderagent.errors import BadFrameError
 from thunderagent.leases import Lease, ReplicaState, TurnAsk, TurnEnd
@@ -28,8 +28,14 @@ PATH = "/internal/lease"
 PROTOCOL = "thunderagent.lease.v1"
 """The websocket's subprotocol."""
 
-CHUNK_COUNT = 1000
-"""So many turns are told again in one message at most."""
+CHUNK_COUNT = 200
+CHUNK_BYTES = 4 * 2**20
+"""So many turns or programs are told again in one message at most, and so large is it, unless one alone is larger."""
+
+MAX_EPOCH = 2**31
+"""No epoch or number of a link is higher, so that a generation with the epoch above it fits into 64 bits."""
+
+Bounded = Annotated[int, Meta(ge=0, le=MAX_EPOCH)]
 
 
 # --- from a gateway
@@ -41,9 +47,9 @@ class Hello(Struct, frozen=True, array_like=True, tag="hello"):
     gateway_id: str
     boot_id: int
     """Of this run of the gateway: its turns are numbered anew with each."""
-    link_number: int
+    link_number: Bounded
     """Which link of this run it is: with a later one, all earlier ones are over."""
-    highest_epoch: int = 0
+    highest_epoch: Annotated[int, Meta(ge=0, lt=MAX_EPOCH)] = 0
     leader_id: int = 0
     """Who led it in that epoch, as `Lead` said."""
     version: int = VERSION
@@ -83,6 +89,9 @@ class Turns(Struct, frozen=True, array_like=True, tag="turns"):
 
 class Told(Struct, frozen=True, array_like=True, tag="told"):
     """All of a gateway's turns were told: others that it had are over."""
+
+    tripped_ids: tuple[str, ...] = ()
+    """The replicas that fail it turn after turn: all of them."""
 
 
 class Left(Struct, frozen=True, array_like=True, tag="abandon", gc=False):
@@ -186,14 +195,14 @@ class Frame(Struct, frozen=True, array_like=True):
 
     number: int
     heard: int
-    epoch: int
+    epoch: Bounded
     messages: Sequence[Message]
 
 
 class _RawFrame(Struct, frozen=True, array_like=True):
     number: int
     heard: int
-    epoch: int
+    epoch: Bounded
     messages: list[Raw]
 
 
@@ -207,6 +216,11 @@ _decode_any = msgspec.msgpack.Decoder(list[Any]).decode
 def encode(frame: Frame) -> bytes:
     """Return a frame as it is sent."""
     return _encode(frame)
+
+
+def bytes_of(part: Struct) -> int:
+    """Return how many bytes a message takes in a frame, or a part of one."""
+    return len(_encode(part))
 
 
 def decode(data: bytes) -> tuple[Frame, int]:

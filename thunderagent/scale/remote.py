@@ -227,7 +227,7 @@ class RemoteRuntime:
 
     def linked(self) -> None:
         """Begin a link, with all that is to be told."""
-        self.turns.linked(self.now_s())
+        self.turns.linked(self.now_s(), self.fleet.tripped_ids)
         if self.turns.rows:
             self.all_told.clear()
         self.news.set()

@@ -79,6 +79,14 @@ def test_without_leave_a_turn_avoids_what_it_must() -> None:
         fleet.ids_serving("o")
 
 
+def test_a_replica_that_went_down_or_is_gone_is_tripped_no_more() -> None:
+    """What comes back in its place did not fail yet, and a scheduler is not told that it did."""
+    fleet = fleet_of(*map(replica, "abc"))
+    fleet.tripped_ids.update("abc")
+    fleet.take(Replicas((replica("a", up=False), replica("b")), ("c",)))
+    assert fleet.tripped_ids == {"b"}
+
+
 def test_a_refusal_is_the_error_that_it_was() -> None:
     """With its status, and when to try again; of a code that nobody here knows the tree's root."""
     error = error_of(Refusal(1, "no_replica", "none is up", 7))

@@ -94,11 +94,15 @@ def test_kinds_that_nobody_knows_are_counted_and_dropped() -> None:
         frame(["acquire"]),
         frame([]),
         frame([7, 7]),
+        frame(["hello", "g", 1, 1, 2**31]),
+        frame(["hello", "g", 1, 1, -1]),
+        frame(["hello", "g", 1, 2**33]),
+        msgspec.msgpack.encode([1, 0, 2**33, []]),
         msgspec.msgpack.encode([1, 0, 3, [["ok", [1]], 5]]),
         b"\x91" * 100_000,
     ],
 )
 def test_what_is_no_frame_is_refused(data: bytes) -> None:
-    """A known kind that cannot be read is no message of another version."""
+    """A known kind that cannot be read is no message of another version; nor is an epoch that fits in no generation."""
     with pytest.raises(BadFrameError):
         decode(data)

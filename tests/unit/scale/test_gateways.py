@@ -1,0 +1,203 @@
+"""What both sides of a link keep of each other, and how it heals when links, gateways and schedulers come and go."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import pytest
+from msgspec.structs import replace
+
+from thunderagent.leases import Lease, TurnAsk, TurnEnd
+from thunderagent.scale import carried
+from thunderagent.scale.carried import CarriedTurns
+from thunderagent.scale.gateways import FORGET_S, Gateways
+from thunderagent.scale.messages import (
+    CHUNK_BYTES,
+    CHUNK_COUNT,
+    Card,
+    Digest,
+    Frame,
+    FromGateway,
+    Gone,
+    Hello,
+    Progress,
+    Released,
+    Running,
+    Told,
+    Turns,
+    encode,
+)
+
+
+class Heard:
+    """Grants nothing, and remembers what it hears of replicas."""
+
+    def __init__(self) -> None:
+        self.ids = count(1)
+        self.tripped_ids: set[str] = set()
+        self.seen_of: list[Digest] = []
+
+    def new_turn_id(self) -> int:
+        return next(self.ids)
+
+    def asked(self, turn_id: int, ask: TurnAsk) -> None: ...
+
+    def adopted(self, turn_id: int, running: Running) -> None: ...
+
+    def progressed(self, turn_id: int, progress: Progress) -> None: ...
+
+    def ended(self, turn_id: int, end: TurnEnd) -> None: ...
+
+    def left(self, turn_id: int) -> None: ...
+
+    def released(self, word: Released) -> None: ...
+
+    def card(self, card: Card) -> None: ...
+
+    def seen(self, digest: Digest) -> None:
+        self.seen_of.append(digest)
+
+    def tripped(self, replica_id: str, *, tripped: bool) -> None:
+        (self.tripped_ids.add if tripped else self.tripped_ids.discard)(replica_id)
+
+
+class Cell:
+    """A scheduler, and gateways that say what they are told to say."""
+
+    def __init__(self) -> None:
+        self.heard = Heard()
+        self.gateways = Gateways(self.heard, leader_id=7)
+
+    def links(self, gateway_id: str, number: int, *tripped_ids: str, boot_id: int = 1) -> None:
+        self.gateways.linked(Hello(gateway_id, boot_id, number))
+        self.says(gateway_id, Told(tripped_ids))
+
+    def unlinks(self, gateway_id: str, now_s: float = 0.0) -> None:
+        gateway = self.gateways.all[gateway_id]
+        self.gateways.unlinked(gateway, gateway.link_number, now_s)
+
+    def says(self, gateway_id: str, *messages: FromGateway) -> None:
+        gateway = self.gateways.all[gateway_id]
+        self.gateways.take(gateway, Frame(gateway.heard + 1, 0, 0, messages))
+
+    @property
+    def tripped_ids(self) -> set[str]:
+        return self.heard.tripped_ids
+
+
+def test_a_replica_is_tripped_once_two_gateways_say_so_or_the_only_one() -> None:
+    """Until none does any more; what else was seen is passed on."""
+    cell = Cell()
+    cell.links("a", 1)
+    cell.says("a", Digest("r", "tripped"), Digest("r", "failed"))
+    assert (cell.tripped_ids, cell.heard.seen_of) == ({"r"}, [Digest("r", "failed")])
+    cell.says("a", Digest("r", "tried"))
+    cell.links("b", 1)
+    cell.says("a", Digest("r", "tripped"))
+    assert not cell.tripped_ids
+    cell.says("b", Digest("r", "tripped"))
+    cell.says("a", Digest("r", "tried"))
+    assert cell.tripped_ids == {"r"}
+    cell.says("b", Digest("r", "tried"))
+    assert not cell.tripped_ids
+
+
+def test_a_probe_that_succeeded_without_a_link_is_heard_of_with_the_next() -> None:
+    """Each link begins with all replicas that fail a gateway; those that it does not name may be tried."""
+    cell = Cell()
+    cell.links("a", 1, "r", "s")
+    assert cell.tripped_ids == {"r", "s"}
+    cell.unlinks("a")
+    assert cell.tripped_ids == {"r", "s"}
+    cell.links("a", 2, "s")
+    assert cell.tripped_ids == {"s"}
+
+
+def test_a_gateway_that_is_no_more_has_nothing_to_say_of_replicas() -> None:
+    """One that began anew, one that is lost without a turn, and one that is forgotten."""
+    cell = Cell()
+    cell.links("a", 1, "r")
+    cell.gateways.linked(Hello("a", 2, 1))
+    assert not cell.tripped_ids
+    cell.links("a", 2, "r", boot_id=2)
+    cell.unlinks("a", 10.0)
+    cell.gateways.lose_silent(14.0, 5.0)
+    assert cell.tripped_ids == {"r"}
+    cell.gateways.lose_silent(15.0, 5.0)
+    assert not cell.tripped_ids
+    cell.gateways.lose_silent(10.0 + FORGET_S, 5.0)
+    assert not cell.gateways.all
+
+
+def test_fewer_gateways_need_fewer_words() -> None:
+    """The one that is left is the only one."""
+    cell = Cell()
+    cell.links("a", 1)
+    cell.links("b", 1, "r")
+    assert not cell.tripped_ids
+    cell.unlinks("a")
+    assert cell.tripped_ids == {"r"}
+
+
+def test_a_replica_that_begins_anew_was_tripped_by_nobody() -> None:
+    """One word about it is one word again, though two were said of what it was before."""
+    cell = Cell()
+    cell.links("a", 1)
+    cell.links("b", 1, "r")
+    cell.gateways.begins_anew(["r"])
+    cell.says("a", Digest("r", "tripped"))
+    assert not cell.tripped_ids
+
+
+def test_a_gateway_that_only_had_a_card_hears_that_its_program_ended() -> None:
+    """The card of a program that another scheduler knew names who keeps something for it."""
+    cell = Cell()
+    cell.links("a", 1)
+    cell.says("a", Turns(cards=(Card("p", "r", 10),)))
+    cell.gateways.program_ended("p")
+    assert Gone("p") in cell.gateways.frame(cell.gateways.all["a"]).messages
+
+
+LEASE = Lease(0, "p", 1, "r", "", None, "fits", 0.0)
+
+
+def frames_of_a_link(turns: CarriedTurns) -> list[Frame]:
+    turns.linked(0.0)
+    frames = []
+    while turns.has_news:
+        frames.append(turns.frame())
+    return frames
+
+
+def test_what_a_long_outage_left_goes_out_in_frames_that_are_small() -> None:
+    """By their number and by their bytes; of turns that ended nothing is told that only a turn to come needs."""
+    turns, long = CarriedTurns("g", 1), tuple((n, n) for n in range(2**40, 2**40 + 4000))
+    for turn_id in range(1500):
+        turns.asked(TurnAsk(turn_id=turn_id, program_id=f"p{turn_id}", prefix=long, media=(("image", 3),)), 0.0)
+        if turn_id < 1000:
+            turns.granted_here(turn_id, replace(LEASE, turn_id=turn_id, program_id=f"p{turn_id}"))
+        if turn_id < 500:
+            turns.ended(TurnEnd(turn_id, f"p{turn_id}", 1, "finished", 5, 7))
+    frames = frames_of_a_link(turns)
+    assert max(len(encode(frame)) for frame in frames) < CHUNK_BYTES + 1000
+    told = [message for frame in frames for message in frame.messages if isinstance(message, Turns)]
+    assert max(len(each.running) + len(each.held) + len(each.cards) for each in told) <= CHUNK_COUNT
+    running = [each for message in told for each in message.running]
+    assert [each.ask.turn_id for each in running] == list(range(1000))
+    assert [ask.turn_id for each in told for ask in each.held] == list(range(1000, 1500))
+    assert sum(len(each.cards) for each in told) == 500
+    assert {bool(each.ask.prefix or each.ask.media) for each in running[:500]} == {False}
+    assert {bool(each.ask.prefix and each.ask.media) for each in running[500:]} == {True}
+    assert [frame.number for frame in frames] == list(range(1, len(frames) + 1))
+    assert isinstance(frames[0].messages[0], Hello)
+    assert isinstance(frames[-1].messages[-1], Told)
+
+
+def test_ends_of_programs_are_kept_for_a_scheduler_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last ones."""
+    monkeypatch.setattr(carried, "UNHEARD_COUNT", 10)
+    turns = CarriedTurns("g", 1)
+    for number in range(12):
+        turns.released(f"p{number}", None, "")
+    words = [each for frame in frames_of_a_link(turns) for each in frame.messages if isinstance(each, Released)]
+    assert [each.program_id for each in words] == [f"p{number}" for number in range(2, 12)]

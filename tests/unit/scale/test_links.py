@@ -1,0 +1,174 @@
+"""A scheduler's links, in one process: when it grants, what it counts late, and links that nobody can speak by."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import aiohttp
+import structlog.testing
+from aiohttp import WSMsgType, web
+from aiohttp.test_utils import TestServer
+
+from thunderagent.leases import Lease, TurnAsk
+from thunderagent.programs.model.decisions import Decision
+from thunderagent.programs.model.events import (
+    Event,
+    TurnAdopted,
+    TurnProgressed,
+    TurnStarted,
+    TurnUnverified,
+)
+from thunderagent.programs.policies.cap import Cap
+from thunderagent.programs.scheduler import Scheduler
+from thunderagent.proxy.fleet.replicas import Replicas
+from thunderagent.runtime import Runtime
+from thunderagent.scale import messages
+from thunderagent.scale.carried import CarriedTurns
+from thunderagent.scale.dialling import Dialling
+from thunderagent.scale.links import RESYNC_S, TOLD_LIMIT_S, Links
+from thunderagent.scale.messages import Frame, FromGateway, Hello, Hold, Message, Progress, Running, Told, Turns
+from thunderagent.scale.remote import RemoteRuntime, RemoteSettings
+
+LEASE = Lease(1, "p", 1, "r0", "", None, "fits", 0.0)
+
+
+class Unwatched:
+    """Looks at no replica."""
+
+    def suspect(self, replica_id: str) -> None: ...
+
+    def refused(self, replica_id: str) -> None: ...
+
+
+class Cell:
+    """A scheduler with one replica, which one program at a time may use, and its clock."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        self.runtime = Runtime(Scheduler(Cap(n=1)), clock=lambda: self.now_s)
+        self.links = Links(self.runtime, Replicas(self.runtime, []), Unwatched(), gateway_lost_s=5.0)
+        self.events: list[type] = []
+        self.runtime.observe(self._observed, TurnAdopted, TurnUnverified, TurnStarted, TurnProgressed)
+
+    def _observed(self, event: Event, decisions: Sequence[Decision]) -> None:
+        self.events.append(type(event))
+
+    def up(self) -> None:
+        self.runtime.replica_at("r0", "http://r0")
+        self.runtime.replica_up("r0", 100_000)
+
+    def passes(self, elapsed_s: float) -> None:
+        self.now_s += elapsed_s
+        self.links.look()
+
+
+class Peer:
+    """A gateway's end of a link."""
+
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        self.socket = socket
+        self.heard: list[Message] = []
+        self._number = 0
+
+    async def says(self, *said: FromGateway) -> None:
+        self._number += 1
+        await self.socket.send_bytes(messages.encode(Frame(self._number, 0, 0, said)))
+
+    async def hears(self, kind: type[Message]) -> None:
+        """Listen until something of a kind comes."""
+        while not any(isinstance(each, kind) for each in self.heard):
+            frame, _ = messages.decode(await self.socket.receive_bytes(timeout=5))
+            self.heard.extend(frame.messages)
+
+
+@asynccontextmanager
+async def served(cell: Cell) -> AsyncIterator[tuple[TestServer, aiohttp.ClientSession]]:
+    app = web.Application()
+    app.add_routes(cell.links.routes())
+    async with TestServer(app) as server, aiohttp.ClientSession() as http:
+        yield server, http
+        await cell.links.close()
+
+
+async def test_a_new_scheduler_first_hears_what_runs_though_the_first_gateway_never_ran_anything() -> None:
+    """Others may come that did; a turn is held until they had the time to, and have told it."""
+    cell = Cell()
+    cell.up()
+    async with served(cell) as (server, http):
+        first = Peer(await http.ws_connect(server.make_url(messages.PATH)))
+        await first.says(Hello("new", 1, 1), Told(), TurnAsk(turn_id=1, program_id="q"))
+        await first.hears(Hold)
+        assert not any(isinstance(each, Lease) for each in first.heard)
+
+        old = Peer(await http.ws_connect(server.make_url(messages.PATH)))
+        await old.says(Hello("old", 1, 1, 3, 5), Turns(running=(Running(TurnAsk(turn_id=1, program_id="p"), LEASE),)))
+        await old.hears(messages.Replicas)
+        cell.passes(RESYNC_S)
+        await asyncio.sleep(0)
+        assert not cell.runtime.held_count, "it grants before all was told"
+        assert cell.events == [TurnAdopted]
+
+        cell.passes(TOLD_LIMIT_S)
+        await asyncio.sleep(0)
+        assert cell.runtime.held_count == 1, "the other program is not counted"
+
+
+async def test_a_turn_that_is_counted_late_is_counted_as_it_runs() -> None:
+    """It is not tried where nothing is granted, and what was said of it meanwhile is told then."""
+    cell = Cell()
+    cell.links.adopted(cell.runtime.new_turn_id(), Running(TurnAsk(turn_id=9, program_id="p"), LEASE, started=True))
+    cell.links.progressed(1, Progress(1, unverified=True))
+    cell.links.progressed(1, Progress(1, 30))
+    cell.passes(1.0)
+    assert cell.events == []
+    cell.up()
+    cell.passes(1.0)
+    assert cell.events == [TurnAdopted, TurnUnverified, TurnStarted, TurnProgressed]
+    cell.passes(1.0)
+    assert cell.events.count(TurnAdopted) == 1
+
+
+async def test_a_scheduler_that_can_say_nothing_by_a_link_ends_it() -> None:
+    """The gateway links again, and is told all; the failure is logged."""
+    cell = Cell()
+    with structlog.testing.capture_logs() as logs:
+        async with served(cell) as (server, http):
+            peer = Peer(await http.ws_connect(server.make_url(messages.PATH)))
+            await peer.says(Hello("g", 1, 1), Told())
+            await peer.hears(messages.Lead)
+            cell.links.gateways.say(cell.links.gateways.all["g"], messages.Ok((2**70,)))
+            while (await peer.socket.receive(timeout=5)).type is WSMsgType.BINARY:
+                pass
+            assert peer.socket.closed
+    assert "link_sender_failed" in [each["event"] for each in logs]
+
+
+async def test_a_gateway_that_can_say_nothing_by_a_link_ends_it() -> None:
+    """And dials again."""
+    runtime = RemoteRuntime(CarriedTurns("g", 1), RemoteSettings())
+    linked, ended = asyncio.Event(), asyncio.Event()
+
+    async def handle(request: web.Request) -> web.WebSocketResponse:
+        socket = web.WebSocketResponse(protocols=(messages.PROTOCOL,))
+        await socket.prepare(request)
+        await socket.receive()
+        linked.set()
+        await socket.receive()
+        ended.set()
+        return socket
+
+    app = web.Application()
+    app.router.add_get(messages.PATH, handle)
+    with structlog.testing.capture_logs() as logs:
+        async with TestServer(app) as server:
+            dialling = Dialling(runtime, [str(server.make_url("/"))], headers={}, ssl_context=None)
+            task = asyncio.create_task(dialling.run())
+            async with asyncio.timeout(30):
+                await linked.wait()
+                runtime.release("p", 2**70)
+                await ended.wait()
+            task.cancel()
+            await asyncio.wait([task])
+    assert "link_sender_failed" in [each["event"] for each in logs]
