@@ -388,7 +388,7 @@ def test_nothing_is_left_after_a_deployment() -> None:
         left: list[Future] = []
         app.run(lambda: left.extend([call("patient", "wait", "x"), call("blocking", "say", 1)]), session="s")
         loop = app._loop
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before  # of which one of another test may have ended by now
     assert loop.is_closed()
     with pytest.raises(LostError) as caught:
         left[0].value(1)
