@@ -205,9 +205,8 @@ def build_app(
     ]
     routes += OpenApi(routes).routes()
     routes += further_routes
-    routes.append(
-        web.route("*", CATCH_ALL, _by_inner_path(turns, side_calls, models, control, replicas, _own_parts(routes)))
-    )
+    elsewhere = _by_control(control, replicas, _own_parts(routes))
+    routes.append(web.route("*", CATCH_ALL, by_inner_path(turns, side_calls, models, elsewhere)))
     before: list[Around] = []
     if admin_port is not None:
         before.append(lambda handler, route: admin_port.before(handler, route.method, route.path, tenancy))
@@ -341,18 +340,12 @@ def _closing(*owners: WeightSync | Leases | Websockets) -> Callable[[web.Applica
     return close
 
 
-def _by_inner_path(
-    turns: TurnHandlers,
-    side_calls: SideCalls,
-    models: Models,
-    control: Control,
-    replicas: Replicas,
-    own_parts: frozenset[str],
-) -> Handler:
-    """Return the handler of paths that name a program, and of the engine's own paths, however they are spelt.
+Elsewhere = Callable[[web.Request, Target, Use], Awaitable[web.StreamResponse | None]]
+"""Answers what is neither a turn nor the engine's own affair; None for what is one of these."""
 
-    A control call under a program's path is one to that program's replica.
-    """
+
+def by_inner_path(turns: TurnHandlers, side_calls: SideCalls, models: Models, elsewhere: Elsewhere) -> Handler:
+    """Return the handler of paths that name a program, and of the engine's own paths, however they are spelt."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
         target = target_of(request)
@@ -363,15 +356,27 @@ def _by_inner_path(
             return await turns.handle(request)
         if request.method == "GET" and target.spelt == "/v1/models":
             return await models.handle(request)
+        answer = await elsewhere(request, target, use)
+        if answer is not None:
+            return answer
+        return await (turns.handle_other(request) if use is Use.GENERATE else side_calls.handle(request))
+
+    return handle
+
+
+def _by_control(control: Control, replicas: Replicas, own_parts: frozenset[str]) -> Elsewhere:
+    """Tell replicas what a control call says: under a program's path that program's. Refuses paths of ours alone."""
+
+    async def answer(request: web.Request, target: Target, use: Use) -> web.StreamResponse | None:  # noqa: ARG001 - its kind
         if (command := command_of(target.spelt)) is not None:
             if target.program_id is None:
                 return await control.broadcast(request)
             return await control.tell_one(request, target.plainly(), replicas.serving(target.program_id), command)
         if target.program_id is None and target.words[:1] and target.words[0] in own_parts | {"p"}:
             raise await _no_route(request)
-        return await (turns.handle_other(request) if use is Use.GENERATE else side_calls.handle(request))
+        return None
 
-    return handle
+    return answer
 
 
 async def _no_route(request: web.Request) -> ThunderAgentError:

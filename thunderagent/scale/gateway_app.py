@@ -13,25 +13,34 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from thunderagent.compilation import build_kind
-from thunderagent.errors import RequestError, SchedulerUnreachableError
+from thunderagent.errors import SchedulerUnreachableError
 from thunderagent.proxy.admin.admin import EXPOSITION_TYPE, HealthReport, NotReadyReport, ReadyReport
-from thunderagent.proxy.app import FRONT, LOOP_LAG, MADE_ANSWERS_COUNT, TurnHandlers, add_routes, front_of
+from thunderagent.proxy.app import (
+    FRONT,
+    LOOP_LAG,
+    MADE_ANSWERS_COUNT,
+    TurnHandlers,
+    add_routes,
+    by_inner_path,
+    front_of,
+)
 from thunderagent.proxy.fleet.client import ReplicaClient
 from thunderagent.proxy.fleet.commands import command_of
 from thunderagent.proxy.fleet.made_answers import MadeAnswers
 from thunderagent.proxy.fleet.replicas import Replicas
-from thunderagent.proxy.gate.access import CATCH_ALL, ENGINE, ROUTES, Use, use_of
+from thunderagent.proxy.gate.access import CATCH_ALL, ENGINE, ROUTES, Use
 from thunderagent.proxy.gate.bodies import report_response
-from thunderagent.proxy.gate.guard import SAFE_METHODS, Guard, GuardSettings, Handler
+from thunderagent.proxy.gate.guard import SAFE_METHODS, Guard, GuardSettings
 from thunderagent.proxy.gate.held import HeldTurns
 from thunderagent.proxy.gate.keys import Keyring
 from thunderagent.proxy.gate.login import Logins
 from thunderagent.proxy.gate.tenancy import Tenancy
 from thunderagent.proxy.reading.dialects import TURN_DIALECTS
+from thunderagent.proxy.reading.target import Target
 from thunderagent.proxy.turns.flow import Turns, TurnSettings
 from thunderagent.proxy.turns.models import Models
 from thunderagent.proxy.turns.side_calls import SideCalls
-from thunderagent.proxy.watch.metrics import exposition
+from thunderagent.proxy.watch.metrics import carried, exposition
 from thunderagent.proxy.watch.turn_metrics import LoopLag, TurnMetrics
 from thunderagent.proxy.wire.aiohttp_request import target_of
 from thunderagent.proxy.wire.headers import forwarded_request_headers, forwarded_response_headers
@@ -88,13 +97,17 @@ def build_gateway_app(
         websockets.close()
         replicas.breakers.close()
 
+    async def elsewhere(request: web.Request, target: Target, use: Use) -> web.StreamResponse | None:
+        is_told = command_of(target.spelt) is not None or use is Use.CONTROL
+        return await scheduler.forward(request) if is_told else None
+
     app.on_shutdown.append(close)
     routes = [
         *GatewayHandlers(runtime, registry).routes(),
         *(web.route(method, path, scheduler.forward) for method, path in _of_scheduler()),
         *(web.post(path, turns.handle) for path in TURN_DIALECTS),
         web.get("/v1/models", models.handle),
-        web.route("*", CATCH_ALL, _by_inner_path(turns, side_calls, models, scheduler)),
+        web.route("*", CATCH_ALL, by_inner_path(turns, side_calls, models, elsewhere)),
     ]
     add_routes(app, routes, guard, access_log=access_log)
     return app
@@ -195,26 +208,7 @@ class GatewayCollector:
     def collect(self) -> Iterator[Metric]:
         """Yield every family."""
         runtime, turns = self._runtime, self._runtime.turns
-        yield GaugeMetricFamily("thunderagent_turns_held", "Turns that wait for a lease.", runtime.held_count)
-        yield GaugeMetricFamily(
-            "thunderagent_leases_active", "Turns that hold a lease and were not ended.", runtime.leases_count
-        )
-        outcomes = CounterMetricFamily(
-            "thunderagent_turns",
-            "Leases and refusals of them by how they ended; a retried turn counts once for each try.",
-            labels=["outcome"],
-        )
-        for outcome in ("finished", "refused", "failed", "abandoned", "rejected"):
-            outcomes.add_metric([outcome], runtime.outcome_counts[outcome])
-        yield outcomes
-        for name, tokens in (
-            ("prompt", runtime.prompt_tokens_total),
-            ("output", runtime.output_tokens_total),
-            ("cached", runtime.cached_tokens_total),
-        ):
-            yield CounterMetricFamily(
-                f"thunderagent_{name}_tokens", f"The {name} tokens of finished turns, where usage was said.", tokens
-            )
+        yield from carried(runtime, ("finished", "refused", "failed", "abandoned", "rejected"))
         yield GaugeMetricFamily(
             "thunderagent_gateway_led", "Whether there is a link to a scheduler that leads.", int(turns.is_led)
         )
@@ -245,22 +239,3 @@ def _of_scheduler() -> list[tuple[str, str]]:
             paths = [path] if not path.endswith("**") else [path[:-2], path[:-2].rstrip("/") + "/{tail:.*}"]
             found.extend((method, each) for method in methods.split() for each in paths if each)
     return found
-
-
-def _by_inner_path(turns: TurnHandlers, side_calls: SideCalls, models: Models, scheduler: Scheduler) -> Handler:
-    """Return the handler of paths that name a program, and of the engine's own paths, however they are spelt."""
-
-    async def handle(request: web.Request) -> web.StreamResponse:
-        target = target_of(request)
-        if target.climbs:
-            raise RequestError("the path of a request holds no . and .. segments, escaped ones neither")
-        use = use_of(target, request.method)
-        if use is Use.TURN:
-            return await turns.handle(request)
-        if request.method == "GET" and target.spelt == "/v1/models":
-            return await models.handle(request)
-        if command_of(target.spelt) is not None or use is Use.CONTROL:
-            return await scheduler.forward(request)
-        return await (turns.handle_other(request) if use is Use.GENERATE else side_calls.handle(request))
-
-    return handle

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from itertools import chain
 from math import isfinite
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -25,6 +26,44 @@ NAMED_TENANTS_COUNT = 100
 """Tenants with a series of their own: those that had most."""
 
 OTHER_TENANTS = "(others)"
+
+
+class Carrier(Protocol):
+    """Who grants leases to turns, and counts them."""
+
+    outcome_counts: Counter[str]
+    leases_count: int
+    prompt_tokens_total: int
+    output_tokens_total: int
+    cached_tokens_total: int
+
+    @property
+    def held_count(self) -> int:
+        """Turns that wait for a lease."""
+
+
+def carried(runtime: Carrier, outcomes: Sequence[str]) -> Iterator[Metric]:
+    """Yield what is counted wherever turns are carried: those held and running, how they ended, and their tokens."""
+    yield GaugeMetricFamily("thunderagent_turns_held", "Turns that wait for a lease.", runtime.held_count)
+    yield GaugeMetricFamily(
+        "thunderagent_leases_active", "Turns that hold a lease and were not ended.", runtime.leases_count
+    )
+    turns = CounterMetricFamily(
+        "thunderagent_turns",
+        "Leases and refusals of them by how they ended; a retried turn counts once for each try.",
+        labels=["outcome"],
+    )
+    for outcome in outcomes:
+        turns.add_metric([outcome], runtime.outcome_counts[outcome])
+    yield turns
+    for name, tokens in (
+        ("prompt", runtime.prompt_tokens_total),
+        ("output", runtime.output_tokens_total),
+        ("cached", runtime.cached_tokens_total),
+    ):
+        yield CounterMetricFamily(
+            f"thunderagent_{name}_tokens", f"The {name} tokens of finished turns, where usage was said.", tokens
+        )
 
 
 class StateCollector:
@@ -60,26 +99,8 @@ class StateCollector:
 
     def _counts(self) -> Iterator[Metric]:
         runtime = self._runtime
-        yield GaugeMetricFamily("thunderagent_turns_held", "Turns that wait for a lease.", runtime.held_count)
-        yield GaugeMetricFamily(
-            "thunderagent_leases_active", "Turns that hold a lease and were not ended.", runtime.leases_count
-        )
-        turns = CounterMetricFamily(
-            "thunderagent_turns",
-            "Leases and refusals of them by how they ended; a retried turn counts once for each try.",
-            labels=["outcome"],
-        )
-        for outcome in ("finished", "refused", "failed", "abandoned", "rejected", "superseded", "aborted"):
-            turns.add_metric([outcome], runtime.outcome_counts[outcome])
-        yield turns
-        for name, tokens in (
-            ("prompt", runtime.prompt_tokens_total),
-            ("output", runtime.output_tokens_total),
-            ("cached", runtime.cached_tokens_total),
-        ):
-            yield CounterMetricFamily(
-                f"thunderagent_{name}_tokens", f"The {name} tokens of finished turns, where usage was said.", tokens
-            )
+        outcomes = ("finished", "refused", "failed", "abandoned", "rejected", "superseded", "aborted")
+        yield from carried(runtime, outcomes)
         learned = [scheduler.knowledge for scheduler in runtime.pools.schedulers]
         yield GaugeMetricFamily(
             "thunderagent_tools_running",
