@@ -126,9 +126,18 @@ def deployment(restricted: Namespace, tmp_path: Path, require_real: Callable[[st
     restricted.kubectl("create", "secret", "generic", "thunderagent-keys", *secrets)
     for folder in ("vllm", "."):
         restricted.kubectl("apply", "--filename=-", given=manifests(restricted, tmp_path / "deploy", folder))
-    restricted.kubectl("rollout", "status", "statefulset/vllm", f"--timeout={WITHIN_S:g}s")
-    restricted.kubectl("rollout", "status", "deployment/thunderagent", f"--timeout={WITHIN_S:g}s")
+    for workload in ("statefulset/vllm", "deployment/thunderagent"):
+        await_rollout(restricted, workload)
     return Deployment(restricted, keys["agents"][0], keys["operator"][0])
+
+
+def await_rollout(namespace: Namespace, workload: str) -> None:
+    """Wait until all its pods are new and ready; say what happened to them if they do not get so."""
+    try:
+        namespace.kubectl("rollout", "status", workload, f"--timeout={WITHIN_S:g}s")
+    except AssertionError as error:
+        error.add_note(namespace.kubectl("get", "pods,events"))
+        raise
 
 
 def key_of(name: str) -> tuple[str, str]:
@@ -175,7 +184,8 @@ def simulate(spec: Json, image: str) -> None:
     for name in ("command", "env", "volumeMounts", "resources", "lifecycle"):
         container.pop(name)
     container.update(image=image, args=["engine", "--host=0.0.0.0", "--port=8000", "--kv-tokens=64000"])
-    container["securityContext"] |= {"runAsNonRoot": True, "capabilities": {"drop": ["ALL"]}}
+    container["securityContext"] = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    pod["securityContext"] = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
 
 
 @pytest.mark.timeout(420)
@@ -194,7 +204,7 @@ async def test_it_serves_scales_makes_sandboxes_and_is_upgraded_under_load(deplo
     start_load(deployment)
     await until(lambda: deployment.call("GET", "/programs/program-3")[0] == 200, within_s=WITHIN_S)
     namespace.kubectl("set", "image", "deployment/thunderagent", f"thunderagent={namespace.access.proxy_images[1]}")
-    namespace.kubectl("rollout", "status", "deployment/thunderagent", f"--timeout={WITHIN_S:g}s")
+    await_rollout(namespace, "deployment/thunderagent")
     await until(lambda: before not in deployment.pods(), within_s=WITHIN_S)
     await until(lambda: phase_of(namespace, "load") in {"Succeeded", "Failed"}, within_s=WITHIN_S)
     seen = json.loads(namespace.kubectl("logs", "load").splitlines()[-1])
