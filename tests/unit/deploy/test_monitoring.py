@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from scripts.docs_metrics import described
-from tests.unit.test_docs import code_blocks, metric_names, page
+from tests.unit.test_docs import code_blocks, metric_names
 
 Json = dict[str, Any]
 ROOT = Path(__file__).parents[3]
