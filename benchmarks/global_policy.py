@@ -1,4 +1,4 @@
-"""The control loop alone: a period of the global policies, and one turn on its way, with 131,072 turns that wait.
+"""The global policies alone: a period of the global policies, and one turn on its way, with 131,072 turns that wait.
 
 No HTTP and no engines, one core. `routed`: the programs of 48 tenants wait for the replica of their tenant, and 16
 further replicas are in their routes, where there is now and then room. `anywhere`: all wait in the one paused queue.

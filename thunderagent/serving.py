@@ -72,7 +72,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger("thunderagent")
 
-ENGINE_READY_S = 20.0
+ENGINE_READY_S = 120.0
 GARBAGE_PERIOD_S = 30.0
 FULL_COLLECTION_AFTER_COUNT = 30
 """Of so many collections of garbage one is of all of it, which is each quarter of an hour."""
@@ -530,8 +530,8 @@ async def _url_when_ready(process: Process) -> str:
         async with asyncio.timeout(ENGINE_READY_S):
             line = (await process.stdout.readline()).decode()
     except TimeoutError:
-        line = ""
+        raise ConfigurationError(f"an embedded engine did not start within {ENGINE_READY_S:g} s") from None
     words = [word.rstrip(":") for word in line.split() if word.startswith("http://")]
     if not words:
-        raise ConfigurationError(f"an embedded engine did not start: {line.strip() or 'it said nothing'}")
+        raise ConfigurationError(f"an embedded engine did not start: {line.strip() or 'it ended without a word'}")
     return words[0]

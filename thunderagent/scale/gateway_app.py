@@ -210,23 +210,31 @@ class GatewayCollector:
         runtime, turns = self._runtime, self._runtime.turns
         yield from carried(runtime, ("finished", "refused", "failed", "abandoned", "rejected"))
         yield GaugeMetricFamily(
-            "thunderagent_gateway_led", "Whether there is a link to a scheduler that leads.", int(turns.is_led)
+            "thunderagent_gateway_led", "1 while there is a link to a leading scheduler: alert at 0.", int(turns.is_led)
         )
-        yield GaugeMetricFamily("thunderagent_gateway_epoch", "The highest epoch that was heard of.", turns.epoch)
-        yield CounterMetricFamily("thunderagent_gateway_links", "Links to schedulers that began.", turns.link_number)
+        yield GaugeMetricFamily(
+            "thunderagent_gateway_epoch", "Highest epoch seen; each new scheduler raises it.", turns.epoch
+        )
         yield CounterMetricFamily(
-            "thunderagent_gateway_stale_frames", "Frames of epochs that were over.", turns.stale_frames_count
+            "thunderagent_gateway_links", "Links to schedulers that were opened.", turns.link_number
+        )
+        yield CounterMetricFamily(
+            "thunderagent_gateway_stale_frames", "Frames of past epochs, which were ignored.", turns.stale_frames_count
         )
         yield GaugeMetricFamily(
             "thunderagent_gateway_turns_told",
-            "Turns that are held, run, or ended and were not acknowledged.",
+            "Turns held, running, or ended and not yet acknowledged.",
             len(turns.rows),
         )
         yield CounterMetricFamily(
-            "thunderagent_gateway_unheard_turns", "Turns that ended and no scheduler will hear of.", turns.unheard_count
+            "thunderagent_gateway_unheard_turns",
+            "Ended turns that no scheduler will hear of: over 100,000 while there was none.",
+            turns.unheard_count,
         )
         yield CounterMetricFamily(
-            "thunderagent_fail_open_turns", "Turns that ran without leave of a scheduler.", runtime.fail_open_count
+            "thunderagent_fail_open_turns",
+            "Turns that ran without a scheduler's lease: alert on any.",
+            runtime.fail_open_count,
         )
 
 
