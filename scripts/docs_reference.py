@@ -41,8 +41,8 @@ GROUPS = {
     r"|engine_|notice",
     "Timeouts, retries and failover": r"connect_|first_byte|silence|total_|retr|breaker|body_t|idle_time|grace"
     r"|client_stall|websocket_l",
-    "Scheduling": r"policy|admission|order$|victims|priority|control$|fair_|tenant_w|tick|idle_limit|forget|no_replica"
-    r"|patience|client_patience|state$",
+    "Scheduling": r"policy|admission|order$|victims|priority|fair_|tenant_w|tick|idle_limit|forget"
+    r"|no_replica|patience|client_patience|state$",
     "Names of programs": r"program_headers|user_names|bearer|infer",
     "Limits": r"max_|key_max|tenant_max|rate_limit",
     "Security": r"api_keys|admin_keys|keys_file|tenant_from|allow|forward|metrics_need|tls|cors",

@@ -31,7 +31,7 @@ from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.provisioning import build_provisioning
 from thunderagent.proxy.app import FRONT, HISTORY, LOOP_LAG, build_app
-from thunderagent.proxy.control.control import ControlSettings
+from thunderagent.proxy.control.engine_control import EngineControlSettings
 from thunderagent.proxy.fleet.breaker import BreakerSettings
 from thunderagent.proxy.fleet.client import ClientSettings, ReplicaClient
 from thunderagent.proxy.fleet.discovery import Discovery, DiscoverySettings
@@ -188,7 +188,7 @@ def policy_settings_of(config: ServeConfig) -> dict[str, Any]:
     """Return what the policy is told, its parts with it."""
     settings = {name: parse_setting(text) for name, text in config.policy_args.items()}
     parts = {"admission": config.admission, "order": config.order, "victims": config.victims}
-    parts |= {"priority": config.priority, "control": config.control}
+    parts |= {"priority": config.priority, "global_policy": config.global_policy}
     return {**settings, **{kind: name for kind, name in parts.items() if name}}
 
 
@@ -356,8 +356,8 @@ async def proxy(
             access_log=config.access_log,
             tracing=tracing,
             sandboxes=sandboxes,
-            control_settings=ControlSettings(
-                timeout_s=config.control_timeout_s,
+            engine_control_settings=EngineControlSettings(
+                timeout_s=config.engine_control_timeout_s,
                 weight_sync_limit_s=config.weight_sync_limit_s,
                 lease_limit_s=config.lease_limit_s,
             ),

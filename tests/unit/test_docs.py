@@ -78,7 +78,7 @@ HOSTS = {
 ENDPOINTS = {
     *("v1", "p", "sessions", "programs", "finish_session", "replicas", "queue", "health", "ready", "metrics"),
     *("sandboxes", "work", "NAMESPACE", "tools", "summary", "history", "events", "dashboard"),
-    *("control", "deployment", "statefulset", "keys", "config", "concurrency"),
+    *("operations", "deployment", "statefulset", "keys", "config", "concurrency"),
     *("tokenize", "detokenize", "version", "reset_prefix_cache", "generate", "inference", "skyrl"),
     *("openapi", "docs", "dashboard"),
     *("pause", "resume", "pause_generation", "continue_generation", "flush_cache", "is_paused", "is_sleeping"),
@@ -319,7 +319,7 @@ def test_every_policy_and_setting_is_documented(name: str) -> None:
 def test_every_part_and_setting_is_documented(kind: str) -> None:
     """Policies names each part in the row of its kind, and each of its settings somewhere."""
     text = shown(DOCS / "reference/policies.md")
-    (row,) = [row for row in text.splitlines() if row.startswith(f"| `--{kind}` |")]
+    (row,) = [row for row in text.splitlines() if row.startswith(f"| `--{kind.replace('_', '-')}` |")]
     assert set(PARTS[kind]) <= set(re.findall(r"`([\w-]+)`", row))
     for factory in PARTS[kind].values():
         settings = list(settings_of(factory))
@@ -347,7 +347,7 @@ def test_a_policy_of_the_page_can_be_loaded_and_works(
     assert f"{module}:{class_name}" in page("how-to/write-a-policy.md") or module == "full_house"
     is_global = "def decide" in example
     name, settings = (
-        ("breakeven", {"control": f"{module}:{class_name}"}) if is_global else (f"{module}:{class_name}", {})
+        ("breakeven", {"global_policy": f"{module}:{class_name}"}) if is_global else (f"{module}:{class_name}", {})
     )
     try:
         drive(Scheduler(load_policy(name, settings)))
@@ -372,7 +372,7 @@ def test_the_short_global_policies_of_the_page_order_who_waits(
 ) -> None:
     """In at most 15 lines: the first by its turns, the other by what was computed for it."""
     assert len(example_of(module, tmp_path, monkeypatch).strip().splitlines()) <= 15
-    policy = load_policy("ttl", {"ttl_s": 1.0, "reserve_tokens": 0, "control": f"{module}:{module.title()}"})
+    policy = load_policy("ttl", {"ttl_s": 1.0, "reserve_tokens": 0, "global_policy": f"{module}:{module.title()}"})
     driver = Driver(policy, replicas={"r0": 10_000})
     for _ in range(3):
         driver.takes_turn("further", 1000)
@@ -398,7 +398,7 @@ def test_the_whole_global_policy_of_the_page_gives_and_takes_replicas(
 ) -> None:
     """Those of a class have one to themselves, more while they wait, and others keep at least one."""
     example_of("chat_first", tmp_path, monkeypatch)
-    policy = load_policy("ttl", {"ttl_s": 1000.0, "reserve_tokens": 0, "control": "chat_first:ChatFirst"})
+    policy = load_policy("ttl", {"ttl_s": 1000.0, "reserve_tokens": 0, "global_policy": "chat_first:ChatFirst"})
     driver = Driver(policy, replicas={"r0": 1000, "r1": 1000, "r2": 1000})
     driver.ticks(1.0)
     turns = [driver.arrives(f"chat-{number}", 1000, program_class="chat") for number in range(4)]

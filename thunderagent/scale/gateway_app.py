@@ -98,7 +98,7 @@ def build_gateway_app(
         replicas.breakers.close()
 
     async def elsewhere(request: web.Request, target: Target, use: Use) -> web.StreamResponse | None:
-        is_told = command_of(target.spelt) is not None or use is Use.CONTROL
+        is_told = command_of(target.spelt) is not None or use is Use.ENGINE_CONTROL
         return await scheduler.forward(request) if is_told else None
 
     app.on_shutdown.append(close)

@@ -57,7 +57,7 @@ class Doing:
 
 def controlled(control: object, **replicas: int) -> Driver:
     base = load_policy("ttl", {"ttl_s": 1000.0, "reserve_tokens": 0})
-    return Driver(Composed(base, control=control), replicas=replicas or {"r0": 1000, "r1": 1000})  # type: ignore[arg-type]
+    return Driver(Composed(base, global_policy=control), replicas=replicas or {"r0": 1000, "r1": 1000})  # type: ignore[arg-type]
 
 
 # --- route
@@ -472,7 +472,7 @@ def test_a_global_policy_is_asked_once_in_a_period() -> None:
         driver.ticks(elapsed_s)
     assert [round(at_s - 100.0, 3) for at_s in control.asked_at_s] == [2.01, 4.005, 6.005, 13.005, 14.005]
     assert driver.scheduler.policy.tick_s == 1.0
-    assert Composed(load_policy("ttl", {}), control=Doing(period_s=0.25)).tick_s == 0.25
+    assert Composed(load_policy("ttl", {}), global_policy=Doing(period_s=0.25)).tick_s == 0.25
 
 
 def test_what_a_global_policy_frees_is_used_in_the_same_event() -> None:
