@@ -169,9 +169,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_scheduler(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Grant leases to gateways. It is `serve` as well, with all options of that, its admin API and its dashboard."
-    )
+    parser.description = "Grant leases to gateways. It has all options of `serve`, its admin API and its dashboard."
     parser.add_argument("--listen", metavar="HOST:PORT", help="address to listen on, as --host and --port together")
     _add_serve_options(parser)
     parser.set_defaults(run=run_serve, role="scheduler")
@@ -179,10 +177,10 @@ def _add_scheduler(parser: argparse.ArgumentParser) -> None:
 
 def _add_gateway(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Carry the bytes of turns, with leases of the scheduler at one of --schedulers. Give it the options that "
-        "`serve` would have; which replicas there are the scheduler says."
+        "Carry the bytes of turns, with leases from the scheduler at one of --schedulers. It takes the options of "
+        "`serve`; the scheduler tells it the replicas."
     )
-    parser.add_argument("--end-with-stdin", action="store_true", help="end when standard input does, as if by SIGTERM")
+    parser.add_argument("--end-with-stdin", action="store_true", help="end when standard input ends, as by SIGTERM")
     _add_serve_options(parser)
     parser.set_defaults(run=run_serve, role="gateway")
 

@@ -246,5 +246,5 @@ def _decode_known(data: bytes) -> tuple[Frame, int]:
                 if not kind or kind[0] in _KINDS or not isinstance(kind[0], str):
                     raise
     except (msgspec.DecodeError, RecursionError) as error:
-        raise BadFrameError(f"what came is no frame: {error}") from error
+        raise BadFrameError(f"what came is not a frame: {error}") from error
     return Frame(raw.number, raw.heard, raw.epoch, known), len(raw.messages) - len(known)
