@@ -2,9 +2,8 @@
 
 Theory of operation
 ===================
-What gateways say is heard by `Gateways`, which calls the methods here that `Grants` has; a turn that is held is a task
-that waits in `Runtime.lease`, as a handler of HTTP would. What they are to be told is sent by a task for each link, one
-frame at a time: what comes together while a frame goes out is in the next.
+What gateways say is heard by `Gateways`, which has `Granting` do it. What they are to be told is sent by a task for
+each link, one frame at a time: what comes together while a frame goes out is in the next.
 
 A scheduler that starts anew knows nothing. So it lets no gateway in before its replicas were polled once, and grants
 nothing for `RESYNC_S` after the first gateway came, and until those that came have told what runs: that is counted
@@ -21,24 +20,21 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable, Iterable, Sequence
-from types import TracebackType
 from typing import Protocol
 
 import structlog
 from aiohttp import WSMsgType, web
-from msgspec.structs import replace
 
-from thunderagent.errors import BadFrameError, ShuttingDownError, StandingByError, ThunderAgentError
-from thunderagent.leases import TurnAsk, TurnEnd
+from thunderagent.errors import BadFrameError, ShuttingDownError, StandingByError
 from thunderagent.programs.model.decisions import Decision, Release
-from thunderagent.programs.model.events import Event, ProgramOpened
-from thunderagent.programs.model.fleet_events import ResidencyReported
+from thunderagent.programs.model.events import Event
 from thunderagent.proxy.fleet.replicas import NOT_POLLED, Replicas, Watcher
 from thunderagent.runtime import Runtime
 from thunderagent.scale import messages
 from thunderagent.scale.gateway import Gateway
 from thunderagent.scale.gateways import Gateways
-from thunderagent.scale.messages import Card, Deposed, Digest, Frame, Hello, Progress, Released, Running
+from thunderagent.scale.granting import Granting
+from thunderagent.scale.messages import Deposed, Frame, Hello
 from thunderagent.scale.replica_news import ReplicaNews
 
 log = structlog.get_logger("thunderagent.scale")
@@ -88,16 +84,12 @@ class Links:
 
         `log_of` returns who writes down which gateways are there.
         """
-        self.gateways = Gateways(self, secrets.randbits(53), self._has_news)
+        self.granting = Granting(runtime, watcher)
+        self.gateways = self.granting.gateways = Gateways(self.granting, secrets.randbits(53), self._has_news)
         self._runtime = runtime
         self._replicas = replicas
-        self._watcher = watcher
         self._gateway_lost_s = gateway_lost_s
         self._links: dict[str, _Link] = {}
-        self._waits: dict[int, asyncio.Task[None]] = {}
-        self._uncounted: dict[int, Running] = {}
-        """Turns that run where nothing can be counted now."""
-        self._open = asyncio.Event()
         self._left = asyncio.Event()
         self._leads = asyncio.Event()
         if not runtime.stands_by:
@@ -138,12 +130,11 @@ class Links:
         for gateway in self.gateways.lose_silent(now_s, self._gateway_lost_s):
             log.warning("gateway_lost", gateway_id=gateway.gateway_id)
             self._writes_lost(gateway)
-        for turn_id, running in list(self._uncounted.items()):
-            self.adopted(turn_id, running)
-        if not self._open.is_set() and self._since_s is not None and now_s - self._since_s >= RESYNC_S:
+        self.granting.count_late()
+        if not self.granting.is_open.is_set() and self._since_s is not None and now_s - self._since_s >= RESYNC_S:
             all_told = all(link.gateway.is_told for link in self._links.values())
             if all_told or now_s - self._since_s >= TOLD_LIMIT_S:
-                self._open.set()
+                self.granting.is_open.set()
 
     def lead(self, epoch: int, gateway_ids: Iterable[str]) -> None:
         """Let gateways in, and grant once these have told what they have; no gateway is waited for long."""
@@ -160,7 +151,7 @@ class Links:
         self._expected_ids.discard(gateway.gateway_id)
         if not self._expected_ids:
             self._waits_for_all = False
-            self._open.set()
+            self.granting.is_open.set()
 
     def _writes_lost(self, gateway: Gateway) -> None:
         if (link_log := self._log_of()) is not None:
@@ -171,8 +162,7 @@ class Links:
         self._closing = True
         self._leads.set()  # whoever waits is told that it is over
         self._runtime.replicas.on_push = None
-        for task in self._waits.values():
-            task.cancel()
+        self.granting.close()
         for link in list(self._links.values()):
             await link.socket.close()
         for gateway in self.gateways.all.values():
@@ -298,103 +288,6 @@ class Links:
             log.exception("link_sender_failed", gateway_id=link.gateway.gateway_id)
         await link.socket.close()  # a link by which nothing can be said is none
 
-    # --- what gateways say; see `Grants`
-
-    def new_turn_id(self) -> int:
-        """Return the runtime's next number."""
-        return self._runtime.new_turn_id()
-
-    def asked(self, turn_id: int, ask: TurnAsk) -> None:
-        """Wait for a lease, in a task."""
-        self._waits[turn_id] = asyncio.create_task(self._lease(turn_id, ask))
-
-    async def _lease(self, turn_id: int, ask: TurnAsk) -> None:
-        try:
-            if not self._open.is_set():
-                self.gateways.held(turn_id)
-                await self._open.wait()
-            lease = await self._runtime.lease(ask, _Held(self.gateways, turn_id))
-        except ThunderAgentError as error:
-            if not isinstance(error, ShuttingDownError):  # its gateway keeps it for the next scheduler
-                self.gateways.refused(turn_id, error.code, error.message, error.retry_after_s)
-        else:
-            if not self.gateways.granted(turn_id, lease.granted):
-                lease.abandoned()
-        finally:
-            self._waits.pop(turn_id, None)
-
-    def adopted(self, turn_id: int, running: Running) -> None:
-        """Count a turn that runs already, now or as soon as that can be."""
-        ask, replica_id = replace(running.ask, turn_id=turn_id), running.lease.replica_id
-        state = self._runtime.replicas.get(replica_id)
-        grants = state is not None and state.is_open and not state.suspended_for
-        if not grants or not self._runtime.adopt(ask, replica_id):
-            self._uncounted[turn_id] = running
-            return
-        self._uncounted.pop(turn_id, None)
-        if running.unverified:
-            self._runtime.unverified(turn_id)
-        if running.started:
-            self._runtime.started(turn_id)
-        if running.output_tokens:
-            self._runtime.progressed(turn_id, running.output_tokens)
-
-    def progressed(self, turn_id: int, progress: Progress) -> None:
-        """Tell the runtime, now or when the turn is counted."""
-        if (running := self._uncounted.get(turn_id)) is not None:
-            unverified = running.unverified or progress.unverified
-            output_tokens = max(running.output_tokens, progress.output_tokens)
-            started = running.started or not progress.unverified
-            self._uncounted[turn_id] = replace(
-                running, unverified=unverified, started=started, output_tokens=output_tokens
-            )
-        elif progress.unverified:
-            self._runtime.unverified(turn_id)
-        elif progress.output_tokens:
-            self._runtime.progressed(turn_id, progress.output_tokens)
-        else:
-            self._runtime.started(turn_id)
-
-    def ended(self, turn_id: int, end: TurnEnd) -> None:
-        """Give its lease back, or count what it used if it had none here."""
-        if self._uncounted.pop(turn_id, None) is not None:
-            self._runtime.count_end(end)
-        else:
-            self._runtime.ended(replace(end, turn_id=turn_id))
-
-    def left(self, turn_id: int) -> None:
-        """Take a turn out of the queue."""
-        task = self._waits.pop(turn_id, None)
-        if task is not None:
-            task.cancel()
-
-    def released(self, word: Released) -> None:
-        """End a program."""
-        self._runtime.release(word.program_id, word.generation, word.outcome)
-
-    def card(self, card: Card) -> None:
-        """Know a program that another scheduler knew, and where its cache is."""
-        runtime = self._runtime
-        if card.program_id in runtime.programs:
-            return
-        opened = (card.program_id, card.group_id, card.parent_id, card.tenant, card.program_class)
-        runtime.dispatch(ProgramOpened(runtime.now_s(), *opened))
-        if runtime.replicas.is_up(card.replica_id):
-            resident = ((card.program_id, card.tokens),)
-            runtime.dispatch(ResidencyReported(runtime.now_s(), card.replica_id, resident))
-
-    def seen(self, digest: Digest) -> None:
-        """Have a replica looked at."""
-        if digest.seen == "refused":
-            self._watcher.refused(digest.replica_id)
-        elif digest.seen == "failed":
-            self._watcher.suspect(digest.replica_id)
-
-    def tripped(self, replica_id: str, *, tripped: bool) -> None:
-        """Tell the runtime."""
-        if not self._closing:
-            self._runtime.replica_tripped(replica_id, tripped=tripped)
-
     # --- what gateways are told beside that
 
     def _program_ended(self, event: Event, decisions: Sequence[Decision]) -> None:  # noqa: ARG002 - an observer's signature
@@ -413,19 +306,3 @@ class _Link:
         self.news = asyncio.Event()
         self.news.set()
         self.sender: asyncio.Task[None]
-
-
-class _Held:
-    """Tells a turn's gateway that it is held."""
-
-    def __init__(self, gateways: Gateways, turn_id: int) -> None:
-        self._gateways = gateways
-        self._turn_id = turn_id
-
-    def __enter__(self) -> None:
-        self._gateways.held(self._turn_id)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Say nothing: a grant or a refusal follows, or nobody waits any more."""
