@@ -56,7 +56,7 @@ class Linked(Struct, frozen=True, array_like=True, tag="linked", gc=False):
 
 
 class Lost(Struct, frozen=True, array_like=True, tag="lost", gc=False):
-    """A gateway is no longer there."""
+    """A gateway is no longer there, or not now; which of its turns were counted is still of use."""
 
     gateway_id: str
 
@@ -145,11 +145,12 @@ def program_of(fields: Sequence[Any]) -> ProgramRecord:
 class KeptGateway:
     """A gateway that was there."""
 
-    __slots__ = ("boot_id", "counted")
+    __slots__ = ("boot_id", "counted", "is_there")
 
     def __init__(self, boot_id: int) -> None:
         """Begin with no turn that was counted."""
         self.boot_id = boot_id
+        self.is_there = True
         self.counted: dict[int, None] = {}
         """The last ones, the oldest first."""
 
@@ -167,6 +168,7 @@ class Kept:
         self.entries_count = 0
         self._programs: dict[tuple[str, str], tuple[Sequence[Any], int, float]] = {}
         self._told: set[tuple[str, str]] | None = None
+        self._told_gateway_ids: set[str] = set()
         self._ahead_s: dict[int, float] = {}
         """How far the own clock is ahead of that of each epoch's scheduler."""
 
@@ -199,7 +201,8 @@ class Kept:
             case Linked():
                 self._link(record)
             case Lost():
-                self.gateways.pop(record.gateway_id, None)
+                if (gateway := self.gateways.get(record.gateway_id)) is not None:
+                    gateway.is_there = False
             case Counted():
                 self._count(record)
             case Sums():
@@ -207,20 +210,24 @@ class Kept:
             case Learned():
                 self.learned = record.content
             case Begins():
-                self._told = set()
+                self._told, self._told_gateway_ids = set(), set()
             case Whole():
                 self._forget_untold()
 
     def _forget_untold(self) -> None:
-        """Forget programs that were not told again: they are gone."""
+        """Forget programs and gateways that were not told again: they are gone."""
         if self._told is not None:
             self._programs = {key: each for key, each in self._programs.items() if key in self._told}
+            self.gateways = {key: each for key, each in self.gateways.items() if key in self._told_gateway_ids}
         self._told = None
 
     def _link(self, record: Linked) -> None:
         known = self.gateways.get(record.gateway_id)
         if known is None or known.boot_id != record.boot_id:
-            self.gateways[record.gateway_id] = KeptGateway(record.boot_id)
+            known = self.gateways[record.gateway_id] = KeptGateway(record.boot_id)
+        known.is_there = True
+        if self._told is not None:
+            self._told_gateway_ids.add(record.gateway_id)
 
     def _count(self, record: Counted) -> None:
         gateway = self.gateways.get(record.gateway_id)

@@ -72,7 +72,7 @@ class Leading:
         self.owner = f"{links.gateways.leader_id:x}-{secrets.token_hex(4)} {url}"
         self.store_answers = True
         self.kept = Kept()
-        self.writing = Writing(store, runtime, links, learned, self._write_failed)
+        self.writing = Writing(store, self.owner, runtime, links, learned, self._write_failed)
         self.took_over_s: float | None = None
         """How long it took from having the lock until gateways were let in."""
         self._store = store
@@ -202,7 +202,7 @@ class Leading:
             gateways.knows(gateway_id, gateway.boot_id, gateway.counted, runtime.now_s())
         gateways.on_higher = self._heard_higher
         self.writing.begin(self.epoch, kept.learned)
-        self._links.lead(self.epoch, kept.gateways)
+        self._links.lead(self.epoch, [each for each, gateway in kept.gateways.items() if gateway.is_there])
 
     def _learn(self, content: bytes) -> None:
         if content:

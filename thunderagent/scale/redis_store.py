@@ -3,8 +3,8 @@
 Theory of operation
 ===================
 Each operation is one script or one command, so it happens as a whole. The epoch rises with each new owner of the lock,
-and an entry is appended only in the epoch of the day: whoever lost the lock cannot write any more, whatever it
-believes. No decision waits for any of this.
+and an entry is appended only in the epoch of the day, and not while the lock is another's: whoever lost the lock cannot
+write any more, whatever it believes. No decision waits for any of this.
 
 All keys begin with `ta:{CELL}:`, so that they are in one slot of a cluster. Whoever can write there decides what a new
 scheduler believes: keep it as safe as the schedulers themselves.
@@ -59,9 +59,10 @@ return 0
 """
 
 APPEND = """
-local epoch = redis.call('GET', KEYS[1])
+local epoch, owner = redis.call('GET', KEYS[1]), redis.call('GET', KEYS[3])
 if not epoch then return 'lost' end
 if tonumber(epoch) ~= tonumber(ARGV[1]) then return 'fenced' end
+if owner and owner ~= '' and owner ~= ARGV[3] then return 'fenced' end
 return redis.call('XADD', KEYS[2], '*', 'e', ARGV[2])
 """
 
@@ -115,10 +116,10 @@ class RedisStore:
         async with _errors():
             return int(await self._renew(keys=[self._lock, self._epoch], args=[owner, self._lock_ms, epoch]))
 
-    async def append(self, epoch: int, data: bytes) -> str:
+    async def append(self, owner: str, epoch: int, data: bytes) -> str:
         """Write an entry."""
         async with _errors():
-            where: bytes = await self._append(keys=[self._epoch, self._log], args=[epoch, data])
+            where: bytes = await self._append(keys=[self._epoch, self._log, self._lock], args=[epoch, data, owner])
         if where == b"fenced":
             raise FencedError(f"epoch {epoch} is over")
         if where == b"lost":

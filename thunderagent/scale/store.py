@@ -29,8 +29,8 @@ class Store(Protocol):
     async def renew(self, owner: str, epoch: int) -> int:
         """Keep the lock, in this epoch at least: 0 if it is another's, 2 if the store had lost it."""
 
-    async def append(self, epoch: int, data: bytes) -> str:
-        """Write an entry; return where it stands. Raises `FencedError` if the epoch is over."""
+    async def append(self, owner: str, epoch: int, data: bytes) -> str:
+        """Write an entry; return where it stands. Raises `FencedError` if another one leads, or has led since."""
 
     async def trim(self, where: str) -> None:
         """Cut off what is before an entry."""

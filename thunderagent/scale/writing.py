@@ -15,7 +15,7 @@ from thunderagent.programs.pools import Pool
 from thunderagent.runtime import Runtime
 from thunderagent.scale.gateway import Gateway
 from thunderagent.scale.journal import Journal
-from thunderagent.scale.kept import At, Counted, Ended, Learned, Linked, Record, Sums, encode
+from thunderagent.scale.kept import At, Counted, Ended, Learned, Linked, Lost, Record, Sums, encode
 from thunderagent.scale.links import Links
 from thunderagent.scale.store import Store
 
@@ -35,17 +35,19 @@ class Writing:
     def __init__(
         self,
         store: Store,
+        owner: str,
         runtime: Runtime,
         links: Links,
         learned: LearnedState,
         went: Callable[[StoreError | None], None],
     ) -> None:
-        """Write nothing yet. `went` hears how each write went; None is well."""
+        """Write nothing yet, then as `owner` of the lock. `went` hears how each write went; None is well."""
         self.lags_s: deque[float] = deque(maxlen=LAGS_COUNT)
         """How long the last entries took, from what came first in them until they were written."""
         self.forgone_count = 0
         """Turns that were acknowledged and not written."""
         self._store = store
+        self._owner = owner
         self._runtime = runtime
         self._links = links
         self._learned = learned
@@ -148,6 +150,8 @@ class Writing:
             yield Linked(gateway.gateway_id, gateway.boot_id)
             if gateway.counted:
                 yield Counted(gateway.gateway_id, tuple(gateway.counted))
+            if not gateway.is_linked and not gateway.turns:
+                yield Lost(gateway.gateway_id)
         if self._learned_content:
             yield Learned(self._learned_content)
         for pool in list(self._runtime.pools.all):
@@ -189,7 +193,7 @@ class Writing:
             entry = journal.entry(self._runtime.now_s())
             if entry is None:
                 return False
-            where = await self._store.append(journal.epoch, encode(entry))
+            where = await self._store.append(self._owner, journal.epoch, encode(entry))
             for turn in journal.was_written(where, len(self._runtime.programs)):
                 self._links.gateways.written(*turn)
             if journal.tells_from is not None:

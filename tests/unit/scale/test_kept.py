@@ -79,7 +79,9 @@ def test_counted_turns_are_of_a_run_of_a_gateway_and_the_last_ones_are_kept(monk
     kept.take(Entry(1, 2.0, [Linked("g", 8), Counted("unknown", (1,))]), 2.0)
     assert not kept.gateways["g"].counted
     kept.take(Entry(1, 2.0, [Lost("g"), Sums({"finished": 3}, 5, 6, 7), Learned(b"x")]), 2.0)
-    assert (kept.gateways, kept.sums.output_tokens, kept.learned) == ({}, 6, b"x")
+    assert (kept.gateways["g"].is_there, kept.sums.output_tokens, kept.learned) == (False, 6, b"x")
+    kept.take(Entry(1, 3.0, [Begins(), Linked("h", 1), Whole()]), 3.0)
+    assert list(kept.gateways) == ["h"]
 
 
 # --- versions
