@@ -122,7 +122,7 @@ def anchors(path: Path) -> set[str]:
 
 
 def code_blocks(name: str, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", page(name), re.DOTALL | re.MULTILINE)
+    return re.findall(rf"^```{language}\n(.*?)^```", shown(DOCS / name), re.DOTALL | re.MULTILINE)
 
 
 def metric_names() -> set[str]:
@@ -179,7 +179,10 @@ def test_every_page_is_in_the_navigation() -> None:
     listed = list(nav_pages(yaml.safe_load(nav[1])))
     assert len(listed) == len(set(listed))
     fragments = {str(path.relative_to(DOCS)) for path in INTEGRATIONS.glob("*.md")} - set(listed)
-    assert fragments == {name for path in DOCS.rglob("*.md") for _, name in SHOWN.findall(path.read_text())}
+    included = {name for path in DOCS.rglob("*.md") for _, name in SHOWN.findall(path.read_text())}
+    assert fragments == {name for name in included if name.endswith(".md")}
+    examples = {str(path.relative_to(DOCS)) for path in (DOCS / "examples").glob("*/*.*")}
+    assert examples == included - fragments
     assert {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")} - fragments == set(listed)
 
 

@@ -84,13 +84,15 @@ def build_gateway_app(
     )
     models = Models(runtime.replicas, client, replicas, identity.model_aliases)
     registry.register(GatewayCollector(runtime))
-    guard = Guard(guard_settings, keyring, registry, Logins(), held)
+    scheduler = Scheduler(scheduler_url, ssl_context)
+    guard = Guard(
+        guard_settings, keyring, registry, Logins(), held, forwards=lambda handler: handler == scheduler.forward
+    )
     app = web.Application(client_max_size=guard_settings.max_body_bytes)
     app[STALL_LIMIT_S] = guard_settings.client_stall_limit_s
     guard.attach(app)
     app[FRONT] = front_of(flow, guard, held, None, replicas, None, simulated=False, access_log=access_log)
     app[LOOP_LAG] = LoopLag(registry)
-    scheduler = Scheduler(scheduler_url, ssl_context)
     app.cleanup_ctx.append(scheduler.context)
 
     async def close(_: web.Application) -> None:
@@ -134,6 +136,8 @@ class Scheduler:
         """Relay a request and its answer, with the caller's own key. Raises `SchedulerUnreachableError`."""
         assert self._http is not None, "the application runs"
         target, headers, body = target_of(request), forwarded_request_headers(request.headers), await request.read()
+        for judged in ("Origin", "Sec-Fetch-Site"):  # by our guard, by the name that the browser knows: ours
+            headers.popall(judged, None)
         asks = request.method in SAFE_METHODS and command_of(target.spelt) is None
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=5.0, sock_read=None)
         asking = self._http.request(
