@@ -116,7 +116,8 @@ class Adoption:
             is_idle = record.standing == "idle" or not program.context_tokens
             resting = book.idle if is_idle else book.queue.resting
             book.resize(program)
-            book.move(program, book.dismissed if record.standing == "unadmitted" else resting)
+            is_unadmitted = record.standing == "unadmitted" and core.admission is not None
+            book.move(program, book.dismissed if is_unadmitted else resting)
             if not is_idle and program.place.admitted:
                 core.stand(program)  # it may be bound for a certain replica
             core.watch_paused(program)
