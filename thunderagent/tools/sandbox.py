@@ -192,7 +192,8 @@ class PrepareTimes:
 
     def learn(self, digest: str, prepare_s: float) -> None:
         """Take in how long one took of the template with that digest."""
-        times_s = self._by_digest_s[digest] = self._by_digest_s.pop(digest, None) or LogHistogram(PREPARE_EDGES_S)
+        times_s = self._by_digest_s.pop(digest, None) or LogHistogram(PREPARE_EDGES_S)
+        self._by_digest_s[digest] = times_s
         if len(self._by_digest_s) > TEMPLATES_LEARNED_COUNT:
             del self._by_digest_s[next(iter(self._by_digest_s))]
         times_s.add(prepare_s)
