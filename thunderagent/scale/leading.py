@@ -25,7 +25,7 @@ import msgspec
 import structlog
 from aiohttp import web
 
-from thunderagent.errors import BadFrameError, ControlRefusedError, FencedError, StateError, StoreError
+from thunderagent.errors import BadFrameError, FencedError, OperationRefusedError, StateError, StoreError
 from thunderagent.learned_state import LearnedState, decode_state
 from thunderagent.programs.model.kept import ProgramRecord, ProgramsAdopted
 from thunderagent.runtime import Runtime
@@ -296,15 +296,15 @@ class Leading:
         self._end()
 
     async def _hand_over(self, request: web.Request) -> web.Response:
-        """Give the lock up, if somebody is there to take it. Raises `ControlRefusedError`."""
+        """Give the lock up, if somebody is there to take it. Raises `OperationRefusedError`."""
         if self.role != "leader":
-            raise ControlRefusedError("this scheduler does not lead")
+            raise OperationRefusedError("this scheduler does not lead")
         try:
             self._has_standby = await self._store.has_standby()
         except StoreError as error:
-            raise ControlRefusedError(f"nobody can take over: {error.message}") from error
+            raise OperationRefusedError(f"nobody can take over: {error.message}") from error
         if not self._has_standby and "force" not in request.query:
-            raise ControlRefusedError("no scheduler stands by; ?force=1 hands over all the same")
+            raise OperationRefusedError("no scheduler stands by; ?force=1 hands over all the same")
         epoch = self.epoch
         self._asking = asyncio.create_task(self.give_up())
         return web.json_response({"gave_up_epoch": epoch})
