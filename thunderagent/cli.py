@@ -1,7 +1,7 @@
 """The command line.
 
-`thunderagent serve | scheduler | gateway | doctor | engine | simulate | compare | calibrate | status | top | key`,
-`thunderagent replay | record | nova serve | workflow`.
+`thunderagent serve | scheduler | gateway | doctor | engine | simulate | compare | calibrate | status | top |
+`thunderagent handover | key | replay | record | nova serve | workflow`.
 
 A command's modules are imported when it is asked for: an engine starts in a third of the time that all of them take.
 """
@@ -129,6 +129,7 @@ def build_parser() -> argparse.ArgumentParser:
         ),
         ("status", "show replicas, programs and the queue of a running proxy", _add_status),
         ("top", "watch a running proxy: rates, memory, the largest programs", _add_top),
+        ("handover", "have another scheduler of the cell lead", _add_handover),
         ("key", "make an API key for the proxy", _options_of("key_command")),
     ):
         commands.add_parser(name, help=help_text, add_options=add_options)
@@ -212,6 +213,12 @@ def _options_of(module: str) -> Callable[[argparse.ArgumentParser], None]:
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
     _options_of("doctor.command")(parser)
     parser.set_defaults(run=run_doctor)
+
+
+def _add_handover(parser: argparse.ArgumentParser) -> None:
+    from thunderagent.scale import handover
+
+    handover.add_arguments(parser)
 
 
 def _add_status(parser: argparse.ArgumentParser) -> None:

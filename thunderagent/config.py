@@ -177,6 +177,24 @@ class ServeConfig(BaseSettings):
         gt=0,
         description="of a scheduler: turns of a gateway without a link are over after this time, in seconds",
     )
+    store: SecretStr | None = Field(
+        None,
+        description="of a scheduler: redis://HOST:PORT/DATABASE that it shares with others of its cell, one of which "
+        "leads while the others stand by; it needs the extra scale",
+    )
+    cell: str = Field(
+        "default", pattern=r"^[A-Za-z0-9._-]{1,64}$", description="of a scheduler: the name of its cell in the store"
+    )
+    lock_s: float = Field(
+        3.0,
+        ge=0.3,
+        description="of a scheduler with a store: another one leads when it was not heard of for so long, in seconds",
+    )
+    reached_at: str = Field(
+        "",
+        description="of a scheduler with a store: http://HOST:PORT where others can see whether it runs; by default "
+        "where it listens",
+    )
     policy: str = Field(
         "breakeven",
         description="breakeven (this project's own), thunderagent (the paper's), cap, ttl, mars, continuum, infercept, "

@@ -339,6 +339,27 @@ class SchedulerUnreachableError(ThunderAgentError):
     retry_after_s = 2
 
 
+class StandingByError(ThunderAgentError):
+    """This scheduler is ready to lead, and another one does."""
+
+    status = 503
+    code = "standing_by"
+    retry_after_s = 1
+
+
+class StoreError(ThunderAgentError):
+    """What schedulers share did not do as told; the message says why."""
+
+    status = 503
+    code = "store_error"
+
+
+class FencedError(StoreError):
+    """Another scheduler leads by now: nothing more can be written in this one's epoch."""
+
+    code = "fenced"
+
+
 class BadFrameError(ThunderAgentError):
     """The other side of a link between gateway and scheduler sent what is not a frame; the link is given up."""
 

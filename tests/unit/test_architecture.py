@@ -107,7 +107,7 @@ ARROWS: dict[str, frozenset[str]] = {
     "learned_state": frozenset({"errors", "programs", "runtime"}),
     "proxy": frozenset({"errors", "programs", "leases", "runtime", "backends", "faults", "compilation", "log_lines"}),
     # The link between gateways and a scheduler: both of its ends, and the proxy that a gateway is.
-    "scale": frozenset({"errors", "programs", "leases", "runtime", "proxy", "compilation"}),
+    "scale": frozenset({"errors", "programs", "leases", "runtime", "learned_state", "proxy", "compilation", "status"}),
     "client": frozenset(),
     # Which of its own files are compiled: setup.py loads it alone.
     "compilation": frozenset(),
@@ -155,6 +155,7 @@ ARROWS: dict[str, frozenset[str]] = {
         "log_lines",
         "lookups",
         "nova",
+        "scale",
         "workflows",
     },
     "__main__": frozenset({"cli"}),

@@ -430,6 +430,19 @@ def test_a_move_that_cannot_be_is_refused() -> None:
     assert "not admitted" in outside.scheduler.operations.why_not_migrate("b", "r0")
 
 
+def test_a_program_is_not_moved_off_what_its_held_turn_goes_on_from() -> None:
+    """Elsewhere that turn would fail, so it would run there all the same."""
+    driver = Driver(load_policy("cap", {"n": 1}), replicas={"r0": 1000, "r1": 1000, "r2": 1000})
+    for program_id in ("x", "y", "z"):
+        driver.arrives(program_id, 10)
+    held = driver.arrives("a", 10, wanted="r1")
+    assert driver.held(held)
+    assert "goes on from what r1 alone has" in driver.scheduler.operations.why_not_migrate("a", "r0")
+    assert driver.migrates("a", "r0") == []
+    driver.migrates("a", "r1")
+    assert driver.granted_on[held] == "r1"
+
+
 # --- kill, provision
 
 
