@@ -122,8 +122,7 @@ class SchedulerView:
 
     def first_expired_few(self, replica: ReplicaView, count: int) -> Sequence[ProgramView]:
         """See `View`."""
-        now_s = self._book.now_s
-        return self._replica(replica).acting.expiring.lowest(count, lambda program: program.hold_until_s <= now_s)
+        return self._replica(replica).acting.expiring.lowest(count, self._book.now_s)
 
     def last_marked(self, replica: ReplicaView) -> ProgramView | None:
         """See `View`."""
