@@ -98,7 +98,7 @@ class RankedSet(Generic[T]):
     def _order(self, count: int) -> None:
         """Put members in front until there are `count`, if there are so many."""
         heap, new, front, entry_of = self._heap, self._new, self._front, self._entry_of
-        if new:
+        if new:  # most of a large heap are alive
             if len(new) > FEW_RATIO * len(heap) or len(heap) + len(new) > 2 * len(entry_of) + COMPACT_ABOVE:
                 self._make_heap()
                 heap = self._heap
@@ -119,16 +119,23 @@ class RankedSet(Generic[T]):
 
     def discard_all(self, members: Iterable[T]) -> None:
         """Take those out that are in."""
+        if self._front:
+            self._new += self._front
+            self._front.clear()
+        entry_of = self._entry_of
         for member in members:
-            self.discard(member)
+            entry_of.pop(member, None)
 
     def pop(self) -> T | None:
         """Take out and return the member with the lowest rank, or None."""
-        first = self.first()
-        if first is not None:
-            del self._front[0]
-            del self._entry_of[first]
-        return first
+        front, entry_of = self._front, self._entry_of
+        if not front and entry_of:
+            self._order(1)
+        if not front:
+            return None
+        member: T = front.pop(0)[2]
+        del entry_of[member]
+        return member
 
     def first(self) -> T | None:
         """Return the member with the lowest rank, or None."""
