@@ -140,7 +140,7 @@ class Core:
         replica = self.placing.wanted_by(program) or replica
         program.destination = None
         if program.held and next(iter(program.held.values())).arrived_s < book.now_s:  # not one that was tried again
-            self.knowledge.restore_pace.restored()
+            self.knowledge.restore_pace.restored(book.now_s)
         self.leases.end_waits(program)
         book.move(program, replica.working if program.held else replica.acting, reason)
         if reason in (Reason.PATIENCE, Reason.PARENT):

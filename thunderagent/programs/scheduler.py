@@ -154,7 +154,7 @@ class Scheduler:
             waiting = bool(granting)
         else:
             waiting = bool(queue.routed) and any(replica.replica_id in queue.routed for replica in granting)
-        if waiting or self._pace.waiting:
+        if waiting is not self._pace.waiting:
             self._pace.accrue(book.now_s, waiting=waiting)
         return decisions
 
@@ -178,6 +178,7 @@ class Scheduler:
         """Nothing but the rules: who must have its lease gets it after every event."""
 
     def _tick(self, event: Tick) -> None:  # noqa: ARG002 - its time was taken in already
+        self._pace.accrue(self.book.now_s, waiting=self._pace.waiting)
         self.families.look_again()
         self.limits.enforce(self.core)
         if self.policy.claim_rules.adapt_capacity:
