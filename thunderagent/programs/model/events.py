@@ -26,6 +26,7 @@ from thunderagent.programs.model.fleet_events import (
     ResidencyReported,
     RouteSet,
 )
+from thunderagent.programs.model.kept import ProgramsAdopted
 
 PrefixCut = tuple[int, int]
 """A place in a prompt up to which others may have the same: a digest of all before it, and how many bytes that is."""
@@ -317,6 +318,7 @@ Event = (
     | ProgramsReleased
     | ProgramJudged
     | ProgramHinted
+    | ProgramsAdopted
     | KnowledgeLoaded
     | ReplicaUp
     | ReplicaDown

@@ -59,18 +59,50 @@ class BreakEven:
     """Hold, let in, pause and place as above. Each part has a setting that switches it off."""
 
     hold_ratio: float = 0.75
+    """What holding may cost against computing again, as a part of β·C. Raise it if engines recompute much after
+    `expired`; lower it if turns are held while `caching` is large. `inf`: hold through every tool; `0`: expire at
+    once.
+    """
     low_ratio: float = 0.95
+    """Admit up to this part of the limit. Lower it if programs are paused and restored in quick succession. `1`: until
+    full.
+    """
     high_ratio: float = 1.0
+    """Pause above this part of the limit. Lower it with `low_ratio` to leave memory to other users of the engines. A
+    large number: pause nobody for memory.
+    """
     growth_quantile: float = 0.75
+    """A claim includes what the next turn adds in this quantile of cases, as learned. Raise it if turns outgrow their
+    claims (preemptions, `thrashing` with few programs). `0`: use `reserve_tokens`.
+    """
     reserve_tokens: int = 256
+    """What a turn adds until that is learned, or where `growth_quantile` is `0`."""
     foresight_ratio: float = 1.5
+    """How far ahead newcomers leave room for growth, in β·C. Raise it if programs are paused soon after they came;
+    lower it if `unused` is large while newcomers wait. `0`: no room for growth.
+    """
     share_prefixes: bool = True
+    """Count once what prompts on a replica have in common. `false` if engines do not cache prefixes across requests."""
     adapt_capacity: bool = True
+    """Correct the capacity by cache losses. `false`: trust what the engine says."""
     pass_count: int = 4
+    """How many programs behind the oldest may pass it where it does not fit. Raise it if sizes differ much and memory
+    stays `unused`. `0`: strictly oldest first.
+    """
     wait_ratio: float = 0.5
+    """How long the oldest waits before a replica is reserved for it, in median residences. Lower it if large programs
+    wait long; raise it if `unused` grows when one comes. `inf`: never; `0`: at once.
+    """
     resident_first: bool = True
+    """Among those that may pass, take first those whose history is in memory. `false`: by age."""
     home_wait_ratio: float = 1.0
+    """How long a program waits for its home although another replica has room, in times to compute its history. Raise
+    it if prefill is dear; lower it if programs wait while replicas idle. `0`: do not wait.
+    """
     hint_ratio: float = HINT_RATIO
+    """The part of the limit that clients' hints may keep for longer than the policy would. Raise it if all clients are
+    your own and `thunderagent_hints_measured_total` says they are right. `0`: hints can only free memory.
+    """
     place: Place = field(init=False, repr=False, compare=False)
     """This and what follows is done by `LettingIn`, which is compiled where the core is."""
     balance: Callable[[View, Moment], None] = field(init=False, repr=False, compare=False)
