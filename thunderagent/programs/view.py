@@ -327,8 +327,7 @@ class SchedulerView:
 
     def propose_unmark(self, program: ProgramView, reason: Reason) -> bool:
         """See `View`. Accepted for a program that is marked for nothing but what the policy said."""
-        own = self._own(program)
-        if own is None or not own.marked_by_policy:
+        if (own := self._own(program)) is None or not own.marked_by_policy:
             return False
         self._core.unmark(own, reason)
         return True
