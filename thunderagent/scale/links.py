@@ -109,6 +109,11 @@ class Links:
     def __repr__(self) -> str:
         return f"<Links: {len(self._links)}, {self.gateways!r}>"
 
+    @property
+    def linked_count(self) -> int:
+        """Gateways that have a link."""
+        return len(self._links)
+
     def routes(self) -> list[web.RouteDef]:
         """Return where gateways come."""
         return [web.get(messages.PATH, self.handle)]
