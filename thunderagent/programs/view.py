@@ -40,9 +40,8 @@ class SchedulerView:
 
     def _own(self, program: ProgramView) -> Program | None:
         """Return the live program that a policy means."""
-        if isinstance(program, Program):
-            return None if program.place is self._book.ended else program
-        return self._book.programs.get(program.program_id)
+        own = program if isinstance(program, Program) else self._book.programs.get(program.program_id)
+        return own if own is None or own.place is not self._book.ended else None
 
     def _replica(self, replica: ReplicaView) -> Replica:
         return replica if isinstance(replica, Replica) else self._book.replicas[replica.replica_id]
@@ -182,7 +181,11 @@ class SchedulerView:
 
     def break_even_s(self, replica_id: str | None) -> float:
         """See `View`."""
-        return self._core.knowledge.break_even_s(self._book.capacity_tokens_of(replica_id))
+        return self._core.knowledge.break_even_s(replica_id, self._book.capacity_tokens_of(replica_id))
+
+    def elsewhere_s(self, program: ProgramView, home: ReplicaView) -> float:
+        """See `View`."""
+        return self._core.knowledge.elsewhere_s(program, home.replica_id, self.resident_tokens(program, home))
 
     @property
     def growth_tokens_per_s(self) -> float:
@@ -254,8 +257,7 @@ class SchedulerView:
     ) -> bool:
         """See `View`. Accepted for a scope that there is, and replicas that are known."""
         targets = tuple(replicas.items())
-        possible = not self._operations.why_not_route(scope, name, targets)
-        if possible:
+        if possible := not self._operations.why_not_route(scope, name, targets):
             self._operations.set_route(Scope(scope), name, targets, reason)
         return possible
 
@@ -284,8 +286,7 @@ class SchedulerView:
 
     def propose_kill(self, program: ProgramView) -> bool:
         """See `View`. Accepted for a live program."""
-        own = self._own(program)
-        if own is not None:
+        if (own := self._own(program)) is not None:
             self._operations.kill(own)
         return own is not None
 
@@ -335,8 +336,7 @@ class SchedulerView:
         own = self._own(program)
         if own is None or not own.admitted or own.in_flight or self._core.admission is None:
             return False
-        may_leave = not own.place.active or own.place.kind is Kind.ACTING
-        if may_leave:
+        if may_leave := not own.place.active or own.place.kind is Kind.ACTING:
             self._core.dismiss(own, reason)
         return may_leave
 

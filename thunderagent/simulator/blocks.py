@@ -134,12 +134,12 @@ class BlockPool:
                     self._tier.store(key)
             else:
                 taken = min(count, len(keys))
-                evicted = keys[-taken:]
-                for key in evicted:
+                lost = keys[-taken:]
+                for key in lost:
                     del run_by_key[key]
                 del keys[-taken:]
                 if self._tier is not None:
-                    for key in reversed(evicted):
+                    for key in reversed(lost):
                         self._tier.store(key)
             if not (keys or run.blank_count):
                 run.unlink()

@@ -26,8 +26,8 @@ computing it again takes the blocks of the next one to return.
 generated, and waits at its rank, which is ahead of everything that arrived later. Re-admitted, it hits what is left
 of its blocks and computes the rest again.
 
-**A tier.** What the pool evicts may be kept behind it (`tier.py`). What follows a prompt's hits in the pool and is found
-there is copied back into blocks of its own, which takes the iteration longer, and counts as cached for the request.
+**A tier.** What the pool evicts may be kept behind it (`tier.py`). What follows a prompt's hits in the pool and is
+found there is copied back into blocks of its own, which takes the iteration longer, and counts as cached.
 
 **The last token.** A prompt that is cached as a whole still has one token computed, for the next token comes from it;
 and the last token generated is never computed, as nothing follows it.

@@ -66,7 +66,7 @@ class EngineCollector(Collector):
         yield self._gauge("simulator:lag_seconds", "How far the engine's clock is behind.", self._realtime.lag_s)
 
     def _tier(self, stats: EngineStats) -> Iterator[Metric]:
-        """Yield what is said of the tier behind the pool; where there is none, vLLM counts nothing under these names."""
+        """Yield what is said of the tier behind the pool; without one, vLLM counts nothing under these names."""
         for name, text, value in (
             ("queries", "External prefix cache queries from KV connector, in tokens.", stats.tier_query_tokens),
             ("hits", "External prefix cache hits from KV connector, in tokens.", stats.tier_hit_tokens),

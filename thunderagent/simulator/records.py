@@ -160,8 +160,8 @@ class StepResult:
 class EngineStats:
     """Show an engine's gauges and its counters since its start, counted as vLLM counts them.
 
-    A prompt counts with its first token. Prefix queries and hits are in tokens and count first admissions only; those of
-    the tier are what the pool had not, and what of that the tier had.
+    A prompt counts with its first token. Prefix queries and hits are in tokens and count first admissions only; those
+    of the tier are what the pool had not, and what of that the tier had.
     """
 
     running_count: int

@@ -13,6 +13,7 @@ as the pool gave it up in that order.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ class Tier:
 
     def __init__(self, block_count: int) -> None:
         self.block_count = block_count
-        self._keys: dict[int, None] = {}
+        self._keys: OrderedDict[int, None] = OrderedDict()
 
     def __repr__(self) -> str:
         return f"<Tier {len(self._keys)} of {self.block_count} blocks>"
@@ -38,9 +39,10 @@ class Tier:
         """Keep a block as the one used last; the one used longest ago goes if there is no room."""
         keys = self._keys
         if key in keys:
-            del keys[key]
-        elif len(keys) >= self.block_count:
-            del keys[next(iter(keys))]
+            keys.move_to_end(key)
+            return
+        if len(keys) >= self.block_count:
+            keys.popitem(last=False)
         keys[key] = None
 
     def find(self, keys: Sequence[int], begin: int, limit_count: int) -> int:

@@ -25,6 +25,7 @@ from thunderagent.programs.model.fleet_events import (
     ReplicaUp,
     ResidencyReported,
     RouteSet,
+    TierPolled,
 )
 
 PrefixCut = tuple[int, int]
@@ -328,6 +329,7 @@ Event = (
     | ReplicaTripped
     | ReplicaPolled
     | EncodesPolled
+    | TierPolled
     | ResidencyReported
     | ToolStarted
     | ToolEnded
