@@ -200,9 +200,9 @@ class ServeConfig(BaseSettings):
     tenant_weights: Annotated[dict[str, float], NoDecode] = Field(
         {}, description="share of a tenant against others, as name=weight; 1 if not named"
     )
-    control: str = Field(
+    global_policy: str = Field(
         "",
-        description="global policy that says once in a period what goes where, comes first, moves, starts and ends: "
+        description="global policy: says once in a period what goes where, comes first, moves, starts and ends: "
         "balance, migrate, reassign, package.module:Class, or several with + between",
     )
     judge_url: str = Field(
@@ -340,10 +340,10 @@ class ServeConfig(BaseSettings):
     retries_count: int = Field(
         2, ge=0, description="tries on another replica after a connection failed before the first byte"
     )
-    control_timeout_s: float = Field(
+    engine_control_timeout_s: float = Field(
         7200.0,
         gt=0,
-        description="time limit for a replica's whole answer to a control call, such as new weights, in seconds",
+        description="time limit for an engine's whole answer to a control call, such as new weights, in seconds",
     )
     weight_sync_limit_s: float = Field(
         1800.0, gt=0, description="a weight sync that its trainer does not end is over after so long, in seconds"

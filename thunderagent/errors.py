@@ -216,11 +216,11 @@ class ReplicaLeavingError(RequestError):
     code = "replica_leaving"
 
 
-class ControlRefusedError(RequestError):
+class OperationRefusedError(RequestError):
     """A program or replica is there, but what was asked for cannot be done with it now; the message says why."""
 
     status = 409
-    code = "control_refused"
+    code = "operation_refused"
 
 
 class ProvisionError(ThunderAgentError):
@@ -230,13 +230,13 @@ class ProvisionError(ThunderAgentError):
     code = "provision_failed"
 
 
-class ProvisionOffError(ControlRefusedError):
+class ProvisionOffError(OperationRefusedError):
     """Nobody is configured to start and end replicas."""
 
     code = "provision_off"
 
 
-class ProvisionLimitError(ControlRefusedError):
+class ProvisionLimitError(OperationRefusedError):
     """There are as many or as few started replicas as there may be."""
 
     code = "provision_limit"

@@ -30,10 +30,10 @@ import structlog
 from msgspec.structs import replace
 
 from thunderagent.errors import (
-    ControlRefusedError,
     NoReplicaError,
     NoRoomInTimeError,
     NotFoundError,
+    OperationRefusedError,
     ProgramHopelessError,
     ProgramKilledError,
     ProgramReleasedError,
@@ -554,7 +554,7 @@ class Runtime:
         """Say that a replica that is up fails turn after turn, or that it may be tried again."""
         self.dispatch(ReplicaTripped(self.now_s(), replica_id, tripped))
 
-    # --- what an operator says; each raises `ControlRefusedError` with the reason where it cannot be done
+    # --- what an operator says; each raises `OperationRefusedError` with the reason where it cannot be done
 
     def set_route(self, scope: str, name: str, targets: Targets) -> None:
         """Send the programs of a scope to replicas, by their weights; to any, if none is named."""
@@ -811,7 +811,7 @@ def _ending(end: TurnEnd, now_s: float) -> TurnFinished | TurnFailed | TurnAband
 
 def _refuse(why: str) -> None:
     if why:
-        raise ControlRefusedError(why) if not why.startswith(NOT_THERE) else NotFoundError(why)
+        raise OperationRefusedError(why) if not why.startswith(NOT_THERE) else NotFoundError(why)
 
 
 _WORDS = {kind: re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind.__name__).lower() for kind in get_args(Decision)}

@@ -371,6 +371,6 @@ async def test_a_head_request_is_answered_without_a_body(target: str) -> None:
 
 async def test_the_ready_line_names_the_policy_with_its_parts() -> None:
     """As the report of the replicas does."""
-    async with fake_replica() as replica, serve("--backends", replica.url, "--control", "reassign") as server:
-        assert server.ready_line == f"thunderagent ready at {server.url}: policy breakeven+control=reassign\n"
-        assert (await get(server.url, "/replicas")).json()["policy"] == "breakeven+control=reassign"
+    async with fake_replica() as replica, serve("--backends", replica.url, "--global-policy", "reassign") as server:
+        assert server.ready_line == f"thunderagent ready at {server.url}: policy breakeven+global_policy=reassign\n"
+        assert (await get(server.url, "/replicas")).json()["policy"] == "breakeven+global_policy=reassign"

@@ -56,8 +56,8 @@ from thunderagent.programs.model.fleet_events import (
     ReplicaTripped,
     ReplicaUp,
     ResidencyReported,
-    TierPolled,
     RouteSet,
+    TierPolled,
 )
 from thunderagent.programs.model.hints import KEEPS
 from thunderagent.programs.model.learned import CapacityRecord
@@ -116,13 +116,13 @@ POLICY_SETTINGS = {
         "policy": "breakeven",
         "reserve_tokens": 100,
         "priority": "age",
-        "control": "balance+migrate+reassign",
-        "control.gap_ratio": 0.1,
-        "control.rest_s": 2.0,
-        "control.long_turn_s": 1.0,
-        "control.wait_s": 0.0,
-        "control.waiting_count": 0.5,
-        "control.patience_s": 1.0,
+        "global_policy": "balance+migrate+reassign",
+        "global_policy.gap_ratio": 0.1,
+        "global_policy.rest_s": 2.0,
+        "global_policy.long_turn_s": 1.0,
+        "global_policy.wait_s": 0.0,
+        "global_policy.waiting_count": 0.5,
+        "global_policy.patience_s": 1.0,
     },
     "ttl, in parts": {"policy": "ttl", "ttl_s": 3.0, "order": "orbit-judge", "priority": "orbit-judge"},
     "cap, in parts": {

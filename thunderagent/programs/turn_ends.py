@@ -30,13 +30,13 @@ class TurnEnds:
 
     def drop(self, turn: Turn, outcome: str) -> None:
         """End a turn that leaves no usage."""
-        del self._core.book.turns[turn.turn_id]
         program = turn.program
+        if program is not None and self._core.stream.flows:
+            self._core.stream.lost(turn)
+        del self._core.book.turns[turn.turn_id]
         if program is None:
             self.end_anonymous(turn)
             return
-        if self._core.stream.flows:
-            self._core.stream.lost(turn)
         if outcome != "superseded" and turn.turn_id not in program.held:
             program.lost_turn_ids.append(turn.turn_id)
         self.end_turn(program, turn)

@@ -253,7 +253,7 @@ class SchedulerView:
         return self._core.routing.views()
 
     def propose_route(
-        self, scope: str, name: str, replicas: Mapping[str, float], reason: Reason = Reason.CONTROL
+        self, scope: str, name: str, replicas: Mapping[str, float], reason: Reason = Reason.GLOBAL_POLICY
     ) -> bool:
         """See `View`. Accepted for a scope that there is, and replicas that are known."""
         targets = tuple(replicas.items())
@@ -265,7 +265,7 @@ class SchedulerView:
         self,
         program: ProgramView,
         priority: int,
-        reason: Reason = Reason.CONTROL,
+        reason: Reason = Reason.GLOBAL_POLICY,
         *,
         replica: ReplicaView | None = None,
     ) -> bool:
@@ -276,7 +276,9 @@ class SchedulerView:
         self._operations.set_priority(own, priority, replica_id, reason)
         return True
 
-    def propose_migrate(self, program: ProgramView, replica: ReplicaView, reason: Reason = Reason.CONTROL) -> bool:
+    def propose_migrate(
+        self, program: ProgramView, replica: ReplicaView, reason: Reason = Reason.GLOBAL_POLICY
+    ) -> bool:
         """See `View`. Accepted for an admitted program that is not there yet, where its route leads, on an open one."""
         own = self._own(program)
         if own is None or self._operations.why_not_migrate(program.program_id, replica.replica_id):
@@ -290,14 +292,14 @@ class SchedulerView:
             self._operations.kill(own)
         return own is not None
 
-    def propose_kill_replica(self, replica: ReplicaView, reason: Reason = Reason.CONTROL) -> bool:
+    def propose_kill_replica(self, replica: ReplicaView, reason: Reason = Reason.GLOBAL_POLICY) -> bool:
         """See `View`. Accepted for an open replica beside which there is another one, where somebody ends replicas."""
         if self.replica(replica.replica_id) is None or len(self.replicas) < 2 or not self._provisions_replicas:
             return False
         self._operations.kill_replica(replica.replica_id, reason)
         return True
 
-    def propose_provision(self, reason: Reason = Reason.CONTROL) -> bool:
+    def propose_provision(self, reason: Reason = Reason.GLOBAL_POLICY) -> bool:
         """See `View`. Accepted where somebody starts replicas."""
         if self._provisions_replicas:
             self._operations.provision(reason)

@@ -169,10 +169,10 @@ class Book:
             del replica.programs[program.program_id]
             if self._shares is not None:
                 self._shares.claims(program.tenant, -program.claim_tokens)
-        self.queue.resting.enter_all(resting, now_s)
-        self.destined.enter_all(destined, now_s)
         self.active_count -= len(gone)
         replica.let_in.difference_update(gone)
+        self.destined.enter_all(destined, now_s)
+        self.queue.resting.enter_all(resting, now_s)
         self.decisions += [Pause(program.program_id, replica.replica_id, why) for program in gone]
         return gone
 
@@ -183,9 +183,9 @@ class Book:
             self.changes(self.replicas[place.replica_id])
         claim_tokens, growth_tokens = program.claim_tokens, program.growth_tokens
         self._measure(program)
-        place.resize(program, claim_tokens, growth_tokens, now_s)
         if self._shares is not None and place.claims and program.claim_tokens != claim_tokens:
             self._shares.claims(program.tenant, program.claim_tokens - claim_tokens)
+        place.resize(program, claim_tokens, growth_tokens, now_s)
 
     def enter_anew(self, program: Program) -> None:
         """Put a program at the end of its equals where it stands."""

@@ -18,7 +18,8 @@ RankOf = Callable[[Program], Rank]
 class ReplicaPlace(Place):
     """A place where programs claim memory of a replica: its account grows and shrinks with it.
 
-    Who is there is put into an order once the policy asks for it, by the policy's rank; until then none is kept.
+    Who is there is put into an order once the policy asks for it, by the policy's rank; until then none is kept. The
+    policy is asked for that last, when all is booked.
     """
 
     __slots__ = ("_account", "_programs", "_rank_of", "kept")
@@ -119,13 +120,13 @@ class ActingPlace(ReplicaPlace):
 
     def enter(self, program: Program, now_s: float) -> None:
         """Take a program in."""
-        super().enter(program, now_s)
         if self._account.decayed is not None:
             self._account.decayed.add(program.claim_tokens, program.acting_since_s, now_s)
         if program.hold_until_s < inf:
             self.expiring.add(program, program.hold_until_s)
         if program.hint_keeps:
             self.hint_tokens += program.claim_tokens
+        super().enter(program, now_s)
 
     def leave(self, program: Program, now_s: float) -> None:
         """Take a program out that is here."""
@@ -139,12 +140,12 @@ class ActingPlace(ReplicaPlace):
 
     def resize(self, program: Program, claim_tokens: int, growth_tokens: int, now_s: float) -> None:
         """Take in that a program that is here has another size than these."""
-        super().resize(program, claim_tokens, growth_tokens, now_s)
         if self._account.decayed is not None:
             self._account.decayed.remove(claim_tokens, program.acting_since_s, now_s)
             self._account.decayed.add(program.claim_tokens, program.acting_since_s, now_s)
         if program.hint_keeps:
             self.hint_tokens += program.claim_tokens - claim_tokens
+        super().resize(program, claim_tokens, growth_tokens, now_s)
 
     def pressing_tokens(self, now_s: float) -> float:
         """Return what is claimed on the replica but for programs that leave; acting ones are weighed if that fades."""

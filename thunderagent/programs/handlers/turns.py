@@ -69,7 +69,7 @@ class Turns:
 
     def _turn_finished(self, event: TurnFinished) -> None:
         core, book = self._core, self._core.book
-        turn = book.turns.pop(event.turn_id, None)
+        turn = book.turns.get(event.turn_id)
         if turn is None:
             return
         prompt_tokens = turn.prompt_tokens if event.prompt_tokens is None else event.prompt_tokens
@@ -93,6 +93,7 @@ class Turns:
         if event.prompt_tokens is not None and turn.prompt_bytes:
             core.knowledge.learn_size(turn, branch, event.prompt_tokens)
         if program is None:
+            del book.turns[turn.turn_id]
             core.turn_ends.end_anonymous(turn)
             core.balance(Moment.TURN_ENDED)
             return
@@ -107,6 +108,7 @@ class Turns:
         program.output_tokens_total += output_tokens
         program.cached_tokens_total += event.cached_tokens or 0
         program.tool, program.tool_named = event.tool, bool(event.tool)
+        del book.turns[turn.turn_id]
         core.turn_ends.end_turn(program, turn)
         if len(program.branches) > 1:
             core.turn_ends.forget_branches(program, turn, finished=True)

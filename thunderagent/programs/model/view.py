@@ -181,7 +181,7 @@ class View(Protocol):
         """Return all routes there are."""
 
     def propose_route(
-        self, scope: str, name: str, replicas: Mapping[str, float], reason: Reason = Reason.CONTROL
+        self, scope: str, name: str, replicas: Mapping[str, float], reason: Reason = Reason.GLOBAL_POLICY
     ) -> bool:
         """Send the programs of a scope (`routes.Scope`) to replicas, by their weights; to any, if none is named."""
 
@@ -189,25 +189,27 @@ class View(Protocol):
         self,
         program: ProgramView,
         priority: int,
-        reason: Reason = Reason.CONTROL,
+        reason: Reason = Reason.GLOBAL_POLICY,
         *,
         replica: ReplicaView | None = None,
     ) -> bool:
         """Give a program a priority, lower first, before what the policy says; on a `replica`, in its engine alone."""
 
-    def propose_migrate(self, program: ProgramView, replica: ReplicaView, reason: Reason = Reason.CONTROL) -> bool:
+    def propose_migrate(
+        self, program: ProgramView, replica: ReplicaView, reason: Reason = Reason.GLOBAL_POLICY
+    ) -> bool:
         """Move a program to a replica, room or not: now, or when its turns in flight have ended."""
 
     def propose_kill(self, program: ProgramView) -> bool:
         """End a program: its held turns are rejected."""
 
-    def propose_kill_replica(self, replica: ReplicaView, reason: Reason = Reason.CONTROL) -> bool:
+    def propose_kill_replica(self, replica: ReplicaView, reason: Reason = Reason.GLOBAL_POLICY) -> bool:
         """Have a replica drain and end, unless it is the last one, or nobody ends any.
 
         Whether this one can be ended is not known here.
         """
 
-    def propose_provision(self, reason: Reason = Reason.CONTROL) -> bool:
+    def propose_provision(self, reason: Reason = Reason.GLOBAL_POLICY) -> bool:
         """Have one more replica started, unless nobody starts any. Whether there may be more is not known here."""
 
     def propose_pause(self, program: ProgramView, reason: Reason) -> bool:

@@ -8,10 +8,11 @@ the prompts of several have in common is claimed once (`ClaimRules`). Four rules
 **Hold or pause.** When a tool begins, its program keeps its claim: the next turn finds its history. Holding costs
 memory; pausing costs to compute the history again. Both grow with its size, so that the break-even is a time, the
 same for all on a replica: β·C, the time in which it could prefill its whole memory (β seconds a token, C tokens), times
-`hold_ratio`. Where an engine has a tier behind its memory β is the price of a loss there (`tier_price.py`). How long a tool will run is not known, only how long tools of its name ran so far; so a program is held
-until its tool's rate of return falls under one in that time (`tool_times.py`). After that it is *expired*: its claim
-is taken as soon as the first in the queue needs the room, and not before. What a client says of its next turn takes the
-place of that guess, for the break-even time at most, and for at most `hint_ratio` of a replica (`hints.py`).
+`hold_ratio`; behind a pool with a tier β is what a loss costs there (`tier_price.py`). How long a tool will run is not
+known, only how long tools of its name ran so far; so a program is held until its tool's rate of return falls under one
+in that time (`tool_times.py`). After that it is *expired*: its claim is taken as soon as the first in the queue needs
+the room, and not before. What a client says of its next turn takes the place of that guess, for the break-even time at
+most, and for at most `hint_ratio` of a replica (`hints.py`).
 
 **Admission by age.** Whoever was there first is restored first, on every event that frees room. That bounds waiting
 without a timer: nobody waits for more than what those before it take. If the first does not fit anywhere, newcomers and
@@ -61,18 +62,50 @@ class BreakEven:
     """Hold, let in, pause and place as above. Each part has a setting that switches it off."""
 
     hold_ratio: float = 0.75
+    """What holding may cost against computing again, as a part of β·C. Raise it if engines recompute much after
+    `expired`; lower it if turns are held while `caching` is large. `inf`: hold through every tool; `0`: expire at
+    once.
+    """
     low_ratio: float = 0.95
+    """Admit up to this part of the limit. Lower it if programs are paused and restored in quick succession. `1`: until
+    full.
+    """
     high_ratio: float = 1.0
+    """Pause above this part of the limit. Lower it with `low_ratio` to leave memory to other users of the engines. A
+    large number: pause nobody for memory.
+    """
     growth_quantile: float = 0.75
+    """A claim includes what the next turn adds in this quantile of cases, as learned. Raise it if turns outgrow their
+    claims (preemptions, `thrashing` with few programs). `0`: use `reserve_tokens`.
+    """
     reserve_tokens: int = 256
+    """What a turn adds until that is learned, or where `growth_quantile` is `0`."""
     foresight_ratio: float = 1.5
+    """How far ahead newcomers leave room for growth, in β·C. Raise it if programs are paused soon after they came;
+    lower it if `unused` is large while newcomers wait. `0`: no room for growth.
+    """
     share_prefixes: bool = True
+    """Count once what prompts on a replica have in common. `false` if engines do not cache prefixes across requests."""
     adapt_capacity: bool = True
+    """Correct the capacity by cache losses. `false`: trust what the engine says."""
     pass_count: int = 4
+    """How many programs behind the oldest may pass it where it does not fit. Raise it if sizes differ much and memory
+    stays `unused`. `0`: strictly oldest first.
+    """
     wait_ratio: float = 0.5
+    """How long the oldest waits before a replica is reserved for it, in median residences. Lower it if large programs
+    wait long; raise it if `unused` grows when one comes. `inf`: never; `0`: at once.
+    """
     resident_first: bool = True
+    """Among those that may pass, take first those whose history is in memory. `false`: by age."""
     home_wait_ratio: float = 1.0
+    """How long a program waits for its home although another replica has room, in times to compute its history. Raise
+    it if prefill is dear; lower it if programs wait while replicas idle. `0`: do not wait.
+    """
     hint_ratio: float = HINT_RATIO
+    """The part of the limit that clients' hints may keep for longer than the policy would. Raise it if all clients are
+    your own and `thunderagent_hints_measured_total` says they are right. `0`: hints can only free memory.
+    """
     _letting_in: LettingIn = field(init=False, repr=False, compare=False)
     name: ClassVar[str] = "breakeven"
     tick_s: ClassVar[float] = 1.0
