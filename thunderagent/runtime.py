@@ -38,6 +38,7 @@ from thunderagent.errors import (
     ProgramKilledError,
     ProgramReleasedError,
     ShuttingDownError,
+    StandingByError,
     ThunderAgentError,
     TooManyProgramsError,
     TurnAbortedError,
@@ -116,6 +117,8 @@ class RuntimeSettings:
 MOST_RETRY_AFTER_S = 60
 """Clients take a longer wait that they are told for a mistake."""
 
+ELSEWHERE = "another scheduler leads; ask that, or a gateway"
+
 TIMER_SLACK_S = 0.002
 """An event loop's timer may be early by a millisecond."""
 
@@ -187,6 +190,8 @@ class Runtime:
             self.pools, self.replicas, state_of=self._state_of, clock=clock, no_replica_limit_s=limit_s
         )
         """Which models are served where."""
+        self.stands_by = False
+        """Whether another scheduler leads: then nothing is granted here."""
         self._closing = False
         self._crash: Exception | None = None
         self._crashed = asyncio.Event()
@@ -215,8 +220,8 @@ class Runtime:
         """Wait for leave to run one turn; see `LeaseSource`."""
         if self.replicas.names_models and not self.served.is_plain(ask.model):
             ask = await self._with_pool(ask, while_held)
-        if self._closing:
-            raise ShuttingDownError("the proxy is shutting down")
+        if self._closing or self.stands_by:
+            raise ShuttingDownError("the proxy is shutting down") if self._closing else StandingByError(ELSEWHERE)
         turn_id = ask.turn_id
         if ask.supersedes_id is not None and ask.supersedes_id in self.pools.turns:
             self._superseded_ids.add(ask.supersedes_id)
@@ -308,6 +313,8 @@ class Runtime:
         self, program_id: str, group_id: str = "", parent_id: str = "", tenant: str = "", program_class: str = ""
     ) -> bool:
         """Open a program before its first turn; False if it lives already. Raises `TooManyProgramsError`."""
+        if self.stands_by:
+            raise StandingByError(ELSEWHERE)
         if program_id in self.programs:
             return False
         self.dispatch(ProgramOpened(self.now_s(), program_id, group_id, parent_id, tenant, program_class))

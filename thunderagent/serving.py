@@ -276,7 +276,7 @@ async def proxy(
     further_sources: Sequence[Source] = (),
     simulated: bool = False,
     load: Callable[[], ServeConfig] | None = None,
-    beside: Callable[[Replicas, Poller], Beside] | None = None,
+    beside: Callable[[Replicas, Poller, LearnedState | None], Beside] | None = None,
 ) -> AsyncIterator[str]:
     """Run the proxy in front of the engines at `urls` and of every source for the length of the block; yield its URL.
 
@@ -305,7 +305,8 @@ async def proxy(
         ),
     )
     runtime.served.ask_anew = poller.suspect_all
-    learned = LearnedState(config.state, runtime) if config.state is not None else None
+    keeps_state = config.state is not None or config.store is not None
+    learned = LearnedState(config.state, runtime) if keeps_state else None
     kv_followers = followers_of(config, runtime)
     sources = (*sources_of(config), *further_sources)
     discovery = Discovery(
@@ -341,7 +342,7 @@ async def proxy(
         replicas.attach(client, poller, *kv_followers)
         discovery.replicas_wanted("static", static_of(urls))
         judge = _judge(config, runtime, client)
-        other = beside(replicas, poller) if beside is not None else None
+        other = beside(replicas, poller, learned) if beside is not None else None
         app = build_app(
             runtime,
             client,

@@ -60,6 +60,7 @@ from thunderagent.programs.model.fleet_events import (
     TierPolled,
 )
 from thunderagent.programs.model.hints import KEEPS
+from thunderagent.programs.model.kept import BranchRecord, ProgramRecord, ProgramsAdopted
 from thunderagent.programs.model.learned import CapacityRecord
 from thunderagent.programs.model.policy import HINT_RATIO
 from thunderagent.programs.model.settings import SchedulerSettings
@@ -348,6 +349,36 @@ class SchedulerMachine(RuleBasedStateMachine):
         turn = self.scheduler.turns.get(turn_id)
         assert (turn is not None and turn.account_id == replica_id) == grants, "counted elsewhere, or nowhere"
         return turn_id
+
+    @rule(
+        program_id=PROGRAMS.filter(bool),
+        standing=st.sampled_from(["announced", "active", "paused", "idle", "unadmitted"]),
+        replica_id=REPLICAS,
+        size=TOKENS,
+        tool_runs=st.booleans(),
+    )
+    def program_is_adopted(self, program_id: str, standing: str, replica_id: str, size: int, tool_runs: bool) -> None:
+        """Of another scheduler: it is taken in once, and has its claim if its replica is open."""
+        branches = (BranchRecord("", size, size), BranchRecord("b", size, 0, 0.25, ""))[: 1 + size % 2]
+        record = ProgramRecord(
+            program_id,
+            standing=standing,
+            replica_id=replica_id,
+            resident_tokens=size,
+            branches=branches,
+            age_s=30.0,
+            acting_s=5.0,
+            tool_runs=tool_runs,
+            turn_count=1,
+        )
+        known = program_id in self.scheduler.programs or program_id in self.scheduler.hopeless_ids
+        self.send(ProgramsAdopted(self.now_s, replica_id, (record, record)))
+        program = self.scheduler.programs.get(program_id)
+        replica = self.scheduler.replicas.get(replica_id)
+        if known or program is None or standing == "announced":
+            return
+        is_open = replica is not None and replica.open_to_programs and program.routed_to in (None, replica_id)
+        assert program.place.active == (standing == "active" and is_open)
 
     @rule(target=turns, earlier_id=consumes(turns), program_id=PROGRAMS, patience_s=PATIENCES)
     def turn_is_tried_again(self, earlier_id: int, program_id: str | None, patience_s: float | None) -> int:

@@ -30,6 +30,7 @@ from thunderagent.programs.book.paused_queue import PausedQueue
 from thunderagent.programs.book.replica import Replica
 from thunderagent.programs.core import Core
 from thunderagent.programs.global_policy import GlobalPolicies
+from thunderagent.programs.handlers.adoption import Adoption
 from thunderagent.programs.handlers.arrivals import Arrivals
 from thunderagent.programs.handlers.fleet import Fleet
 from thunderagent.programs.handlers.lives import Lives
@@ -110,6 +111,7 @@ class Scheduler:
             **Arrivals(core, self._lives).handlers(),
             **Turns(core).handlers(),
             **self._lives.handlers(),
+            **Adoption(core, self._lives).handlers(),
             **Fleet(core, self.tenants).handlers(),
             **Operator(core, self.operations).handlers(),
         }

@@ -19,7 +19,7 @@ class EngineConfig:
     """Fix the size and the rules of an engine, under vLLM's names.
 
     `kv_tokens` is rounded down to whole blocks; `max_model_len` (tokens of a prompt and its output) defaults to all of
-    them and cannot be more, so that every request that is accepted can run alone. `mlfq` is no policy of vLLM: see
+    them and cannot be more, so that every request that is accepted can run alone. `mlfq` is not a policy of vLLM: see
     `mlfq.py`. With `tier_tokens` it has a tier of that size behind its pool, from which a token is restored in
     `restore_token_s` seconds (`tier.py`). Raises ValueError.
     """

@@ -55,6 +55,8 @@ class Book:
         """Those of them on which grants are not suspended: what a policy sees."""
         self.changed_replicas: dict[str, Replica] = {}
         """On which programs came, went or changed in size since the policy was asked to balance."""
+        self.changed_programs: dict[str, Program] | None = None
+        """Those that moved or changed in size, by id, until they are taken to be written down; None if nobody does."""
         self.rooms: Rooms | None = None
         """The replicas that grant by room, once a policy asked for that."""
         self.suspended_for: dict[str, None] = {}
@@ -94,6 +96,8 @@ class Book:
         program.tenant = tenant
         self.programs[program_id] = program
         self.announced.enter(program, self.now_s)
+        if self.changed_programs is not None:
+            self.changed_programs[program_id] = program
         return program
 
     def move(self, program: Program, to: Place, why: Reason | None = None, *, resized: bool = False) -> None:
@@ -114,6 +118,8 @@ class Book:
         if resized:
             self._measure(program)
         program.place = to
+        if self.changed_programs is not None:
+            self.changed_programs[program.program_id] = program
         if place.active is not to.active and account is not None:
             self._claims(program, account, replica_id or "", why, gets_one=to.active)
         elif why is not None and Kind.LEAVING in (to.kind, place.kind):
@@ -171,6 +177,8 @@ class Book:
                 self._shares.claims(program.tenant, -program.claim_tokens)
         self.active_count -= len(gone)
         replica.let_in.difference_update(gone)
+        if self.changed_programs is not None:
+            self.changed_programs.update((program.program_id, program) for program in gone)
         self.destined.enter_all(destined, now_s)
         self.queue.resting.enter_all(resting, now_s)
         self.decisions += [Pause(program.program_id, replica.replica_id, why) for program in gone]
@@ -183,6 +191,8 @@ class Book:
             self.changes(self.replicas[place.replica_id])
         claim_tokens, growth_tokens = program.claim_tokens, program.growth_tokens
         self._measure(program)
+        if self.changed_programs is not None:
+            self.changed_programs[program.program_id] = program
         if self._shares is not None and place.claims and program.claim_tokens != claim_tokens:
             self._shares.claims(program.tenant, program.claim_tokens - claim_tokens)
         place.resize(program, claim_tokens, growth_tokens, now_s)
@@ -200,6 +210,8 @@ class Book:
         place.leave(program, self.now_s)
         program.acting_since_s, program.hold_until_s, program.hint_keeps = since_s, hold_until_s, hint_keeps
         place.enter(program, self.now_s)
+        if self.changed_programs is not None:
+            self.changed_programs[program.program_id] = program
 
     def rank_anew(self, program: Program) -> None:
         """Ask the policy again where a program stands in the order of its place, or which place that is."""

@@ -93,6 +93,8 @@ ROUTES: tuple[tuple[Access, str, str], ...] = (
     (ADMIN, "*", "/operations**"),
     (ADMIN, "*", "/weight_sync/**"),
     (ADMIN, "GET", "/internal/lease"),  # gateways of ours
+    (ADMIN, "GET", "/internal/leader"),
+    (ADMIN, "POST", "/internal/handover"),
     # In the words of other gateways.
     (ADMIN, "*", "/workers**"),
     (ADMIN, "*", "/add_worker"),

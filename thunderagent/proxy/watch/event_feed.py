@@ -60,7 +60,7 @@ QUIET = frozenset(
 )
 """Events that come all the time and say little; what is decided on them is in the feed."""
 
-LEFT_OUT = frozenset({"now_s", "prefix", "learned"})
+LEFT_OUT = frozenset({"now_s", "prefix", "learned", "programs"})
 
 
 def _kind_of(cls: type[Any]) -> str:
