@@ -146,8 +146,7 @@ class SchedulerView:
 
     def comes_before_all_waiting(self, program: ProgramView) -> bool:
         """See `View`."""
-        own = self._own(program)
-        return own is not None and self._book.queue.comes_before_all_waiting(own)
+        return (own := self._own(program)) is not None and self._book.queue.comes_before_all_waiting(own)
 
     @property
     def routed_count(self) -> int:
@@ -344,8 +343,7 @@ class SchedulerView:
 
     def propose_restore(self, program: ProgramView, replica: ReplicaView, reason: Reason) -> bool:
         """See `View`. Accepted for a paused program on a replica that is open; of a routed one, on that one alone."""
-        own = self._own(program)
-        target = self._core.placing.granting(replica)
+        own, target = self._own(program), self._core.placing.granting(replica)
         if own is None or own.place.active or target is None or own.routed_to not in (None, target.replica_id):
             return False
         self._core.restore(own, target, reason)
