@@ -82,7 +82,7 @@ class Learner:
             self.hinted.tenant = given[0]
             known.hints.learn(self.hinted, 1.0, 0.0 if given[1] else 2.0, 3.0)
         elif what == "restored":
-            known.restore_pace.restored()
+            known.restore_pace.restored(self.now_s)
             known.restore_pace.accrue(self.now_s, waiting=True)
             self.now_s += given[0]
             known.restore_pace.accrue(self.now_s, waiting=False)

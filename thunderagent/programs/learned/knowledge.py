@@ -345,4 +345,5 @@ class Knowledge:
         whole_tokens = self.growth.whole_tokens
         if whole_tokens == inf:
             whole_tokens = UNKNOWN_GROWTH_RATIO * first_tokens
-        program.growth_tokens = max(0, int(first_tokens + whole_tokens - claim_tokens))
+        growth_tokens = first_tokens + whole_tokens - claim_tokens
+        program.growth_tokens = int(growth_tokens) if growth_tokens > 0 else 0

@@ -105,6 +105,10 @@ class View(Protocol):
     def first_routed_before(self, program: ProgramView, replica: ReplicaView) -> ProgramView | None:
         """Return the first of those that wait for that replica alone, if it comes before `program`; else None."""
 
+    @property
+    def some_share(self) -> bool:
+        """Whether prompts of some that are active begin alike: else `claim_tokens_on` is the claim everywhere."""
+
     def claim_tokens_on(self, program: ProgramView, replica: ReplicaView) -> int:
         """Return what a paused program would add to the demand there: less than its claim if prefixes are shared."""
 

@@ -5,9 +5,12 @@
 from __future__ import annotations
 
 from math import hypot, inf
+from typing import TYPE_CHECKING
 
-from thunderagent.programs.model.view import View
-from thunderagent.programs.model.views import ProgramView, ReplicaView
+if TYPE_CHECKING:  # the view by its one class: see `letting_in.py`
+    from thunderagent.programs.book.replica import Replica as ReplicaView
+    from thunderagent.programs.model.program import Program as ProgramView
+    from thunderagent.programs.view import SchedulerView as View
 
 MOST_FIRST_GROWTH_RATIO = 1 / 8
 """But by no more than that part of a replica's memory."""

@@ -47,5 +47,9 @@ class Verbs(Protocol):
 class Rule(Protocol):
     """What holds under every policy."""
 
+    @property
+    def due_s(self) -> float:
+        """When it has something to settle again: `inf` is not before something changes, 0 is after every event."""
+
     def settle(self, verbs: Verbs, /) -> None:
         """Have done what follows from an event."""
