@@ -226,13 +226,11 @@ class SchedulerView:
 
     def waiting_count_for(self, replica: ReplicaView) -> int:
         """See `View`."""
-        place = self._book.queue.routed.get(replica.replica_id)
-        return 0 if place is None else place.count
+        return 0 if (place := self._book.queue.routed.get(replica.replica_id)) is None else place.count
 
     def first_waiting_for(self, replica: ReplicaView, count: int) -> Sequence[ProgramView]:
         """See `View`."""
-        place = self._book.queue.routed.get(replica.replica_id)
-        return () if place is None else place.order.lowest(count)
+        return () if (place := self._book.queue.routed.get(replica.replica_id)) is None else place.order.lowest(count)
 
     def newly_waiting(self) -> Sequence[ProgramView]:
         """See `View`."""
