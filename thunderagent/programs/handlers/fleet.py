@@ -111,7 +111,7 @@ class Fleet:
         core.balance(Moment.REPLICAS_CHANGED)
         if others:
             for program in book.queue.with_turns():
-                core.explain_hold(program)
+                core.refresh_hold_reason(program)
 
     def _grant_anonymous_held(self) -> None:
         book = self._core.book
