@@ -67,7 +67,7 @@ class Reason(StrEnum):
     # controlled
     OPERATOR = "operator"
     """Somebody who may control the proxy said so."""
-    CONTROL = "control"
+    GLOBAL_POLICY = "global_policy"
     """A global policy said so."""
     IMBALANCE = "imbalance"
     """Its replica is asked for much more than another one."""

@@ -51,7 +51,9 @@ class InferCept:
     """Hold by minimal waste, `reserve_tokens` beside each program's context."""
 
     prefill_token_s: float = 0.0
+    """Seconds to prefill a token; 0: as learned."""
     reserve_tokens: int = 256
+    """Tokens added to each context: room for what the next turn adds."""
     name: ClassVar[str] = "infercept"
     tick_s: ClassVar[float] = 0.25
     stays_home: ClassVar[bool] = True

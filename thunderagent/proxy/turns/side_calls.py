@@ -59,7 +59,7 @@ _SIZED_OR_ENCODED = ("Content-Length", "Content-Encoding")
 
 
 class SideCalls:
-    """Relay what is no turn."""
+    """Relay what is not a turn."""
 
     def __init__(
         self,

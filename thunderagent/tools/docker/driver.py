@@ -142,7 +142,7 @@ class DockerDriver:
             raise
         self._made[place.handle] = _Made(preparation.network, preparation.image)
         self._preparing.discard(preparation.name)
-        preparation.let_go()
+        preparation.unclaim()
         return place
 
     async def _undo(self, preparation: Preparation) -> None:
