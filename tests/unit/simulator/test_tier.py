@@ -6,9 +6,13 @@ import random
 from dataclasses import replace
 
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
 
+from thunderagent.backends.vllm import VllmBackend
 from thunderagent.simulator.bounds import Engines, TurnCost, TurnShape
 from thunderagent.simulator.engine import Engine
+from thunderagent.simulator.metrics import EngineCollector
+from thunderagent.simulator.realtime import RealtimeEngine
 from thunderagent.simulator.records import EngineConfig, EngineRequest, FinishedRequest
 from thunderagent.simulator.tier import Tier
 from thunderagent.simulator.timing import TimingProfile
@@ -94,6 +98,20 @@ def test_a_tier_that_holds_all_leaves_nothing_to_compute_twice() -> None:
         known = min(longest_tokens.get(family, 0), count - 1)
         assert finished.cached_tokens >= known // 4 * 4
         longest_tokens[family] = max(longest_tokens.get(family, 0), count)
+
+
+def test_a_served_engine_tells_of_its_tier_as_vllm_does() -> None:
+    """What the proxy reads of it; without a tier nothing."""
+    for tier_blocks, told in ((10, (64.0, 8.0)), (0, (None, None))):
+        config = make_engine(blocks=10, tier_blocks=tier_blocks).config
+        realtime = RealtimeEngine(config, speed=1.0, now_s=0.0)
+        for request_id, start, count in (("old", 0, 24), ("new", 100, 28), ("again", 0, 24)):
+            serve(realtime.engine, request_id, start, count)
+        registry = CollectorRegistry()
+        registry.register(EngineCollector(realtime, "m"))
+        reading = VllmBackend().read_metrics(generate_latest(registry).decode())
+        assert (reading.tier_query_tokens_total, reading.tier_hit_tokens_total) == told
+        assert reading.cache_hit_tokens_total == 12
 
 
 def test_an_impossible_tier_is_refused() -> None:
