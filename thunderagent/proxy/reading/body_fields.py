@@ -1,6 +1,6 @@
 """The few fields of a request's body that are looked at: read in one pass, whatever else the body holds."""
 
-# interpreted: msgspec reads the types of its structs, which a compiled class does not keep
+# compiled: each turn passes here
 
 from __future__ import annotations
 
@@ -10,33 +10,13 @@ from collections.abc import Iterator
 from typing import Any, TypeGuard
 
 import msgspec
-from msgspec import UNSET, Raw
+from msgspec import Raw
 
 from thunderagent.leases import TurnHint
 from thunderagent.programs.model.hints import MAX_NEXT_TURN_S, OFFLOAD, RETAIN
+from thunderagent.proxy.reading.fields import BodyFields, PromptFields
 from thunderagent.proxy.reading.media import NO_MEDIA, MediaFound, media_of
-from thunderagent.proxy.reading.prefix import PromptFields, begins_with
-
-
-class BodyFields(PromptFields):
-    """The few top-level fields that are looked at; everything else is skipped, not built."""
-
-    program_id: Any = UNSET
-    extra_body: Any = None
-    session_id: Any = None
-    session_params: Any = None
-    metadata: Any = None
-    vllm_xargs: Any = None
-    nvext: Any = None
-    agent_hint: Any = None
-    conversation_params: Any = None
-    prompt_cache_key: Any = None
-    user: Any = None
-    stream: Any = None
-    stream_options: Any = None
-    previous_response_id: Any = None
-    priority: Any = UNSET
-
+from thunderagent.proxy.reading.prefix import begins_with
 
 OTHERS_FIELDS = (
     ("session_id",),

@@ -34,9 +34,9 @@ import msgspec
 from msgspec import Raw
 
 from thunderagent.proxy.reading.dialects.base import Completion, Dialect, written_ids
+from thunderagent.proxy.reading.fields import PromptFields
 from thunderagent.proxy.reading.identity import TurnRequest
 from thunderagent.proxy.reading.outline import Outline
-from thunderagent.proxy.reading.prefix import PromptFields
 from thunderagent.proxy.reading.sse import UNREADABLE
 
 STRIDE_BYTES = 1024

@@ -7,7 +7,7 @@ is, and what two prompts share is known to at least two thirds. What lies betwee
 they were sent.
 """
 
-# interpreted: msgspec reads the types of its structs, which a compiled class does not keep
+# compiled: each turn passes here
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ import msgspec
 from msgspec import Raw
 
 from thunderagent.programs.model.events import PrefixCut
+from thunderagent.proxy.reading.fields import PromptFields
 from thunderagent.proxy.reading.media import media_of
 from thunderagent.proxy.reading.outline import Outline
 
@@ -45,27 +46,6 @@ _TOKEN_IDS = re.compile(rb"\[[\s\[]*[0-9]")
 _decode_list = msgspec.json.Decoder(list[Raw]).decode
 _sha1 = partial(hashlib.sha1, usedforsecurity=False)
 """The quickest that the standard library has, and of 63 bits no other can be more."""
-
-
-class PromptFields(msgspec.Struct):
-    """The top-level fields of a body that its prompt is made of, as they were sent; empty if they are not there.
-
-    Of the chat APIs of OpenAI and Anthropic, of the Responses API, and of what takes a text or token ids. Messages are
-    told apart in the pass that finds them.
-    """
-
-    model: Raw = Raw()
-    cache_salt: Raw = Raw()
-    tools: Raw = Raw()
-    system: Raw = Raw()
-    instructions: Raw = Raw()
-    messages: list[Raw] | None = None
-    input: Raw = Raw()
-    prompt: Raw = Raw()
-    text: Raw = Raw()
-    input_ids: Raw = Raw()
-    prompt_token_ids: Raw = Raw()
-    token_ids: Raw = Raw()
 
 
 def prefix_of(
