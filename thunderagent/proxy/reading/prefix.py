@@ -39,11 +39,17 @@ MIN_TEXT_BYTES = 1024
 MAX_HASHED_BYTES = 4 * 2**20
 """Beyond it a prompt is not cut: there stand images rather than what is shared, and hashing takes its time."""
 
+LARGE_PIECE_BYTES = 16 * 1024
+KNOWN_COUNT = 4096
+"""So many digests of what ends with a larger piece are kept, each with half a kilobyte."""
+
 _TEXT_CUTS_BYTES = tuple(
     size_bytes for step in STEPS if MIN_TEXT_BYTES <= (size_bytes := step * TEXT_STEP_BYTES) <= MAX_HASHED_BYTES
 )
 _TOKEN_IDS = re.compile(rb"\[[\s\[]*[0-9]")
 _decode_list = msgspec.json.Decoder(list[Raw]).decode
+_known: dict[tuple[bytes, int, int], _Hash] = {}
+"""Digests by those before them, and by the size and the hash of the piece between."""
 _sha1 = partial(hashlib.sha1, usedforsecurity=False)
 """The quickest that the standard library has, and of 63 bits no other can be more."""
 
@@ -60,7 +66,7 @@ def prefix_of(
     if fields.messages or fields.input:
         return _cuts_of_messages(fields, has_media=has_media)
     token_ids = fields.input_ids or fields.prompt_token_ids or fields.token_ids
-    text: bytes = fields.prompt or fields.text or token_ids
+    text: Raw | bytes = fields.prompt or fields.text or token_ids
     if outline is not None and outline.is_placeholder(text):
         text = outline.token_ids
     return _cuts_of_text(fields, text) if len(text) >= MIN_TEXT_BYTES else ()
@@ -80,8 +86,8 @@ def _cuts_of_messages(fields: PromptFields, *, has_media: bool) -> tuple[PrefixC
         size_bytes += sum(map(len, messages[start:end]))
         if end > len(messages) or size_bytes > MAX_HASHED_BYTES:
             break
-        piece = b"".join(messages[start:end]) if end - start > 1 else messages[start]
-        digest.update(piece)
+        piece: Raw | bytes = b"".join(messages[start:end]) if end - start > 1 else messages[start]
+        digest = _followed(digest, piece)
         if has_media:
             media_bytes += media_of(bytes(piece)).size_bytes
         cuts.append((_number(digest), size_bytes - media_bytes))
@@ -96,7 +102,7 @@ def _messages(fields: PromptFields) -> Sequence[Raw]:
     return [system, *items] if system else items
 
 
-def _cuts_of_text(fields: PromptFields, text: bytes) -> tuple[PrefixCut, ...]:
+def _cuts_of_text(fields: PromptFields, text: Raw | bytes) -> tuple[PrefixCut, ...]:
     """Cut a text, or a list of token ids as it is written, at certain bytes; several prompts in one are left alone."""
     if not begins_with(text, b'"') and not _is_list_of_numbers(text):
         return ()
@@ -106,7 +112,7 @@ def _cuts_of_text(fields: PromptFields, text: bytes) -> tuple[PrefixCut, ...]:
     for end in _TEXT_CUTS_BYTES:
         if end > len(text):
             break
-        digest.update(view[start:end])
+        digest = _followed(digest, view[start:end])
         cuts.append((_number(digest), end))
         start = end
     return tuple(cuts)
@@ -117,17 +123,36 @@ def _begun(fields: PromptFields, kind: bytes) -> _Hash:
     return _sha1(b"\0".join((kind, fields.model, fields.cache_salt, b"")))
 
 
+def _followed(digest: _Hash, piece: Raw | bytes | memoryview) -> _Hash:
+    """Return the digest of what was hashed so far and a piece behind it.
+
+    A program sends again what it sent before, so most large pieces were hashed after the same already. Which these are
+    a quicker hash tells, whose key only this process has: nobody can make one piece look like another.
+    """
+    if len(piece) < LARGE_PIECE_BYTES:
+        digest.update(piece)
+        return digest
+    place = digest.digest(), len(piece), hash(bytes(piece))
+    if (known := _known.get(place)) is not None:
+        return known.copy()
+    digest.update(piece)
+    if len(_known) >= KNOWN_COUNT:
+        _known.clear()
+    _known[place] = digest.copy()
+    return digest
+
+
 def _number(digest: _Hash) -> int:
     """Return what was hashed so far as a number of 63 bits, which every reader of JSON takes."""
     return int.from_bytes(digest.digest()[:8], "big") >> 1
 
 
-def begins_with(value: bytes, first: bytes) -> bool:
+def begins_with(value: Raw | bytes, first: bytes) -> bool:
     """Say whether a value, as it was sent, begins with this byte."""
     return bytes(memoryview(value)[:1]) == first
 
 
-def _is_list_of_numbers(value: bytes) -> bool:
+def _is_list_of_numbers(value: Raw | bytes) -> bool:
     return bytes(memoryview(value)[:16]).removeprefix(b"[").lstrip()[:1].isdigit()
 
 
