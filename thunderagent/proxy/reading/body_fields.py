@@ -1,6 +1,6 @@
 """The few fields of a request's body that are looked at: read in one pass, whatever else the body holds."""
 
-# compiled: each turn passes here
+# interpreted: msgspec reads the types of its structs, which a compiled class does not keep
 
 from __future__ import annotations
 
@@ -10,13 +10,53 @@ from collections.abc import Iterator
 from typing import Any, TypeGuard
 
 import msgspec
-from msgspec import Raw
+from msgspec import UNSET, Raw
 
 from thunderagent.leases import TurnHint
 from thunderagent.programs.model.hints import MAX_NEXT_TURN_S, OFFLOAD, RETAIN
-from thunderagent.proxy.reading.fields import BodyFields, PromptFields
 from thunderagent.proxy.reading.media import NO_MEDIA, MediaFound, media_of
-from thunderagent.proxy.reading.prefix import begins_with
+
+
+class PromptFields(msgspec.Struct):
+    """The top-level fields of a body that its prompt is made of, as they were sent; empty if they are not there.
+
+    Of the chat APIs of OpenAI and Anthropic, of the Responses API, and of what takes a text or token ids. Messages are
+    told apart in the pass that finds them.
+    """
+
+    model: Raw = Raw()
+    cache_salt: Raw = Raw()
+    tools: Raw = Raw()
+    system: Raw = Raw()
+    instructions: Raw = Raw()
+    messages: list[Raw] | None = None
+    input: Raw = Raw()
+    prompt: Raw = Raw()
+    text: Raw = Raw()
+    input_ids: Raw = Raw()
+    prompt_token_ids: Raw = Raw()
+    token_ids: Raw = Raw()
+
+
+class BodyFields(PromptFields):
+    """The few top-level fields that are looked at; everything else is skipped, not built."""
+
+    program_id: Any = UNSET
+    extra_body: Any = None
+    session_id: Any = None
+    session_params: Any = None
+    metadata: Any = None
+    vllm_xargs: Any = None
+    nvext: Any = None
+    agent_hint: Any = None
+    conversation_params: Any = None
+    prompt_cache_key: Any = None
+    user: Any = None
+    stream: Any = None
+    stream_options: Any = None
+    previous_response_id: Any = None
+    priority: Any = UNSET
+
 
 OTHERS_FIELDS = (
     ("session_id",),
@@ -145,6 +185,11 @@ def _read_large(body: bytes) -> BodyFields:
         if value and (len(value) <= LARGE_FIELD_BYTES or bytes(memoryview(value)[:1]) == b'"'):
             setattr(fields, name, msgspec.json.decode(value))
     return fields
+
+
+def begins_with(value: Raw | bytes, first: bytes) -> bool:
+    """Say whether a value, as it was sent, begins with this byte."""
+    return bytes(memoryview(value)[:1]) == first
 
 
 def media_in(body: bytes, fields: PromptFields) -> MediaFound:

@@ -22,7 +22,7 @@ import msgspec
 from msgspec import Raw
 
 from thunderagent.programs.model.events import PrefixCut
-from thunderagent.proxy.reading.fields import PromptFields
+from thunderagent.proxy.reading.body_fields import PromptFields, begins_with
 from thunderagent.proxy.reading.media import media_of
 from thunderagent.proxy.reading.outline import Outline
 
@@ -145,11 +145,6 @@ def _followed(digest: _Hash, piece: Raw | bytes | memoryview) -> _Hash:
 def _number(digest: _Hash) -> int:
     """Return what was hashed so far as a number of 63 bits, which every reader of JSON takes."""
     return int.from_bytes(digest.digest()[:8], "big") >> 1
-
-
-def begins_with(value: Raw | bytes, first: bytes) -> bool:
-    """Say whether a value, as it was sent, begins with this byte."""
-    return bytes(memoryview(value)[:1]) == first
 
 
 def _is_list_of_numbers(value: Raw | bytes) -> bool:
