@@ -7,7 +7,7 @@ is, and what two prompts share is known to at least two thirds. What lies betwee
 they were sent.
 """
 
-# compiled: each turn passes here
+# interpreted: what msgspec calls bytes is none to a compiled function
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def prefix_of(
     if fields.messages or fields.input:
         return _cuts_of_messages(fields, has_media=has_media)
     token_ids = fields.input_ids or fields.prompt_token_ids or fields.token_ids
-    text: Raw | bytes = fields.prompt or fields.text or token_ids
+    text: bytes = fields.prompt or fields.text or token_ids
     if outline is not None and outline.is_placeholder(text):
         text = outline.token_ids
     return _cuts_of_text(fields, text) if len(text) >= MIN_TEXT_BYTES else ()
@@ -86,7 +86,7 @@ def _cuts_of_messages(fields: PromptFields, *, has_media: bool) -> tuple[PrefixC
         size_bytes += sum(map(len, messages[start:end]))
         if end > len(messages) or size_bytes > MAX_HASHED_BYTES:
             break
-        piece: Raw | bytes = b"".join(messages[start:end]) if end - start > 1 else messages[start]
+        piece = b"".join(messages[start:end]) if end - start > 1 else messages[start]
         digest = _followed(digest, piece)
         if has_media:
             media_bytes += media_of(bytes(piece)).size_bytes
@@ -102,7 +102,7 @@ def _messages(fields: PromptFields) -> Sequence[Raw]:
     return [system, *items] if system else items
 
 
-def _cuts_of_text(fields: PromptFields, text: Raw | bytes) -> tuple[PrefixCut, ...]:
+def _cuts_of_text(fields: PromptFields, text: bytes) -> tuple[PrefixCut, ...]:
     """Cut a text, or a list of token ids as it is written, at certain bytes; several prompts in one are left alone."""
     if not begins_with(text, b'"') and not _is_list_of_numbers(text):
         return ()
@@ -123,7 +123,7 @@ def _begun(fields: PromptFields, kind: bytes) -> _Hash:
     return _sha1(b"\0".join((kind, fields.model, fields.cache_salt, b"")))
 
 
-def _followed(digest: _Hash, piece: Raw | bytes | memoryview) -> _Hash:
+def _followed(digest: _Hash, piece: bytes | memoryview) -> _Hash:
     """Return the digest of what was hashed so far and a piece behind it.
 
     A program sends again what it sent before, so most large pieces were hashed after the same already. Which these are
@@ -147,7 +147,7 @@ def _number(digest: _Hash) -> int:
     return int.from_bytes(digest.digest()[:8], "big") >> 1
 
 
-def _is_list_of_numbers(value: Raw | bytes) -> bool:
+def _is_list_of_numbers(value: bytes) -> bool:
     return bytes(memoryview(value)[:16]).removeprefix(b"[").lstrip()[:1].isdigit()
 
 
