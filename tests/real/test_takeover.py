@@ -30,6 +30,7 @@ pytestmark = pytest.mark.timeout(240, func_only=True)
 
 CLIENTS_COUNT = 12
 LOCK_S = 1.0
+TOOL_S = 0.3
 
 
 def free_ports(count: int) -> list[int]:
@@ -56,7 +57,8 @@ class Cell:
         self.stop = asyncio.Event()
 
     async def start(self, port: int) -> None:
-        options = ("--backends", self.behind.url, "--policy", "cap", "--policy-arg", "n=6", "--lock-s", str(LOCK_S))
+        some_wait = ("--policy", "cap", "--policy-arg", "n=6", "--idle-limit-s", "0.1", "--tick-s", "0.1")
+        options = ("--backends", self.behind.url, "--lock-s", str(LOCK_S), *some_wait)
         quick = ("--poll-interval-s", "0.2", "--gateway-lost-s", "5", "--store", self.redis.url)
         environment = {"PYTHONPATH": self.redis.packages}
         process = command("scheduler", "--listen", f"127.0.0.1:{port}", *quick, *options, settings=environment)
@@ -105,6 +107,7 @@ class Cell:
             more = {"stream": True, "max_tokens": 40, "stream_options": {"include_usage": True}}
             self.answers.append(await ask(front.url, f"p{number}", **more))
             self.answered_s.append(time.monotonic())
+            await asyncio.sleep(TOOL_S)  # in which it loses its claim, so that another one's turn comes
 
     async def more(self, count: int) -> None:
         """Wait for so many more answers."""
