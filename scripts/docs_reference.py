@@ -37,8 +37,9 @@ from thunderagent.tools.template import Template
 ROOT = Path(__file__).parents[1]
 OTHERS = "Listening"
 GROUPS = {
+    "Several processes": r"gateway|scheduler|fail_open",
     "Replicas and engines": r"backend|kubernetes_replicas|discovery|drain|data_par|capacity|poll_|down_|kv_"
-    r"|engine_|notice",
+    r"|engine_|notice|model_",
     "Timeouts, retries and failover": r"connect_|first_byte|silence|total_|retr|breaker|body_t|idle_time|grace"
     r"|client_stall|websocket_l",
     "Scheduling": r"policy|admission|order$|victims|priority|fair_|tenant_w|tick|idle_limit|forget"

@@ -36,7 +36,7 @@ from thunderagent.tools.template import DriverKind, Template
 
 ENVIRONMENT_PREFIX = "THUNDERAGENT_"
 _OTHERS_VARIABLES = {"KEY", "PROXY", "PROGRAM_ID"}
-"""Names with the prefix that are no settings: of the client, and of other commands."""
+"""Names with the prefix that are not settings: of the client, and of other commands."""
 _SERVICE_LINK = re.compile(r"(?:\w+_)?(?:SERVICE_HOST|SERVICE_PORT(?:_\w+)?|PORT(?:_\d+_(?:TCP|UDP|SCTP)(?:_\w+)?)?)")
 """What Kubernetes puts into every pod beside a service whose name begins so."""
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+")

@@ -291,7 +291,7 @@ class Core:
         if program.held:
             program.hold_reason = Reason.ADMISSION
 
-    def explain_hold(self, program: Program) -> None:
+    def refresh_hold_reason(self, program: Program) -> None:
         """Say anew why a program waits that was held because nothing granted.
 
         One that is not admitted waits for that, if any replica grants; one that a route sends to a replica waits for

@@ -40,9 +40,8 @@ class SchedulerView:
 
     def _own(self, program: ProgramView) -> Program | None:
         """Return the live program that a policy means."""
-        if isinstance(program, Program):
-            return None if program.place is self._book.ended else program
-        return self._book.programs.get(program.program_id)
+        own = program if isinstance(program, Program) else self._book.programs.get(program.program_id)
+        return own if own is None or own.place is not self._book.ended else None
 
     def _replica(self, replica: ReplicaView) -> Replica:
         return replica if isinstance(replica, Replica) else self._book.replicas[replica.replica_id]
@@ -146,8 +145,7 @@ class SchedulerView:
 
     def comes_before_all_waiting(self, program: ProgramView) -> bool:
         """See `View`."""
-        own = self._own(program)
-        return own is not None and self._book.queue.comes_before_all_waiting(own)
+        return (own := self._own(program)) is not None and self._book.queue.comes_before_all_waiting(own)
 
     @property
     def routed_count(self) -> int:
@@ -185,7 +183,11 @@ class SchedulerView:
 
     def break_even_s(self, replica_id: str | None) -> float:
         """See `View`."""
-        return self._core.knowledge.break_even_s(self._book.capacity_tokens_of(replica_id))
+        return self._core.knowledge.break_even_s(replica_id, self._book.capacity_tokens_of(replica_id))
+
+    def elsewhere_s(self, program: ProgramView, home: ReplicaView) -> float:
+        """See `View`."""
+        return self._core.knowledge.elsewhere_s(program, home.replica_id, self.resident_tokens(program, home))
 
     @property
     def growth_tokens_per_s(self) -> float:
@@ -224,13 +226,11 @@ class SchedulerView:
 
     def waiting_count_for(self, replica: ReplicaView) -> int:
         """See `View`."""
-        place = self._book.queue.routed.get(replica.replica_id)
-        return 0 if place is None else place.count
+        return 0 if (place := self._book.queue.routed.get(replica.replica_id)) is None else place.count
 
     def first_waiting_for(self, replica: ReplicaView, count: int) -> Sequence[ProgramView]:
         """See `View`."""
-        place = self._book.queue.routed.get(replica.replica_id)
-        return () if place is None else place.order.lowest(count)
+        return () if (place := self._book.queue.routed.get(replica.replica_id)) is None else place.order.lowest(count)
 
     def newly_waiting(self) -> Sequence[ProgramView]:
         """See `View`."""

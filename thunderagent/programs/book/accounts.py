@@ -312,18 +312,19 @@ class Ledger:
         cached_tokens: int | None,
         known_tokens: int,
         prefill_token_s: float | None = None,
+        loaded_tokens: int = 0,
     ) -> None:
         """Book a turn that ended under decode, prefill, recompute and queued.
 
-        `known_tokens` is the part of the prompt that its program had sent or got before. Where the engine does not
-        say what was cached (`cached_tokens` None), the replica's polled hit rate stands in for it. `prefill_token_s` is
-        the learned speed; without it what a turn waited in the engine's queue is known from claims only.
+        `known_tokens` of the prompt its program had sent or got before. Where the engine does not say what was cached
+        (`cached_tokens` None), the polled hit rate stands in for it. Without the learned `prefill_token_s` what a turn
+        waited in the engine is known from claims only. `loaded_tokens` could be computed while it loaded from a tier.
         """
         self.accrue(account, now_s)
         if cached_tokens is None:
             cached_tokens = int(prompt_tokens * account.hit_ratio)
-        computed_tokens = max(0, prompt_tokens - cached_tokens)
-        recomputed_tokens = min(computed_tokens, max(0, known_tokens - cached_tokens))
+        computed_tokens = max(0, prompt_tokens - cached_tokens) + loaded_tokens
+        recomputed_tokens = min(computed_tokens, max(0, known_tokens - cached_tokens) + loaded_tokens)
         duration_s = now_s - turn.granted_s
         held_s = min(duration_s, account.flight_s - turn.granted_flight_s)
         first_token_s = turn.first_token_s(now_s)

@@ -8,17 +8,18 @@ the prompts of several have in common is claimed once (`ClaimRules`). Four rules
 **Hold or pause.** When a tool begins, its program keeps its claim: the next turn finds its history. Holding costs
 memory; pausing costs to compute the history again. Both grow with its size, so that the break-even is a time, the
 same for all on a replica: β·C, the time in which it could prefill its whole memory (β seconds a token, C tokens), times
-`hold_ratio`. How long a tool will run is not known, only how long tools of its name ran so far; so a program is held
-until its tool's rate of return falls under one in that time (`tool_times.py`). After that it is *expired*: its claim
-is taken as soon as the first in the queue needs the room, and not before. What a client says of its next turn takes the
-place of that guess, for the break-even time at most, and for at most `hint_ratio` of a replica (`hints.py`).
+`hold_ratio`; behind a pool with a tier β is what a loss costs there (`tier_price.py`). How long a tool will run is not
+known, only how long tools of its name ran so far; so a program is held until its tool's rate of return falls under one
+in that time (`tool_times.py`). After that it is *expired*: its claim is taken as soon as the first in the queue needs
+the room, and not before. What a client says of its next turn takes the place of that guess, for the break-even time at
+most, and for at most `hint_ratio` of a replica (`hints.py`).
 
 **Admission by age.** Whoever was there first is restored first, on every event that frees room. That bounds waiting
 without a timer: nobody waits for more than what those before it take. If the first does not fit anywhere, newcomers and
 the `pass_count` behind it may pass, those whose history still lies in memory before others; but once the first has
 waited for `wait_ratio` of the median time that programs take in all, the replica with most room takes nobody else in
-until it fits. Who waits for one replica, because a route binds it there, may be passed on that replica as long, by
-whomever; then it takes nobody else in.
+until it fits. A program that a route binds to one replica may be passed there for as
+long; then that replica takes nobody else in.
 
 **Room to grow.** Programs are small when they come. One that comes for the first time needs room not only for itself,
 but for what it and all others on the replica will grow by while it would pay to have let it in: to pause it too soon

@@ -22,7 +22,7 @@ FIRST_GROWTH_FACTOR = 2.0
 def foreseen_tokens(view: View, program: ProgramView, replica: ReplicaView, foresight_ratio: float) -> float:
     """Return for how much growth of each program on a replica there must be room, if `program` is let in there.
 
-    In t seconds it uses c·t + r·t²/2 of memory, and if it is to go then, c + r·t tokens are computed again, each of
+    In t seconds it uses c·t + r·t²/2 of memory, and if it is paused then, c + r·t tokens are computed again, each of
     which is worth holding for the break-even time T: until t = (r·T - c + √(c² + r²·T²)) / r that does not pay.
     """
     rate, claim_tokens = view.growth_tokens_per_s, program.claim_tokens

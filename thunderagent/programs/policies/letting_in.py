@@ -239,8 +239,7 @@ class LettingIn:
         return program.claim_tokens > self.low_ratio * largest_capacity_tokens(view.replicas)
 
     def _waits_for_home(self, view: View, program: ProgramView, home: ReplicaView) -> bool:
-        recompute_s = view.resident_tokens(program, home) * view.prefill_token_s
-        return view.now_s - program.waiting_since_s < self.home_wait_ratio * recompute_s
+        return view.now_s - program.waiting_since_s < self.home_wait_ratio * view.elsewhere_s(program, home)
 
     def _fits(self, view: View, program: ProgramView, replica: ReplicaView, foresees: bool, make_room: bool) -> bool:
         """Say whether a program fits, if need be after those went who expired; one that would be alone always does."""

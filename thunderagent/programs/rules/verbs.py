@@ -40,7 +40,7 @@ class Verbs(Protocol):
     def parent_claims(self, program: Program, /) -> bool:
         """Say whether a program must be let in because its parent may wait for it."""
 
-    def explain_hold(self, program: Program, /) -> None:
+    def refresh_hold_reason(self, program: Program, /) -> None:
         """Say anew why a program waits that was held because nothing granted."""
 
 

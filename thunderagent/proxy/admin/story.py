@@ -278,7 +278,7 @@ def _what_must_happen(rooms: Sequence[RoomReport], program: Program, ahead_count
     room = min(at_home or rooms, key=_order_of_need)
     first = ""
     if ahead_count:
-        first = f"{ahead_count:,} {'program goes' if ahead_count == 1 else 'programs go'} first; then "
+        first = f"{ahead_count:,} {'program is' if ahead_count == 1 else 'programs are'} let in first; then "
     return first + _what_is_missing(room, program, is_first=not ahead_count)
 
 
