@@ -212,7 +212,7 @@ def non_negative_least_squares(rows: Sequence[Sequence[float]], targets: Sequenc
 
 
 def independent_columns(rows: Sequence[Sequence[float]]) -> list[int]:
-    """Return the columns that are no combination of those before them; a column of zeros is one."""
+    """Return the columns that are not a combination of earlier ones; a column of zeros is one."""
     columns: list[int] = []
     for column in range(len(rows[0]) if rows else 0):
         length = math.hypot(*(row[column] for row in rows))
