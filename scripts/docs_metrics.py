@@ -34,12 +34,12 @@ from thunderagent.scale.remote import RemoteRuntime, RemoteSettings
 
 OTHERS = "Programs and turns"
 GROUPS = {
-    "Gateways": r"gateway|fail_open",
     "Replicas and memory": r"replica|demand|capacity|cost|queued|pool|break_even|prefill",
     "Tools and sandboxes": r"tool|sandbox",
     "Tenants": r"tenant",
     "Hints": r"hint",
     "Judge": r"judge_|programs_by_level|program_outcomes",
+    "Gateways": r"gateway|fail_open",
 }
 """Headings of the page, and how names of metrics begin after `thunderagent_`; the first that matches counts."""
 

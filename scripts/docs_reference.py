@@ -37,8 +37,9 @@ from thunderagent.tools.template import Template
 ROOT = Path(__file__).parents[1]
 OTHERS = "Listening"
 GROUPS = {
+    "Several processes": r"gateway|scheduler|fail_open",
     "Replicas and engines": r"backend|kubernetes_replicas|discovery|drain|data_par|capacity|poll_|down_|kv_"
-    r"|engine_|notice",
+    r"|engine_|notice|model_",
     "Timeouts, retries and failover": r"connect_|first_byte|silence|total_|retr|breaker|body_t|idle_time|grace"
     r"|client_stall|websocket_l",
     "Scheduling": r"policy|admission|order$|victims|priority|fair_|tenant_w|tick|idle_limit|forget"
@@ -108,8 +109,13 @@ def commands() -> str:
 def helps() -> Iterator[tuple[str, str]]:
     """Yield each command with its help."""
     for name, parser in _parsers(build_parser(), "thunderagent"):
-        text = parser.format_help()
-        yield name, (parser.description or "") if name == "thunderagent serve" else text
+        text = parser.format_help()  # before that, a command may not know its options
+        actions = {each.dest: each for each in parser._actions if each.dest != "help"}  # noqa: SLF001
+        if "idle_limit_s" in actions:  # it serves
+            own = [each for dest, each in actions.items() if dest not in ServeConfig.model_fields]
+            options = "\n".join(f"  {' '.join(each.option_strings)}  {each.help}" for each in own)
+            text = f"{parser.description}\n\noptions besides the configuration:\n{options}"
+        yield name, text
 
 
 def _parsers(parser: argparse.ArgumentParser, name: str) -> Iterator[tuple[str, argparse.ArgumentParser]]:

@@ -81,9 +81,9 @@ def decode_state(content: bytes) -> list[PoolRecord]:
     try:
         head = msgspec.json.decode(first, type=_Head)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise StateError("it is no file of what was learned") from error
+        raise StateError("it is not a file of learned state") from error
     if head.format != FORMAT:
-        raise StateError("it is no file of what was learned")
+        raise StateError("it is not a file of learned state")
     if head.version != VERSION:
         raise StateError(f"it is of version {head.version}, not {VERSION}")
     if head.bytes != len(body) or head.sha256 != hashlib.sha256(body).hexdigest():

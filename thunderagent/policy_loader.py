@@ -167,7 +167,7 @@ def _made(
         raise ConfigurationError(f"{what} does not take these settings: {error}") from error
     members = sorted(member for member in vars(_PROTOCOLS[kind]) if not member.startswith("_"))
     if missing := [member for member in members if not hasattr(made, member)]:
-        raise ConfigurationError(f"{name} is no {kind}: it has no {', '.join(missing)}")
+        raise ConfigurationError(f"{name} cannot be the {kind}: it has no {', '.join(missing)}")
     return made
 
 

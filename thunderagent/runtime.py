@@ -280,7 +280,7 @@ class Runtime:
     def _timer_for(self, turn_id: int, now_s: float) -> asyncio.TimerHandle | None:
         """Have the scheduler let a held turn in just when it must have its lease, not at the next tick."""
         turn = self.pools.turns.get(turn_id)
-        due_s = self.scheduler.deadlines.due_s(turn) if turn is not None else inf
+        due_s = self.scheduler.deadlines.due_s_of(turn) if turn is not None else inf
         if due_s == inf:
             return None
         delay_s = max(0.0, due_s - now_s) + TIMER_SLACK_S

@@ -224,7 +224,7 @@ async def test_who_is_not_admitted_is_in_the_queue_and_says_so() -> None:
         second = asyncio.create_task(ask(proxy.url, "second"))
         await until(lambda: proxy.runtime.held_count)
         queue = (await get(proxy.url, "/queue")).json()
-        assert (queue["waiting_count"], queue["outside_count"]) == (1, 1)
+        assert (queue["waiting_count"], queue["unadmitted_count"]) == (1, 1)
         assert [(each["program_id"], each["hold_reason"]) for each in queue["waiting"]] == [("second", "admission")]
         waits = (await get(proxy.url, "/programs/second")).json()["waiting"]
         assert waits["what_must_happen"] == ("a place must become free: 1 program is admitted (admission window)")

@@ -739,7 +739,7 @@ async def test_a_turn_by_the_facade_is_load_on_that_replica() -> None:
 
 
 async def test_a_turn_by_the_facade_is_a_turn() -> None:
-    """Its usage is asked for and read, our field is cut out, and what is no JSON object is the engine's to judge."""
+    """Its usage is asked for and read, our field is cut out, and what is not a JSON object is the engine's to judge."""
     async with replicas_behind() as (proxy, (one, other)):
         path = f"/workers/{id_of(one)}/v1/chat/completions"
         one.behaviour = streams(word("hi"), USAGE_EVENT, DONE)

@@ -460,7 +460,7 @@ async def test_a_server_that_is_told_to_end_leaves_no_process() -> None:
         ("engine", "http://127.0.0.1:{port}", r"need \{port\}"),
         ("engine {port}", "http://127.0.0.1:8000", r"need \{port\}"),
         ("engine '{port}", "http://127.0.0.1:{port}", "No closing quotation"),
-        ("engine {port}", "127.0.0.1:{port}", "provision_url: .* is no http or https URL"),
+        ("engine {port}", "127.0.0.1:{port}", "provision_url: .* is not an http or https URL"),
         ("engine {port}", "http://127.0.0.1:{port}/v1", "provision_url: .* without /v1"),
         ("engine {port}", "http://127.0.0.1:{port}#dp=2", "provision_url: .* data_parallel_ranks"),
     ],

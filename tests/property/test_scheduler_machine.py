@@ -57,6 +57,7 @@ from thunderagent.programs.model.fleet_events import (
     ReplicaUp,
     ResidencyReported,
     RouteSet,
+    TierPolled,
 )
 from thunderagent.programs.model.hints import KEEPS
 from thunderagent.programs.model.kept import BranchRecord, ProgramRecord, ProgramsAdopted
@@ -66,7 +67,7 @@ from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.model.signals import GpuEnd, GpuSubmit, Signal, ToolNum
 from thunderagent.programs.scheduler import Scheduler
 
-EXAMPLES_COUNT = int(os.environ.get("SCHEDULER_EXAMPLES", "20"))
+EXAMPLES_COUNT = int(os.environ.get("SCHEDULER_EXAMPLES", "12"))
 """Of each policy, each of 50 steps; new ones each time, and scripts/nightly has many more."""
 
 POLICY_SETTINGS = {
@@ -566,6 +567,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(replica_id=REPLICAS, count=st.integers(0, 9))
     def encodes_are_polled(self, replica_id: str, count: int) -> None:
         self.send(EncodesPolled(self.now_s, replica_id, count))
+
+    @rule(replica_id=REPLICAS, asked=TOKENS, found=TOKENS)
+    def tier_is_polled(self, replica_id: str, asked: int, found: int) -> None:
+        self.send(TierPolled(self.now_s, replica_id, asked, found))
 
     @rule(replica_id=REPLICAS, tokens=st.lists(st.tuples(PROGRAMS.filter(bool), TOKENS), max_size=4))
     def residency_is_reported(self, replica_id: str, tokens: list[tuple[str, int]]) -> None:

@@ -1055,5 +1055,5 @@ def test_a_number_without_a_unit_is_found(source: str) -> None:
     ],
 )
 def test_a_number_with_a_unit_is_let_through(source: str) -> None:
-    """Names that end in a unit, and what is no number itself, are no complaint."""
+    """Names that end in a unit, and what is not a number itself, are no complaint."""
     assert list(unitless_numbers(module_of(source))) == []

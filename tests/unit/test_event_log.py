@@ -18,7 +18,7 @@ from thunderagent.programs.model.events import (
     TurnDue,
     TurnUnverified,
 )
-from thunderagent.programs.model.fleet_events import KnowledgeLoaded, ProvisionAsked, ReplicaKilled
+from thunderagent.programs.model.fleet_events import KnowledgeLoaded, ProvisionAsked, ReplicaKilled, TierPolled
 from thunderagent.programs.model.kept import BranchRecord, ProgramRecord, ProgramsAdopted
 from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.policies.cap import Cap
@@ -78,6 +78,7 @@ def every_event() -> Driver:
     driver.send(ProvisionAsked(driver.now_s))
     driver.send(ProgramCrowdedOut(driver.now_s, ""))
     driver.send(ProgramHinted(driver.now_s, "c", 1.0))
+    driver.send(TierPolled(driver.now_s, "r0", 100, 50))
     driver.trips("r0")
     driver.drains("r0")
     driver.goes_down("r0")

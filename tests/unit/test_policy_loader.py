@@ -117,7 +117,7 @@ def test_a_policy_that_does_not_exist_is_named_with_those_that_do(name: str, mes
 
 
 def test_a_setting_that_does_not_exist_is_named_with_those_that_do() -> None:
-    """The name itself is no setting."""
+    """The name itself is not a setting."""
     with pytest.raises(ConfigurationError, match=r"policy cap has no setting 'm'; it has: n"):
         load_policy("cap", {"m": 3})
     with pytest.raises(ConfigurationError, match="no setting 'name'"):
@@ -188,21 +188,21 @@ class Srtf:
         (
             "srtf:Srtf",
             {},
-            "srtf:Srtf is no policy: it has no balance, claim_rules, hold_s, pause_rank, place, restore_rank, tick_s",
+            "srtf:Srtf cannot be the policy: it has no balance, claim_rules, hold_s, pause_rank, place, restore_rank",
         ),
-        ("cap", {"admission": "srtf:Srtf"}, "srtf:Srtf is no admission: it has no next, rank$"),
-        ("cap", {"order": "srtf:Srtf"}, "srtf:Srtf is no order: it has no restore_rank$"),
-        ("cap", {"victims": "srtf:Srtf"}, "srtf:Srtf is no victims: it has no pause_rank$"),
-        ("cap", {"priority": "srtf:Srtf"}, "srtf:Srtf is no priority: it has no engine_priority$"),
+        ("cap", {"admission": "srtf:Srtf"}, "srtf:Srtf cannot be the admission: it has no next, rank$"),
+        ("cap", {"order": "srtf:Srtf"}, "srtf:Srtf cannot be the order: it has no restore_rank$"),
+        ("cap", {"victims": "srtf:Srtf"}, "srtf:Srtf cannot be the victims: it has no pause_rank$"),
+        ("cap", {"priority": "srtf:Srtf"}, "srtf:Srtf cannot be the priority: it has no engine_priority$"),
         (
             "cap",
             {"global_policy": "own_package.scheduling:LastReplica"},
-            "LastReplica is no global_policy: it has no decide, period_s$",
+            "LastReplica cannot be the global_policy: it has no decide, period_s$",
         ),
         (
             "cap",
             {"global_policy": "balance+own_package.scheduling:LastReplica"},
-            "scheduling:LastReplica is no global_policy: it has no",
+            "scheduling:LastReplica cannot be the global_policy: it has no",
         ),
     ],
 )

@@ -250,7 +250,7 @@ class TurnHandlers:
         self._turns = turns
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
-        """Answer one turn. A body that is no JSON object goes to an engine as it is, for its own words on it."""
+        """Answer one turn. A body that is not a JSON object goes to an engine as it is, for its own words on it."""
         return await self._answer(request, target_of(request).plainly())
 
     async def handle_other(self, request: web.Request) -> web.StreamResponse:

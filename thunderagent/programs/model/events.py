@@ -25,6 +25,7 @@ from thunderagent.programs.model.fleet_events import (
     ReplicaUp,
     ResidencyReported,
     RouteSet,
+    TierPolled,
 )
 from thunderagent.programs.model.kept import ProgramsAdopted
 
@@ -330,6 +331,7 @@ Event = (
     | ReplicaTripped
     | ReplicaPolled
     | EncodesPolled
+    | TierPolled
     | ResidencyReported
     | ToolStarted
     | ToolEnded

@@ -105,6 +105,10 @@ class View(Protocol):
     def first_routed_before(self, program: ProgramView, replica: ReplicaView) -> ProgramView | None:
         """Return the first of those that wait for that replica alone, if it comes before `program`; else None."""
 
+    @property
+    def some_share(self) -> bool:
+        """Whether prompts of some that are active begin alike: else `claim_tokens_on` is the claim everywhere."""
+
     def claim_tokens_on(self, program: ProgramView, replica: ReplicaView) -> int:
         """Return what a paused program would add to the demand there: less than its claim if prefixes are shared."""
 
@@ -119,10 +123,13 @@ class View(Protocol):
         """Seconds to prefill a token, as learned."""
 
     def break_even_s(self, replica_id: str | None) -> float:
-        """Return in how many seconds a replica could prefill its whole memory, as learned.
+        """Return in how many seconds a replica could fill its whole memory, as learned: by prefill, or from its tier.
 
         For one that is not known, or does not say how large it is, the largest of those that are open stands in.
         """
+
+    def elsewhere_s(self, program: ProgramView, home: ReplicaView) -> float:
+        """Return how much longer another replica would compute until it had a program's context, as learned."""
 
     @property
     def growth_tokens_per_s(self) -> float:
