@@ -25,7 +25,7 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 SHOWN = re.compile(r'^( *)--8<-- "(.+)"$', re.MULTILINE)
 LANGUAGES = {".py": "python", ".yaml": "yaml"}
-"""How files that are no pages are shown, by the ending of their names."""
+"""How files that are not pages are shown, by the ending of their names."""
 OUTSIDE = "repository"
 """Folder of the site for files of the repository that pages link to."""
 BOOSTS = {

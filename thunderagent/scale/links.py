@@ -49,7 +49,7 @@ POLLED_LIMIT_S = 3.0
 
 RESYNC_S = 1.0
 TOLD_LIMIT_S = 10.0
-"""Nor is it waited longer than so long for gateways that have come and not told all yet."""
+"""The longest wait for gateways that came and have not yet told all."""
 
 STAND_LIMIT_S = 20.0
 """A gateway waits so long for a scheduler that stands by to lead, then asks anew: its address may be another's."""

@@ -92,7 +92,7 @@ class Turn:
         """The replica that has what it goes on from: it runs there if its program may get a claim there."""
         self.unrepresentative = False
         self.unverified = False
-        """Its replica was suspended or flushed while it ran: its times and hits tell nothing, nor does its end."""
+        """Its replica was suspended or flushed while it ran: its times, hits and end tell nothing."""
         self.granted_s = 0.0
         self.granted_flight_s = 0.0
         """What its account's `flight_s` was then."""

@@ -18,8 +18,8 @@ most, and for at most `hint_ratio` of a replica (`hints.py`).
 without a timer: nobody waits for more than what those before it take. If the first does not fit anywhere, newcomers and
 the `pass_count` behind it may pass, those whose history still lies in memory before others; but once the first has
 waited for `wait_ratio` of the median time that programs take in all, the replica with most room takes nobody else in
-until it fits. Who waits for one replica, because a route binds it there, may be passed on that replica as long, by
-whomever; then it takes nobody else in.
+until it fits. A program that a route binds to one replica may be passed there for as
+long; then that replica takes nobody else in.
 
 **Room to grow.** Programs are small when they come. One that comes for the first time needs room not only for itself,
 but for what it and all others on the replica will grow by while it would pay to have let it in: to pause it too soon

@@ -24,7 +24,7 @@ at its end.
 
 β is learned unless `prefill_token_s` says it; the paper takes it from a table that is measured beforehand. Its third
 way, to swap memory out while the engine computes, only an engine has: with it, what is discarded here would be
-swapped as far as the budget of an iteration goes, the largest waste first. Nor does a proxy choose the chunks in
+swapped as far as the budget of an iteration goes, the largest waste first. A proxy does not choose the chunks in
 which an engine prefills.
 """
 

@@ -111,7 +111,7 @@ class Operation:
     status: int = 200
     answer_type: str = "application/json"
     also: Mapping[int, type[BaseModel]] = field(default_factory=dict)
-    """Answers with other statuses that are no errors of ours."""
+    """Answers with other statuses that are not errors of ours."""
 
 
 OPERATIONS: tuple[Operation, ...] = (

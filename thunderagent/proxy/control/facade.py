@@ -41,7 +41,7 @@ def is_of_one_replica(target: Target) -> bool:
 def turn_on(target: Target, method: str, replicas: Replicas) -> tuple[str, Target] | None:
     """Return the replica that a turn below its URL is for, and what it asks for there; None if it is not a turn.
 
-    Nor is it one if there is no such replica. Raises `RequestError`.
+    None, too, if there is no such replica. Raises `RequestError`.
     """
     replica_id, below = target.below()
     use = use_of(below, method)

@@ -89,7 +89,7 @@ def digest(text: str) -> str:
 
 
 def label_value(key: str, value: str) -> str:
-    """Return what a label of ours holds: a hash, save for what is ours to choose."""
+    """Return the value of a label of ours: a hash, except for what we choose."""
     if not value or (key in _PLAIN_LABELS and _LABEL_VALUE.fullmatch(value)):
         return value
     return digest(value)
